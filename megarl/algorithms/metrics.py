@@ -1,0 +1,128 @@
+"""From sums to what is logged.
+
+`policy_loss` and `value_loss` return sums under metric names. Add them over micro-batches and over ranks that
+hold different tokens (data and context parallel ranks of the last pipeline stage, one tensor parallel rank
+each), over mini-batches and epochs too if one number a step is wanted, then reduce them once here.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.ragged import check_ragged, segment_sum
+
+# Already divided by one mini-batch's denominator: their sum counts the updates.
+_PER_UPDATE = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "critic/vf_loss")
+# Plain sums over live tokens, and the logged name of each.
+_PER_TOKEN = {
+    "actor/ppo_kl": "actor/ppo_kl",
+    "actor/ratio": "actor/ratio_mean",
+    "actor/pg_clipfrac": "actor/pg_clipfrac",
+    "actor/pg_clipfrac_lower": "actor/pg_clipfrac_lower",
+    "actor/entropy": "actor/entropy",
+    "critic/vf_clipfrac": "critic/vf_clipfrac",
+    "critic/vpred": "critic/vpred_mean",
+}
+
+
+def add_sums(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """Add the sums of disjoint parts, in the order given; a part may be empty (a rank without a micro-batch)."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + float(value)
+    return total
+
+
+def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> dict[str, float]:
+    """Logged metrics from the sums of `num_updates` mini-batches (losses are their mean, the rest token means).
+
+    critic/vf_explained_var is 1 - Var(R - V_old) / Var(R) over live tokens: 1 is a perfect critic, 0 one no
+    better than a constant, below 0 a harmful one; left out where the returns do not vary.
+    Without live tokens only the losses (0) are reported.
+    """
+    values = {name: float(value) for name, value in sums.items()}
+    out = {name: values[name] / num_updates for name in _PER_UPDATE if name in values}
+    for name, logged in _PER_TOKEN.items():
+        tokens = values.get(name.split("/")[0] + "/tokens", 0.0)
+        if name in values and tokens > 0:
+            out[logged] = values[name] / tokens
+    explained = _explained_variance(values)
+    if explained is not None:
+        out["critic/vf_explained_var"] = explained
+    return out
+
+
+def _explained_variance(values: Mapping[str, float]) -> float | None:
+    tokens = values.get("critic/tokens", 0.0)
+    if tokens == 0:
+        return None
+
+    def variance(name: str) -> float:
+        mean = values[f"critic/{name}_sum"] / tokens
+        return values[f"critic/{name}_square_sum"] / tokens - mean * mean
+
+    # A difference of squares: what is left of a constant return is rounding, to be measured against its square.
+    returns = variance("returns")
+    if returns <= 1e-12 * values["critic/returns_square_sum"] / tokens:
+        return None
+    return 1.0 - variance("residual") / returns
+
+
+def batch_metrics(
+    scores: Tensor,
+    token_level_rewards: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    truncated: Tensor,
+    returns: Tensor | None = None,
+    values: Tensor | None = None,
+) -> dict[str, float]:
+    """What a train batch looked like, on the controller.
+
+    Args: scores [n]; the others flat [tokens] with offsets [n + 1]; truncated bool [n]: ended by length.
+    Returns mean/max/min of critic/score and critic/rewards (per trajectory), of critic/advantages, critic/returns
+    and critic/values (per live token), of response_length (tokens), and response_length/clip_ratio.
+    """
+    check_ragged(offsets, token_level_rewards, advantages, mask)
+    out = _spread("critic/score", scores)
+    out |= _spread("critic/rewards", segment_sum(token_level_rewards.double(), offsets))
+    out |= _spread("critic/advantages", advantages[mask])
+    if returns is not None:
+        out |= _spread("critic/returns", returns[mask])
+    if values is not None:
+        out |= _spread("critic/values", values[mask])
+    out |= _spread("response_length", offsets.diff())
+    if truncated.numel() > 0:
+        out["response_length/clip_ratio"] = float(truncated.double().mean())
+    return out
+
+
+def rollout_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probs are from the engine's on live tokens (flat [tokens]).
+
+    training/rollout_log_prob_diff_{mean,max}: |difference| in nats; training/rollout_probs_diff_{mean,max}:
+    |difference| of the probabilities; training/rollout_kl: mean of engine - trainer log-prob, the k1 estimate of
+    KL(engine || trainer). Beyond the precision's rounding they mean that the engine serves other weights.
+    """
+    trainer, engine = old_log_probs[mask].double(), rollout_log_probs[mask].double()
+    if trainer.numel() == 0:
+        return {}
+    difference = (trainer - engine).abs()
+    probabilities = (trainer.exp() - engine.exp()).abs()
+    return {
+        "training/rollout_log_prob_diff_mean": float(difference.mean()),
+        "training/rollout_log_prob_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_mean": float(probabilities.mean()),
+        "training/rollout_probs_diff_max": float(probabilities.max()),
+        "training/rollout_kl": float((engine - trainer).mean()),
+    }
+
+
+def _spread(name: str, x: Tensor) -> dict[str, float]:
+    if x.numel() == 0:
+        return {}
+    x = x.to(torch.float64)
+    return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}

@@ -1,0 +1,38 @@
+"""Ray, and nothing but Ray: where processes run, how the controller calls them, how it learns that one died.
+
+What the room promises:
+
+- one process per rank, placed on the devices of a `ResourcePool`; several `WorkerGroup`s may share a pool;
+- user methods run in the main thread of their process, one at a time, in the order in which they were called;
+- arguments that are `ObjectRef`s are resolved from the shared object store without a copy;
+- `wait` raises within seconds when any process of any group it watches dies, also when the others hang, and
+  names role, rank, host, cause and the last lines of that process's own log;
+- nothing outlives the controller: neither workers nor what the workers started, even after `kill -9`.
+
+It knows nothing of models, algorithms or torch: a worker class is named by its import path and is imported
+in its own process only.
+
+Files: `cluster` starts or joins Ray, `pool` reserves devices, `worker` is the rank's process, `group` the
+controller's handle on all ranks of a role, `failure` waits and explains, `guard` cleans up after the dead,
+`hosts` does small jobs on a given machine.
+"""
+
+from megarl.cluster.cluster import Cluster, start_cluster, stop_cluster
+from megarl.cluster.failure import WaitTimeout, WorkerDied, WorkerFailed, wait
+from megarl.cluster.group import WorkerGroup
+from megarl.cluster.pool import Device, ResourcePool
+from megarl.cluster.worker import RankInfo
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "RankInfo",
+    "ResourcePool",
+    "WaitTimeout",
+    "WorkerDied",
+    "WorkerFailed",
+    "WorkerGroup",
+    "start_cluster",
+    "stop_cluster",
+    "wait",
+]

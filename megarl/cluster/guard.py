@@ -1,0 +1,152 @@
+"""A small process that waits for another one to end and kills what it leaves behind.
+
+Run as a script (standard library only, 7 MiB, asleep until something ends):
+
+    python -S -I guard.py <pid> <parent pid or 0> <mark> <directory to remove or "">
+
+Guarantees:
+
+- Once `pid` has ended, however it ended, its descendants are killed: all processes that carry `mark` (a
+  `NAME=value` that the watched process put into its environment before it started anything), also those in a
+  session of their own, and all that are still in its process group, which catches children that were
+  forked without exec.
+- If the parent of `pid` ends first (the raylet is gone), `pid` gets `GRACE_SECONDS` to end by itself and is
+  then killed.
+- One line beginning with `ENDED` says on stdout how `pid` ended; the controller shows it to the user.
+
+Why not leave it to Ray (2.60): the raylet kills the process group of a worker that ended, but not children with a
+session of their own, and nobody does it once the raylet itself was killed. PR_SET_PDEATHSIG reaches only direct
+children and follows the thread, not the process, that started them.
+"""
+
+import fcntl
+import os
+import select
+import shutil
+import signal
+import struct
+import sys
+import time
+
+# Without it setproctitle, which Ray and SGLang call, writes titles over the memory that /proc/<pid>/environ shows.
+KEEP_ENVIRON = {"SPT_NOENV": "1"}
+ENDED = "[guard] process ended: "
+GRACE_SECONDS = 3.0
+SWEEP_SECONDS = 10.0
+
+# ioctl(pidfd, PIDFD_GET_INFO) of <linux/pidfd.h>, since Linux 6.15 with the exit status; struct pidfd_info is 64
+# bytes: u64 mask, u64 cgroup, 11 x u32 ids, i32 wait status.
+_PIDFD_GET_INFO = 0xC040FF0B
+_PIDFD_INFO_EXIT = 1 << 3
+
+
+def parent_of(pid: int) -> int | None:
+    """Parent of `pid`, None if there is no such process or it is a zombie."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in ("Z", "X") else int(fields[1])
+
+
+def marked_processes(mark: str, process_group: int | None = None) -> list[int]:
+    """Living processes with `mark` in their environment, or in `process_group`; never the caller."""
+    needle = b"\0" + mark.encode() + b"\0"
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        fields = _stat(int(name))
+        if fields is None or fields[0] in ("Z", "X"):
+            continue
+        if (process_group is not None and int(fields[2]) == process_group) or needle in _environment(name):
+            found.append(int(name))
+    return found
+
+
+def kill_marked(mark: str, process_group: int | None = None, seconds: float = SWEEP_SECONDS) -> list[int]:
+    """SIGKILLs all `marked_processes` until none is left or `seconds` are over; returns the pids it found."""
+    killed: list[int] = []
+    deadline = time.monotonic() + seconds
+    # More than one round: a process may fork between the listing and its end.
+    while (pids := marked_processes(mark, process_group)) and time.monotonic() < deadline:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            if pid not in killed:
+                killed.append(pid)
+        time.sleep(0.05)
+    return killed
+
+
+def main(pid: int, parent: int, mark: str, directory: str) -> None:
+    """Waits for the end of `pid`, then cleans up."""
+    oom_kills = _oom_kills()
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        cause = "before its guard was there"
+    else:
+        _wait_for_end(handle, pid, parent)
+        cause = _exit_cause(handle)
+    if _oom_kills() > oom_kills:
+        cause += " (the kernel's out-of-memory killer was at work on this machine)"
+    killed = kill_marked(mark, process_group=pid)
+    print(f"{ENDED}{cause}" + (f"; killed what it left behind: {killed}" if killed else ""), flush=True)
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _wait_for_end(handle: int, pid: int, parent: int) -> None:
+    poller = select.poll()
+    poller.register(handle, select.POLLIN)
+    while not poller.poll(1000 if parent else None):
+        if parent and parent_of(pid) != parent and not poller.poll(GRACE_SECONDS * 1000):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            parent = 0
+
+
+def _exit_cause(handle: int) -> str:
+    info = bytearray(64)
+    struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
+    deadline = time.monotonic() + 0.5
+    # The status is there once the parent has reaped the process, a moment after the pidfd became readable.
+    while time.monotonic() < deadline:
+        try:
+            fcntl.ioctl(handle, _PIDFD_GET_INFO, info)
+        except OSError:  # a kernel that cannot tell
+            break
+        if struct.unpack_from("<Q", info, 0)[0] & _PIDFD_INFO_EXIT:
+            status = struct.unpack_from("<i", info, 60)[0]
+            if os.WIFSIGNALED(status):
+                return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+            return f"exited with status {os.WEXITSTATUS(status)}"
+        time.sleep(0.02)
+    return "killed or crashed (this kernel does not tell which)"
+
+
+def _oom_kills() -> int:
+    with open("/proc/vmstat") as lines:
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """/proc/<pid>/stat from the state on: state, parent, process group, ..."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _environment(pid: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return b"\0" + file.read() + b"\0"
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended, or not ours
+        return b""
+
+
+if __name__ == "__main__":
+    # A second fork: Ray kills the direct children of a worker that exits, and the guard must outlive it.
+    if os.fork() == 0:
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,86 @@
+"""Small jobs on a given machine: guards, ports, log tails, stack dumps."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.cluster import guard
+
+TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
+# Outside Linux's range of ephemeral ports (32768-60999) and of Ray's worker ports (10002-19999): from
+# either, some other process may take the port between the choice and its use seconds later.
+_PORTS = range(20000, 32768)
+
+
+def start_guard(mark: str, parent: int, directory: str = "", output: int = subprocess.DEVNULL) -> None:
+    """Starts a guard (see guard.py) over the calling process.
+
+    `mark` is `NAME=value`, set in this process's environment by the caller; `parent` is the pid that must live as
+    long as this process, 0 for none; `directory` is removed at the end; `output` a file descriptor.
+    """
+    command = [sys.executable, "-S", "-I", guard.__file__, str(os.getpid()), str(parent), mark, directory]
+    # Its own session: it must survive Ctrl-C in a terminal and the kill of this process's group.
+    subprocess.run(
+        command, check=True, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+    )
+
+
+def reserve_port() -> socket.socket:
+    """A socket bound, not listening, to a free port of this machine; close it just before the port is used."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.bind(("", port))
+        except OSError:
+            sock.close()
+            continue
+        return sock
+    raise RuntimeError(f"no free port between {_PORTS.start} and {_PORTS.stop - 1} on {socket.gethostname()}")
+
+
+def log_tail(path: str) -> tuple[str, str]:
+    """(the last TAIL_LINES lines of a rank's log, what its guard wrote about its end or "")."""
+    if not Path(path).exists():
+        return "", ""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    cause = next(
+        (line.removeprefix(guard.ENDED) for line in reversed(lines) if line.startswith(guard.ENDED)), ""
+    )
+    own = [line for line in lines if not line.startswith(guard.ENDED)]
+    return "\n".join(own[-TAIL_LINES:]), cause
+
+
+def dump_stacks(pids: list[int]) -> None:
+    """Makes worker processes of this machine write the stacks of all their threads into their logs."""
+    for pid in pids:
+        if guard.parent_of(pid) is not None:
+            os.kill(pid, signal.SIGUSR1)
+
+
+def on_node(node_id: str, seconds: float, function: Callable[..., Any], *args: Any) -> Any | None:
+    """`function(*args)` on a node of the cluster; None if that node did not answer within `seconds`."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(*args)
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = _call.options(scheduling_strategy=strategy).remote(function, *args)
+    try:
+        return ray.get(task, timeout=seconds)
+    except ray.exceptions.RayError:  # the node may be as dead as the process that we ask about
+        return None
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

@@ -1,0 +1,168 @@
+"""Devices reserved for a run: GPUs, or process slots on a machine without.
+
+Guarantees:
+
+- devices are ordered node by node (by address), and within a node by GPU number as an integer: rank r of every group
+  is on device r, so groups that share a pool agree on who shares a device;
+- the devices of one node of the pool are on one machine.
+"""
+
+import ipaddress
+import time
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: `gpu_id` as CUDA_VISIBLE_DEVICES names it, None for a process slot without a GPU."""
+
+    host: str
+    node_id: str
+    gpu_id: str | None
+    placement: PlacementGroup
+    bundle: int
+
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """Where an actor is scheduled that shall use this device."""
+        return PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=self.bundle)
+
+
+class ResourcePool:
+    """`nnodes` x `devices_per_node` devices, held until `close` or the end of the controller.
+
+    Each node is a placement group of its own (STRICT_PACK), each device a bundle of it: a bundle holds one
+    certain GPU, which a bundle of several GPUs would not when several groups take fractions of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        nnodes: int,
+        devices_per_node: int,
+        *,
+        use_gpu: bool | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        """Reserves the devices.
+
+        Args:
+            use_gpu: None: GPUs if the cluster has any, else process slots.
+            timeout: seconds to wait until the cluster can give them.
+
+        Raises:
+            ValueError: a size below 1, or the cluster cannot give the devices; says what it has.
+        """
+        if nnodes < 1 or devices_per_node < 1:
+            raise ValueError(
+                f"resource pool {name!r} needs at least 1 node and 1 device a node, "
+                f"found {nnodes} x {devices_per_node}"
+            )
+        self.name = name
+        self.use_gpu = ray.cluster_resources().get("GPU", 0) > 0 if use_gpu is None else use_gpu
+        self._placements = self._reserve(nnodes, devices_per_node, timeout)
+        found = [device for placement in self._placements for device in self._devices_of(placement)]
+        self.devices = sort_devices(found)
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def close(self) -> None:
+        """Gives the devices back; actors that are still on them are killed."""
+        for placement in self._placements:
+            remove_placement_group(placement)
+
+    def _reserve(self, nnodes: int, devices_per_node: int, timeout: float) -> list[PlacementGroup]:
+        bundle = {"GPU": 1, "CPU": 1} if self.use_gpu else {"CPU": 1}
+        # A hint only (Ray has no better): a node of the pool per machine where machines are larger than that.
+        machines = sorted(
+            (
+                node
+                for node in ray.nodes()
+                if node["Alive"] and _fits(node["Resources"], bundle, devices_per_node)
+            ),
+            key=lambda node: (_address_order(node["NodeManagerAddress"]), node["NodeID"]),
+        )
+        placements = [
+            placement_group(
+                [dict(bundle) for _ in range(devices_per_node)],
+                strategy="STRICT_PACK",
+                name=f"{self.name}-{i}",
+                _soft_target_node_id=machines[i % len(machines)]["NodeID"] if machines else None,
+            )
+            for i in range(nnodes)
+        ]
+        deadline = time.monotonic() + timeout
+        # wait(), not ready(): the latter starts a worker process in each bundle.
+        if not all(placement.wait(max(0.1, deadline - time.monotonic())) for placement in placements):
+            message = self._lacking(nnodes, devices_per_node, timeout)
+            for placement in placements:
+                remove_placement_group(placement)
+            raise ValueError(message)
+        return placements
+
+    def _lacking(self, nnodes: int, devices_per_node: int, timeout: float) -> str:
+        kind = "GPU" if self.use_gpu else "CPU"
+        free = ray.available_resources().get(kind, 0)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        has = ", ".join(f"{node['NodeManagerAddress']}: {node['Resources'].get(kind, 0):g}" for node in nodes)
+        what = "GPUs" if self.use_gpu else "process slots (Ray CPUs)"
+        return (
+            f"resource pool {self.name!r} asks for {nnodes} node(s) with {devices_per_node} {what} each; after "
+            f"{timeout:g} s the cluster could not give them. It has {what} by node: {has}; now free: {free:g}. "
+            "Ask for less (trainer.nnodes, trainer.n_gpus_per_node, resource_pools), or wait for another run to end."
+        )
+
+    def _devices_of(self, placement: PlacementGroup) -> list[Device]:
+        node_ids = placement_group_table(placement)["bundles_to_node_id"]
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        gpu_ids: list[str | None] = [None] * len(node_ids)
+        if self.use_gpu:
+            # Only a process inside a bundle can tell which GPU the bundle holds.
+            probes = [
+                _visible_gpu.options(
+                    num_gpus=0.01,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        placement, placement_group_bundle_index=i
+                    ),
+                ).remote()
+                for i in range(len(node_ids))
+            ]
+            gpu_ids = ray.get(probes)
+        return [
+            Device(hosts[node_ids[i]], node_ids[i], gpu_ids[i], placement, i) for i in range(len(node_ids))
+        ]
+
+
+def sort_devices(devices: list[Device]) -> tuple[Device, ...]:
+    """Devices in rank order: by address, machine and GPU number ("2" before "10"), else as they came."""
+
+    def order(device: Device) -> tuple:
+        name = device.gpu_id or "0"
+        # GPUs can also be named by UUID: those come after the numbered ones.
+        number = (0, int(name), "") if name.isdigit() else (1, 0, name)
+        return _address_order(device.host), device.node_id, number
+
+    return tuple(sorted(devices, key=order))
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _visible_gpu() -> str:
+    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+
+def _fits(resources: dict[str, float], bundle: dict[str, float], count: int) -> bool:
+    return all(resources.get(kind, 0) >= amount * count for kind, amount in bundle.items())
+
+
+def _address_order(host: str) -> tuple[int, int]:
+    address = ipaddress.ip_address(host)
+    return address.version, int(address)

@@ -1,0 +1,162 @@
+"""The process of one rank: what happens in it before the user's class is imported, and how its methods are called.
+
+Ray 2.60 runs the methods of a plain actor in the main thread of its process; as soon as an actor has concurrency
+groups or max_concurrency > 1 they move to other threads, where signal handlers cannot be installed (SGLang does).
+So there is no watching thread or method in here: the controller learns of a death from Ray's own books, see failure.py.
+"""
+
+import faulthandler
+import importlib
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from megarl.cluster.guard import KEEP_ENVIRON
+from megarl.cluster.hosts import log_tail, reserve_port, start_guard
+
+_MARK_NAME = "MEGARL_RANK"
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What a rank knows of itself and its group; the first argument of every worker class.
+
+    `device_ids` are the GPUs that CUDA_VISIBLE_DEVICES shows in this process, in its order; empty without GPUs.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    role: str
+    log_path: str
+    device_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """What a process reports once it is set up.
+
+    `mark` is the `NAME=value` that all its descendants carry (see guard.py); `port` is reserved for its group's
+    rendezvous, on request.
+    """
+
+    pid: int
+    mark: str
+    host: str
+    node_id: str
+    port: int | None
+
+
+class RankError(Exception):
+    """An exception in a rank, in words: the controller need not be able to import (or unpickle) the original.
+
+    `time` is the rank's clock in seconds since the epoch, `log_tail` the end of its log before the traceback.
+    """
+
+    def __init__(self, kind: str, message: str, remote_traceback: str, when: float, tail: str) -> None:
+        super().__init__(kind, message, remote_traceback, when, tail)
+        self.kind = kind
+        self.message = message
+        self.remote_traceback = remote_traceback
+        self.time = when
+        self.log_tail = tail
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+class Worker:
+    """The Ray actor of one rank: `setup`, then `start`, then `invoke` any number of times."""
+
+    def __init__(self) -> None:
+        self._user: Any = None
+        self._log_path = ""
+        self._port_holder = None
+
+    def setup(self, name: str, log_path: str, env: dict[str, str], needs_port: bool) -> ProcessFacts:
+        """Prepares the process; after it nothing that is printed, also by C code, misses the log.
+
+        `env` is put into the environment here, before anything heavy is imported; it is also what children get.
+        """
+        self._log_path = log_path
+        type(self).__name__ = name  # Ray derives the process title from it, anew after every call
+        _redirect_output(log_path)
+        print(f"--- {name}: process {os.getpid()} on {ray.util.get_node_ip_address()}, {time.ctime()}")
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # see hosts.dump_stacks
+        if os.getpgrp() != os.getpid():  # so unless the cluster was started with it disabled
+            os.setpgid(0, 0)
+        os.environ.update(KEEP_ENVIRON | env)
+        token = secrets.token_hex(8)
+        os.environ[_MARK_NAME] = token
+        mark = f"{_MARK_NAME}={token}"
+        start_guard(mark, parent=os.getppid(), output=1)
+        if needs_port:
+            self._port_holder = reserve_port()
+        return ProcessFacts(
+            pid=os.getpid(),
+            mark=mark,
+            host=ray.util.get_node_ip_address(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            port=self._port_holder.getsockname()[1] if needs_port else None,
+        )
+
+    def start(self, info: RankInfo, worker_class: str, init_kwargs: dict[str, Any]) -> None:
+        """Imports "module:Class" and makes the user's object.
+
+        Raises:
+            RankError: the import or the constructor raised.
+        """
+        self._reporting(self._start, info, worker_class, init_kwargs)
+
+    def _start(self, info: RankInfo, worker_class: str, init_kwargs: dict[str, Any]) -> None:
+        module, _, name = worker_class.partition(":")
+        constructor = getattr(importlib.import_module(module), name)
+        if self._port_holder is not None:
+            self._port_holder.close()
+            self._port_holder = None
+        self._user = constructor(info, **init_kwargs)
+
+    def invoke(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the user's object.
+
+        Raises:
+            RankError: the method raised, or the object was never made.
+        """
+        if self._user is None:
+            raise RankError("RuntimeError", "the worker never started", "", time.time(), "")
+        return self._reporting(getattr(self._user, method), *args, **kwargs)
+
+    def _reporting(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            when, tail = time.time(), log_tail(self._log_path)[0]
+            text = traceback.format_exc()
+            print(text, file=sys.stderr)
+            raise RankError(type(error).__name__, str(error), text, when, tail) from None
+
+
+def _redirect_output(log_path: str) -> None:
+    """File descriptors 1 and 2, and Python's streams on them, go to the log, unbuffered."""
+    Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    # New streams: those that Ray put in place write to files of its own.
+    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+    sys.stdout.reconfigure(write_through=True)
+    sys.stderr.reconfigure(write_through=True)

@@ -1,0 +1,99 @@
+"""The configuration: what a user may set, read, checked and filled in before anything else starts.
+
+What this room promises: `load_config` returns a typed, frozen configuration or one ValueError that lists every
+unknown key (with the nearest valid one), wrong type and missing value; `check_config` does the same for values
+that do not fit each other, the devices or the files, `check_models` for layouts that do not fit the model;
+`resolve` and `resolve_batches` derive what follows from it, so that no other room does.
+
+    config = load_config(TrainConfig, "recipes/quickstart_ppo.yaml", ["trainer.total_epochs=2"])
+    check_config(config)
+    config = resolve(config)
+    plan = resolve_batches(config)
+
+What it must not know: torch, or any other room.
+"""
+
+from megarl.config.batches import (
+    BatchPlan,
+    RolePlan,
+    RolloutPlan,
+    SFTBatchPlan,
+    UpdatePlan,
+    batch_table,
+    resolve_batches,
+    save_batch_plan,
+)
+from megarl.config.check import check_config
+from megarl.config.load import load_config, save_config, to_dict
+from megarl.config.model_fit import check_model, check_models, check_rollout_model
+from megarl.config.resolve import needs_reference, pool_devices, reference_in_actor, resolve
+from megarl.config.schema import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    CriticModelConfig,
+    CustomRewardConfig,
+    DataConfig,
+    EvalConfig,
+    EvalDataConfig,
+    EvalTrainerConfig,
+    KLControlConfig,
+    MegatronConfig,
+    ModelPathConfig,
+    OptimConfig,
+    PoolConfig,
+    RefConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+    TrainConfig,
+    TrainerConfig,
+)
+from megarl.config.sections import SamplingConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgorithmConfig",
+    "BatchPlan",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CustomRewardConfig",
+    "DataConfig",
+    "EvalConfig",
+    "EvalDataConfig",
+    "EvalTrainerConfig",
+    "KLControlConfig",
+    "MegatronConfig",
+    "ModelPathConfig",
+    "OptimConfig",
+    "PoolConfig",
+    "RefConfig",
+    "RolePlan",
+    "RolloutConfig",
+    "RolloutPlan",
+    "SFTBatchPlan",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTTrainerConfig",
+    "SamplingConfig",
+    "TrainConfig",
+    "TrainerConfig",
+    "UpdatePlan",
+    "batch_table",
+    "check_config",
+    "check_model",
+    "check_models",
+    "check_rollout_model",
+    "load_config",
+    "needs_reference",
+    "pool_devices",
+    "reference_in_actor",
+    "resolve",
+    "resolve_batches",
+    "save_batch_plan",
+    "save_config",
+    "to_dict",
+]

@@ -1,0 +1,214 @@
+"""What no single key can tell: values out of range, and keys that do not fit each other, files or devices.
+
+Guarantee: one call reports every violation it can find, each with the full keys and what would be right.
+"""
+
+import glob
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config.check_layout import engine_problems, layout_problems, pool_problems, update_problems
+from megarl.config.options import walk_values
+from megarl.config.problems import did_you_mean, raise_if_any
+from megarl.config.resolve import GLOBAL_POOL, resolve
+from megarl.config.schema import EvalConfig, OptimConfig, RolloutConfig, SFTConfig, TrainConfig
+
+_POLICY = "actor_rollout_ref"
+_GLOB_CHARACTERS = "*?["
+
+
+def check_config(config: TrainConfig | SFTConfig | EvalConfig) -> None:
+    """Check a configuration, resolved or not, against itself and the file system.
+
+    What depends on the model's sizes is checked by `check_models`.
+
+    Raises:
+        ValueError: all violations in one message.
+    """
+    problems = list(_value_problems(config))
+    if isinstance(config, TrainConfig):
+        problems += _train_problems(config)
+    elif isinstance(config, SFTConfig):
+        problems += _sft_problems(config)
+    else:
+        problems += _eval_problems(config)
+    raise_if_any("configuration", problems)
+
+
+def _value_problems(config: Any) -> Iterator[str]:
+    """Choices and bounds, as declared beside each key."""
+    for key, member, value in walk_values(config):
+        rules = member.metadata
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is None:
+                continue
+            choices = rules.get("choices")
+            if choices is not None and item not in choices:
+                hint = did_you_mean(str(item), choices)
+                yield f"{key}={item!r} is unknown; megarl has {', '.join(choices)}{hint}"
+            yield from _bound_problems(key, item, rules)
+        last = key.rpartition(".")[2]
+        if last in ("test_freq", "top_k") and value == 0:
+            meaning = "-1 (never)" if last == "test_freq" else "-1 (all)"
+            yield f"{key}=0: it must be {meaning} or at least 1"
+
+
+def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:
+    holds = {
+        "gt": ("greater than", lambda bound: value > bound),
+        "ge": ("at least", lambda bound: value >= bound),
+        "lt": ("less than", lambda bound: value < bound),
+        "le": ("at most", lambda bound: value <= bound),
+    }
+    bounds = {name: rules[name] for name in holds if rules.get(name) is not None}
+    if not all(holds[name][1](bound) for name, bound in bounds.items()):
+        valid = " and ".join(f"{holds[name][0]} {bound:g}" for name, bound in bounds.items())
+        yield f"{key}={value} is out of range: it must be {valid}"
+
+
+def _train_problems(config: TrainConfig) -> Iterator[str]:
+    full = resolve(config)
+    policy = full.actor_rollout_ref
+    yield from pool_problems(config)
+    yield from layout_problems(full)
+    yield from update_problems(full)
+    yield from engine_problems(full)
+    yield from _training_sampling_problems(policy.rollout)
+    yield from _algorithm_problems(full)
+    yield from _optim_problems(f"{_POLICY}.actor.optim", policy.actor.optim)
+    yield from _model_problems(f"{_POLICY}.model.path", policy.model.path)
+    yield from _tokenizer_problems(
+        f"{_POLICY}.model.tokenizer_path", config.actor_rollout_ref.model.tokenizer_path
+    )
+    if full.critic is not None:
+        yield from _optim_problems("critic.optim", full.critic.optim)
+        if full.critic.model.path != policy.model.path:
+            yield from _model_problems("critic.model.path", full.critic.model.path)
+    yield from _file_problems("data.train_files", full.data.train_files)
+    yield from _file_problems("data.val_files", full.data.val_files)
+    yield from _reward_problems(full)
+    trainer = full.trainer
+    if full.data.val_files is None and (trainer.test_freq > 0 or trainer.val_before_train):
+        key = "trainer.test_freq" if trainer.test_freq > 0 else "trainer.val_before_train"
+        yield f"{key}={getattr(trainer, key.partition('.')[2])} needs data.val_files"
+
+
+def _sft_problems(config: SFTConfig) -> Iterator[str]:
+    yield from layout_problems(config)
+    yield from update_problems(config)
+    yield from _optim_problems("optim", config.optim)
+    yield from _model_problems("model.path", config.model.path)
+    yield from _tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
+    yield from _file_problems("data.train_files", config.data.train_files)
+    yield from _file_problems("data.val_files", config.data.val_files)
+    if config.data.val_files is None and config.trainer.test_freq > 0:
+        yield f"trainer.test_freq={config.trainer.test_freq} needs data.val_files"
+
+
+def _eval_problems(config: EvalConfig) -> Iterator[str]:
+    yield from engine_problems(resolve(config))
+    for name in ("n", "temperature", "top_p", "top_k"):
+        value = getattr(config.rollout, name)
+        if value != getattr(RolloutConfig(), name):
+            yield f"rollout.{name}={value} is of training rollouts; evaluation reads rollout.val_kwargs.{name}"
+    if config.rollout.resource_pool not in (None, GLOBAL_POOL):
+        yield f"rollout.resource_pool={config.rollout.resource_pool!r}: evaluation has one pool; leave it out"
+    yield from _model_problems("model.path", config.model.path)
+    yield from _tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
+    yield from _file_problems("data.val_files", config.data.val_files)
+    yield from _reward_problems(config)
+
+
+def _training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
+    for name, allowed in (("top_p", 1.0), ("top_k", -1)):
+        value = getattr(rollout, name)
+        if value != allowed:
+            yield (
+                f"{_POLICY}.rollout.{name}={value}: training rollouts must sample from all tokens ({name}={allowed:g}), "
+                "because the trainer's log-probs are those of the whole distribution, not of the cut one "
+                f"(rollout.val_kwargs.{name} may be set)"
+            )
+
+
+def _algorithm_problems(config: TrainConfig) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    if algorithm.adv_estimator == "gae" and config.critic is None:
+        yield (
+            "critic.optim.lr is required: algorithm.adv_estimator='gae' trains a critic, but there is no section critic "
+            "(grpo needs none)"
+        )
+    if algorithm.adv_estimator == "grpo":
+        if rollout.n < 2:
+            yield (
+                f"{_POLICY}.rollout.n={rollout.n}: algorithm.adv_estimator='grpo' compares the responses to one "
+                "prompt and needs at least 2"
+            )
+        if config.critic is not None:
+            yield "critic: algorithm.adv_estimator='grpo' has no critic; leave the section out (or critic=null)"
+    control, trajectories = algorithm.kl_ctrl, config.data.train_batch_size * rollout.n
+    # Its factor of one step, 1 - 0.2 * trajectories / horizon, must stay positive.
+    if (
+        algorithm.use_kl_in_reward
+        and control.type == "adaptive"
+        and 0.2 * trajectories >= control.horizon > 0
+    ):
+        yield (
+            f"algorithm.kl_ctrl.horizon={control.horizon:g} is too short for {trajectories} trajectories a step: the "
+            f"coefficient could change sign; it must be over {0.2 * trajectories:g}"
+        )
+
+
+def _optim_problems(key: str, optim: OptimConfig) -> Iterator[str]:
+    if optim.min_lr > optim.lr:
+        yield f"{key}.min_lr={optim.min_lr:g} is greater than {key}.lr={optim.lr:g}"
+    if optim.lr_decay_steps is not None and optim.lr_warmup_steps >= optim.lr_decay_steps:
+        yield (
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} must be less than "
+            f"{key}.lr_decay_steps={optim.lr_decay_steps}"
+        )
+
+
+def _model_problems(key: str, path: str | None) -> Iterator[str]:
+    assert path is not None, "resolved"
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        yield (
+            f"{key}: {path} is no folder (working directory {Path.cwd()}); give the folder of a downloaded "
+            "Hugging Face model"
+        )
+    elif not (folder / "config.json").is_file():
+        yield f"{key}: the folder {path} has no config.json, so it is no Hugging Face model"
+
+
+def _tokenizer_problems(key: str, path: str | None) -> Iterator[str]:
+    if path is not None and not Path(path).expanduser().is_dir():
+        yield f"{key}: {path} is no folder (working directory {Path.cwd()})"
+
+
+def _file_problems(key: str, files: str | Sequence[str] | None) -> Iterator[str]:
+    if files is None:
+        return
+    patterns = [files] if isinstance(files, str) else list(files)
+    if not patterns:
+        yield f"{key} is an empty list; give at least one file"
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_file():
+            continue
+        if path.is_dir():
+            yield f"{key}: {pattern} is a folder; give the files in it, for example {pattern.rstrip('/')}/*.parquet"
+        elif not any(character in pattern for character in _GLOB_CHARACTERS):
+            yield f"{key}: the file {pattern} does not exist (working directory {Path.cwd()})"
+        elif not any(Path(match).is_file() for match in glob.iglob(str(path), recursive=True)):
+            yield f"{key}: no file matches {pattern} (working directory {Path.cwd()})"
+
+
+def _reward_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
+    path = config.custom_reward_function.path
+    if path is None:
+        return
+    if not Path(path).expanduser().is_file():
+        yield f"custom_reward_function.path: the file {path} does not exist (working directory {Path.cwd()})"
+    elif not path.endswith(".py"):
+        yield f"custom_reward_function.path: {path} is no .py file"

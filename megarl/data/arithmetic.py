@@ -1,0 +1,164 @@
+"""The demo's task: arithmetic word problems in GSM8K's Parquet schema, made up from a seed.
+
+"Tom has 3 pens and buys 4. Answer after ####" -> "#### 7". Prompts are short, so that a model of a million
+parameters learns them within minutes. All texts are distinct: no problem of the test split occurs in the others.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.data.files import write_parquet
+from megarl.data.gsm8k import WORD_PROBLEM_SCHEMA, word_problem
+
+DATA_SOURCE = "megarl/arithmetic"
+ARITHMETIC_INSTRUCTION = "Answer after ####"
+
+STORIES = ("{name} has {a} {thing} and {verb} {b}.", "With {a} {thing}, {name} {verb} {b}.")
+NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Sue", "Jim", "Zoe")
+THINGS = ("pens", "cups", "hats", "keys", "eggs", "toys", "nuts", "bags")
+VERBS = {"add": ("buys", "finds", "gets"), "sub": ("loses", "sells", "drops")}
+SIGNS = {"add": "+", "sub": "-"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One word problem. `a` and `b` are 1 to max_operand; of a difference, a >= b."""
+
+    op: str
+    a: int
+    b: int
+    question: str  # without instruction
+
+    @property
+    def result(self) -> int:
+        return self.a + self.b if self.op == "add" else self.a - self.b
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.question} {ARITHMETIC_INSTRUCTION}"
+
+    def answer(self, show_work: bool) -> str:
+        """The teacher's text."""
+        work = f"{self.a} {SIGNS[self.op]} {self.b} = {self.result} " if show_work else ""
+        return f"{work}#### {self.result}"
+
+
+def make_problems(
+    num: int, *, seed: int, max_operand: int = 9, ops: Sequence[str] = ("add", "sub")
+) -> list[Problem]:
+    """Draw distinct problems, uniformly from all that there are.
+
+    Raises:
+        ValueError: an unknown operation, or more problems than there are.
+    """
+    unknown = [op for op in ops if op not in VERBS]
+    if unknown or not ops or len(set(ops)) != len(ops):
+        raise ValueError(f"ops must be some of {', '.join(VERBS)}, found {', '.join(ops) or 'none'}")
+    if max_operand < 1:
+        raise ValueError(f"max_operand must be at least 1, found {max_operand}")
+    counts = [num_problems(op, max_operand) for op in ops]
+    if num > sum(counts):
+        raise ValueError(
+            f"{num} different problems asked for, there are {sum(counts)} with max_operand {max_operand} "
+            f"and ops {', '.join(ops)}: raise max_operand or ask for fewer"
+        )
+    numbers = np.random.default_rng(seed).choice(sum(counts), size=num, replace=False)
+    problems = []
+    for number in numbers.tolist():
+        for op, count in zip(ops, counts, strict=True):
+            if number < count:
+                problems.append(_problem(op, number, max_operand))
+                break
+            number -= count
+    return problems
+
+
+def num_problems(op: str, max_operand: int) -> int:
+    """How many different problems of an operation there are."""
+    pairs = max_operand**2 if op == "add" else max_operand * (max_operand + 1) // 2
+    return pairs * len(STORIES) * len(VERBS[op]) * len(NAMES) * len(THINGS)
+
+
+def _problem(op: str, number: int, max_operand: int) -> Problem:
+    """The problem of a number below num_problems, which is read as digits of mixed radix."""
+    number, story = divmod(number, len(STORIES))
+    number, verb = divmod(number, len(VERBS[op]))
+    number, name = divmod(number, len(NAMES))
+    pair, thing = divmod(number, len(THINGS))
+    if op == "add":
+        a, b = divmod(pair, max_operand)
+    else:
+        # pairs with a >= b in the order (0,0) (1,0) (1,1) (2,0) ...: row a begins at a (a + 1) / 2
+        a = (math.isqrt(8 * pair + 1) - 1) // 2
+        b = pair - a * (a + 1) // 2
+    a, b = a + 1, b + 1
+    text = STORIES[story].format(a=a, b=b, name=NAMES[name], thing=THINGS[thing], verb=VERBS[op][verb])
+    return Problem(op, a, b, text)
+
+
+def write_arithmetic(
+    out_dir: str | Path,
+    num_sft: int,
+    num_train: int,
+    num_test: int,
+    seed: int,
+    *,
+    max_operand: int = 9,
+    ops: Sequence[str] = ("add", "sub"),
+    show_work: bool = False,
+) -> dict[str, Path]:
+    """Write sft.parquet, train.parquet and test.parquet (all in GSM8K's schema, no problem twice in them).
+
+    Args:
+        num_sft: rows for supervised fine-tuning, whose responses are `extra_info.answer`.
+        show_work: let the teacher's answers hold the calculation ("3 + 4 = 7 #### 7") before the result.
+
+    Returns:
+        Split ("sft", "train", "test") -> file.
+
+    Raises:
+        ValueError: see `make_problems`.
+    """
+    sizes = {"sft": num_sft, "train": num_train, "test": num_test}
+    problems = make_problems(sum(sizes.values()), seed=seed, max_operand=max_operand, ops=ops)
+    assert len({problem.question for problem in problems}) == len(problems), "a problem occurs twice"
+    paths, start = {}, 0
+    for split, size in sizes.items():
+        rows = [
+            _row(problem, split, index, show_work)
+            for index, problem in enumerate(problems[start : start + size])
+        ]
+        table = pa.Table.from_pylist(rows, schema=WORD_PROBLEM_SCHEMA)
+        paths[split] = write_parquet(table, Path(out_dir) / f"{split}.parquet")
+        start += size
+    return paths
+
+
+def _row(problem: Problem, split: str, index: int, show_work: bool) -> dict[str, Any]:
+    return word_problem(
+        DATA_SOURCE,
+        problem.prompt,
+        str(problem.result),
+        split,
+        index,
+        problem.question,
+        problem.answer(show_work),
+    )
+
+
+def arithmetic_texts(
+    num: int = 2000, *, seed: int = 0, max_operand: int = 9, ops: Sequence[str] = ("add", "sub")
+) -> list[str]:
+    """Prompts and answers, with and without work, from which a tokenizer for this task can be trained."""
+    problems = make_problems(num, seed=seed, max_operand=max_operand, ops=ops)
+    return [
+        text
+        for problem in problems
+        for text in (problem.prompt, problem.answer(show_work=True), problem.answer(show_work=False))
+    ]

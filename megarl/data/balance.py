@@ -1,0 +1,236 @@
+"""Plans which rows form which micro-batch on which data parallel rank: pack first, distribute second.
+
+Guarantees, each asserted by a test of its name:
+
+- exactly once: every row is in exactly one micro-batch of one rank of one mini-batch, in each epoch;
+- within budget: a micro-batch has at most `max_tokens` tokens (or `micro_batch_size` rows), and one row at least;
+- same count: all ranks of a mini-batch have the same number of micro-batches, a multiple of `multiple_of` (a
+  pipeline runs the same schedule on all data parallel ranks, and an interleaved one needs multiples of its
+  stages);
+- few: micro-batches are no more than first-fit-decreasing packing needs, rounded up to that multiple;
+- balanced: tokens are levelled over micro-batches and ranks (Karmarkar-Karp);
+- deterministic: the same arguments give the same plan;
+- always possible: a mini-batch whose rows are a multiple of num_dp * multiple_of can be planned, whatever its
+  lengths.
+
+Rows are planned by their lengths alone; nothing here knows tokens, tensors or ranks' addresses.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+MiniBatch = list[list[list[int]]]
+"""[data parallel rank][micro-batch] -> row indices."""
+
+_Bin = tuple[int, int, list[int]]  # (-sum of lengths, first item, items): sorts by falling sum, then by item
+
+
+def partition_balanced(lengths: Sequence[int] | np.ndarray, k: int, equal_size: bool) -> list[list[int]]:
+    """Divide items into k parts of about equal sums, by the largest differencing method for k parts
+    (Karmarkar and Karp, "The Differencing Method of Set Partitioning", 1982): the two partial solutions of
+    largest spread are merged, the fullest parts of one with the emptiest of the other, until one is left.
+
+    Args:
+        lengths: positive length of each item; there must be at least k.
+        equal_size: let the parts' numbers of items differ by one at most.
+
+    Returns:
+        k non-empty lists of item indices, each ascending, by falling sum.
+    """
+    sizes = [int(length) for length in lengths]
+    assert 1 <= k <= len(sizes), (k, len(sizes))
+    assert min(sizes) > 0, "lengths must be positive"
+    order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
+    if equal_size:
+        # Each solution has one item in every part, so all parts grow alike; only that of the smallest items
+        # may have parts without one.
+        groups = [order[start : start + k] for start in range(0, len(order), k)]
+    else:
+        groups = [[item] for item in order]
+    solutions = [[(-sizes[item], item, [item]) for item in group] for group in groups]
+    heap = [(-_spread(solution, k), number, solution) for number, solution in enumerate(solutions)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = _merge(first, second, k)
+        heapq.heappush(heap, (-_spread(merged, k), number, merged))
+        number += 1
+    return [sorted(items) for _, _, items in heap[0][2]]
+
+
+def _spread(solution: list[_Bin], k: int) -> int:
+    """Fullest minus emptiest part; parts that are not listed are empty."""
+    emptiest = -solution[-1][0] if len(solution) == k else 0
+    return -solution[0][0] - emptiest
+
+
+def _merge(first: list[_Bin], second: list[_Bin], k: int) -> list[_Bin]:
+    """Merge two solutions, lists of their non-empty parts by falling sum: the fullest with the emptiest."""
+    num_joined = max(0, len(first) + len(second) - k)
+    merged = first[: len(first) - num_joined] + second[: len(second) - num_joined]
+    for a, b in zip(
+        first[len(first) - num_joined :], reversed(second[len(second) - num_joined :]), strict=True
+    ):
+        merged.append((a[0] + b[0], min(a[1], b[1]), a[2] + b[2]))
+    merged.sort()
+    return merged
+
+
+def micro_batches(
+    lengths: Sequence[int] | np.ndarray, max_tokens: int, multiple_of: int = 1
+) -> list[list[int]]:
+    """Pack rows into few micro-batches of at most max_tokens tokens, balanced.
+
+    Args:
+        lengths: tokens of each row.
+        multiple_of: the number of micro-batches is a multiple of this.
+
+    Returns:
+        Non-empty lists of row indices. Their number is the smallest multiple for which Karmarkar-Karp or
+        first-fit-decreasing finds a packing.
+
+    Raises:
+        ValueError: a row is longer than max_tokens, or there are fewer rows than micro-batches needed (never
+            where the number of rows is a multiple of `multiple_of`).
+    """
+    sizes = [int(length) for length in lengths]
+    longest = max(range(len(sizes)), key=sizes.__getitem__)
+    if sizes[longest] > max_tokens:
+        raise ValueError(
+            f"row {longest} has {sizes[longest]} tokens, more than the {max_tokens} tokens that a "
+            f"micro-batch may have: raise the token budget (ppo_max_token_len_per_gpu) to {sizes[longest]} at least"
+        )
+    packed = _first_fit_decreasing(sizes, max_tokens)
+    num = _round_up(-(-sum(sizes) // max_tokens), multiple_of)
+    while num <= len(sizes):
+        bins = partition_balanced(sizes, num, equal_size=False)
+        if max(sum(sizes[row] for row in part) for part in bins) <= max_tokens:
+            return bins
+        if num >= len(packed):
+            return _split_to(packed, num)
+        num += multiple_of
+    raise ValueError(
+        f"{len(sizes)} rows need {num} micro-batches (a multiple of {multiple_of}, at most {max_tokens} tokens "
+        f"each), more than there are rows: raise the token budget, or make the rows a multiple of {multiple_of}"
+    )
+
+
+def _round_up(number: int, multiple_of: int) -> int:
+    return -(-number // multiple_of) * multiple_of
+
+
+def _first_fit_decreasing(sizes: list[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room = np.empty(len(sizes), dtype=np.int64)
+    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
+        fits = np.flatnonzero(room[: len(bins)] >= sizes[row])
+        if len(fits):
+            target = int(fits[0])
+            bins[target].append(row)
+            room[target] -= sizes[row]
+        else:
+            room[len(bins)] = max_tokens - sizes[row]
+            bins.append([row])
+    return bins
+
+
+def _split_to(bins: list[list[int]], num: int) -> list[list[int]]:
+    """Split the bins of most rows in two until there are num; splitting keeps every bin within budget."""
+    bins = [sorted(part) for part in bins]
+    while len(bins) < num:
+        largest = max(range(len(bins)), key=lambda index: len(bins[index]))
+        part = bins[largest]
+        bins[largest] = part[::2]
+        bins.append(part[1::2])
+    return bins
+
+
+def plan_mini_batches(
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    num_dp: int,
+    mini_batch_size: int,
+    max_tokens: int | None = None,
+    micro_batch_size: int | None = None,
+    epochs: int = 1,
+    shuffle: bool = False,
+    seed: int = 0,
+    multiple_of: int = 1,
+) -> list[MiniBatch]:
+    """Plan the updates of one batch of rows.
+
+    Args:
+        lengths: tokens of each row of the table (prompt and response).
+        num_dp: data parallel ranks.
+        mini_batch_size: rows of an optimizer step, over all ranks. Rows are taken in table order, or in an
+            order drawn from (seed, epoch) with `shuffle`; the last mini-batch of an epoch may be smaller.
+        max_tokens: tokens of a micro-batch, at most. Exactly one of this and micro_batch_size is given.
+        micro_batch_size: rows of a micro-batch, at most.
+        epochs: how often all rows are gone through.
+        multiple_of: number of micro-batches of a rank is a multiple of this.
+
+    Returns:
+        `plan[mini-batch][rank][micro-batch]` -> row indices, the mini-batches of all epochs one after the
+        other. A rank's micro-batches come longest first, so that those that run at the same time are alike
+        and the largest memory peak comes first.
+
+    Raises:
+        ValueError: a row exceeds max_tokens, or a mini-batch has too few rows for one a micro-batch; numbers
+            named.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    assert lengths.ndim == 1 and len(lengths) > 0, lengths.shape
+    assert lengths.min() > 0, "lengths must be positive"
+    assert min(num_dp, mini_batch_size, epochs, multiple_of) >= 1
+    assert (max_tokens is None) != (micro_batch_size is None), (
+        "exactly one of max_tokens and micro_batch_size"
+    )
+    if max_tokens is not None and lengths.max() > max_tokens:
+        # here rather than in micro_batches, so that the row is the table's
+        row = int(lengths.argmax())
+        raise ValueError(
+            f"row {row} has {lengths[row]} tokens, more than the {max_tokens} tokens that a micro-batch may "
+            f"have: raise the token budget (ppo_max_token_len_per_gpu) to {lengths[row]} at least"
+        )
+    plan = []
+    for epoch in range(epochs):
+        rows = np.arange(len(lengths))
+        if shuffle:
+            rows = np.random.default_rng((seed, epoch)).permutation(len(lengths))
+        for start in range(0, len(rows), mini_batch_size):
+            chosen = np.sort(rows[start : start + mini_batch_size])
+            local = _plan_one(lengths[chosen], num_dp, max_tokens, micro_batch_size, multiple_of)
+            plan.append([[[int(chosen[row]) for row in micro] for micro in rank] for rank in local])
+    return plan
+
+
+def _plan_one(
+    lengths: np.ndarray, num_dp: int, max_tokens: int | None, micro_batch_size: int | None, multiple_of: int
+) -> MiniBatch:
+    """One mini-batch, in row numbers of its own."""
+    step = num_dp * multiple_of
+    if len(lengths) < step:
+        raise ValueError(
+            f"a mini-batch of {len(lengths)} rows cannot give each of {num_dp} data parallel ranks "
+            f"{multiple_of} micro-batches: at least {step} rows are needed"
+        )
+    if max_tokens is not None:
+        bins = micro_batches(lengths, max_tokens, multiple_of=step)
+    else:
+        assert micro_batch_size is not None
+        num = _round_up(-(-len(lengths) // micro_batch_size), step)
+        if num > len(lengths):
+            raise ValueError(
+                f"a mini-batch of {len(lengths)} rows in micro-batches of {micro_batch_size} needs {num} of them "
+                f"on {num_dp} data parallel ranks (a multiple of {step}), more than there are rows: raise "
+                f"ppo_micro_batch_size_per_gpu, or make the rows of a mini-batch a multiple of {step}"
+            )
+        bins = partition_balanced(lengths, num, equal_size=True)
+    sums = [int(lengths[part].sum()) for part in bins]
+    ranks = partition_balanced(sums, num_dp, equal_size=True)
+    return [
+        [bins[index] for index in sorted(rank, key=lambda index: (-sums[index], index))] for rank in ranks
+    ]

@@ -1,0 +1,164 @@
+"""Tokenizers and chat templates: loading them, and rendering messages to token ids."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+from tokenizers import Regex, Tokenizer, normalizers
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+# Used for tokenizers that bring no chat template: one line a message, tagged with its role; an assistant's line
+# ends with the end token, and a prompt ends with the assistant's line opened.
+PLAIN_CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ message['role'] }}: {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+DEFINITION_FILE = "tokenizer.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
+TOKENIZER_FILES = (
+    DEFINITION_FILE,
+    "tokenizer_config.json",
+    SENTENCEPIECE_FILE,
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+# words, digits, punctuation, runs of white space, other scripts: where splitting rules differ
+_PROBE = "Hello there, it's 1234 + 5.67 = x_9!\n\n  (Ça va? 漢字)  end"
+_SENTENCEPIECE_BPE = 2  # TrainerSpec.ModelType.BPE in sentencepiece_model.proto
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder (or Hub id), with a chat template in any case.
+
+    A folder whose only tokenizer file is a SentencePiece `tokenizer.model` is read from that file alone. A
+    tokenizer without chat template gets `PLAIN_CHAT_TEMPLATE`, with a warning.
+
+    Raises:
+        ValueError: the folder holds no tokenizer, or it cannot be read.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        if not present:
+            raise ValueError(
+                f"folder {path} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"
+            )
+        if present == [SENTENCEPIECE_FILE]:
+            tokenizer = _from_sentencepiece(folder)
+        else:
+            tokenizer = _as_defined(_from_auto(str(folder), trust_remote_code), folder)
+    elif str(path).startswith(("/", ".", "~")):
+        raise ValueError(f"tokenizer folder {path} does not exist")
+    else:
+        tokenizer = _from_auto(str(path), trust_remote_code)
+    if tokenizer.chat_template is None:
+        warnings.warn(
+            f"the tokenizer of {path} has no chat template: messages are rendered as plain lines "
+            f'("user: ...", then "assistant:")',
+            stacklevel=2,
+        )
+        tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
+    return tokenizer
+
+
+def _from_auto(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer could be loaded from {path}: {error}") from error
+
+
+def _as_defined(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that tokenizer.json defines, if AutoTokenizer gave another.
+
+    transformers 5 rebuilds a tokenizer from vocabulary and merges by the class that it has for the model's
+    family: a Qwen2 model with a tokenizer of another kind gets Qwen's splitting rules, and other ids, without
+    a word.
+    """
+    if not tokenizer.is_fast or not (folder / DEFINITION_FILE).is_file():
+        return tokenizer
+    defined = Tokenizer.from_file(str(folder / DEFINITION_FILE))
+    found = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    if found == defined.encode(_PROBE, add_special_tokens=False).ids:
+        return tokenizer
+    warnings.warn(
+        f"transformers loads the tokenizer of {folder} as {type(tokenizer).__name__}, which gives other ids "
+        f"than its {DEFINITION_FILE}; what that file says is used",
+        stacklevel=3,
+    )
+    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer with the ids that SentencePiece itself gives.
+
+    AutoTokenizer is no help here: without a tokenizer_config.json transformers 5.12 builds a tokenizer from
+    the SentencePiece pieces without the leading space ("▁") that the model was trained with. LlamaTokenizer
+    has it, but assumes the normalisation of Llama's own model, so that of this file is put in its place.
+    """
+    from google.protobuf.message import DecodeError  # two packages that only such folders need
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString((folder / SENTENCEPIECE_FILE).read_bytes())
+    except DecodeError as error:
+        raise ValueError(f"{folder / SENTENCEPIECE_FILE} is no SentencePiece model: {error}") from error
+    if model.trainer_spec.model_type != _SENTENCEPIECE_BPE or not model.normalizer_spec.add_dummy_prefix:
+        raise ValueError(
+            f"{folder / SENTENCEPIECE_FILE} is not a SentencePiece BPE model with a dummy prefix, the one kind "
+            "that can be read without a tokenizer_config.json; save the tokenizer with transformers "
+            "(save_pretrained) first"
+        )
+    tokenizer = LlamaTokenizer.from_pretrained(str(folder))
+    steps: list[normalizers.Normalizer] = []
+    if model.normalizer_spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap))
+    if model.normalizer_spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        # one leading space stays: it becomes the "▁" that would otherwise be put before the text
+        steps.append(normalizers.Replace(Regex(r" \z"), ""))
+    if steps:
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(steps)
+    return tokenizer
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
+) -> str:
+    """Messages as the text of the tokenizer's chat template.
+
+    Raises:
+        ValueError: the template refuses the messages (for example roles that do not alternate).
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of rendered texts; the template has written all special tokens, so none is added."""
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a prompt: the messages by the chat template, then the assistant's turn opened.
+
+    Raises:
+        ValueError: the template refuses the messages, or renders them to nothing.
+    """
+    ids = encode_texts(tokenizer, [render_text(tokenizer, messages, add_generation_prompt=True)])[0]
+    if not ids:
+        raise ValueError("the chat template renders the messages to no tokens at all")
+    return ids

@@ -1,0 +1,277 @@
+"""The trajectory table: what a rollout produced, one row a trajectory, nothing padded.
+
+Guarantees, each asserted by a test:
+
+- rows keep the order of the requests: the samples of a prompt are neighbours, whatever order the engines
+  answer in;
+- every request has exactly one generation and every generation its request;
+- all response-aligned lists of a row (`response_mask`, `rollout_log_probs` and every appended list) have the
+  length of its `response_ids`;
+- `ragged` gives views of the Arrow buffers, not copies (booleans excepted: Arrow packs them in bits).
+
+Later stages append columns: `score` (float32, one a row) and the lists (float32) `token_level_rewards`,
+`old_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from megarl.data.files import open_parquet, write_parquet
+
+PROMPT_SCHEMA = pa.schema(
+    [
+        ("uid", pa.string()),
+        ("data_source", pa.string()),
+        ("ground_truth", pa.string()),
+        ("extra_info", pa.string()),  # JSON
+        ("prompt_ids", pa.list_(pa.int32())),
+    ]
+)
+TRAJECTORY_SCHEMA = pa.schema(
+    [
+        ("uid", pa.string()),  # "<prompt uid>/<sample number>"
+        ("prompt_uid", pa.string()),
+        ("data_source", pa.string()),
+        ("ground_truth", pa.string()),
+        ("extra_info", pa.string()),  # JSON
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("response_ids", pa.list_(pa.int32())),  # with the end token, if the response has one
+        ("response_mask", pa.list_(pa.bool_())),  # true on tokens that the policy chose
+        ("rollout_log_probs", pa.list_(pa.float32())),
+        ("finish_reason", pa.string()),
+        ("weight_version", pa.int64()),
+    ]
+)
+# a prompt table whose prompts are repeated, one row for each sample to be generated
+REQUEST_SCHEMA = pa.schema(
+    [PROMPT_SCHEMA.field("uid"), ("prompt_uid", pa.string()), *list(PROMPT_SCHEMA)[1:]]
+)
+FINISH_REASONS = ("stop", "length")
+
+Ragged = tuple[np.ndarray, np.ndarray]
+"""(flat values [total], offsets int64 [rows + 1]): row i is flat[offsets[i] : offsets[i + 1]]."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What an engine answered to one request."""
+
+    uid: str
+    response_ids: Sequence[int] | np.ndarray  # [response]
+    log_probs: (
+        Sequence[float] | np.ndarray
+    )  # [response], of the sampled tokens under the policy that was sampled
+    finish_reason: str  # "stop" or "length"
+    weight_version: int
+
+
+def expand_prompts(prompts: pa.Table, n: int) -> pa.Table:
+    """Repeat each prompt n times, as neighbours: `uid` becomes "<uid>/<k>", `prompt_uid` the prompt's."""
+    assert n >= 1, n
+    check_schema(prompts, PROMPT_SCHEMA)
+    prompt_uids = [uid for uid in prompts["uid"].to_pylist() for _ in range(n)]
+    expanded = take(prompts, np.repeat(np.arange(prompts.num_rows), n))
+    uids = [f"{uid}/{row % n}" for row, uid in enumerate(prompt_uids)]
+    columns = {name: expanded[name] for name in PROMPT_SCHEMA.names} | {
+        "uid": uids,
+        "prompt_uid": prompt_uids,
+    }
+    return pa.table([columns[name] for name in REQUEST_SCHEMA.names], schema=REQUEST_SCHEMA)
+
+
+def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) -> pa.Table:
+    """Join requests (from `expand_prompts`) with their generations, which may come in any order.
+
+    Returns:
+        A table of `TRAJECTORY_SCHEMA`, validated, rows in the order of the requests.
+
+    Raises:
+        ValueError: a request without generation or with two, a generation without request, or a bad
+            generation (see `validate_trajectories`).
+    """
+    check_schema(requests, REQUEST_SCHEMA)
+    by_uid: dict[str, Generation] = {}
+    for generation in generations:
+        if generation.uid in by_uid:
+            raise ValueError(f"two generations for request {generation.uid}")
+        by_uid[generation.uid] = generation
+    uids = requests["uid"].to_pylist()
+    missing = [uid for uid in uids if uid not in by_uid]
+    unknown = sorted(set(by_uid) - set(uids))
+    if missing or unknown:
+        raise ValueError(
+            f"{len(uids)} requests got {len(by_uid)} generations: no answer to {missing[:5]}, "
+            f"no request for {unknown[:5]}"
+        )
+    ordered = [by_uid[uid] for uid in uids]
+    ids = from_lists([generation.response_ids for generation in ordered], np.int32)
+    log_probs = from_lists([generation.log_probs for generation in ordered], np.float32)
+    columns = {name: requests[name] for name in REQUEST_SCHEMA.names} | {
+        "response_ids": from_ragged(*ids),
+        "response_mask": from_ragged(np.ones(len(ids[0]), dtype=np.bool_), ids[1]),
+        "rollout_log_probs": from_ragged(*log_probs),
+        "finish_reason": [generation.finish_reason for generation in ordered],
+        "weight_version": [generation.weight_version for generation in ordered],
+    }
+    table = pa.table([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
+    validate_trajectories(table)
+    return table
+
+
+def validate_trajectories(table: pa.Table) -> None:
+    """Check a trajectory table, appended columns included.
+
+    Raises:
+        ValueError: a column is missing, of another type or has nulls; uids repeat; a prompt or response is
+            empty; a response-aligned list has another length than its response; log-probs are not finite; an
+            unknown finish reason. The first offending trajectory is named.
+    """
+    check_schema(table, TRAJECTORY_SCHEMA)
+    uids = table["uid"].to_pylist()
+    if len(set(uids)) != len(uids):
+        raise ValueError(
+            f"trajectory {next(uid for uid in uids if uids.count(uid) > 1)} occurs more than once"
+        )
+    lengths = list_lengths(table, "response_ids")
+    for name, sizes in (("prompt_ids", list_lengths(table, "prompt_ids")), ("response_ids", lengths)):
+        _refuse_rows(sizes == 0, uids, f"{name} is empty")
+    for name in response_columns(table):
+        _refuse_rows(
+            list_lengths(table, name) != lengths, uids, f"{name} has another length than response_ids"
+        )
+    log_probs, offsets = ragged(table, "rollout_log_probs")
+    row_of_token = np.repeat(np.arange(len(uids)), np.diff(offsets))
+    bad_rows = np.zeros(len(uids), dtype=np.bool_)
+    bad_rows[row_of_token[~np.isfinite(log_probs)]] = True
+    _refuse_rows(bad_rows, uids, "rollout_log_probs has values that are not finite")
+    reasons = table["finish_reason"].to_pylist()
+    unknown = np.array([reason not in FINISH_REASONS for reason in reasons], dtype=np.bool_)
+    _refuse_rows(unknown, uids, f"finish_reason is none of {', '.join(FINISH_REASONS)}")
+
+
+def _refuse_rows(bad: np.ndarray, uids: list[str], problem: str) -> None:
+    if bad.any():
+        first = uids[int(np.flatnonzero(bad)[0])]
+        raise ValueError(f"trajectory {first}: {problem} ({int(bad.sum())} of {len(uids)} trajectories)")
+
+
+def check_schema(table: pa.Table, schema: pa.Schema) -> None:
+    """Check that a table has at least the columns of a schema, of these types and without nulls.
+
+    Raises:
+        ValueError: naming the column.
+    """
+    for field in schema:
+        if field.name not in table.column_names:
+            raise ValueError(
+                f"column {field.name!r} is missing; the table has {', '.join(table.column_names)}"
+            )
+        found = table.schema.field(field.name).type
+        if not found.equals(field.type):
+            raise ValueError(f"column {field.name!r} has type {found}, expected {field.type}")
+        if table[field.name].null_count:
+            raise ValueError(f"column {field.name!r} has {table[field.name].null_count} nulls")
+
+
+def response_columns(table: pa.Table) -> list[str]:
+    """Names of the response-aligned list columns: all list columns but the prompt's."""
+    return [
+        field.name for field in table.schema if pa.types.is_list(field.type) and field.name != "prompt_ids"
+    ]
+
+
+def list_lengths(table: pa.Table, name: str) -> npt.NDArray[np.int64]:
+    """Length of each list of a column [rows]."""
+    lengths = pc.list_value_length(table[name]).to_numpy()
+    return lengths.astype(np.int64)
+
+
+def sequence_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Tokens of each trajectory, prompt and response [rows]."""
+    return list_lengths(table, "prompt_ids") + list_lengths(table, "response_ids")
+
+
+def ragged(table: pa.Table, name: str) -> Ragged:
+    """Flat values and offsets of a list column.
+
+    The values are a read-only view of the Arrow buffer where the column is one chunk (as tables of this
+    module are, and those that come out of Ray's object store), and not boolean.
+    """
+    column = table[name]
+    assert pa.types.is_list(column.type), f"{name} has type {column.type}, not a list"
+    if column.num_chunks == 0:
+        return np.empty(0, dtype=column.type.value_type.to_pandas_dtype()), np.zeros(1, dtype=np.int64)
+    array = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+    assert array.null_count == 0, f"{name} has null lists"
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
+    assert values.null_count == 0, f"{name} has null values"
+    flat = values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type))
+    return flat, offsets - offsets[0]
+
+
+def from_ragged(flat: np.ndarray, offsets: np.ndarray) -> pa.ListArray:
+    """List column of flat values [total] and offsets [rows + 1], which are not copied unless boolean."""
+    assert flat.ndim == offsets.ndim == 1, (flat.shape, offsets.shape)
+    assert offsets[0] == 0 and offsets[-1] == len(flat), (offsets, len(flat))
+    assert len(flat) < 2**31, f"{len(flat)} values in one list column: Arrow's list offsets have 32 bits"
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat))
+
+
+def from_lists(lists: Sequence[Sequence[float] | np.ndarray], dtype: npt.DTypeLike) -> Ragged:
+    """Flat values and offsets of one sequence a row."""
+    offsets = np.zeros(len(lists) + 1, dtype=np.int64)
+    np.cumsum([len(item) for item in lists], out=offsets[1:])
+    flat = np.concatenate([np.empty(0, dtype=dtype), *(np.asarray(item, dtype=dtype) for item in lists)])
+    return flat.astype(dtype, copy=False), offsets
+
+
+def append_column(table: pa.Table, name: str, values: Ragged | np.ndarray) -> pa.Table:
+    """Append a float32 column: response-aligned lists given as (flat, offsets), or one value a row [rows].
+
+    The rows must be the table's, in its order.
+    """
+    assert name not in table.column_names, f"column {name} is there already"
+    if isinstance(values, tuple):
+        flat, offsets = values
+        lengths = list_lengths(table, "response_ids")
+        assert np.array_equal(np.diff(offsets), lengths), f"{name} is not aligned with response_ids"
+        return table.append_column(name, from_ragged(np.asarray(flat, dtype=np.float32), offsets))
+    assert values.shape == (table.num_rows,), (name, values.shape, table.num_rows)
+    return table.append_column(name, pa.array(np.asarray(values, dtype=np.float32)))
+
+
+def take(table: pa.Table, indices: Sequence[int] | np.ndarray) -> pa.Table:
+    """Rows of a table in the given order, each column one chunk."""
+    return table.take(pa.array(np.asarray(indices, dtype=np.int64))).combine_chunks()
+
+
+def write_trajectories(table: pa.Table, path: str | Path) -> Path:
+    """Write a trajectory table as Parquet, whole or not at all."""
+    validate_trajectories(table)
+    return write_parquet(table, path)
+
+
+def read_trajectories(path: str | Path) -> pa.Table:
+    """Read a table that `write_trajectories` wrote.
+
+    Raises:
+        ValueError: the file is missing, no Parquet, or no valid trajectory table.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"trajectory file {path} does not exist")
+    open_parquet(path).close()
+    table = pq.read_table(path).combine_chunks()
+    try:
+        validate_trajectories(table)
+    except ValueError as error:
+        raise ValueError(f"{path} holds no valid trajectories: {error}") from error
+    return table

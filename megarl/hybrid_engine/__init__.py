@@ -1,0 +1,26 @@
+"""Moves weights between layouts: Hugging Face files, Megatron shards, SGLang shards.
+
+Promises: what a plan says is what is moved, no more; every slice carries a checksum that is verified where
+it arrives; an engine serves nothing but a whole, verified version. Executes plans, decides nothing: who
+sends what to whom comes from `megarl.layout`. Must not know: Ray, RL.
+"""
+
+from megarl.hybrid_engine.export import ExportPlan, assemble, write_hf_checkpoint
+from megarl.hybrid_engine.layouts import hf_layout, megatron_layout, sglang_layout
+from megarl.hybrid_engine.load import load_hf_weights
+from megarl.hybrid_engine.packets import Packet, pack
+from megarl.hybrid_engine.sync import SyncPlan, write_update
+
+__all__ = [
+    "ExportPlan",
+    "Packet",
+    "SyncPlan",
+    "assemble",
+    "hf_layout",
+    "load_hf_weights",
+    "megatron_layout",
+    "pack",
+    "sglang_layout",
+    "write_hf_checkpoint",
+    "write_update",
+]

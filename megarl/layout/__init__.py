@@ -1,0 +1,12 @@
+"""Who holds which slice of which weight, and the copies that lead from one layout to another.
+
+Promises: every element of every target piece is written exactly once, from a source that holds it; the
+same inputs give the same plan on every rank. Works on names, shapes and numbers only: no weight is ever
+touched here, so a plan for any number of ranks is computed on a laptop.
+Must not know: torch, model families, transports.
+"""
+
+from megarl.layout.boxes import Box, Piece
+from megarl.layout.plan import Copy, Layout, Plan, RankPlace, make_plan
+
+__all__ = ["Box", "Copy", "Layout", "Piece", "Plan", "RankPlace", "make_plan"]

@@ -1,0 +1,125 @@
+"""Causal self-attention over packed sequences in plain torch, with context parallelism.
+
+Stands where Transformer Engine's attention stands on a GPU, with its conventions: packed tokens are
+[tokens, heads, head_dim] with cumulative lengths of the padded sequences, counted before context parallel
+splitting; of each sequence rank r of c context parallel ranks holds parts r and 2c-1-r of 2c equal parts
+("zigzag", so that causal work is even).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class PackedAttention(MegatronModule):
+    """Megatron's `core_attention`: softmax(q k^T * scale) v, causal within each packed sequence."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert attention_type == "self" and config.attention_dropout == 0.0
+        self.scale = softmax_scale
+        self.cp_group = (
+            pg_collection.cp if pg_collection is not None else parallel_state.get_context_parallel_group()
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads * dim].
+
+        Only packed input is supported; `attention_mask` is not used: the cumulative lengths say it all.
+        """
+        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "input must be packed"
+        assert attention_bias is None
+        lengths = _padded_lengths(packed_seq_params)
+        cp, rank = self.cp_group.size(), self.cp_group.rank()
+        assert sum(lengths) == len(query) * cp, f"{lengths} do not add up to {len(query)} x {cp} tokens"
+        if cp == 1:
+            outputs = [
+                self._attend(q, k, v, is_causal=True)
+                for q, k, v in zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
+            ]
+        else:
+            keys, values = (self._gather_sequences(part, lengths) for part in (key, value))
+            queries = query.split([length // cp for length in lengths])
+            outputs = [
+                self._attend_zigzag(q, k, v, cp, rank) for q, k, v in zip(queries, keys, values, strict=True)
+            ]
+        return torch.cat(outputs).flatten(1)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_causal: bool = False,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One sequence: [tokens, heads, dim] each -> the same."""
+        output = scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output[0].transpose(0, 1)
+
+    def _attend_zigzag(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cp: int, rank: int
+    ) -> torch.Tensor:
+        """This rank's two parts of one sequence's queries over the keys before them (inclusive)."""
+        size = len(key) // (2 * cp)
+        outputs = []
+        for part, queries in zip((rank, 2 * cp - 1 - rank), query.split(size), strict=True):
+            end = (part + 1) * size
+            positions = torch.arange(end, device=query.device)
+            mask = positions[-size:, None] >= positions[None]  # [size, end]
+            outputs.append(self._attend(queries, key[:end], value[:end], mask=mask))
+        return torch.cat(outputs)
+
+    def _gather_sequences(self, part: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        """All context parallel ranks' tokens of each sequence, in the sequence's order.
+
+        Backward sums each token's gradient over the ranks and returns it to its holder.
+        """
+        cp = self.cp_group.size()
+        gathered = gather_from_sequence_parallel_region(
+            part.contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
+        )
+        local = [length // cp for length in lengths]
+        by_rank = [shard.split(local) for shard in gathered.chunk(cp)]
+        sequences = []
+        for index in range(len(lengths)):
+            halves = [by_rank[rank][index].chunk(2) for rank in range(cp)]
+            sequences.append(torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)]))
+        return sequences
+
+
+def _padded_lengths(packed: PackedSeqParams) -> list[int]:
+    cumulative = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
+    return (cumulative[1:] - cumulative[:-1]).tolist()

@@ -1,0 +1,230 @@
+"""Log-probabilities and entropy of a vocab-parallel language model head, without holding its logits.
+
+Promises:
+- The largest temporary tensor has `chunk_tokens` rows of this rank's share of the vocabulary: logits are
+  computed a chunk of tokens at a time, reduced to a few numbers a token, dropped, and recomputed in the
+  backward pass. Beside it stands the output weight's own gradient.
+- Logits are never gathered over tensor-parallel ranks; a chunk costs two all-reduces, of its maxima and of at
+  most three sums a token.
+- Rows that pad the vocabulary take no probability: they are left out of every product.
+- `lm_head` spends nothing on tokens that do not count, such as prompts.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megarl.megatron.packed import PackedBatch
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+    tp_group: dist.ProcessGroup,
+    with_entropy: bool,
+) -> Tensor:
+    """log p(label) at each position, and the entropy of p, for p = softmax(hidden @ W^T / temperature).
+
+    Differentiable in `hidden` and `weight`. The gradient of `hidden` is this rank's part: the caller sums it
+    over tensor-parallel ranks. Labels must lie in [0, vocab_size).
+
+    Args:
+        hidden: [tokens, hidden], the same on all tensor-parallel ranks.
+        weight: [padded vocab/tp, hidden], rank r's rows of the padded vocabulary.
+        labels: int64 [tokens].
+        vocab_size: real vocabulary; rows from there on are padding.
+
+    Returns: float32 [tokens, 2] (log-probability, entropy in nats), or [tokens, 1] without entropy; the same
+        on all tensor-parallel ranks.
+    """
+    share = weight.shape[0]
+    start = tp_group.rank() * share
+    rows = min(max(vocab_size - start, 0), share)
+    return _TokenLogProbs.apply(
+        hidden, weight, labels, start, rows, temperature, chunk_tokens, tp_group, with_entropy
+    )
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """With l the logits over the temperature, z = logsumexp(l), p = exp(l - z), H = z - sum(p*l):
+
+    d log p[y] / d l = onehot(y) - p,    d H / d l = -p * (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        start: int,
+        rows: int,
+        temperature: float,
+        chunk_tokens: int,
+        tp_group: dist.ProcessGroup,
+        with_entropy: bool,
+    ) -> Tensor:
+        tokens = hidden.shape[0]
+        output = hidden.new_empty(tokens, 2 if with_entropy else 1, dtype=torch.float32)
+        log_norm = hidden.new_empty(tokens, dtype=torch.float32)
+        real = weight[:rows]
+        for first in range(0, tokens, chunk_tokens):
+            chunk = slice(first, first + chunk_tokens)
+            logits = _logits(hidden[chunk], real, temperature)
+            local, owned = _own(labels[chunk], start, rows)
+            peak, sums = _reduce_chunk(logits, local, owned, tp_group, with_entropy)
+            log_sum = sums[0].log()
+            log_norm[chunk] = peak + log_sum
+            output[chunk, 0] = sums[1] - log_sum
+            if with_entropy:
+                output[chunk, 1] = log_sum - sums[2] / sums[0]
+        ctx.save_for_backward(hidden, weight, labels, log_norm, output)
+        ctx.settings = (start, rows, temperature, chunk_tokens, with_entropy)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, log_norm, output = ctx.saved_tensors
+        start, rows, temperature, chunk_tokens, with_entropy = ctx.settings
+        real = weight[:rows]
+        grad_hidden = torch.empty_like(hidden)
+        # Summed over chunks in float32 whatever the weight's dtype; a bfloat16 sum would lose late chunks.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for first in range(0, hidden.shape[0], chunk_tokens):
+            chunk = slice(first, first + chunk_tokens)
+            grad_logits = _grad_logits(
+                _logits(hidden[chunk], real, temperature),
+                log_norm[chunk],
+                grad[chunk, 0],
+                grad[chunk, 1] if with_entropy else None,
+                output[chunk, 1] if with_entropy else None,
+            )
+            local, owned = _own(labels[chunk], start, rows)
+            if rows:
+                grad_logits.scatter_add_(1, local[:, None], (grad[chunk, 0] * owned)[:, None])
+            grad_logits = grad_logits.div_(temperature).to(weight.dtype)
+            grad_hidden[chunk] = grad_logits @ real
+            if weight.dtype == torch.float32:
+                grad_weight[:rows].addmm_(grad_logits.t(), hidden[chunk])
+            else:
+                grad_weight[:rows] += grad_logits.t() @ hidden[chunk]
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """float32 [chunk, rows]; the product itself runs in the model's dtype, as in Megatron and SGLang."""
+    return (hidden @ weight.t()).float().div_(temperature)
+
+
+def _own(labels: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Row of each label on this rank (0 where it is another rank's), and whether it is this rank's."""
+    local = labels - start
+    owned = (local >= 0) & (local < rows)
+    return local.masked_fill(~owned, 0), owned
+
+
+def _reduce_chunk(
+    logits: Tensor, local: Tensor, owned: Tensor, tp_group: dist.ProcessGroup, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Maxima m [chunk] and, with d = l - m, the sums over the vocabulary [2 or 3, chunk] of exp(d), of d at the
+    label, and of exp(d)*d. Overwrites `logits`."""
+    # A rank whose rows are all padding has nothing to take a maximum of.
+    peak = logits.amax(dim=1) if logits.shape[1] else logits.new_full((logits.shape[0],), -torch.inf)
+    if tp_group.size() > 1:
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=tp_group)
+    logits -= peak[:, None]
+    sums = logits.new_zeros(3 if with_entropy else 2, logits.shape[0])
+    if logits.shape[1]:
+        sums[1] = logits.gather(1, local[:, None])[:, 0] * owned
+        if with_entropy:
+            weights = logits.exp()
+            sums[0] = weights.sum(dim=1)
+            sums[2] = weights.mul_(logits).sum(dim=1)
+        else:
+            sums[0] = logits.exp_().sum(dim=1)
+    if tp_group.size() > 1:
+        dist.all_reduce(sums, group=tp_group)
+    return peak, sums
+
+
+def _grad_logits(
+    logits: Tensor, log_norm: Tensor, grad: Tensor, grad_entropy: Tensor | None, entropy: Tensor | None
+) -> Tensor:
+    """-p * (g + g_H * (log p + H)): the gradient of the logits but for the labels' own term. Reuses `logits`."""
+    log_p = logits.sub_(log_norm[:, None])
+    p = log_p.exp()
+    if grad_entropy is None:
+        return p.mul_(-grad[:, None])
+    factor = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad[:, None])
+    return p.mul_(factor)
+
+
+def lm_output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: Tensor | None,
+    context: tuple[PackedBatch, Any],
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool,
+    **unused: Any,
+) -> Tensor:
+    """GPTModel's `output_processor` (megatron-core 0.19.2): log-probabilities (and entropies) of the labels.
+
+    The settings after `context` are bound by `lm_head`; what else GPTModel passes is not needed.
+
+    Args:
+        hidden_states: [tokens (/tp with sequence parallelism), 1, hidden].
+        output_weight: the shared embedding's weight where embeddings are tied; None: the layer's own.
+        context: the batch, and the model chunk.
+
+    Returns: float32 [tokens, 2 or 1], as `token_log_probs`; 0 where the batch's mask is false.
+    """
+    batch, _ = context
+    weight = output_layer.weight if output_weight is None else output_weight
+    group = output_layer.tp_group
+    if output_layer.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=True, group=group
+        )
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+    found = token_log_probs(
+        hidden.flatten(0, 1).index_select(0, batch.live),
+        weight,
+        batch.labels[batch.live],
+        vocab_size=vocab_size,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        tp_group=group,
+        with_entropy=with_entropy,
+    )
+    return found.new_zeros(batch.num_tokens, found.shape[1]).index_copy(0, batch.live, found)
+
+
+def lm_head(
+    *, vocab_size: int, temperature: float = 1.0, chunk_tokens: int = 1024, with_entropy: bool = False
+) -> partial:
+    """What `step.forward_only` and `step.train_step` take as `head` to get [tokens, 1 or 2] log-probabilities
+    (and entropies) of a packed batch's labels."""
+    return partial(
+        lm_output_processor,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=with_entropy,
+    )

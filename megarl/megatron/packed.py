@@ -1,0 +1,302 @@
+"""Packed (THD) micro-batches: ragged sequences laid end to end, sharded over context-parallel ranks.
+
+Promises:
+- No padding but alignment. With context parallelism every sequence is lengthened to a multiple of 2*cp; with
+  sequence parallelism the last sequence is lengthened further, until every rank's tokens divide by tp. Added
+  tokens have id 0, a false mask and zero fields; `PackedBatch.num_padding` counts them. Attention is causal,
+  so tokens at a sequence's end change nothing before them.
+- Context-parallel sharding is Transformer Engine's for THD: of each sequence's 2*cp equal chunks, rank r
+  holds chunk r and then chunk 2*cp-1-r.
+- Predictor alignment: everything that belongs to a predicted token (label, mask, fields) lies at the position
+  before it, where the hidden state that predicts it is.
+- `unpack` inverts it: one array a sequence, in the order in which the sequences were packed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megarl import platform
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """One rank's share of a packed micro-batch; `tokens` counts this rank's tokens.
+
+    Attributes:
+        input_ids, position_ids: int64 [1, tokens].
+        labels: int64 [tokens]; the token that each position predicts, 0 where it predicts none.
+        mask: bool [tokens]; where the predicted token counts in losses.
+        live: int64; the positions where `mask` is true (known here without asking the device).
+        fields: what else belongs to predicted tokens, float32 or bool [tokens], by column name.
+        cu_seqlens: int32 [sequences + 1]; bounds of the aligned sequences over all context-parallel ranks.
+        max_seqlen: tokens of the longest aligned sequence.
+        lengths: int64 [sequences]; true lengths.
+        first, counts: int64 [sequences]; sequence i's predicted tokens belong to the `counts[i]` packed
+            positions (over all context-parallel ranks) from `first[i]`.
+        cp, cp_rank: context-parallel size and this rank in it.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    mask: Tensor
+    live: Tensor
+    fields: dict[str, Tensor]
+    cu_seqlens: Tensor
+    max_seqlen: int
+    lengths: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+    cp: int
+    cp_rank: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank, alignment included."""
+        return self.input_ids.shape[1]
+
+    @property
+    def num_padding(self) -> int:
+        """Tokens over all context-parallel ranks that are there for alignment only."""
+        return self.num_tokens * self.cp - int(self.lengths.sum())
+
+    def packed_seq_params(self) -> PackedSeqParams:
+        """What Megatron's attention and rotary embedding need to know of the sequences' bounds."""
+        # Aligned lengths serve as the true ones: attention then runs over the alignment tokens at each
+        # end, which costs a few tokens and spares the kernels the case of gaps between sequences.
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            cu_seqlens_q_padded=self.cu_seqlens,
+            cu_seqlens_kv_padded=self.cu_seqlens,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_kv=self.max_seqlen,
+            pad_between_seqs=False,
+        )
+
+    def silenced(self) -> "PackedBatch":
+        """The same tokens with nothing that counts: mask and fields all zero.
+
+        For ranks that must run as many micro-batches as others and have no data left.
+        """
+        fields = {name: torch.zeros_like(values) for name, values in self.fields.items()}
+        return replace(self, mask=torch.zeros_like(self.mask), live=self.live[:0], fields=fields)
+
+
+def pack_trajectories(
+    table: pa.Table,
+    rows: Sequence[int],
+    fields: Sequence[str] = (),
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
+    sequence_parallel: bool = False,
+    device: torch.device | None = None,
+) -> PackedBatch:
+    """Pack the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
+
+    Args:
+        table: columns `prompt_ids`, `response_ids`, `response_mask` and those in `fields`, one list a row.
+        fields: names of columns with one value a response token.
+        device: where the tensors are put; None: this process's device.
+
+    Raises:
+        ValueError: a column is missing, has nulls, or does not fit the responses; an empty prompt (its first
+            response token would have no position that predicts it).
+    """
+    prompts, prompt_lengths = _ragged(table, rows, "prompt_ids")
+    responses, counts = _ragged(table, rows, "response_ids")
+    if not prompt_lengths.all():
+        raise ValueError(f"row {rows[int(np.argmin(prompt_lengths))]} has an empty prompt_ids")
+    places = _place(prompt_lengths + counts, prompt_lengths - 1, counts, tp, cp, sequence_parallel)
+    ids = np.zeros(places.size, np.int64)
+    ids[_spans(places.starts, prompt_lengths)] = prompts
+    ids[_spans(places.starts + prompt_lengths, counts)] = responses
+    where = _spans(places.first, counts)
+    columns = {}
+    for name in ("response_mask", *fields):
+        values, lengths = _ragged(table, rows, name)
+        if not np.array_equal(lengths, counts):
+            row = int(np.argmax(lengths != counts))
+            raise ValueError(
+                f"row {rows[row]}: column {name!r} has {lengths[row]} values for {counts[row]} response tokens"
+            )
+        columns[name] = np.zeros(places.size, bool if values.dtype == bool else np.float32)
+        columns[name][where] = values
+    mask = columns.pop("response_mask").astype(bool)
+    return _shard(ids, mask, columns, places, cp, cp_rank, device)
+
+
+def pack_sequences(
+    table: pa.Table,
+    rows: Sequence[int],
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
+    sequence_parallel: bool = False,
+    device: torch.device | None = None,
+) -> PackedBatch:
+    """Pack the sequences `rows` of `table`; position t predicts token t+1, whose `loss_mask` is its mask.
+
+    Args:
+        table: columns `input_ids` and `loss_mask` (bool, one value a token), one list a row.
+        device: where the tensors are put; None: this process's device.
+
+    Raises:
+        ValueError: a column is missing, has nulls or does not fit the other; an empty sequence.
+    """
+    tokens, lengths = _ragged(table, rows, "input_ids")
+    values, mask_lengths = _ragged(table, rows, "loss_mask")
+    if not np.array_equal(lengths, mask_lengths):
+        row = int(np.argmax(lengths != mask_lengths))
+        raise ValueError(
+            f"row {rows[row]}: column 'loss_mask' has {mask_lengths[row]} values for {lengths[row]} input_ids"
+        )
+    if not lengths.all():
+        raise ValueError(f"row {rows[int(np.argmin(lengths))]} has an empty input_ids")
+    places = _place(lengths, np.zeros_like(lengths), lengths - 1, tp, cp, sequence_parallel)
+    ids = np.zeros(places.size, np.int64)
+    ids[_spans(places.starts, lengths)] = tokens
+    # A sequence's first token is predicted by none: its value in the mask is the one that falls away.
+    predicted = np.ones(len(values), bool)
+    predicted[np.cumsum(lengths) - lengths] = False
+    mask = np.zeros(places.size, bool)
+    mask[_spans(places.first, places.counts)] = values[predicted]
+    return _shard(ids, mask, {}, places, cp, cp_rank, device)
+
+
+def unpack(batch: PackedBatch, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> list[np.ndarray]:
+    """Split per-token `values` [tokens] into one array a sequence: the values of its predicted tokens.
+
+    Args:
+        cp_group: the context-parallel group; needed with cp > 1, where it is a collective over that group.
+
+    Returns: for each sequence an array [counts[i]] (the response, for trajectories) of the values' dtype.
+    """
+    assert values.shape == (batch.num_tokens,), (values.shape, batch.num_tokens)
+    local = values.detach().contiguous()
+    if batch.cp > 1:
+        assert cp_group is not None and cp_group.size() == batch.cp
+        shards = [torch.empty_like(local) for _ in range(batch.cp)]
+        dist.all_gather(shards, local, group=cp_group)
+        stacked = torch.stack(shards).cpu().numpy()
+        whole = np.empty(stacked.size, stacked.dtype)
+        whole[zigzag(batch.cu_seqlens.cpu().numpy().astype(np.int64), batch.cp)] = stacked
+    else:
+        whole = local.cpu().numpy()
+    return np.split(whole[_spans(batch.first, batch.counts)], np.cumsum(batch.counts)[:-1])
+
+
+def zigzag(bounds: np.ndarray, cp: int) -> np.ndarray:
+    """Packed positions that each context-parallel rank holds, in its order: int64 [cp, tokens / cp].
+
+    Args:
+        bounds: int64 [sequences + 1], starts of the sequences and the end; lengths are multiples of 2*cp.
+    """
+    if cp == 1:
+        return np.arange(bounds[-1])[None]
+    chunk = np.diff(bounds) // (2 * cp)
+    starts = bounds[:-1]
+    ranks = [
+        _spans(
+            np.stack([starts + rank * chunk, starts + (2 * cp - 1 - rank) * chunk], axis=1).reshape(-1),
+            np.repeat(chunk, 2),
+        )
+        for rank in range(cp)
+    ]
+    return np.stack(ranks)
+
+
+def _ragged(table: pa.Table, rows: Sequence[int], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The lists of column `name` at `rows`, end to end, and their lengths (int64)."""
+    if name not in table.column_names:
+        raise ValueError(f"column {name!r} is missing; the table has {', '.join(table.column_names)}")
+    column = table.column(name).take(pa.array(rows, pa.int64())).combine_chunks()
+    flat = column.flatten()
+    if column.null_count or flat.null_count:
+        raise ValueError(f"column {name!r} has nulls")
+    lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    return flat.to_numpy(zero_copy_only=False), lengths
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where sequences lie among all packed positions; int64 arrays, one value a sequence."""
+
+    starts: np.ndarray
+    ends: np.ndarray  # of the aligned sequences
+    lengths: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return int(self.ends[-1])
+
+
+def _place(
+    lengths: np.ndarray, before: np.ndarray, counts: np.ndarray, tp: int, cp: int, sequence_parallel: bool
+) -> _Places:
+    """Lay sequences of `lengths` tokens end to end, aligned; `before` tokens precede the first predictor."""
+    assert len(lengths) > 0, "a packed batch holds at least one sequence"
+    unit = 2 * cp if cp > 1 else 1
+    aligned = -(-lengths // unit) * unit
+    if sequence_parallel:
+        total_unit = cp * np.lcm(tp, 2) if cp > 1 else tp
+        aligned[-1] += -aligned.sum() % total_unit
+    ends = np.cumsum(aligned)
+    starts = ends - aligned
+    return _Places(starts, ends, lengths, starts + before, counts)
+
+
+def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The numbers starts[i], starts[i] + 1, ... (counts[i] of them) for each i, end to end."""
+    return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+
+
+def _shard(
+    ids: np.ndarray,
+    mask: np.ndarray,
+    fields: Mapping[str, np.ndarray],
+    places: _Places,
+    cp: int,
+    cp_rank: int,
+    device: torch.device | None,
+) -> PackedBatch:
+    """The tensors of context-parallel rank `cp_rank`, from arrays over all packed positions."""
+    device = device or platform.device()
+    sizes = places.ends - places.starts
+    labels = np.zeros_like(ids)
+    where = _spans(places.starts, places.lengths - 1)
+    labels[where] = ids[where + 1]
+    bounds = np.concatenate([[0], places.ends])
+    local = zigzag(bounds, cp)[cp_rank]
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array[local]).to(device)
+
+    return PackedBatch(
+        input_ids=tensor(ids)[None],
+        position_ids=tensor(_spans(np.zeros_like(sizes), sizes))[None],
+        labels=tensor(labels),
+        mask=tensor(mask),
+        live=torch.from_numpy(np.flatnonzero(mask[local])).to(device),
+        fields={name: tensor(values) for name, values in fields.items()},
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(device),
+        max_seqlen=int(sizes.max()),
+        lengths=places.lengths,
+        first=places.first,
+        counts=places.counts,
+        cp=cp,
+        cp_rank=cp_rank,
+    )

@@ -1,0 +1,88 @@
+"""The process groups that carry a parallel layout (see `megarl.layout.grid`).
+
+Guarantee, with a test of its own: after `destroy_parallel` the same process can take a place in any other
+layout.
+"""
+
+from datetime import timedelta
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+
+from megarl import platform
+from megarl.layout.grid import ParallelLayout, RankCoords, coords_of, layers_of
+
+__all__ = [
+    "ParallelLayout",
+    "RankCoords",
+    "context_parallel_group",
+    "coords",
+    "coords_of",
+    "destroy_parallel",
+    "init_parallel",
+    "layers_of",
+]
+
+
+def init_parallel(
+    layout: ParallelLayout,
+    rank: int,
+    world_size: int,
+    *,
+    init_method: str | None = None,
+    timeout_s: float = 600,
+    seed: int = 1,
+) -> None:
+    """Take this process's place in `layout`: torch.distributed, Megatron's groups, random streams.
+
+    Args:
+        init_method: where ranks meet ("tcp://host:port" or "file:///path"); not needed where the default
+            process group exists already, which is then used as it is.
+        timeout_s: after this time, in seconds, a collective that others did not join raises.
+        seed: of Megatron's random streams (it adds the ranks to it where streams must differ).
+    """
+    assert layout.world == world_size, (layout, world_size)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            platform.backend(),
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (rank, world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        distributed_timeout_minutes=timeout_s / 60,
+    )
+    tensor_parallel_random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def coords() -> RankCoords:
+    """This process's place, as Megatron's groups have it."""
+    return RankCoords(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def context_parallel_group() -> torch.distributed.ProcessGroup:
+    """The ranks that share this rank's sequences."""
+    return parallel_state.get_context_parallel_group()
+
+
+def destroy_parallel() -> None:
+    """Leave the layout and the process group, so that this process can join another one."""
+    parallel_state.destroy_model_parallel()
+    # megatron-core 0.19.2 leaves these two behind: groups of the old layout, and random streams whose
+    # next initialisation would be skipped.
+    parallel_state._global_process_group_list = None
+    tensor_parallel_random.initialize_rng_tracker(force_reset=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

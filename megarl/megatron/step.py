@@ -1,0 +1,165 @@
+"""Micro-batches through the pipeline: a forward pass alone, or forward, backward and one optimizer step.
+
+Promises:
+- Losses are sums: gradients are summed over micro-batches, data and context parallel ranks and divided by
+  nothing, so how a batch is cut into micro-batches or spread over ranks changes none of them.
+- Gradients are reduced once a step.
+- Every rank returns the same `StepResult`, though losses exist on the last pipeline stage only.
+
+Schedules are Megatron's: 1F1B, interleaved with virtual stages. All data-parallel ranks pass the same number
+of micro-batches, a multiple of the pipeline stages with virtual stages; micro-batches may differ in tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl import platform
+from megarl.megatron.build import unwrap
+from megarl.megatron.optimizer import optimizer_step, zero_gradients
+from megarl.megatron.packed import PackedBatch
+
+# GPTModel's `output_processor`, settings bound (`logprobs.lm_head(...)`, `value.value_head`): it turns the last
+# stage's hidden states into outputs with one row a token of the batch.
+Head = Callable[..., Tensor]
+
+# (outputs, batch) -> (loss summed over this rank's tokens, sums to be reported).
+Loss = Callable[[Tensor, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same on every rank.
+
+    Attributes:
+        grad_norm: of the whole gradient, before clipping.
+        lr: the learning rate of this step.
+        stats: the losses' sums over micro-batches, data and context parallel ranks.
+        ok: False if the step was left out because the gradient was not finite.
+    """
+
+    grad_norm: float
+    lr: float
+    stats: dict[str, float]
+    ok: bool
+
+
+@torch.no_grad()
+def forward_only(
+    chunks: Sequence[GPTModel | DistributedDataParallel], micro_batches: Sequence[PackedBatch], head: Head
+) -> list[Tensor | None]:
+    """The head's outputs for each micro-batch on the last pipeline stage; None for each on the others.
+
+    Runs in evaluation mode and without gradients, whatever mode the chunks are in.
+    """
+    modes = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        outputs = _run_schedule(chunks, micro_batches, head, loss=None)
+    finally:
+        for chunk, mode in zip(chunks, modes, strict=True):
+            chunk.train(mode)
+    return outputs or [None] * len(micro_batches)
+
+
+def train_step(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    micro_batches: Sequence[PackedBatch],
+    head: Head,
+    loss: Loss,
+) -> StepResult:
+    """Sum the gradients of `loss` over all micro-batches of all ranks, and take one optimizer step."""
+    zero_gradients(chunks, optimizer)
+    stats = _reduce_stats(_run_schedule(chunks, micro_batches, head, loss))
+    grad_norm, ok, lr = optimizer_step(optimizer, scheduler)
+    return StepResult(grad_norm=grad_norm, lr=lr, stats=stats, ok=ok)
+
+
+def _run_schedule(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[PackedBatch],
+    head: Head,
+    loss: Loss | None,
+) -> list[Any]:
+    """On the last stage what was collected of each micro-batch: outputs without a loss, stats with one."""
+    _check_counts(len(micro_batches))
+
+    def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+        batch = next(iterator)
+        outputs = model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            packed_seq_params=batch.packed_seq_params(),
+            output_processor=head,
+            output_processor_context=(batch, unwrap([model])[0]),
+        )
+
+        def collect(outputs: Tensor, non_loss_data: bool = False) -> Any:
+            if non_loss_data:
+                return outputs
+            loss_sum, stats = loss(outputs, batch)
+            # The third value counts tokens to divide gradients by, which `finalize_gradients` ignores. It
+            # must be there: with two values the schedule divides the loss by the number of micro-batches.
+            no_tokens = torch.zeros((), dtype=torch.int, device=loss_sum.device)
+            return loss_sum, no_tokens, {name: value.detach() for name, value in stats.items()}
+
+        return outputs, collect
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(micro_batches) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].num_tokens,  # not used: stages tell each other their tensors' shapes
+        micro_batch_size=1,
+        forward_only=loss is None,
+        collect_non_loss_data=loss is None,
+    )
+
+
+def _check_counts(count: int) -> None:
+    """Ranks that run different schedules would wait for each other for ever; this stops them at once."""
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        assert count > 0, "no micro-batches"
+        return
+    bounds = torch.tensor([count, -count], device=platform.device())
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    most, least = bounds[0].item(), -bounds[1].item()
+    assert most == least > 0, f"data parallel ranks have from {least} to {most} micro-batches; {count} here"
+
+
+def _reduce_stats(collected: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Sums over micro-batches, data and context parallel ranks; every pipeline stage gets them."""
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    stats: dict[str, float] = {}
+    if last:
+        names = list(collected[0])
+        sums = torch.stack(
+            [torch.stack([entry[name].double() for name in names]) for entry in collected]
+        ).sum(0)
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        stats = dict(zip(names, sums.tolist(), strict=True))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        # Other stages do not know the names either, so an object is sent.
+        message = [stats]
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(
+            message, src=source, group=parallel_state.get_pipeline_model_parallel_group()
+        )
+        stats = message[0]
+    return stats

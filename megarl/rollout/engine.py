@@ -1,0 +1,171 @@
+"""What every rollout engine does, whatever serves the tokens.
+
+An engine holds a copy of the policy in its own layout. It answers prompts with trajectories, and takes new
+weights in versions: `begin_update`, one `receive_bucket` per bucket, `finish_update`. Between the first
+and the last of these it holds no valid weights, and `generate` refuses; so it does before the first version
+and after a version that failed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megarl.data.trajectories import Generation
+
+__all__ = [
+    "EngineConfig",
+    "EngineError",
+    "Generation",
+    "NoValidWeightsError",
+    "RolloutEngine",
+    "SamplingParams",
+    "SyncReport",
+    "WeightSyncError",
+]
+
+
+class EngineError(RuntimeError):
+    """The engine did not start, did not answer in time, or refused a call."""
+
+
+class NoValidWeightsError(EngineError):
+    """A request came while the engine held no complete, verified version of the weights."""
+
+
+class WeightSyncError(EngineError):
+    """Weights did not arrive as they were sent. Names the tensor and the engine's TP rank."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one engine is started.
+
+    Attributes:
+        model_path: Hugging Face folder; with load_format "dummy" only its configs are read.
+        device: "cpu" or "cuda".
+        dtype: "float32" or "bfloat16"; log-probs equal the trainer's to rounding in float32 only.
+        load_format: "dummy": weights come by sync, nothing is served before; "auto": the folder's weights
+            are served as version 0.
+        context_length: most tokens of prompt + response; None: the model's own limit.
+        max_num_seqs: most requests that run at once; the others wait.
+        max_total_tokens: tokens in the KV cache; None: on a GPU from `gpu_memory_utilization`, on a CPU enough
+            for `max_num_seqs` requests of the full context, at most 65536.
+        gpu_memory_utilization: part of the GPU's memory for weights and KV cache.
+        first_device: index of the first visible GPU to use.
+        start_timeout: seconds for one start; a start that fails or takes longer is repeated once.
+        request_timeout: seconds that one call of `generate` or one bucket of weights may take.
+    """
+
+    model_path: str
+    tensor_parallel_size: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    load_format: str = "dummy"
+    context_length: int | None = None
+    max_num_seqs: int = 256
+    max_total_tokens: int | None = None
+    gpu_memory_utilization: float = 0.5
+    first_device: int = 0
+    seed: int = 1
+    start_timeout: float = 300.0
+    request_timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are sampled.
+
+    The noise of a response depends on (seed, uid) and the token's position only. A caller that asks for the
+    same uid again, in a later epoch say, gives another seed for new noise.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: -1: all tokens.
+        max_new_tokens: most tokens of a response, its end token included.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    seed: int = 1
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one weight update took.
+
+    Attributes:
+        bytes_written: by TP rank, bytes written into the engine's parameters.
+        receive_seconds: by TP rank, seconds spent in the receiver (copy, read back, checksum).
+        seconds: from `begin_update` to `finish_update`, in the engine's process.
+    """
+
+    version: int
+    num_buckets: int
+    bytes_written: tuple[int, ...]
+    receive_seconds: tuple[float, ...]
+    seconds: float
+
+
+class RolloutEngine(Protocol):
+    """One copy of the policy that answers prompts."""
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version that is served; None: none is, and `generate` refuses."""
+
+    def start(self) -> None:
+        """Start the engine's processes.
+
+        Raises:
+            ValueError: the model or the configuration cannot be served; says what would be right.
+            EngineError: the processes did not come up.
+        """
+
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingParams
+    ) -> list[Generation]:
+        """One response for each prompt, in the prompts' order; an end token is part of its response.
+
+        Raises:
+            NoValidWeightsError: no verified version is held.
+            ValueError: an empty prompt, one that leaves no room in the context, an unknown token id.
+            EngineError: no answer within `request_timeout`.
+        """
+
+    def begin_update(self, version: int) -> None:
+        """Announce a version; from here on the engine holds no valid weights."""
+
+    def receive_bucket(self, manifests: Sequence[Path]) -> None:
+        """Take the bucket that these manifests describe, one for each TP rank; returns when it is in place.
+
+        The files may be reused afterwards.
+
+        Raises:
+            WeightSyncError: a slice did not arrive as it was sent. The update is over.
+        """
+
+    def finish_update(self) -> SyncReport:
+        """Drop what was cached of the old weights, and serve the version.
+
+        Raises:
+            WeightSyncError: the last bucket did not come.
+        """
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Free the GPU memory of "weights", "kv_cache"; released weights have to be synced again."""
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take the memory back."""
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+
+    def pids(self) -> list[int]:
+        """The engine's processes, the calling one not among them."""
+
+    def shutdown(self) -> None:
+        """End all of the engine's processes; returns when they are gone."""

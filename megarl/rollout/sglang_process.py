@@ -1,0 +1,112 @@
+"""SGLang's own process layout, as megarl runs it: which processes there are and how each begins.
+
+Only engines that megarl starts are affected: SGLang lets a subclass of its `Engine` name the functions that
+its processes run (sglang 0.5.21).
+
+- The scheduler of each TP rank ends with its owner, from its first line on.
+- Requests are sampled with their own seed: a response's noise depends on nothing that runs beside it.
+- The TP ranks of an engine find each other through a file. SGLang's own way, a TCP store, would take a
+  port that another engine may have taken a moment ago, and listen on every interface of the machine.
+- There is no detokenizer process: token ids go in and come out (`skip_tokenizer_init`), so it would idle,
+  for 3 s of start-up CPU time and 400 MB.
+"""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import zmq
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
+    """The main function of a scheduler process; arguments are those of `run_scheduler_process`."""
+    die_with_parent()
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{rendezvous_file(port_args)}"
+    HookRegistry.register(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        _with_request_seeds,
+        HookType.AFTER,
+    )
+    run_scheduler_process(server_args, port_args, *args, **kwargs)
+
+
+def rendezvous_file(port_args) -> str:
+    """Where the TP ranks of this engine meet: beside the socket that SGLang made for it alone."""
+    return f"{_socket_files(port_args)[0]}.store"
+
+
+def remove_files(port_args) -> None:
+    """Remove the sockets and the rendezvous that an engine leaves in the temporary folder."""
+    for path in (*_socket_files(port_args), rendezvous_file(port_args)):
+        Path(path).unlink(missing_ok=True)
+
+
+def _socket_files(port_args) -> list[str]:
+    names = (
+        port_args.scheduler_input_ipc_name,
+        port_args.tokenizer_ipc_name,
+        port_args.detokenizer_ipc_name,
+        port_args.rpc_ipc_name,
+        port_args.metrics_ipc_name,
+    )
+    return [name.removeprefix("ipc://") for name in names]
+
+
+def close_sockets() -> None:
+    """Close the sockets that a failed start of SGLang left in this process.
+
+    They hold messages to a scheduler that is dead. Left to the garbage collector, they would be
+    closed at any later time, and their close waits for those messages to be read: forever (pyzmq 27).
+    """
+    for context in [thing for thing in gc.get_objects() if isinstance(thing, zmq.Context)]:
+        context.destroy(linger=0)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however it ends.
+
+    SGLang asks for the same, but only after seconds of imports: an owner that died before that
+    leaves a scheduler behind.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
+
+
+def _with_request_seeds(result, cls, batch, *args, **kwargs):
+    """Give the sampler the requests' seeds.
+
+    SGLang passes them on only with --enable-deterministic-inference, which also demands
+    batch-invariant GPU kernels. Without, one generator serves all requests of a rank, and a response
+    depends on every request that was ever sampled before it.
+    """
+    import torch
+
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    if all(seed is not None for seed in seeds):
+        result.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(result.device, non_blocking=True)
+    return result
+
+
+class TokenEngine(Engine):
+    """SGLang's engine for token ids."""
+
+    run_scheduler_process_func = staticmethod(run_scheduler)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
+        return [], []
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if hasattr(self, "port_args"):  # not after a start that failed
+            remove_files(self.port_args)

@@ -1,0 +1,155 @@
+"""A rank of a Megatron role: builds its shards, loads them, runs them forward and trains them.
+
+Everything here is the same for actor, critic, reference and SFT; what they compute differs by the head and
+the loss that they pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from megarl import platform
+from megarl.cluster.worker import RankInfo
+from megarl.data.trajectories import from_lists
+from megarl.hybrid_engine import ExportPlan, Packet, load_hf_weights
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
+from megarl.megatron.logprobs import lm_head
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.packed import PackedBatch, pack_sequences, pack_trajectories, unpack
+from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
+from megarl.megatron.step import StepResult, forward_only, train_step
+from megarl.models import read_model_config
+from megarl.trainer.specs import ModelSpec
+
+Share = list[list[int]]
+"""The rows of a table that one data parallel rank works on, by micro-batch."""
+
+RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
+"""Row numbers, and by column (flat values, offsets) of one list for each of these rows."""
+
+
+def torch_dtype(name: str | None) -> torch.dtype:
+    """The dtype that a configuration names; None: the machine's own."""
+    return platform.default_dtype() if name is None else getattr(torch, name)
+
+
+class ModelWorker:
+    """One rank. Every method is called on all ranks of the role at once."""
+
+    def __init__(self, info: RankInfo, spec: ModelSpec) -> None:
+        self.info, self.spec = info, spec
+        self.layout = ParallelLayout.from_config(spec.megatron, info.world_size)
+        init_parallel(
+            self.layout,
+            info.rank,
+            info.world_size,
+            init_method=f"tcp://{info.master_addr}:{info.master_port}",
+            timeout_s=spec.timeout,
+            seed=spec.megatron.seed,
+        )
+        self.coords = coords()
+        self.config = read_model_config(spec.path)
+        self.dtype = torch_dtype(spec.megatron.dtype)
+        self.chunks = self.load(spec.path, spec.head, trainable=spec.optim is not None)
+        if spec.optim is not None:
+            self.chunks = wrap_for_training(
+                self.chunks,
+                overlap_grad_reduce=spec.megatron.overlap_grad_reduce,
+                use_distributed_optimizer=spec.megatron.use_distributed_optimizer,
+            )
+            self.optimizer, self.scheduler = build_optimizer(
+                self.chunks, spec.optim, num_steps=spec.num_updates
+            )
+
+    def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
+        """A model's chunks on this rank, with the weights of the Hugging Face folder `path`."""
+        chunks = build_model(
+            self.config,
+            self.layout,
+            head=head,
+            dtype=self.dtype,
+            trainable=trainable,
+            recompute_granularity=self.spec.megatron.recompute_granularity if trainable else None,
+            seed=self.spec.megatron.seed,
+        )
+        parameters = local_parameters(chunks)
+        load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head)
+        return chunks
+
+    def lm_head(self, *, temperature: float = 1.0, with_entropy: bool = False) -> Callable:
+        return lm_head(
+            vocab_size=self.config.vocab_size,
+            temperature=temperature,
+            chunk_tokens=self.spec.megatron.log_prob_chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+    def pack_share(self, table: pa.Table, share: Share, fields: Sequence[str] = ()) -> list[PackedBatch]:
+        """This rank's part of each micro-batch of trajectories."""
+        return [pack_trajectories(table, rows, fields, **self._packing()) for rows in share]
+
+    def pack_examples(self, table: pa.Table, share: Share) -> list[PackedBatch]:
+        """This rank's part of each micro-batch of SFT examples."""
+        return [pack_sequences(table, rows, **self._packing()) for rows in share]
+
+    def _packing(self) -> dict[str, object]:
+        layout = self.layout
+        return {
+            "tp": layout.tp,
+            "cp": layout.cp,
+            "cp_rank": self.coords.cp,
+            "sequence_parallel": layout.sp,
+        }
+
+    def forward_columns(
+        self,
+        chunks: list[torch.nn.Module],
+        batches: list[PackedBatch],
+        share: Share,
+        head: Callable,
+        names: Sequence[str],
+    ) -> RowColumns | None:
+        """Run forward; the head's outputs [tokens, len(names)] as response-aligned columns.
+
+        Returns: None on ranks whose results another rank returns (all but one of each data parallel rank).
+        """
+        outputs = forward_only(unwrap(chunks), batches, head)
+        if self.coords.pp != self.layout.pp - 1:
+            return None
+        group = context_parallel_group() if self.layout.cp > 1 else None
+        lists: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        for batch, output in zip(batches, outputs, strict=True):
+            for index, name in enumerate(names):
+                lists[name] += unpack(batch, output.view(batch.num_tokens, -1)[:, index], group)
+        if self.coords.tp or self.coords.cp:
+            return None
+        rows = [row for micro in share for row in micro]
+        return rows, {name: from_lists(values, np.float32) for name, values in lists.items()}
+
+    def train(
+        self,
+        batches: list[PackedBatch],
+        head: Callable,
+        loss: Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+    ) -> StepResult:
+        """One optimizer step; equal results on every rank.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; weights and optimizer are as they were before.
+        """
+        result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
+        if not result.ok:
+            raise FloatingPointError(f"the gradient's norm is {result.grad_norm}; the step was not taken")
+        return result
+
+    def export_plan(self) -> ExportPlan:
+        return ExportPlan(self.config, self.layout, torch_dtype(self.config.dtype))
+
+    def pack_export(self, shard: int) -> Packet:
+        """What this rank holds of a shard file of the Hugging Face checkpoint."""
+        return self.export_plan().pack(shard, self.info.rank, local_parameters(self.chunks))

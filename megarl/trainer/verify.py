@@ -1,0 +1,37 @@
+"""An exported model against Hugging Face transformers: the same prompts must get the same greedy answers."""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from megarl.data.trajectories import read_trajectories
+
+
+@torch.no_grad()
+def verify_greedy(model_path: str, trajectories: str, max_samples: int) -> None:
+    """Generate again what the trajectories' prompts were answered, and compare token by token.
+
+    Raises:
+        ValueError: an answer differs; names the first trajectory that does, and how many.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    batch = read_trajectories(trajectories).slice(0, max_samples)
+    different = []
+    for uid, prompt, response in zip(
+        *(batch[name].to_pylist() for name in ("uid", "prompt_ids", "response_ids")), strict=True
+    ):
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=len(response),
+            do_sample=False,
+        )
+        answer = output[0, len(prompt) :].tolist()
+        if answer != response:
+            different.append(f"{uid}: transformers {answer}, engine {response}")
+    if different:
+        raise ValueError(f"{len(different)} of {batch.num_rows} greedy answers differ; first {different[0]}")
+    Console().print(f"verified: {batch.num_rows} of {batch.num_rows} greedy answers are transformers' own")

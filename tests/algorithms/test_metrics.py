@@ -1,0 +1,61 @@
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.metrics import add_sums, batch_metrics, reduce_metrics, rollout_difference
+from tests.algorithms.ragged_examples import offsets_of
+
+
+def test_sums_of_two_mini_batches_reduce_to_one_number_a_metric():
+    first = {"actor/pg_loss": torch.tensor(0.2), "actor/tokens": torch.tensor(10.0), "actor/ppo_kl": 1.0}
+    second = {"actor/pg_loss": 0.4, "actor/tokens": 30.0, "actor/ppo_kl": 1.0}
+    total = add_sums([first, {}, second])
+    # losses: the mean of two updates; token statistics: over all 40 tokens
+    assert reduce_metrics(total, num_updates=2) == pytest.approx({"actor/pg_loss": 0.3, "actor/ppo_kl": 0.05})
+
+
+def test_a_mini_batch_without_live_tokens_reports_its_loss_only():
+    assert reduce_metrics({"actor/pg_loss": 0.0, "actor/tokens": 0.0, "actor/ppo_kl": 0.0}) == {
+        "actor/pg_loss": 0.0
+    }
+
+
+def test_batch_metrics_by_hand():
+    metrics = batch_metrics(
+        scores=torch.tensor([1.0, 0.0]),
+        token_level_rewards=torch.tensor([-0.25, 1.0, 0.0]),
+        advantages=torch.tensor([2.0, 4.0, math.nan]),
+        mask=torch.tensor([True, True, False]),
+        offsets=offsets_of([2, 1]),
+        truncated=torch.tensor([False, True]),
+        returns=torch.tensor([1.0, 3.0, 9.0]),
+    )
+    expected = {
+        "critic/score": (0.5, 1.0, 0.0),
+        "critic/rewards": (0.375, 0.75, 0.0),
+        "critic/advantages": (3.0, 4.0, 2.0),
+        "critic/returns": (2.0, 3.0, 1.0),
+        "response_length": (1.5, 2.0, 1.0),
+    }
+    flat = {
+        f"{name}/{part}": number
+        for name, numbers in expected.items()
+        for part, number in zip(("mean", "max", "min"), numbers, strict=True)
+    }
+    assert metrics == pytest.approx(flat | {"response_length/clip_ratio": 0.5})
+
+
+def test_rollout_difference_by_hand():
+    # probabilities 0.5 against 0.25 and 0.5 against 0.5: |differences| 0.25 and 0, log-probs ln 2 and 0
+    trainer = torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64).log()
+    engine = torch.tensor([0.25, 0.5, math.nan], dtype=torch.float64).log()
+    assert rollout_difference(trainer, engine, torch.tensor([True, True, False])) == pytest.approx(
+        {
+            "training/rollout_log_prob_diff_mean": math.log(2) / 2,
+            "training/rollout_log_prob_diff_max": math.log(2),
+            "training/rollout_probs_diff_mean": 0.125,
+            "training/rollout_probs_diff_max": 0.25,
+            "training/rollout_kl": -math.log(2) / 2,
+        }
+    )

@@ -1,0 +1,120 @@
+"""Controllers in processes of their own, for tests that kill them or need a cluster of another shape."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+from ray.cluster_utils import Cluster as RayCluster
+
+from megarl.cluster import ResourcePool, WorkerGroup, start_cluster, stop_cluster, wait
+
+
+def hang(run_dir: str, address: str) -> None:
+    """A group with children: rank 0 idle, 1 hung in C, 2 stopped; then sleeps until it is killed."""
+    cluster = start_cluster(address or None, 4, run_dir)
+    pool = ResourcePool("hang", 1, 4, timeout=30)
+    group = _group("hang", pool, 3, run_dir)
+    children = wait(group.call("start_children"), [group], timeout=30)
+    group.call("hold_the_interpreter")
+    os.kill(group.pids[2], signal.SIGSTOP)
+    time.sleep(0.5)
+    started = [process.pid for process in psutil.Process().children(recursive=True)]
+    _report(
+        workers=group.pids,
+        children=[pid for pids in children for pid in pids],
+        started=started,
+        mark=cluster.mark,
+        temp_dir=cluster.temp_dir,
+    )
+    time.sleep(1000)
+
+
+def stop(run_dir: str) -> None:
+    """Starts and stops a cluster twice; reports what is left each time."""
+    reports = []
+    for _ in range(2):
+        cluster = start_cluster(None, 2, run_dir)
+        group = _group("stop", ResourcePool("stop", 1, 2, timeout=30), 1, run_dir)
+        children = wait(group.call("start_children"), [group], timeout=30)[0]
+        started = [process.pid for process in psutil.Process().children(recursive=True)]
+        addresses = {
+            connection.laddr.ip.removeprefix("::ffff:")
+            for pid in started
+            for connection in psutil.Process(pid).net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        stop_cluster(cluster)
+        reports.append(
+            {
+                "mark": cluster.mark,
+                "started": started + children + group.pids,
+                "addresses": sorted(addresses),
+                "environment": [n for n in os.environ if n.startswith(("RAY_", "MEGARL_"))],
+                "temp_dir_exists": os.path.exists(cluster.temp_dir),
+            }
+        )
+    _report(runs=reports)
+    time.sleep(1000)
+
+
+def two_nodes(run_dir: str) -> None:
+    """Two machines with 12 made-up GPUs each, joined by address: who gets which device."""
+    nodes = RayCluster(initialize_head=True, head_node_args=_node(run_dir, "127.0.0.1"))
+    nodes.add_node(**_node(run_dir, "127.0.0.2"))
+    cluster = start_cluster(nodes.address, 1, run_dir)
+    try:
+        pool = ResourcePool("all", 2, 12, timeout=60)
+        engines = _group("engine", pool, 2, run_dir, devices_per_rank=12)
+        infos = [asdict(info) for info in wait(engines.call("get_info"), [engines], timeout=30)]
+        shared = _group("actor", pool, 2, run_dir)
+        wait(shared.call("get_info"), [engines, shared], timeout=30)
+        environment = wait(
+            engines.call("environment", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"), [engines]
+        )
+        _report(
+            devices=[(device.host, device.gpu_id) for device in pool.devices],
+            infos=infos,
+            hosts=engines.hosts,
+            shared_hosts=shared.hosts,
+            environment=environment,
+            death=_death_on_other_node(engines),
+        )
+    finally:
+        stop_cluster(cluster)
+        nodes.shutdown()
+
+
+def _death_on_other_node(group: WorkerGroup) -> str:
+    refs = group.call("hang_if", 1)
+    time.sleep(0.5)
+    os.kill(group.pids[1], signal.SIGKILL)
+    try:
+        wait(refs, [group], timeout=30)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _node(run_dir: str, address: str) -> dict[str, Any]:
+    return {"num_cpus": 12, "num_gpus": 12, "include_dashboard": False, "node_ip_address": address}
+
+
+def _group(role: str, pool: ResourcePool, world_size: int, run_dir: str, **options: Any) -> WorkerGroup:
+    group = WorkerGroup(
+        role, "tests.cluster.workers:Rank", pool, world_size, {}, f"{run_dir}/logs", **options
+    )
+    wait(group.started, [group], timeout=60)
+    return group
+
+
+def _report(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    {"hang": hang, "stop": stop, "two_nodes": two_nodes}[sys.argv[1]](*sys.argv[2:])

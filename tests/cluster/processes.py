@@ -1,0 +1,55 @@
+"""Helpers that look at processes from outside, by psutil."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those of `pids` that run (zombies do not)."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def alive_after(pids: Iterable[int], seconds: float) -> list[int]:
+    """Those of `pids` that still run after at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (left := alive(pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def carrying(token: str) -> list[int]:
+    """Pids of all living processes with `token` in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(token in value for value in process.environ().values()):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return alive(found)
+
+
+def run_controller(name: str, *arguments: Any) -> tuple[subprocess.Popen, dict[str, Any]]:
+    """Starts `controllers.py name arguments...`; returns it with the JSON line that it reported."""
+    command = [sys.executable, "-m", "tests.cluster.controllers", name, *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("{"):
+            return process, json.loads(line)
+    raise AssertionError(f"{name} ended with status {process.wait()} and reported nothing")

@@ -1,0 +1,228 @@
+"""Placement, calls and the environment of worker groups, on a real Ray cluster."""
+
+import os
+import time
+
+import numpy
+import pytest
+import ray
+
+from megarl.cluster import Device, ResourcePool, WorkerFailed, WorkerGroup, wait
+from megarl.cluster.cluster import object_store_bytes
+from megarl.cluster.hosts import reserve_port
+from megarl.cluster.pool import sort_devices
+from tests.cluster.processes import alive, alive_after, carrying, run_controller
+
+GIB = 2**30
+
+
+def test_ranks_know_who_they_are(start_group, tmp_path):
+    group = start_group("actor", 3)
+    infos = wait(group.call("get_info"), [group])
+    assert [info.rank for info in infos] == [0, 1, 2]
+    assert [info.local_rank for info in infos] == [0, 1, 2]
+    assert {(info.world_size, info.role, info.master_addr, info.device_ids) for info in infos} == {
+        (3, "actor", "127.0.0.1", ())
+    }
+    assert len({info.master_port for info in infos}) == 1
+    assert [info.log_path for info in infos] == [str(tmp_path / f"actor-rank{r}.log") for r in range(3)]
+    assert group.names == ["actor rank 0", "actor rank 1", "actor rank 2"]
+    assert group.hosts == ["127.0.0.1"] * 3
+    assert len(set(group.pids)) == 3
+    assert alive(group.pids) == group.pids
+
+
+def test_the_process_is_ready_for_heavy_libraries(start_group):
+    """Methods run in the main thread (SGLang installs signal handlers), not behind others, nothing imported yet."""
+    group = start_group("critic", 1, env={"MY_VARIABLE": "7", "CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    (state,) = wait(group.call("process_state"), [group])
+    assert state == {
+        "main_thread": True,
+        "nice": os.nice(0),
+        "torch": False,
+        "title": "ray::critic-rank0.process_state",
+    }
+    names = (
+        "OMP_NUM_THREADS",
+        "GLOO_SOCKET_IFNAME",
+        "CUDA_VISIBLE_DEVICES",
+        "MY_VARIABLE",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+    )
+    assert wait(group.call("environment", *names), [group]) == [["1", "lo", "", "7", "8"]]
+
+
+def test_everything_that_a_rank_prints_is_in_its_log(start_group, tmp_path):
+    group = start_group("actor", 2)
+    wait(group.call_each("write", [(), ()]), [group])
+    for rank in range(2):
+        text = (tmp_path / f"actor-rank{rank}.log").read_text()
+        assert text.startswith(f"--- actor-rank{rank}: process {group.pids[rank]} on 127.0.0.1")
+        assert "from printfrom stderrfrom a child\nchild error\n" in text
+
+
+def test_calls_pass_arguments_and_keep_order(start_group):
+    group = start_group("actor", 3)
+    assert wait(group.call("echo", 1, b=2), [group]) == [(r, (1,), {"b": 2}) for r in range(3)]
+    assert wait(group.call_each("echo", [("x",), ("y", "z"), ()]), [group]) == [
+        (0, ("x",), {}),
+        (1, ("y", "z"), {}),
+        (2, (), {}),
+    ]
+    refs = [group.call("append", value)[1] for value in range(10)]
+    assert wait(list(reversed(refs)), [group])[0] == list(range(10))
+
+
+def test_object_refs_arrive_from_shared_memory_without_a_copy(start_group):
+    group = start_group("actor", 2)
+    array = numpy.arange(2**20)
+    assert wait(group.call("where", ray.put(array)), [group]) == [(False, True)] * 2
+    # The test's own oracle: an array that was not put lies elsewhere.
+    assert wait(group.call("where", numpy.arange(4)), [group])[0][1] is False
+
+
+def test_results_can_stay_in_the_object_store(start_group):
+    group = start_group("actor", 2)
+    inner = wait(group.call("put", 5), [group])
+    assert [ray.get(ref).tolist() for ref in inner] == [[0] * 5, [1] * 5]
+    pairs = group.call("two", 2**18, num_returns=2)
+    assert wait([first for first, _ in pairs], [group]) == [0, 1]
+    assert wait(group.call_each("where", [(second,) for _, second in pairs]), [group]) == [(False, True)] * 2
+
+
+def test_rank_0_can_listen_on_the_rendezvous_port(start_group):
+    group = start_group("actor", 2)
+    assert wait(group.call("meet"), [group], timeout=20) == [b"1", b"0"]
+
+
+def test_groups_share_devices_and_start_together(pool, tmp_path):
+    """Two groups on all devices of one pool; their constructors (1 s each) run at the same time."""
+    groups = []
+    try:
+        for role in ("actor", "critic"):
+            options = {"start_seconds": 1.0}
+            groups.append(WorkerGroup(role, "tests.cluster.workers:Rank", pool, len(pool), options, tmp_path))
+        begin = time.monotonic()
+        wait(groups[0].started + groups[1].started, groups, timeout=60)
+        assert time.monotonic() - begin < 1.9
+        ports = {info.master_port for group in groups for info in wait(group.call("get_info"), groups)}
+        assert len(ports) == 2
+    finally:
+        for group in groups:
+            group.shutdown()
+
+
+def test_shutdown_kills_the_whole_tree(start_group):
+    group = start_group("engine", 1)
+    (children,) = wait(group.call("start_children"), [group])
+    assert len(alive(children)) == 4
+    group.call("hang_if", 0)
+    begin = time.monotonic()
+    group.shutdown()
+    assert time.monotonic() - begin < 5
+    assert alive(children + group.pids) == []
+    assert carrying(group.processes[0].mark.partition("=")[2]) == []  # its guard is gone, too
+    group.shutdown()
+
+
+def test_a_constructor_that_raises_is_reported(start_group):
+    with pytest.raises(WorkerFailed, match=r"critic rank 1 .*ValueError: no weights for rank 1"):
+        start_group("critic", 2, init_kwargs={"fail_rank": 1})
+
+
+def test_a_class_that_cannot_be_imported_is_reported(start_group):
+    with pytest.raises(WorkerFailed, match="ModuleNotFoundError: No module named 'nosuch'"):
+        start_group("actor", 1, worker_class="nosuch.module:Class")
+    with pytest.raises(
+        ValueError, match=r"must look like 'package.module:Class', found 'tests.cluster.workers'"
+    ):
+        start_group("actor", 1, worker_class="tests.cluster.workers")
+
+
+def test_too_few_devices_are_refused(start_group, pool):
+    with pytest.raises(ValueError, match="actor needs 3 x 2 = 6 devices, resource pool 'test' has 4"):
+        start_group("actor", 3, devices_per_rank=2)
+
+
+def test_a_pool_says_what_the_cluster_lacks(ray_cluster):
+    with pytest.raises(ValueError, match="0 node") as error:
+        ResourcePool("none", 0, 8)
+    with pytest.raises(ValueError, match="'big' asks for 2 node") as error:
+        ResourcePool("big", 2, 8, timeout=0.5)
+    assert "8 process slots" in str(error.value)
+    assert "127.0.0.1: 4; now free: 4" in str(error.value)
+    # What it had asked for is not held.
+    pool = ResourcePool("all", 1, 4, timeout=10)
+    with pytest.raises(ValueError, match="now free: 0"):
+        ResourcePool("second", 1, 1, timeout=0.5)
+    pool.close()
+
+
+def test_devices_are_sorted_as_numbers():
+    class Placement:
+        pass
+
+    found = [
+        Device(host, "n", gpu, Placement(), 0)
+        for host in ("10.0.0.10", "10.0.0.9")
+        for gpu in ("10", "GPU-b", "2", "GPU-a", "0")
+    ]
+    order = [(device.host, device.gpu_id) for device in sort_devices(found)]
+    assert order == [
+        (host, g) for host in ("10.0.0.9", "10.0.0.10") for g in ("0", "2", "10", "GPU-a", "GPU-b")
+    ]
+
+
+def test_two_machines_are_node_major(tmp_path):
+    """Two raylets with 12 made-up GPUs each; a rank dies on the one where the controller is not."""
+    process, report = run_controller("two_nodes", tmp_path)
+    assert process.wait(60) == 0
+    hosts = ["127.0.0.1", "127.0.0.2"]
+    numbers = [str(number) for number in range(12)]
+    assert report["devices"] == [[host, number] for host in hosts for number in numbers]
+    assert report["hosts"] == hosts
+    assert [info["device_ids"] for info in report["infos"]] == [numbers, numbers]
+    assert [info["local_rank"] for info in report["infos"]] == [0, 0]
+    assert {info["master_addr"] for info in report["infos"]} == {"127.0.0.1"}
+    assert report["environment"] == [[",".join(numbers), None]] * 2
+    assert report["shared_hosts"] == ["127.0.0.1", "127.0.0.1"]
+    assert report["death"].startswith("engine rank 1 (process")
+    assert "on 127.0.0.2) died: killed" in report["death"]
+    assert "I hang now" in report["death"]
+
+
+def test_stop_cluster_leaves_nothing(tmp_path):
+    """No process, no directory, no variable; and until then nobody outside this machine could connect."""
+    process, report = run_controller("stop", tmp_path)
+    try:
+        for run in report["runs"]:
+            assert len(run["started"]) > 6
+            assert alive_after(run["started"], 2) == []
+            assert carrying(run["mark"].partition("=")[2]) == []
+            assert run["addresses"] == ["127.0.0.1"]
+            assert run["environment"] == []
+            assert not run["temp_dir_exists"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_reserved_ports_are_exclusive():
+    first, second = reserve_port(), reserve_port()
+    assert first.getsockname()[1] != second.getsockname()[1]
+    assert 20000 <= first.getsockname()[1] < 32768
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("memory", "shared", "expected"),
+    [
+        (8 * GIB, 4 * GIB, GIB // 4),
+        (8 * GIB, GIB // 4, GIB // 8),
+        (GIB, 64 * 2**20, GIB // 8),
+        (2048 * GIB, 1024 * GIB, 16 * GIB),
+    ],
+)
+def test_object_store_size_follows_the_machine(memory, shared, expected):
+    assert object_store_bytes(memory, shared) == expected

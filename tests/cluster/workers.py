@@ -1,0 +1,139 @@
+"""Worker classes for the tests of the cluster: no torch, so that they start fast."""
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy
+import ray
+
+from megarl.cluster import RankInfo
+
+
+class LocalError(Exception):
+    """Cannot be unpickled: its constructor takes other arguments than it passes on."""
+
+    def __init__(self, left: int, right: int) -> None:
+        super().__init__(f"{left} is not {right}")
+        self.lock = threading.Lock()  # nor pickled
+
+
+class Rank:
+    """Does what the tests ask for."""
+
+    def __init__(self, info: RankInfo, start_seconds: float = 0.0, fail_rank: int | None = None) -> None:
+        self.info = info
+        self.calls: list[Any] = []
+        self.peer: socket.socket | None = None
+        time.sleep(start_seconds)
+        if info.rank == fail_rank:
+            raise ValueError(f"no weights for rank {info.rank}")
+
+    def get_info(self) -> RankInfo:
+        return self.info
+
+    def process_state(self) -> dict[str, Any]:
+        with open("/proc/self/cmdline") as file:
+            title = file.read().strip("\0")
+        return {
+            "main_thread": threading.current_thread() is threading.main_thread(),
+            "nice": os.nice(0),
+            "torch": "torch" in sys.modules,
+            "title": title,
+        }
+
+    def environment(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    def echo(self, *args: Any, **kwargs: Any) -> tuple[int, tuple, dict]:
+        return self.info.rank, args, kwargs
+
+    def append(self, value: Any) -> list[Any]:
+        self.calls.append(value)
+        return self.calls
+
+    def write(self) -> None:
+        print("from print", end="")
+        print("from stderr", file=sys.stderr, end="")
+        subprocess.run(["sh", "-c", "echo from a child; echo child error >&2"], check=True)
+
+    def where(self, array: numpy.ndarray) -> tuple[bool, bool]:
+        """(the array may be written, it lies in memory that Ray's object store shares)."""
+        address = array.ctypes.data
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                start, end = (int(part, 16) for part in line.split()[0].split("-"))
+                if start <= address < end:
+                    return array.flags.writeable, "plasma" in line or "/dev/shm" in line
+        return array.flags.writeable, False
+
+    def put(self, size: int) -> ray.ObjectRef:
+        return ray.put(numpy.full(size, self.info.rank))
+
+    def two(self, size: int) -> tuple[int, numpy.ndarray]:
+        return self.info.rank, numpy.full(size, self.info.rank)
+
+    def meet(self) -> bytes:
+        """Rank 0 listens on the rendezvous port, the others connect; all keep the connection open."""
+        if self.info.rank == 0:
+            with socket.create_server((self.info.master_addr, self.info.master_port)) as server:
+                self.peer, _ = server.accept()
+        else:
+            for _ in range(100):
+                try:
+                    self.peer = socket.create_connection((self.info.master_addr, self.info.master_port))
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+        self.peer.sendall(b"%d" % self.info.rank)
+        return self.peer.recv(1)
+
+    def hang_on_peer(self) -> None:
+        """As a collective does when a peer dies: hangs, and raises once the connection is gone."""
+        if not self.peer.recv(1):
+            raise ConnectionError("Connection closed by peer")
+
+    def hang_if(self, rank: int) -> int:
+        if self.info.rank == rank:
+            print("I hang now")
+            time.sleep(1000)
+        return self.info.rank
+
+    def fail_if(self, rank: int) -> None:
+        if self.info.rank == rank:
+            print("I shall raise")
+            raise LocalError(3, 4)
+        time.sleep(1000)
+
+    def fail_after(self, *seconds: float) -> None:
+        time.sleep(seconds[self.info.rank])
+        raise RuntimeError(f"failed after {seconds[self.info.rank]}")
+
+    def return_lock(self) -> Any:
+        return threading.Lock()
+
+    def exit(self, status: int) -> None:
+        os._exit(status)
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    def hold_the_interpreter(self) -> None:
+        """Sleeps in C with the interpreter's lock, so that no Python thread of this process runs."""
+        ctypes.PyDLL(None).sleep(1000)
+
+    def start_children(self) -> list[int]:
+        """Pids of: a child, one in a session of its own, and a grandchild whose parent has ended."""
+        plain = subprocess.Popen(["sleep", "1000"])
+        session = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        command = "setsid sleep 1000 >/dev/null 2>&1 & echo $!"
+        orphan = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, check=True)
+        forked = os.fork()
+        if forked == 0:
+            time.sleep(1000)
+        return [plain.pid, session.pid, int(orphan.stdout), forked]

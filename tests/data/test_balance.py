@@ -1,0 +1,212 @@
+"""Each guarantee that megarl/data/balance.py opens with, under its name."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data.balance import micro_batches, partition_balanced, plan_mini_batches
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@st.composite
+def plans(draw):
+    """Arguments that a plan is promised for: mini-batches are multiples of num_dp * multiple_of."""
+    num_dp = draw(st.integers(1, 4))
+    multiple_of = draw(st.integers(1, 3))
+    mini_batch_size = num_dp * multiple_of * draw(st.integers(1, 4))
+    num_rows = mini_batch_size * draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.integers(1, 60), min_size=num_rows, max_size=num_rows))
+    by_tokens = draw(st.booleans())
+    return {
+        "lengths": lengths,
+        "num_dp": num_dp,
+        "mini_batch_size": mini_batch_size,
+        "max_tokens": max(lengths) + draw(st.integers(0, 100)) if by_tokens else None,
+        "micro_batch_size": None if by_tokens else draw(st.integers(1, 9)),
+        "epochs": draw(st.integers(1, 3)),
+        "shuffle": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**32)),
+        "multiple_of": multiple_of,
+    }
+
+
+def rows_of(mini_batch):
+    return [row for rank in mini_batch for micro in rank for row in micro]
+
+
+@given(plans())
+@settings(deadline=None)
+def test_exactly_once(arguments):
+    plan = plan_mini_batches(**arguments)
+    num_rows, size = len(arguments["lengths"]), arguments["mini_batch_size"]
+    per_epoch = num_rows // size
+    assert len(plan) == per_epoch * arguments["epochs"]
+    for epoch in range(arguments["epochs"]):
+        batches = plan[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert sorted(itertools.chain(*map(rows_of, batches))) == list(range(num_rows))
+        for number, batch in enumerate(batches):
+            assert len(rows_of(batch)) == size
+            if not arguments["shuffle"]:
+                assert sorted(rows_of(batch)) == list(range(number * size, (number + 1) * size))
+
+
+@given(plans())
+@settings(deadline=None)
+def test_within_budget(arguments):
+    for batch in plan_mini_batches(**arguments):
+        for micro in itertools.chain(*batch):
+            assert micro
+            if arguments["max_tokens"]:
+                assert sum(arguments["lengths"][row] for row in micro) <= arguments["max_tokens"]
+            else:
+                assert len(micro) <= arguments["micro_batch_size"]
+
+
+@given(plans())
+@settings(deadline=None)
+def test_same_count(arguments):
+    for batch in plan_mini_batches(**arguments):
+        assert len(batch) == arguments["num_dp"]
+        counts = {len(rank) for rank in batch}
+        assert len(counts) == 1
+        assert counts.pop() % arguments["multiple_of"] == 0
+
+
+@given(plans())
+@settings(deadline=None)
+def test_deterministic(arguments):
+    as_array = {**arguments, "lengths": np.array(arguments["lengths"])}
+    assert plan_mini_batches(**arguments) == plan_mini_batches(**as_array)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 50))
+@settings(deadline=None)
+def test_always_possible(num_dp, multiple_of, rows_each, length):
+    """The hardest case: every row fills a micro-batch by itself."""
+    num_rows = num_dp * multiple_of * rows_each
+    plan = plan_mini_batches(
+        [length] * num_rows,
+        num_dp=num_dp,
+        mini_batch_size=num_rows,
+        max_tokens=length,
+        multiple_of=multiple_of,
+    )
+    assert [[len(micro) for micro in rank] for rank in plan[0]] == [[1] * multiple_of * rows_each] * num_dp
+
+
+def first_fit_decreasing(lengths, budget):
+    bins = []
+    for length in sorted(lengths, reverse=True):
+        for index, used in enumerate(bins):
+            if used + length <= budget:
+                bins[index] += length
+                break
+        else:
+            bins.append(length)
+    return len(bins)
+
+
+@given(LENGTHS, st.integers(0, 100), st.integers(1, 4))
+@settings(deadline=None)
+def test_few(lengths, room, multiple_of):
+    budget = max(lengths) + room
+    lengths = lengths * multiple_of  # so that it is possible
+    bins = micro_batches(lengths, budget, multiple_of)
+    enough = -(-first_fit_decreasing(lengths, budget) // multiple_of) * multiple_of
+    assert -(-sum(lengths) // budget) <= len(bins) <= enough
+    assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
+    assert max(sum(lengths[row] for row in part) for part in bins) <= budget
+
+
+def smallest_largest_sum(lengths, k):
+    """By trying all assignments."""
+    best = sum(lengths)
+    for places in itertools.product(range(k), repeat=len(lengths)):
+        sums = [0] * k
+        for length, place in zip(lengths, places, strict=True):
+            sums[place] += length
+        best = min(best, max(sums))
+    return best
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 3))
+@settings(deadline=None, max_examples=40)
+def test_balanced_against_the_optimum(lengths, k):
+    """At most 4/3 - 1/(3k) times the optimum: Michiels, Korst, Aarts, "Performance ratios of the
+    Karmarkar-Karp differencing method", Journal of Combinatorial Optimization 13 (2007)."""
+    k = min(k, len(lengths))
+    parts = partition_balanced(lengths, k, equal_size=False)
+    largest = max(sum(lengths[item] for item in part) for part in parts)
+    assert largest <= (4 / 3 - 1 / (3 * k)) * smallest_largest_sum(lengths, k) + 1e-9
+
+
+@given(LENGTHS, st.integers(1, 12), st.booleans())
+@settings(deadline=None)
+def test_partition_is_a_partition(lengths, k, equal_size):
+    k = min(k, len(lengths))
+    parts = partition_balanced(lengths, k, equal_size)
+    assert len(parts) == k
+    assert all(parts)
+    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+    if equal_size:
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_partition_by_hand():
+    # the method's textbook example: differences 8-7 = 1, 6-5 = 1, 4-1 = 3, 3-1 = 2: sums 16 and 14
+    parts = partition_balanced([8, 7, 6, 5, 4], 2, equal_size=False)
+    assert [sum([8, 7, 6, 5, 4][item] for item in part) for part in parts] == [16, 14]
+
+
+def test_balanced_over_ranks():
+    """Lengths of real spread: ranks differ by less than the longest row, micro-batches are filled alike."""
+    lengths = np.random.default_rng(0).lognormal(5.0, 0.8, size=512).astype(int).clip(1, 2000)
+    (batch,) = plan_mini_batches(lengths, num_dp=8, mini_batch_size=512, max_tokens=4096)
+    loads = [sum(lengths[row] for micro in rank for row in micro) for rank in batch]
+    assert max(loads) - min(loads) < 0.01 * np.mean(loads)
+    fills = [lengths[micro].sum() for rank in batch for micro in rank]
+    assert max(fills) < 1.05 * min(fills)
+    assert all(
+        [lengths[micro].sum() for micro in rank]
+        == sorted((lengths[micro].sum() for micro in rank), reverse=True)
+        for rank in batch
+    )
+
+
+def test_shuffle_differs_by_epoch_and_seed():
+    arguments = {"num_dp": 1, "mini_batch_size": 4, "micro_batch_size": 4, "epochs": 2, "shuffle": True}
+    first = plan_mini_batches([5] * 32, seed=1, **arguments)
+    second = plan_mini_batches([5] * 32, seed=2, **arguments)
+    assert list(map(rows_of, first[:8])) != list(map(rows_of, first[8:]))
+    assert list(map(rows_of, first)) != list(map(rows_of, second))
+
+
+def test_last_mini_batch_may_be_smaller():
+    plan = plan_mini_batches([3] * 10, num_dp=2, mini_batch_size=4, micro_batch_size=2)
+    assert [len(rows_of(batch)) for batch in plan] == [4, 4, 2]
+
+
+def test_too_long_row_is_named():
+    with pytest.raises(ValueError, match=r"row 2 has 90 tokens, more than the 80 .* to 90 at least"):
+        plan_mini_batches([10, 20, 90, 30], num_dp=1, mini_batch_size=4, max_tokens=80)
+    with pytest.raises(ValueError, match="row 1 has 9 tokens"):
+        micro_batches([1, 9], 8)
+
+
+def test_too_few_rows_are_refused_with_numbers():
+    with pytest.raises(ValueError, match=r"mini-batch of 3 rows .* 4 data parallel ranks .* at least 4 rows"):
+        plan_mini_batches([5] * 3, num_dp=4, mini_batch_size=3, max_tokens=10)
+    with pytest.raises(ValueError, match="5 rows need 6 micro-batches"):
+        plan_mini_batches([10] * 5, num_dp=2, mini_batch_size=5, max_tokens=10)
+    with pytest.raises(ValueError, match="mini-batch of 5 rows in micro-batches of 1 needs 6"):
+        plan_mini_batches([10] * 5, num_dp=2, mini_batch_size=5, micro_batch_size=1)
+
+
+def test_exactly_once_for_thousands_of_rows():
+    lengths = np.random.default_rng(1).integers(1, 8192, size=8192)
+    (batch,) = plan_mini_batches(lengths, num_dp=64, mini_batch_size=8192, max_tokens=32768)
+    assert sorted(rows_of(batch)) == list(range(8192))

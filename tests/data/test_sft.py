@@ -1,0 +1,172 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data.sft import SFT_SCHEMA, SftDataset, SftLoader, tokenize_chat
+from megarl.data.tokenizer import load_tokenizer, render_prompt
+from tests.data.shared import shared_data
+
+QUESTION = {"role": "user", "content": "Tom has 3 pens."}
+ANSWER = {"role": "assistant", "content": "#### 3"}
+
+
+def learnt(tokenizer, ids, mask):
+    """The learnt stretches as texts."""
+    texts, current = [], []
+    for token, flag in zip([*ids, None], [*mask, False], strict=True):
+        if flag:
+            current.append(token)
+        elif current:
+            texts.append(tokenizer.decode(current))
+            current = []
+    return texts
+
+
+def write_chats(path, chats):
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
+
+
+def test_learnt_is_what_the_model_generates(tokenizer):
+    ids, mask = tokenize_chat(tokenizer, [QUESTION, ANSWER])
+    prompt = render_prompt(tokenizer, [QUESTION])
+    assert ids[: len(prompt)] == prompt  # what a rollout is started with
+    assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+    assert tokenizer.decode(ids[len(prompt) :]) == "#### 3<|im_end|>"
+    assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_every_assistant_message_is_learnt(tokenizer):
+    chat = [
+        {"role": "system", "content": "Count."},
+        QUESTION,
+        ANSWER,
+        {"role": "user", "content": "And 2 more"},
+        {"role": "assistant", "content": "#### 5"},
+        {"role": "user", "content": "Thanks"},
+    ]
+    ids, mask = tokenize_chat(tokenizer, chat)
+    assert learnt(tokenizer, ids, mask) == ["#### 3<|im_end|>", "#### 5<|im_end|>"]
+    assert tokenizer.decode(ids).endswith("#### 5<|im_end|>")
+
+
+def test_mask_agrees_with_the_templates_own_generation_marks(tokenizer):
+    """Oracle: transformers computes the same mask for templates that mark what is generated."""
+    marked = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    chat = [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "3 + 4 = 7 #### 7"}]
+    ids, mask = tokenize_chat(tokenizer, chat)
+    oracle = tokenizer.apply_chat_template(
+        chat, chat_template=marked, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert oracle["input_ids"][: len(ids)] == ids
+    assert [bool(flag) for flag in oracle["assistant_masks"]] == mask + [False] * (
+        len(oracle["input_ids"]) - len(ids)
+    )
+
+
+def test_gsm8k_schema_with_dotted_response_key(tokenizer, tmp_path):
+    rows = [
+        {"prompt": [QUESTION], "extra_info": {"answer": "#### 3", "index": 0}},
+        {"prompt": [QUESTION], "extra_info": {"answer": "1 + 2 = 3 #### 3", "index": 1}},
+    ]
+    path = tmp_path / "sft.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    table = SftDataset(path, tokenizer, max_length=64, response_key="extra_info.answer").table
+    assert table.schema == SFT_SCHEMA
+    assert table["uid"].to_pylist() == ["sft:0", "sft:1"]
+    stretches = [learnt(tokenizer, row["input_ids"], row["loss_mask"]) for row in table.to_pylist()]
+    assert stretches == [["#### 3<|im_end|>"], ["1 + 2 = 3 #### 3<|im_end|>"]]
+
+
+def test_string_prompts_and_json_lines(tokenizer, tmp_path):
+    path = tmp_path / "sft.jsonl"
+    path.write_text(json.dumps({"question": QUESTION["content"], "answer": ANSWER["content"]}) + "\n")
+    dataset = SftDataset(path, tokenizer, max_length=64, prompt_key="question", response_key="answer")
+    (row,) = dataset.table.to_pylist()
+    assert (row["input_ids"], row["loss_mask"]) == tokenize_chat(tokenizer, [QUESTION, ANSWER])
+
+
+def test_max_length(tokenizer, tmp_path):
+    path = write_chats(tmp_path / "sft.jsonl", [[QUESTION, ANSWER]])
+    ids, mask = tokenize_chat(tokenizer, [QUESTION, ANSWER])
+    dataset = SftDataset(path, tokenizer, max_length=len(ids))
+    assert dataset.num_truncated == 0
+    with pytest.raises(ValueError, match=rf"sft\.jsonl row 0: the example has {len(ids)} tokens, more than"):
+        SftDataset(path, tokenizer, max_length=len(ids) - 1)
+    dataset = SftDataset(path, tokenizer, max_length=len(ids) - 1, truncation="right")
+    assert dataset.table["input_ids"].to_pylist() == [ids[:-1]]
+    assert dataset.table["loss_mask"].to_pylist() == [mask[:-1]]
+    assert dataset.num_truncated == 1
+    with pytest.raises(ValueError, match="row 0: cut to max_length 5, no token of the response is left"):
+        SftDataset(path, tokenizer, max_length=5, truncation="right")
+
+
+@pytest.mark.parametrize(
+    "chat, message",
+    [
+        ([QUESTION], "there is no assistant message"),
+        ([ANSWER], "the first message is the assistant's"),
+        ([], "'messages' must be a non-empty list"),
+        (None, "'messages' must be a non-empty list"),
+        ([QUESTION, {"role": "assistant"}], "message 1 needs the string 'content'"),
+    ],
+)
+def test_wrong_rows_are_named(tokenizer, tmp_path, chat, message):
+    path = write_chats(tmp_path / "sft.jsonl", [[QUESTION, ANSWER], chat])
+    with pytest.raises(ValueError, match=rf"sft\.jsonl row 1: .*{message}"):
+        SftDataset(path, tokenizer, max_length=64)
+
+
+def test_empty_response_is_named(tokenizer, tmp_path):
+    path = tmp_path / "sft.jsonl"
+    path.write_text(json.dumps({"prompt": "Hi", "answer": ""}) + "\n")
+    with pytest.raises(ValueError, match="row 0: 'answer' must be a non-empty string, found ''"):
+        SftDataset(path, tokenizer, max_length=64, response_key="answer")
+
+
+@pytest.fixture
+def own_tokenizer(tokenizer, tmp_path):
+    """A copy whose template may be changed."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    return load_tokenizer(tmp_path / "tokenizer")
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(own_tokenizer):
+    own_tokenizer.chat_template = (
+        "{% for message in messages %}"
+        "<|im_start|>{{ messages | length }}{{ message['content'] }}<|im_end|>"
+        "{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=r"does not keep beginnings: .* message 1"):
+        tokenize_chat(own_tokenizer, [QUESTION, ANSWER])
+
+
+def test_template_without_end_token_warns(own_tokenizer):
+    own_tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}|{% endfor %}"
+    with pytest.warns(UserWarning, match=r"does not end the assistant's messages with .* '<\|im_end\|>'"):
+        ids, mask = tokenize_chat(own_tokenizer, [QUESTION, ANSWER])
+    assert learnt(own_tokenizer, ids, mask) == ["#### 3|"]
+
+
+def test_plain_template_on_a_sentencepiece_tokenizer():
+    with pytest.warns(UserWarning, match="no chat template"):
+        tokenizer = load_tokenizer(shared_data("stories260k"))
+    ids, mask = tokenize_chat(tokenizer, [QUESTION, ANSWER, QUESTION, ANSWER])
+    assert learnt(tokenizer, ids, mask) == ["#### 3</s>", "#### 3</s>"]
+
+
+def test_sft_loader(tokenizer, tmp_path):
+    path = write_chats(tmp_path / "sft.jsonl", [[QUESTION, ANSWER]] * 5)
+    loader = SftLoader(SftDataset(path, tokenizer, max_length=64), 2, shuffle=True, seed=0)
+    batches = list(loader)
+    assert [batch.num_rows for batch in batches] == [2, 2]
+    assert all(batch.schema == SFT_SCHEMA for batch in batches)
+    assert len({uid for batch in batches for uid in batch["uid"].to_pylist()}) == 4

@@ -1,0 +1,193 @@
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data import trajectories as tr
+
+
+def make_prompts(num):
+    return pa.table(
+        {
+            "uid": [f"train:{row}" for row in range(num)],
+            "data_source": ["megarl/arithmetic"] * num,
+            "ground_truth": [str(row) for row in range(num)],
+            "extra_info": ["{}"] * num,
+            "prompt_ids": [list(range(row + 1)) for row in range(num)],
+        },
+        schema=tr.PROMPT_SCHEMA,
+    )
+
+
+def make_generation(uid, length, **changes):
+    values = {
+        "uid": uid,
+        "response_ids": np.arange(100, 100 + length),
+        "log_probs": -np.arange(1, length + 1, dtype=np.float32),
+        "finish_reason": "stop",
+        "weight_version": 3,
+    }
+    return tr.Generation(**{**values, **changes})
+
+
+def make_trajectories(lengths=(3, 1, 2, 4), n=2):
+    requests = tr.expand_prompts(make_prompts(len(lengths) // n), n)
+    generations = [
+        make_generation(uid, length) for uid, length in zip(requests["uid"].to_pylist(), lengths, strict=True)
+    ]
+    return tr.build_trajectories(requests, generations)
+
+
+def test_expand_prompts_repeats_neighbours():
+    requests = tr.expand_prompts(make_prompts(2), 3)
+    assert requests.schema == tr.REQUEST_SCHEMA
+    assert requests["uid"].to_pylist() == [f"train:{row}/{k}" for row in (0, 1) for k in (0, 1, 2)]
+    assert requests["prompt_uid"].to_pylist() == ["train:0"] * 3 + ["train:1"] * 3
+    assert requests["prompt_ids"].to_pylist() == [[0]] * 3 + [[0, 1]] * 3
+
+
+@given(st.permutations(list(range(6))))
+@settings(deadline=None)
+def test_rows_keep_the_order_of_the_requests(order):
+    requests = tr.expand_prompts(make_prompts(3), 2)
+    uids = requests["uid"].to_pylist()
+    table = tr.build_trajectories(requests, [make_generation(uids[row], row + 1) for row in order])
+    assert table.schema == tr.TRAJECTORY_SCHEMA
+    assert table["uid"].to_pylist() == uids
+    assert tr.list_lengths(table, "response_ids").tolist() == [1, 2, 3, 4, 5, 6]
+    assert table["response_ids"].to_pylist()[2] == [100, 101, 102]
+    assert table["rollout_log_probs"].to_pylist()[1] == [-1.0, -2.0]
+    assert table["response_mask"].to_pylist()[3] == [True] * 4
+    assert table["ground_truth"].to_pylist() == ["0", "0", "1", "1", "2", "2"]
+    assert table["weight_version"].to_pylist() == [3] * 6
+    assert tr.sequence_lengths(table).tolist() == [2, 3, 5, 6, 8, 9]
+
+
+def test_every_request_has_exactly_one_generation():
+    requests = tr.expand_prompts(make_prompts(1), 2)
+    first, second = (make_generation(uid, 2) for uid in requests["uid"].to_pylist())
+    with pytest.raises(ValueError, match=r"2 requests got 1 generations: no answer to \['train:0/1'\]"):
+        tr.build_trajectories(requests, [first])
+    with pytest.raises(ValueError, match="two generations for request train:0/0"):
+        tr.build_trajectories(requests, [first, second, first])
+    with pytest.raises(ValueError, match=r"no request for \['other'\]"):
+        tr.build_trajectories(requests, [first, second, make_generation("other", 2)])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"log_probs": [-1.0]}, "rollout_log_probs has another length than response_ids"),
+        ({"log_probs": [-1.0, float("nan")]}, "rollout_log_probs has values that are not finite"),
+        ({"response_ids": [], "log_probs": []}, "response_ids is empty"),
+        ({"finish_reason": "abort"}, "finish_reason is none of stop, length"),
+    ],
+)
+def test_bad_generations_are_named(changes, message):
+    requests = tr.expand_prompts(make_prompts(1), 2)
+    generations = [make_generation("train:0/0", 2), make_generation("train:0/1", 2, **changes)]
+    with pytest.raises(ValueError, match=rf"trajectory train:0/1: {message} \(1 of 2 trajectories\)"):
+        tr.build_trajectories(requests, generations)
+
+
+def test_all_response_aligned_lists_have_the_length_of_the_response():
+    table = make_trajectories()
+    flat, offsets = tr.ragged(table, "rollout_log_probs")
+    table = tr.append_column(table, "values", (flat * 2, offsets))
+    table = tr.append_column(table, "score", np.array([1, 0, 1, 0]))
+    assert table.schema.field("values").type == pa.list_(pa.float32())
+    assert table.schema.field("score").type == pa.float32()
+    assert table["values"].to_pylist()[2] == [-2.0, -4.0]
+    assert tr.response_columns(table) == ["response_ids", "response_mask", "rollout_log_probs", "values"]
+    tr.validate_trajectories(table)
+    with pytest.raises(AssertionError, match="returns is not aligned"):
+        tr.append_column(table, "returns", (np.zeros(10), np.array([0, 1, 2, 3, 10])))
+    with pytest.raises(AssertionError, match="score is there already"):
+        tr.append_column(table, "score", np.zeros(4))
+    misaligned = table.set_column(
+        table.column_names.index("values"), "values", table["values"].take([1, 0, 2, 3])
+    )
+    with pytest.raises(ValueError, match=r"trajectory train:0/0: values has another length .*\(2 of 4"):
+        tr.validate_trajectories(misaligned)
+
+
+def test_ragged_gives_views():
+    table = make_trajectories()
+    flat, offsets = tr.ragged(table, "response_ids")
+    array = table["response_ids"].chunk(0)
+    assert flat.ctypes.data == array.values.buffers()[1].address
+    assert flat.dtype == np.int32 and not flat.flags.writeable
+    assert offsets.dtype == np.int64 and offsets.tolist() == [0, 3, 4, 6, 10]
+    again = tr.from_ragged(flat, offsets)
+    assert again.values.buffers()[1].address == flat.ctypes.data
+    mask, _ = tr.ragged(table, "response_mask")
+    assert mask.dtype == np.bool_ and mask.all() and len(mask) == 10
+
+
+def test_ragged_of_slices_and_chunks():
+    table = make_trajectories()
+    whole = table["response_ids"].to_pylist()
+    for part in (table.slice(1, 2), table.slice(4), pa.concat_tables([table.slice(2), table.slice(0, 2)])):
+        flat, offsets = tr.ragged(part, "response_ids")
+        rows = [flat[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+        assert rows == part["response_ids"].to_pylist()
+        assert offsets[0] == 0 and len(rows) == part.num_rows
+    assert table["response_ids"].to_pylist() == whole
+    flat, offsets = tr.ragged(tr.TRAJECTORY_SCHEMA.empty_table(), "rollout_log_probs")
+    assert flat.dtype == np.float32 and flat.size == 0 and offsets.tolist() == [0]
+
+
+@given(st.lists(st.lists(st.floats(width=32, allow_nan=False), max_size=5), max_size=8))
+@settings(deadline=None)
+def test_lists_round_trip(lists):
+    flat, offsets = tr.from_lists(lists, np.float32)
+    assert flat.dtype == np.float32
+    table = pa.table({"x": tr.from_ragged(flat, offsets)})
+    assert table["x"].to_pylist() == lists
+    flat_again, offsets_again = tr.ragged(table, "x")
+    np.testing.assert_array_equal(flat_again, flat)
+    np.testing.assert_array_equal(offsets_again, offsets)
+
+
+def test_take():
+    table = make_trajectories()
+    taken = tr.take(table, [2, 0, 2])
+    assert taken["uid"].to_pylist() == ["train:1/0", "train:0/0", "train:1/0"]
+    assert taken["response_ids"].num_chunks == 1
+    with pytest.raises(IndexError):
+        tr.take(table, [4])
+
+
+def test_parquet_round_trip(tmp_path):
+    table = tr.append_column(make_trajectories(), "score", np.array([1, 0, 1, 0]))
+    path = tr.write_trajectories(table, tmp_path / "rollouts" / "step_1.parquet")
+    again = tr.read_trajectories(path)
+    assert again.equals(table)
+    assert again.schema == table.schema
+    assert [entry.name for entry in path.parent.iterdir()] == ["step_1.parquet"]
+
+
+def test_reading_what_is_no_trajectory_table(tmp_path):
+    with pytest.raises(ValueError, match=r"gone\.parquet does not exist"):
+        tr.read_trajectories(tmp_path / "gone.parquet")
+    text = tmp_path / "text.parquet"
+    text.write_text("no parquet")
+    with pytest.raises(ValueError, match=r"text\.parquet is no valid Parquet file"):
+        tr.read_trajectories(text)
+    other = tmp_path / "other.parquet"
+    tr.write_parquet(make_trajectories().drop_columns(["weight_version"]), other)
+    with pytest.raises(ValueError, match=r"other\.parquet holds no valid .*'weight_version' is missing"):
+        tr.read_trajectories(other)
+
+
+def test_wrong_types_are_named():
+    table = make_trajectories()
+    wrong = table.set_column(6, "response_ids", table["response_ids"].cast(pa.list_(pa.int64())))
+    with pytest.raises(ValueError, match=r"'response_ids' has type list<.*int64>, expected list<.*int32>"):
+        tr.validate_trajectories(wrong)
+    twice = pa.concat_tables([table, table.slice(1, 1)])
+    with pytest.raises(ValueError, match="trajectory train:0/1 occurs more than once"):
+        tr.validate_trajectories(twice)

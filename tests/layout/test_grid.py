@@ -1,0 +1,47 @@
+"""Layouts from the configuration, and how layers are shared out.
+
+That places and layers agree with Megatron's is tests/megatron/test_parallel.py's and test_build.py's.
+"""
+
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import MegatronConfig
+from megarl.layout.grid import ParallelLayout, layers_of
+
+
+def test_layers_are_shared_out_in_turns_between_virtual_stages() -> None:
+    """The example in Megatron's documentation: 16 layers, 4 stages, 2 chunks each (from 0 here)."""
+    layout = ParallelLayout(world=4, pp=4, vpp=2)
+    assert layers_of(layout, 16, 0) == [[0, 1], [8, 9]]
+    assert layers_of(layout, 16, 3) == [[6, 7], [14, 15]]
+    assert layers_of(ParallelLayout(world=2, pp=2), 4, 1) == [[2, 3]]
+
+
+def test_layers_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"6 layers .*pipeline_model_parallel_size=2 x virtual.*=2"):
+        layers_of(ParallelLayout(world=2, pp=2, vpp=2), 6, 0)
+
+
+def test_a_layout_from_the_configuration() -> None:
+    config = MegatronConfig(tensor_model_parallel_size=2, context_parallel_size=2)
+    layout = ParallelLayout.from_config(config, world=8)
+    assert layout == ParallelLayout(world=8, tp=2, cp=2, sp=True)
+    assert (layout.dp, layout.num_chunks) == (2, 1)
+    config = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=False)
+    assert not ParallelLayout.from_config(config, world=2).sp
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"world": 6, "tp": 4}, r"6 devices .*tensor_model_parallel_size=4.*multiple of 4"),
+        ({"world": 2, "tp": 0}, r"tensor_model_parallel_size is 0"),
+        ({"world": 2, "vpp": 2}, r"virtual_pipeline_model_parallel_size=2.*pipeline_model_parallel_size=1"),
+        ({"world": 2, "sp": True}, r"sequence_parallel=true needs"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_key(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelLayout(**sizes)

@@ -1,0 +1,146 @@
+"""A tiny Hugging Face model as oracle: its folder, Megatron ranks with its weights, its own numbers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+from megarl.layout import Piece
+from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.packed import PackedBatch, pack_trajectories
+from megarl.megatron.parallel import ParallelLayout, coords, init_parallel, layers_of
+from megarl.models import megatron_pieces, read_model_config
+
+VOCAB = 300
+
+
+def save_model(folder: Path, head: str = "lm", tied: bool = False) -> PreTrainedModel:
+    """Write a Qwen2 model with random weights (biases, norms and head too) to `folder` and return it."""
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    model = (Qwen2ForCausalLM if head == "lm" else Qwen2ForSequenceClassification)(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_table(seed: int = 0) -> pa.Table:
+    """Ragged trajectories with random masks and weights: prompts 1 to 9 and responses 1 to 14 tokens."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for prompt, response in [(3, 8), (1, 1), (9, 14), (5, 2), (2, 13), (6, 7), (4, 4), (8, 1)]:
+        rows.append(
+            {
+                "prompt_ids": generator.integers(0, VOCAB, prompt).astype(np.int32),
+                "response_ids": generator.integers(0, VOCAB, response).astype(np.int32),
+                "response_mask": generator.random(response) < 0.8,
+                "advantages": generator.normal(size=response).astype(np.float32),
+            }
+        )
+    return pa.Table.from_pylist(rows)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process's part of a model in a layout, wrapped for training."""
+
+    layout: ParallelLayout
+    chunks: list
+    pieces: list[Piece]
+
+    def pack(self, table: pa.Table, rows: list[int], fields: tuple[str, ...] = ()) -> PackedBatch:
+        return pack_trajectories(
+            table,
+            rows,
+            fields,
+            tp=self.layout.tp,
+            cp=self.layout.cp,
+            cp_rank=coords().cp,
+            sequence_parallel=self.layout.sp,
+        )
+
+    def gradients(self) -> list[tuple[Piece, torch.Tensor]]:
+        """What this rank holds of each Hugging Face tensor's gradient."""
+        local = {
+            f"{index}:{name}": parameter.main_grad
+            for index, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.module.named_parameters()
+        }
+        return [(piece, local[piece.local][piece.local_box.slices].clone()) for piece in self.pieces]
+
+
+def place_model(
+    rank: int,
+    world: int,
+    layout: dict,
+    folder: str,
+    head: str = "lm",
+    use_distributed_optimizer: bool = False,
+) -> Rank:
+    """Build the model at `folder` in the layout and fill it from its safetensors file."""
+    layout = ParallelLayout(world=world, **layout)
+    init_parallel(layout, rank, world)
+    config = read_model_config(folder)
+    chunks = wrap_for_training(
+        build_model(config, layout, head=head, dtype=torch.float32),
+        use_distributed_optimizer=use_distributed_optimizer,
+    )
+    place = coords()
+    pieces = megatron_pieces(
+        config,
+        tp=layout.tp,
+        tp_rank=place.tp,
+        layers=layers_of(layout, config.num_layers, place.pp),
+        first_stage=place.pp == 0,
+        last_stage=place.pp == layout.pp - 1,
+        head=head,
+    )
+    parameters, state = local_parameters(chunks), load_file(f"{folder}/model.safetensors")
+    for piece in pieces:
+        parameters[piece.local][piece.local_box.slices].copy_(state[piece.tensor][piece.box.slices])
+    return Rank(layout, chunks, pieces)
+
+
+def optimizer_settings() -> SimpleNamespace:
+    """The `optim` section of a configuration."""
+    return SimpleNamespace(
+        lr=1e-3,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_style="constant",
+        lr_decay_steps=None,
+        weight_decay=0.0,
+        betas=[0.9, 0.95],
+        eps=1e-8,
+        clip_grad=1e9,  # clipping would scale the gradients that are looked at
+    )
+
+
+def check_gradients(model: PreTrainedModel, results: list[list[tuple[Piece, torch.Tensor]]]) -> None:
+    """Every rank's pieces equal the Hugging Face model's gradients, and together they are all of them."""
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    seen = {name: torch.zeros_like(grad, dtype=torch.bool) for name, grad in expected.items()}
+    for pieces in results:
+        for piece, grad in pieces:
+            wanted = expected[piece.tensor][piece.box.slices]
+            torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-5, msg=lambda m, p=piece: f"{p}: {m}")
+            seen[piece.tensor][piece.box.slices] = True
+    assert not [name for name, covered in seen.items() if not covered.all()]

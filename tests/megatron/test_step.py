@@ -1,0 +1,187 @@
+"""Packed micro-batches through every kind of layout, against Hugging Face one sequence at a time."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megarl.megatron.logprobs import lm_head
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.packed import PackedBatch, unpack
+from megarl.megatron.parallel import coords
+from megarl.megatron.step import forward_only, train_step
+from tests.megatron.hf import VOCAB, check_gradients, make_table, optimizer_settings, place_model, save_model
+from tests.ranks import RankError
+
+TEMPERATURE = 0.8
+HEAD = lm_head(vocab_size=VOCAB, temperature=TEMPERATURE, chunk_tokens=16, with_entropy=True)
+
+# Layout, number of ranks. Four layers: two stages of two chunks have one layer each.
+LAYOUTS = {
+    "one": ({}, 1),
+    "tp2": ({"tp": 2}, 2),
+    "tp2-sp": ({"tp": 2, "sp": True}, 2),
+    "pp2": ({"pp": 2}, 2),
+    "cp2": ({"cp": 2}, 2),
+    "dp2": ({}, 2),
+    "pp2-vpp2": ({"pp": 2, "vpp": 2}, 2),
+    "tp2-pp2-sp": ({"tp": 2, "pp": 2, "sp": True}, 4),
+    "tp2-cp2-sp": ({"tp": 2, "cp": 2, "sp": True}, 4),
+    "pp2-vpp2-cp2": ({"pp": 2, "vpp": 2, "cp": 2}, 4),
+}
+# Micro-batches of each data parallel rank; together always the same eight rows.
+PLANS = {
+    1: [[[[0, 1, 2, 3, 4, 5], [6, 7]]], [[[7], [2, 4], [0, 6, 1], [3, 5]]]],
+    2: [[[[0, 3, 5, 6]], [[1, 2, 4, 7]]], [[[6], [0, 3, 5]], [[2, 1, 4], [7]]]],
+}
+
+every_layout = pytest.mark.parametrize("name", LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[str, PreTrainedModel]]:
+    """Folder and model, with embeddings that are not tied and that are."""
+    found = {}
+    for tied in (False, True):
+        folder: Path = tmp_path_factory.mktemp("model")
+        found[tied] = (str(folder), save_model(folder, tied=tied))
+    return found
+
+
+def hugging_face(model: PreTrainedModel, table: pa.Table) -> list[tuple[Tensor, Tensor]]:
+    """Log-probability and entropy of each row's response tokens, with a graph, one sequence at a time."""
+    outputs = []
+    for row in table.to_pylist():
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        first = len(row["prompt_ids"]) - 1
+        log_p = (model(ids).logits[0, first:-1] / TEMPERATURE).log_softmax(-1)
+        labels = torch.tensor(row["response_ids"])[:, None]
+        outputs.append((log_p.gather(1, labels)[:, 0], -(log_p.exp() * log_p).sum(-1)))
+    return outputs
+
+
+def _forward(rank: int, world: int, layout: dict, folder: str, table: pa.Table) -> list | None:
+    from megatron.core import parallel_state
+
+    place = place_model(rank, world, layout, folder)
+    plan = PLANS[place.layout.dp][1][coords().dp]
+    batches = [place.pack(table, rows) for rows in plan]
+    outputs = forward_only(place.chunks, batches, HEAD)
+    assert len(outputs) == len(batches)
+    assert all(chunk.training for chunk in place.chunks)
+    if coords().pp < place.layout.pp - 1:
+        assert outputs == [None] * len(batches)
+        return None
+    group = parallel_state.get_context_parallel_group()
+    found = []
+    for rows, batch, output in zip(plan, batches, outputs, strict=True):
+        assert not output.requires_grad
+        columns = [unpack(batch, output[:, column], group) for column in range(2)]
+        found += zip(rows, *columns, strict=True)
+    return found
+
+
+@every_layout
+def test_log_probs_and_entropy_equal_hugging_face(ranks, folders, name: str) -> None:
+    (layout, world), (folder, model), table = LAYOUTS[name], folders[False], make_table()
+    with torch.no_grad():
+        expected = hugging_face(model, table)
+    results = [
+        found for found in ranks.run(_forward, layout, folder, table, world=world) if found is not None
+    ]
+    assert {row for found in results for row, _, _ in found} == set(range(table.num_rows))
+    for found in results:
+        for row, log_probs, entropy in found:
+            mask = table["response_mask"][row].values.to_numpy(zero_copy_only=False)
+            for values, wanted in zip((log_probs, entropy), expected[row], strict=True):
+                np.testing.assert_allclose(values, np.where(mask, wanted.numpy(), 0), rtol=1e-5, atol=1e-5)
+
+
+def weighted_loss(outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Some sum of log-probabilities and entropies, with a weight for each token."""
+    log_probs, entropy = outputs[batch.mask].unbind(1)
+    loss = (batch.fields["advantages"][batch.mask] * log_probs).sum() - 0.3 * entropy.sum()
+    return loss, {"loss": loss, "tokens": batch.mask.sum()}
+
+
+def _train(
+    rank: int, world: int, layout: dict, folder: str, table: pa.Table, plan: int, distributed: bool
+) -> tuple[dict, list | None]:
+    place = place_model(rank, world, layout, folder, use_distributed_optimizer=distributed)
+    optimizer, scheduler = build_optimizer(place.chunks, optimizer_settings())
+    rows_of = PLANS[place.layout.dp][plan][coords().dp]
+    batches = [place.pack(table, rows, ("advantages",)) for rows in rows_of]
+    result = train_step(place.chunks, optimizer, scheduler, batches, HEAD, weighted_loss)
+    # A distributed optimizer leaves each rank the sums of its own part of the gradients only.
+    return asdict(result), None if distributed else place.gradients()
+
+
+@pytest.mark.parametrize(("tied", "plan"), [(False, 0), (False, 1), (True, 1)])
+@every_layout
+def test_gradients_equal_hugging_face(ranks, folders, name: str, tied: bool, plan: int) -> None:
+    (layout, world), (folder, model), table = LAYOUTS[name], folders[tied], make_table()
+    loss, num_tokens = backward(model, table)
+    distributed = [False, True] if not tied and plan == 0 else [False]
+    for use_distributed_optimizer in distributed:
+        results = ranks.run(_train, layout, folder, table, plan, use_distributed_optimizer, world=world)
+        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
+        for result, _ in results:
+            assert result == results[0][0]
+            assert result["ok"] and result["lr"] == pytest.approx(1e-3)
+            assert result["grad_norm"] == pytest.approx(norm, rel=1e-5)
+            assert result["stats"] == {"loss": pytest.approx(loss, rel=1e-5), "tokens": num_tokens}
+        if not use_distributed_optimizer:
+            check_gradients(model, [gradients for _, gradients in results])
+
+
+def backward(model: PreTrainedModel, table: pa.Table) -> tuple[float, int]:
+    """Loss of all rows and number of tokens in it; leaves the gradients in the Hugging Face model."""
+    model.zero_grad()
+    loss, num_tokens = torch.zeros(()), 0
+    for (log_probs, entropy), row in zip(hugging_face(model, table), table.to_pylist(), strict=True):
+        mask = torch.tensor(row["response_mask"])
+        loss = loss + (torch.tensor(row["advantages"]) * log_probs)[mask].sum() - 0.3 * entropy[mask].sum()
+        num_tokens += int(mask.sum())
+    loss.backward()
+    return loss.item(), num_tokens
+
+
+def _first_ratio(rank: int, world: int, layout: dict, folder: str, table: pa.Table) -> float:
+    from megatron.core import parallel_state
+
+    place = place_model(rank, world, layout, folder)
+    optimizer, scheduler = build_optimizer(place.chunks, optimizer_settings())
+    rows = list(range(table.num_rows))
+    batch = place.pack(table, rows)
+    (output,) = forward_only(place.chunks, [batch], HEAD)
+    old = unpack(batch, output[:, 0], parallel_state.get_context_parallel_group())
+    table = table.append_column("old_log_probs", pa.array(old))
+
+    def loss(outputs: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        difference = (outputs[:, 0] - batch.fields["old_log_probs"])[batch.mask]
+        return difference.sum(), {"difference": difference.abs().sum()}
+
+    batch = place.pack(table, rows, ("old_log_probs",))
+    return train_step(place.chunks, optimizer, scheduler, [batch], HEAD, loss).stats["difference"]
+
+
+def test_training_sees_the_log_probs_of_the_forward_pass_bit_for_bit(ranks, folders) -> None:
+    layout = {"tp": 2, "cp": 2, "sp": True}
+    assert ranks.run(_first_ratio, layout, folders[False][0], make_table(), world=4) == [0.0] * 4
+
+
+def _unequal(rank: int, world: int, folder: str, table: pa.Table) -> None:
+    place = place_model(rank, world, {}, folder)
+    forward_only(place.chunks, [place.pack(table, [0])] * (rank + 1), HEAD)
+
+
+def test_unequal_numbers_of_micro_batches_are_refused_on_every_rank(ranks, folders) -> None:
+    with pytest.raises(RankError) as error:
+        ranks.run(_unequal, folders[False][0], make_table(), world=2)
+    for count in (1, 2):
+        assert f"data parallel ranks have from 1 to 2 micro-batches; {count} here" in str(error.value)

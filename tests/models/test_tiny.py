@@ -1,0 +1,106 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from megarl.data.arithmetic import arithmetic_texts
+from megarl.models.tiny import make_tiny_model, train_tokenizer
+
+SIZES = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "ffn_hidden_size": 48,
+}
+CHAT = [{"role": "user", "content": "Tom has 12 pens"}]
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return arithmetic_texts(300)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_reloads_identically(tmp_path, texts, family, tie):
+    folder = make_tiny_model(tmp_path / "m", texts, family=family, tie_word_embeddings=tie, seed=3, **SIZES)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model).__name__ == {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[family]
+    assert model.get_input_embeddings().weight.shape == (512, 32)
+    assert model.dtype == torch.float32
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    assert tied == tie
+
+    made, loaded = train_tokenizer(texts, 512), AutoTokenizer.from_pretrained(folder)
+    assert loaded.get_vocab() == made.get_vocab()
+    for text in [*texts[:50], "Zoë 日本 42\n\n  x's", "<|im_start|>user\nhi<|im_end|>"]:
+        ids = made(text)["input_ids"]
+        assert loaded(text)["input_ids"] == ids
+        assert loaded.decode(ids) == text
+    assert loaded.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False) == (
+        "<|im_start|>user\nTom has 12 pens<|im_end|>\n<|im_start|>assistant\n"
+    )
+    end = loaded.convert_tokens_to_ids("<|im_end|>")
+    assert loaded.eos_token_id == end == model.config.eos_token_id
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == end
+    assert loaded.pad_token_id == loaded.convert_tokens_to_ids("<|endoftext|>") == model.config.pad_token_id
+
+
+def test_tokens(texts):
+    tokenizer = train_tokenizer(texts, 512)
+    assert len(tokenizer) <= 512
+    assert tokenizer.tokenize("x 123") == ["x", "Ġ", "1", "2", "3"]
+    # what is in every chat of the task costs one token each
+    assert tokenizer.tokenize("<|im_start|>assistant\n#### 7<|im_end|>") == [
+        "<|im_start|>",
+        "assistant",
+        "Ċ",
+        "####",
+        "Ġ",
+        "7",
+        "<|im_end|>",
+    ]
+
+
+def test_seed_decides_and_the_callers_random_numbers_stay(tmp_path, texts):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    states = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        folder = make_tiny_model(tmp_path / name, texts, seed=seed, **SIZES)
+        states[name] = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(states["a"][name], states["b"][name]) for name in states["a"])
+    assert not any(torch.equal(states["a"][name], states["c"][name]) for name in states["a"])
+
+
+def test_biases_and_norms_are_random(tmp_path, texts):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, texts, **SIZES))
+    vectors = {name: value for name, value in model.named_parameters() if value.ndim == 1}
+    assert sum(name.endswith("proj.bias") for name in vectors) == 6  # q, k, v of two layers
+    assert sum(name.endswith("norm.weight") for name in vectors) == 5
+    assert all(value.std() > 0.01 for value in vectors.values())
+
+
+def test_bfloat16(tmp_path, texts):
+    folder = make_tiny_model(tmp_path, texts, dtype="bfloat16", **SIZES)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"family": "gpt2"}, "family must be one of qwen2, llama, found 'gpt2'"),
+        ({"dtype": "int8"}, "dtype must be float32 or bfloat16, found 'int8'"),
+        ({"vocab_size": 100}, "vocab_size must be at least 259 .*, found 100"),
+        ({"hidden_size": 30}, "hidden_size 30 must be a multiple of num_attention_heads 4"),
+    ],
+)
+def test_wrong_sizes(tmp_path, texts, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_tiny_model(tmp_path / "m", texts, **{**SIZES, **options})
+    assert not (tmp_path / "m").exists()

@@ -1,0 +1,88 @@
+"""An engine in a process of its own, as in production: a crash of SGLang takes its owner with it."""
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.engine import EngineConfig
+
+STARTUP_SECONDS = 240
+
+
+class OwnerDied(Exception):
+    """The process that owns the engine ended."""
+
+
+class EngineProcess:
+    """Starts an owner; `call` runs a method of its engine there."""
+
+    def __init__(self, config: EngineConfig, log: Path) -> None:
+        from megarl.rollout.sglang_engine import sglang_environment
+
+        context = multiprocessing.get_context("spawn")
+        self.log = log
+        self._connection, child = context.Pipe()
+        added = sglang_environment(config.device, config.tensor_parallel_size)
+        saved = {name: os.environ.get(name) for name in added}
+        os.environ.update(added)
+        try:
+            self.process = context.Process(target=_own, args=(config, child, str(log)))
+            self.process.start()
+        finally:
+            for name, value in saved.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        child.close()
+
+    def call(self, method: str, *args: Any, timeout: float = 120) -> Any:
+        """Run `engine.method(*args)`, or read the attribute; raises what it raises."""
+        try:
+            self._connection.send((method, args))
+            if not self._connection.poll(timeout):
+                raise TimeoutError(f"{method} took longer than {timeout} s\n{self.tail()}")
+            returned, value = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise OwnerDied(self.tail()) from error
+        if returned:
+            return value
+        raise value
+
+    def start(self) -> "EngineProcess":
+        self.call("start", timeout=STARTUP_SECONDS)
+        return self
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            try:
+                self.call("shutdown")
+            finally:
+                self._connection.close()
+                self.process.join(20)
+                self.process.kill()
+
+
+def _own(config: EngineConfig, connection, log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
+    from megarl.rollout.sglang_engine import SGLangEngine
+
+    engine = SGLangEngine(config)
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            value = getattr(engine, method)
+            answer = (True, value(*args) if callable(value) else value)
+        except Exception as error:
+            answer = (False, error)
+        connection.send(answer)

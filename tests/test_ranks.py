@@ -45,7 +45,7 @@ def test_an_exception_names_its_rank_and_the_pool_lives_on(ranks: RankPool) -> N
 
 def test_a_hang_ends_at_the_timeout_with_the_stack(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 0 of 2: no answer[\s\S]*_hang"):
-        ranks.run(_hang, world=2, timeout=3)
+        ranks.run(_hang, world=2, timeout=6)
     assert ranks.run(_sum, 0, world=2) == [10, 11]
 
 

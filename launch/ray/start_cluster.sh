@@ -8,11 +8,14 @@
 # ADDRESS: this host's own address, as the other hosts reach it. PORT (6379): the first of eight consecutive ports
 # that Ray's servers on this host listen on; its workers use 10002 to 19999. RAY_OPTIONS: more for `ray start`, such as
 # --num-gpus 4 (default: every GPU of the host) or, on hosts without GPUs, --num-cpus 8 (one per rank).
+#
+# Whoever joins must hold the head's token (~/.ray/auth_token, made by the head where there is none; or the
+# variables RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN). RAY_AUTH_MODE=disabled opens the cluster to everybody on the network.
 set -euo pipefail
 
 readonly WAIT_SECONDS=60 # for the head to answer: hosts of one job do not start at the same moment
 readonly FIRST_WORKER_PORT=10002 LAST_WORKER_PORT=19999
-readonly STOP_SECONDS=20 # for Ray's processes to end by themselves once they are told
+readonly STOP_SECONDS=40 # Ray drains a node for up to 30 s before it ends its processes
 
 fail() {
     echo "start_cluster.sh: $*" >&2
@@ -20,7 +23,7 @@ fail() {
 }
 
 usage() {
-    sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 }
 
 # Binds every port once. It answers two questions: is ADDRESS this host's, and is anybody on these ports already?
@@ -29,11 +32,13 @@ check_ports() { # ADDRESS FIRST_PORT COUNT
 import errno, socket, sys
 
 address, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+try:
+    socket.getaddrinfo(address, first)
+except socket.gaierror as error:
+    sys.exit(f"the address {address!r} is no host's: {error.strerror}")
 for port in range(first, first + count):
     try:
         socket.create_server((address, port)).close()
-    except socket.gaierror as error:
-        sys.exit(f"the address {address!r} is no host's: {error.strerror}")
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             sys.exit(f"{address} is not an address of this host ({socket.gethostname()})")
@@ -93,11 +98,20 @@ ephemeral="$(cut -f1 /proc/sys/net/ipv4/ip_local_port_range)"
     fail "--port ${port}: ports ${FIRST_WORKER_PORT} to ${LAST_WORKER_PORT} are for Ray's workers"
 if [[ "${role}" == worker ]]; then
     [[ "${head}" =~ ^[^:]+:[0-9]+$ ]] || fail "a worker needs --head HEAD_ADDRESS:PORT, found '${head}'"
-    reason="$(wait_for_head "${head}" "${WAIT_SECONDS}" 2>&1)" || fail "${reason}"
 else
     [[ -z "${head}" ]] || fail "--head is a worker's argument; the head's own address is ${address}"
 fi
 reason="$(check_ports "${address}" "${port}" 8 2>&1)" || fail "${reason}"
+# Said explicitly: otherwise Ray 2.60's head asks for a token as soon as any earlier Ray of this user left one behind,
+# while its workers and drivers, which are given an address, never send theirs.
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+if [[ "${RAY_AUTH_MODE}" == token ]] && ! ray get-auth-token > /dev/null 2>&1; then
+    [[ "${role}" == head ]] || fail "no token: copy the head's ~/.ray/auth_token to this host (same path, mode 600)"
+    (umask 077 && ray get-auth-token --generate > /dev/null) || fail "Ray could not make a token"
+fi
+if [[ "${role}" == worker ]]; then
+    reason="$(wait_for_head "${head}" "${WAIT_SECONDS}" 2>&1)" || fail "${reason}"
+fi
 
 options=(
     --node-ip-address "${address}"
@@ -125,6 +139,7 @@ export RAY_worker_niceness=0
 ray start "${options[@]}" "${extra[@]}" &
 ray_pid=$!
 
+# shellcheck disable=SC2329 # the trap below calls it
 stop() {
     trap - INT TERM
     echo "start_cluster.sh: stopping the ${role} at ${address}" >&2
@@ -140,4 +155,4 @@ trap stop INT TERM
 
 status=0
 wait "${ray_pid}" || status=$?
-fail "Ray's ${role} at ${address} has ended by itself (exit status ${status}); its logs: /tmp/ray/session_latest/logs"
+fail "Ray's ${role} at ${address} has ended by itself (exit status ${status}); its logs: session_latest/logs in Ray's temporary folder, /tmp/ray"

@@ -89,9 +89,11 @@ def _train_problems(config: TrainConfig) -> Iterator[str]:
     yield from _file_problems("data.val_files", full.data.val_files)
     yield from _reward_problems(full)
     trainer = full.trainer
-    if full.data.val_files is None and (trainer.test_freq > 0 or trainer.val_before_train):
-        key = "trainer.test_freq" if trainer.test_freq > 0 else "trainer.val_before_train"
-        yield f"{key}={getattr(trainer, key.partition('.')[2])} needs data.val_files"
+    if full.data.val_files is None:
+        if trainer.test_freq > 0:
+            yield f"trainer.test_freq={trainer.test_freq} needs data.val_files"
+        if trainer.val_before_train:
+            yield "trainer.val_before_train=true needs data.val_files"
 
 
 def _sft_problems(config: SFTConfig) -> Iterator[str]:

@@ -184,7 +184,8 @@ def _mini_batch_problems(mini: int | None, config: TrainConfig, role: _Role) -> 
     if mini < 1 or n < 1:
         return
     key = f"{role.key}.ppo_mini_batch_size={mini}"
-    if prompts % mini:
+    inherited = role.key == "critic" and mini == config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if prompts % mini and not inherited:
         yield f"{key} does not divide data.train_batch_size={prompts}"
     yield from _share_problems(f"{key} x {_POLICY}.rollout.n={n} = {mini * n} trajectories", mini * n, role)
 

@@ -128,7 +128,9 @@ def check_complete(
             wrong.append(f"{name}: slices overlap")
         missing = parameter.numel() - sum(box.numel for box in boxes)
         if missing != padding.get(name, 0):
-            wrong.append(f"{name}: {missing} of {parameter.numel()} elements missing, padding is {padding.get(name, 0)}")
+            wrong.append(
+                f"{name}: {missing} of {parameter.numel()} elements missing, padding is {padding.get(name, 0)}"
+            )
     wrong += [f"{name}: padding of no parameter" for name in padding if name not in parameters]
     if wrong:
         raise RefusedError("the version is incomplete: " + "; ".join(wrong))

@@ -313,7 +313,9 @@ def _read_model(config: EngineConfig) -> dict[str, Any]:
         if size % tp:
             raise ValueError(f"tensor_parallel_size={tp} does not divide {name}={size} of {path}")
     if groups % tp and tp % groups:
-        raise ValueError(f"tensor_parallel_size={tp} and num_key_value_heads={groups} of {path}: one must divide the other")
+        raise ValueError(
+            f"tensor_parallel_size={tp} and num_key_value_heads={groups} of {path}: one must divide the other"
+        )
     return model
 
 
@@ -373,6 +375,7 @@ def _start(arguments: dict[str, Any], timeout: float) -> Any:
     """Start SGLang's processes.
 
     Raises:
+        ValueError: SGLang refuses the model or the arguments.
         EngineError: they did not come up within `timeout` seconds, or one of them failed. None is left.
     """
     from megarl.rollout.sglang_process import TokenEngine, close_sockets
@@ -392,6 +395,8 @@ def _start(arguments: dict[str, Any], timeout: float) -> Any:
     watcher.start()
     try:
         return TokenEngine(**arguments)
+    except ValueError as error:
+        raise ValueError(f"SGLang refuses {arguments['model_path']}: {error}") from error
     except Exception as error:
         _kill_children()
         close_sockets()

@@ -220,7 +220,9 @@ def test_all_problems_come_in_one_message(train: Train, train_yaml: Path) -> Non
         train("trainer.sed=1", "data.seed=x", "data.shuffle=2", "actor_rollout_ref.model=null")
     text = str(caught.value)
     assert text.startswith(f"configuration {train_yaml}: 4 problems\n  - ")
-    assert all(key in text for key in ("trainer.sed", "data.seed", "data.shuffle", "actor_rollout_ref.model:"))
+    assert all(
+        key in text for key in ("trainer.sed", "data.seed", "data.shuffle", "actor_rollout_ref.model:")
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,15 +245,17 @@ def test_anchors_and_merge_keys() -> None:
     assert plain(parse(text, "x")) == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": {"x": 3, "y": 2}}
 
 
+# Without control characters and Unicode's own line breaks, which PyYAML does not keep.
+texts = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")))
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(),
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), texts,
     st.sampled_from(["1e-6", "007", "on", "~", "null", "1_0", "2026-01-01", "1:30", ".5", "=", "<<", "0x1F"]),
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.text(min_size=1), scalars | st.lists(scalars)))
+@given(st.dictionaries(texts.filter(bool), scalars | st.lists(scalars)))
 def test_what_is_written_is_read_as_the_same_values(values: dict) -> None:
-    text = yaml.dump(values, Dumper=YamlDumper, allow_unicode=True)
+    text = yaml.dump(values, Dumper=YamlDumper, sort_keys=False, allow_unicode=True)
     assert plain(parse(text, "x")) == values
     assert str(plain(parse(text, "x"))) == str(values)  # 1, 1.0 and true are equal, but not the same
 

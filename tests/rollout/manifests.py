@@ -43,7 +43,9 @@ def rank_slices(state: dict[str, torch.Tensor], config, tp: int, rank: int) -> S
             local = name.replace(kind, "qkv_proj")
             start = {"q_proj": 0, "k_proj": q_rows, "v_proj": q_rows + kv_rows}[kind]
             first, count = (rank * q_rows, q_rows) if kind == "q_proj" else (kv_rank * kv_rows, kv_rows)
-            slices.entries.append((name, local, [start] + [0] * (value.dim() - 1), value[first : first + count]))
+            slices.entries.append(
+                (name, local, [start] + [0] * (value.dim() - 1), value[first : first + count])
+            )
         elif kind in ("gate_proj", "up_proj"):
             local = name.replace(kind, "gate_up_proj")
             start = 0 if kind == "gate_proj" else ffn

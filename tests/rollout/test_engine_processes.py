@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from megarl.rollout.engine import EngineConfig, EngineError, SamplingParams
+from megarl.rollout.sglang_engine import SGLangEngine
 from tests.rollout.runner import EngineProcess, OwnerDied
 
 FEW_SECONDS = 10
@@ -40,7 +41,10 @@ def test_serves_a_folder_and_ends_within_seconds_when_a_scheduler_is_killed(mode
         (answer,) = engine.call("generate", [[5, 6, 7]], ["a"], SamplingParams(max_new_tokens=4))
         assert answer.weight_version == 0
         (scheduler,) = [psutil.Process(pid) for pid in engine.call("pids")]
-        everything = [psutil.Process(engine.process.pid), *psutil.Process(engine.process.pid).children(recursive=True)]
+        everything = [
+            psutil.Process(engine.process.pid),
+            *psutil.Process(engine.process.pid).children(recursive=True),
+        ]
         scheduler.kill()
         assert gone(everything, FEW_SECONDS)
         with pytest.raises(OwnerDied, match=r"TP rank 0 \(pid \d+\) ended with exit code -9"):
@@ -90,26 +94,42 @@ def test_a_start_that_fails_once_is_repeated(model_a, tmp_path):
         engine.close()
 
 
-def test_a_start_that_fails_ends_with_an_error(model_a, tmp_path):
+def test_a_model_that_sglang_does_not_know_is_refused(model_a, tmp_path):
     (tmp_path / "model").mkdir()
-    config = (model_a.path / "config.json").read_text().replace("Qwen2ForCausalLM", "UnheardOfForCausalLM")
+    config = (model_a.path / "config.json").read_text()
     (tmp_path / "model" / "config.json").write_text(config.replace('"qwen2"', '"unheard_of"'))
     engine = EngineProcess(EngineConfig(str(tmp_path / "model")), tmp_path / "log")
     try:
-        with pytest.raises(EngineError, match="did not start: .*unheard_of"):
+        with pytest.raises(ValueError, match="SGLang refuses .*unheard_of"):
             engine.start()
     finally:
         engine.process.kill()
 
 
-@pytest.mark.parametrize(
-    ("tp", "message"),
-    [(3, "tensor_parallel_size=3 does not divide num_attention_heads=4"), (8, "does not divide num_attention_heads=4")],
-)
-def test_a_model_that_does_not_divide_is_refused_at_once(model_a, tmp_path, tp, message):
-    engine = EngineProcess(EngineConfig(str(model_a.path), tensor_parallel_size=tp), tmp_path / "log")
-    try:
-        with pytest.raises(OwnerDied, match=message):
-            engine.call("weight_version")
-    finally:
-        engine.process.kill()
+@pytest.mark.parametrize("tp", [3, 8])
+def test_a_model_that_does_not_divide_is_refused_at_once(model_a, tp):
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={tp} does not divide num_attention_heads=4"):
+        SGLangEngine(EngineConfig(str(model_a.path), tensor_parallel_size=tp))
+
+
+def test_key_value_heads_that_do_not_divide_are_refused(model_a, tmp_path):
+    config = (
+        (model_a.path / "config.json")
+        .read_text()
+        .replace('"num_attention_heads": 4', '"num_attention_heads": 12')
+    )
+    config = config.replace('"num_key_value_heads": 2', '"num_key_value_heads": 3')
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 and num_key_value_heads=3"):
+        SGLangEngine(EngineConfig(str(tmp_path), tensor_parallel_size=4))
+
+
+def test_a_missing_model_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json does not exist; give a Hugging Face model folder"):
+        SGLangEngine(EngineConfig(str(tmp_path / "nothing")))
+
+
+def test_a_cpu_engine_needs_its_environment(model_a, monkeypatch):
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    with pytest.raises(ValueError, match="sglang_environment"):
+        SGLangEngine(EngineConfig(str(model_a.path))).start()

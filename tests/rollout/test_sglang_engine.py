@@ -37,7 +37,9 @@ def assert_serves(engine, model, version):
     assert [g.uid for g in generations] == UIDS
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         assert list(generation.response_ids) == hf_greedy(model, prompt, 16)
-        assert generation.log_probs == pytest.approx(hf_log_probs(model, prompt, generation.response_ids), abs=1e-4)
+        assert generation.log_probs == pytest.approx(
+            hf_log_probs(model, prompt, generation.response_ids), abs=1e-4
+        )
         assert generation.finish_reason == "length"
         assert generation.weight_version == version
 

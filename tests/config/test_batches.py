@@ -1,0 +1,168 @@
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from megarl.config import (
+    EvalConfig,
+    RolePlan,
+    RolloutPlan,
+    SFTConfig,
+    TrainConfig,
+    UpdatePlan,
+    batch_table,
+    needs_reference,
+    reference_in_actor,
+    resolve,
+    resolve_batches,
+    save_batch_plan,
+)
+
+Train = Callable[..., TrainConfig]
+ACTOR = "actor_rollout_ref.actor"
+
+
+def test_the_arithmetic_of_a_ppo_step(train: Train) -> None:
+    plan = resolve_batches(train("algorithm.use_kl_in_reward=true"))
+    assert (plan.devices, plan.prompts_per_step, plan.responses_per_prompt) == (4, 16, 3)
+    assert plan.trajectories_per_step == 48
+    assert plan.max_tokens_per_trajectory == 64
+    # 16 prompts in mini-batches of 8 prompts, twice over; 8 * 3 trajectories each.
+    assert plan.actor == RolePlan(pool="global", world=4, tp=2, pp=2, vpp=1, cp=1, dp=1)
+    assert plan.actor_update == UpdatePlan(
+        mini_batches_per_epoch=2,
+        epochs=2,
+        updates_per_step=4,
+        sequences_per_mini_batch=24,
+        sequences_per_dp_rank=24,
+        micro_batch_tokens=128,
+        micro_batch_sequences=None,
+    )
+    assert plan.critic == RolePlan(pool="global", world=4, tp=1, pp=2, vpp=1, cp=1, dp=2)
+    assert plan.critic_update is not None and plan.critic_update.sequences_per_dp_rank == 12
+    assert plan.ref == plan.actor and plan.ref_in_actor and plan.ref_micro_batch_tokens == 128
+    assert plan.rollout == RolloutPlan(
+        pool="global", engines=2, tp=2, devices=4, trajectories_per_engine=24, max_num_seqs=256
+    )
+
+
+def test_roles_on_pools_of_their_own(grpo: Train) -> None:
+    plan = resolve_batches(
+        grpo(
+            "trainer={nnodes: 2, n_gpus_per_node: 4}",
+            "resource_pools={a: {nnodes: 2, n_gpus_per_node: 2}, e: {n_gpus_per_node: 3}}",
+            f"{ACTOR}.resource_pool=a",
+            "actor_rollout_ref.rollout.resource_pool=e",
+            f"{ACTOR}.megatron={{tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1, context_parallel_size: 2}}",
+        )
+    )
+    assert plan.devices == 7
+    assert plan.actor == RolePlan(pool="a", world=4, tp=1, pp=1, vpp=1, cp=2, dp=2)
+    assert plan.critic is None and plan.critic_update is None and plan.ref is None and not plan.ref_in_actor
+    assert (plan.rollout.engines, plan.rollout.devices) == (1, 2)  # 3 devices hold one engine of 2
+
+
+def test_the_arithmetic_of_sft(sft: Callable[..., SFTConfig]) -> None:
+    plan = resolve_batches(sft())
+    assert plan.model == RolePlan(pool="global", world=4, tp=2, pp=1, vpp=1, cp=1, dp=2)
+    assert plan.update == UpdatePlan(1, 1, 1, 8, 4, 128, None)
+
+
+def test_the_table_has_a_value_for_each_role(train: Train, sft: Callable[..., SFTConfig]) -> None:
+    header, *rows = batch_table(resolve_batches(train("algorithm.use_kl_in_reward=true")))
+    assert header == ("", "actor", "critic", "reference", "rollout")
+    assert {len(row) for row in rows} == {5}
+    table = {row[0]: row[1:] for row in rows}
+    assert table["layout"] == (
+        "tp2 x pp2 x cp1 x dp1",
+        "tp1 x pp2 x cp1 x dp2",
+        "tp2 x pp2 x cp1 x dp1",
+        "2 engines x tp2",
+    )
+    assert table["trajectories a mini-batch and dp rank"] == ("24", "12", "", "")
+    assert table["micro-batch, at most"] == ("128 tokens", "128 tokens", "128 tokens", "")
+    assert table["trajectories a step"] == ("", "", "", "48")
+
+    header, *rows = batch_table(
+        resolve_batches(
+            train("critic.megatron=null", f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2")
+        )
+    )
+    assert header == ("", "actor", "critic", "rollout")
+    assert {row[0]: row[1:] for row in rows}["layout"][:2] == ("tp2 x pp2 (vpp2) x cp1 x dp1",) * 2
+
+    table = dict(batch_table(resolve_batches(sft())))
+    assert table["examples a mini-batch"] == "8" and table["longest example, tokens"] == "64"
+
+
+def test_the_plan_is_saved_as_json(train: Train, tmp_path: Path) -> None:
+    plan = resolve_batches(train())
+    path = save_batch_plan(plan, tmp_path / "run")
+    assert path == tmp_path / "run" / "batch_plan.json"
+    assert json.loads(path.read_text()) == asdict(plan)
+
+
+def test_resolve_fills_in_what_follows(train: Train) -> None:
+    config = resolve(train("critic.megatron=null", "actor_rollout_ref.actor.clip_ratio_high=0.3"))
+    policy, critic = config.actor_rollout_ref, config.critic
+    assert critic is not None
+    assert policy.model.tokenizer_path == policy.model.path == critic.model.path
+    assert policy.actor.megatron.sequence_parallel is True
+    assert policy.actor.megatron == critic.megatron == policy.ref.megatron
+    assert (policy.actor.clip_ratio_low, policy.actor.clip_ratio_high) == (0.2, 0.3)
+    assert (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.ppo_max_token_len_per_gpu) == (8, 2, 128)
+    assert policy.ref.log_prob_max_token_len_per_gpu == 128
+    assert policy.rollout.num_engines == 2
+    assert {policy.actor.resource_pool, policy.ref.resource_pool, critic.resource_pool} == {"global"}
+    assert config.trainer.default_local_dir == "outputs/megarl/ppo"
+    assert config.trainer.rollout_data_dir == "outputs/megarl/ppo/rollouts"
+    assert policy.actor.optim.lr_decay_steps is None and config.trainer.total_training_steps is None
+
+
+def test_resolve_keeps_what_is_given(train: Train) -> None:
+    config = resolve(
+        train(
+            "critic.ppo_micro_batch_size_per_gpu=3",
+            "actor_rollout_ref.actor.megatron.sequence_parallel=false",
+            "actor_rollout_ref.actor.clip_ratio_low=0.1",
+            "actor_rollout_ref.rollout.num_engines=1",
+            "trainer.default_local_dir=runs/x",
+            "trainer.rollout_data_dir=/data/r",
+        )
+    )
+    assert config.critic is not None
+    assert config.critic.ppo_max_token_len_per_gpu is None and config.critic.ppo_micro_batch_size_per_gpu == 3
+    assert config.actor_rollout_ref.actor.megatron.sequence_parallel is False
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 0.1
+    assert config.actor_rollout_ref.rollout.num_engines == 1
+    assert (config.trainer.default_local_dir, config.trainer.rollout_data_dir) == ("runs/x", "/data/r")
+
+
+def test_a_budget_in_trajectories_gives_the_reference_one_in_tokens(train: Train) -> None:
+    config = train(f"{ACTOR}.ppo_max_token_len_per_gpu=null", f"{ACTOR}.ppo_micro_batch_size_per_gpu=3")
+    assert resolve(config).actor_rollout_ref.ref.log_prob_max_token_len_per_gpu == 3 * 64
+
+
+def test_resolving_twice_changes_nothing(
+    train: Train, grpo: Train, sft: Callable[..., SFTConfig], evaluation: Callable[..., EvalConfig]
+) -> None:
+    for config in (train(), grpo(), sft(), evaluation()):
+        assert resolve(resolve(config)) == resolve(config)
+
+
+def test_where_the_reference_lives(train: Train) -> None:
+    assert not needs_reference(train())
+    for override in (f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"):
+        assert needs_reference(train(override))
+    assert reference_in_actor(resolve(train()))
+    same = "{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}"
+    assert reference_in_actor(resolve(train(f"actor_rollout_ref.ref.megatron={same}")))
+    assert not reference_in_actor(resolve(train("actor_rollout_ref.ref.megatron={}")))
+    pools = "resource_pools={global: {n_gpus_per_node: 4}, r: {n_gpus_per_node: 4}}"
+    assert not reference_in_actor(resolve(train(pools, "actor_rollout_ref.ref.resource_pool=r")))
+
+
+def test_evaluation_uses_all_devices(evaluation: Callable[..., EvalConfig]) -> None:
+    config = resolve(evaluation())
+    assert config.rollout.num_engines == 2
+    assert config.model.tokenizer_path == config.model.path

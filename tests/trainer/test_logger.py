@@ -1,0 +1,163 @@
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.config.sections import LOGGERS
+from megarl.trainer.logger import SINKS, PhaseTimer, RunLogger, read_metrics
+
+
+def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, force_terminal=terminal, width=60, color_system=None), text
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """What TensorBoard itself reads."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_a_step_goes_to_all_places(tmp_path: Path) -> None:
+    out, text = console()
+    metrics = {
+        "critic/score/mean": 0.5,
+        "actor/ppo_kl": 1.25e-3,
+        "actor/entropy": 1.5,
+        "actor/lr": 1e-6,
+        "perf/tokens_per_second": 12345.6,
+        "timing_s/step": 2.5,
+        "other": 7,
+    }
+    with RunLogger(tmp_path, SINKS, 10, console=out) as logger:
+        logger.log(1, metrics)
+        # On disk before the run ends.
+        assert scalars(tmp_path, "other") == [(1, 7.0)]
+        (row,) = read_metrics(tmp_path)
+    assert {name: row[name] for name in metrics} == metrics and row["step"] == 1
+    assert text.getvalue() == (
+        "step 1/10  reward 0.500  kl 1.25e-03  entropy 1.500  lr 1.00e-06  tokens/s 12,346  seconds 2.5\n"
+    )
+
+
+def test_validation_and_fine_tuning_show_what_they_have(tmp_path: Path) -> None:
+    out, text = console()
+    with RunLogger(tmp_path, ["console"], console=out) as logger:
+        logger.log(0, {"val/score/mean": 0.25, "timing_s/step": 1.0})
+        logger.log(1, {"train/loss": 2.5, "train/lr": 1e-3, "timing_s/step": 1.0})
+    assert text.getvalue().splitlines() == [
+        "step 0  accuracy 0.250  seconds 1.0",
+        "step 1  loss 2.5000  lr 1.00e-03  seconds 1.0",
+    ]
+
+
+def test_only_the_sinks_that_are_asked_for(tmp_path: Path) -> None:
+    out, text = console(terminal=True)
+    with RunLogger(tmp_path, [], 3, console=out) as logger:
+        logger.log(1, {"a": 1.0})
+    assert text.getvalue() == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    with pytest.raises(ValueError, match=r"trainer\.logger has wandb; megarl has console, tensorboard"):
+        RunLogger(tmp_path, ["wandb"])
+
+
+def test_the_configuration_knows_the_same_sinks() -> None:
+    assert LOGGERS == SINKS
+
+
+def test_a_terminal_has_a_progress_bar(tmp_path: Path) -> None:
+    out, text = console(terminal=True)
+    with RunLogger(tmp_path, ["console"], 4, description="ppo", console=out) as logger:
+        logger.log(1, {"critic/score/mean": 0.5})
+        logger.log(2, {"critic/score/mean": 0.5})
+    assert "ppo" in text.getvalue() and "2/4" in text.getvalue()
+    assert "step 2/4  reward 0.500" in text.getvalue()
+
+
+def test_tables_are_printed_beside_the_bar(tmp_path: Path) -> None:
+    out, text = console()
+    table = Table("quantity")
+    table.add_row("prompts a step")
+    with RunLogger(tmp_path, ["console"], console=out) as logger:
+        logger.print(table)
+    assert "prompts a step" in text.getvalue()
+
+
+def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, []) as logger:
+        logger.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    raw = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (raw["a"], raw["b"], raw["c"]) == ("nan", "inf", "-inf")
+    (row,) = read_metrics(tmp_path)
+    assert math.isnan(row["a"]) and row["b"] == math.inf and row["c"] == -math.inf
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, ["tensorboard"]) as logger:
+        for step in (1, 2, 3):
+            logger.log(step, {"a": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "ti')  # killed while it wrote
+    with RunLogger(tmp_path, ["tensorboard"], resumed_step=2) as logger:
+        logger.log(3, {"a": 30.0})
+    assert [(row["step"], row["a"]) for row in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert scalars(tmp_path, "a") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_new_run_in_an_old_folder_starts_anew(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        with RunLogger(tmp_path, ["tensorboard"]) as logger:
+            logger.log(0, {"a": value})
+    assert [row["a"] for row in read_metrics(tmp_path)] == [2.0]
+    assert scalars(tmp_path, "a") == [(0, 2.0)]
+
+
+def test_metrics_that_are_broken_are_not_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there are no metrics at"):
+        read_metrics(tmp_path / "gone")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl line 1: not valid JSON"):
+        read_metrics(tmp_path)
+
+
+def test_phases_are_summed_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("megarl.trainer.logger.time.perf_counter", lambda: clock[0])
+    with RunLogger(tmp_path, []) as logger:
+        for seconds in (1.0, 2.0):
+            with logger.timed("rollout"):
+                clock[0] += seconds
+        with logger.timed("update"):
+            clock[0] += 4.0
+        logger.log(1, {})
+        clock[0] += 0.5
+        logger.log(2, {})
+    first, second = read_metrics(tmp_path)
+    assert (first["timing_s/rollout"], first["timing_s/update"], first["timing_s/step"]) == (3.0, 4.0, 7.0)
+    assert "timing_s/rollout" not in second and second["timing_s/step"] == 0.5
+
+
+def test_a_phase_that_fails_is_counted() -> None:
+    timer = PhaseTimer()
+    with pytest.raises(RuntimeError), timer.timed("rollout"):
+        raise RuntimeError
+    assert timer.take().keys() == {"timing_s/rollout"}
+    assert timer.take() == {}
+
+
+def test_a_run_that_fails_leaves_its_metrics(tmp_path: Path) -> None:
+    def run() -> None:
+        with RunLogger(tmp_path, ["tensorboard"]) as logger:
+            logger.log(1, {"a": 1.0})
+            raise RuntimeError("rank 3 died")
+
+    with pytest.raises(RuntimeError, match="rank 3 died"):
+        run()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+    assert scalars(tmp_path, "a") == [(1, 1.0)]

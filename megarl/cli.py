@@ -59,9 +59,12 @@ def _add_make_task(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("make-task", help=text, description=text)
     command.add_argument("out", help="folder; gets model/ and data/")
     command.add_argument("--seed", type=int, default=1)
-    command.add_argument("--max-operand", type=int, default=5, help="numbers in the problems are 1 to this")
-    command.add_argument("--num-sft", type=int, default=2000, help="problems for supervised fine-tuning")
-    command.add_argument("--num-train", type=int, default=8000, help="problems for PPO")
+    command.add_argument("--max-operand", type=int, default=6, help="numbers in the problems are 1 to this")
+    command.add_argument(
+        "--teacher-errors", type=float, default=0.7, help="part of the sft answers that are one too many"
+    )
+    command.add_argument("--num-sft", type=int, default=4000, help="problems for supervised fine-tuning")
+    command.add_argument("--num-train", type=int, default=6000, help="problems for PPO")
     command.add_argument("--num-test", type=int, default=300, help="held-out problems")
     command.add_argument("--hidden-size", type=int, default=128)
     command.add_argument("--num-layers", type=int, default=2)
@@ -114,6 +117,7 @@ def _make_task(options: argparse.Namespace) -> None:
         options.out,
         seed=options.seed,
         max_operand=options.max_operand,
+        teacher_errors=options.teacher_errors,
         num_sft=options.num_sft,
         num_train=options.num_train,
         num_test=options.num_test,

@@ -69,8 +69,7 @@ class ResourcePool:
         self.name = name
         self.use_gpu = ray.cluster_resources().get("GPU", 0) > 0 if use_gpu is None else use_gpu
         self._placements = self._reserve(nnodes, devices_per_node, timeout)
-        found = [device for placement in self._placements for device in self._devices_of(placement)]
-        self.devices = sort_devices(found)
+        self.devices = sort_devices(self._find_devices())
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -121,25 +120,19 @@ class ResourcePool:
             "Ask for less (trainer.nnodes, trainer.n_gpus_per_node, resource_pools), or wait for another run to end."
         )
 
-    def _devices_of(self, placement: PlacementGroup) -> list[Device]:
-        node_ids = placement_group_table(placement)["bundles_to_node_id"]
+    def _find_devices(self) -> list[Device]:
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        gpu_ids: list[str | None] = [None] * len(node_ids)
-        if self.use_gpu:
-            # Only a process inside a bundle can tell which GPU the bundle holds.
-            probes = [
-                _visible_gpu.options(
-                    num_gpus=0.01,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        placement, placement_group_bundle_index=i
-                    ),
-                ).remote()
-                for i in range(len(node_ids))
-            ]
-            gpu_ids = ray.get(probes)
-        return [
-            Device(hosts[node_ids[i]], node_ids[i], gpu_ids[i], placement, i) for i in range(len(node_ids))
-        ]
+        tables = [placement_group_table(placement)["bundles_to_node_id"] for placement in self._placements]
+        devices = []
+        for bundle in range(len(tables[0])):
+            # Only a process inside a bundle can tell which GPU it holds. One bundle of each node at a time: so one
+            # process a node serves all of them, where Ray would start (0.5 s of a core) one for each.
+            gpu_ids: list[str | None] = [None] * len(tables)
+            if self.use_gpu:
+                gpu_ids = ray.get([_visible_gpu(placement, bundle) for placement in self._placements])
+            for placement, table, gpu_id in zip(self._placements, tables, gpu_ids, strict=True):
+                devices.append(Device(hosts[table[bundle]], table[bundle], gpu_id, placement, bundle))
+        return sorted(devices, key=lambda device: self._placements.index(device.placement))
 
 
 def sort_devices(devices: list[Device]) -> tuple[Device, ...]:
@@ -154,8 +147,14 @@ def sort_devices(devices: list[Device]) -> tuple[Device, ...]:
     return tuple(sorted(devices, key=order))
 
 
-@ray.remote(num_cpus=0, max_retries=0)
-def _visible_gpu() -> str:
+def _visible_gpu(placement: PlacementGroup, bundle: int) -> ray.ObjectRef:
+    strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle)
+    return _first_gpu.options(scheduling_strategy=strategy).remote()
+
+
+# max_calls=0: by default Ray ends a process after its first task with a GPU.
+@ray.remote(num_cpus=0, num_gpus=0.01, max_retries=0, max_calls=0)
+def _first_gpu() -> str:
     return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
 
 

@@ -7,6 +7,7 @@ So there is no watching thread or method in here: the controller learns of a dea
 
 import faulthandler
 import importlib
+import io
 import os
 import secrets
 import signal
@@ -155,8 +156,11 @@ def _redirect_output(log_path: str) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-    # New streams: those that Ray put in place write to files of its own.
-    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
-    sys.stdout.reconfigure(write_through=True)
-    sys.stderr.reconfigure(write_through=True)
+    # New streams, as of `python -u`: those that Ray put in place write to files of its own.
+    sys.stdout = _unbuffered(1)
+    sys.stderr = _unbuffered(2)
+
+
+def _unbuffered(descriptor: int) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)

@@ -43,10 +43,11 @@ class Problem:
     def prompt(self) -> str:
         return f"{self.question} {ARITHMETIC_INSTRUCTION}"
 
-    def answer(self, show_work: bool) -> str:
-        """The teacher's text."""
-        work = f"{self.a} {SIGNS[self.op]} {self.b} = {self.result} " if show_work else ""
-        return f"{work}#### {self.result}"
+    def answer(self, show_work: bool, error: int = 0) -> str:
+        """The teacher's text; `error` is what is added to the result by mistake."""
+        result = self.result + error
+        work = f"{self.a} {SIGNS[self.op]} {self.b} = {result} " if show_work else ""
+        return f"{work}#### {result}"
 
 
 def make_problems(
@@ -112,26 +113,33 @@ def write_arithmetic(
     max_operand: int = 9,
     ops: Sequence[str] = ("add", "sub"),
     show_work: bool = False,
+    teacher_errors: float = 0.0,
 ) -> dict[str, Path]:
     """Write sft.parquet, train.parquet and test.parquet (all in GSM8K's schema, no problem twice in them).
 
     Args:
         num_sft: rows for supervised fine-tuning, whose responses are `extra_info.answer`.
         show_work: let the teacher's answers hold the calculation ("3 + 4 = 7 #### 7") before the result.
+        teacher_errors: the part of the sft rows, from 0 to 1, whose answer is one too many: a model that learns
+            from such a teacher learns the numbers and the mistake, which reinforcement can then correct.
+            `ground_truth` is always right.
 
     Returns:
         Split ("sft", "train", "test") -> file.
 
     Raises:
-        ValueError: see `make_problems`.
+        ValueError: see `make_problems`; teacher_errors outside [0, 1].
     """
+    if not 0 <= teacher_errors <= 1:
+        raise ValueError(f"teacher_errors must be from 0 to 1, found {teacher_errors}")
     sizes = {"sft": num_sft, "train": num_train, "test": num_test}
     problems = make_problems(sum(sizes.values()), seed=seed, max_operand=max_operand, ops=ops)
     assert len({problem.question for problem in problems}) == len(problems), "a problem occurs twice"
+    wrong = np.random.default_rng((seed, 1)).random(num_sft) < teacher_errors
     paths, start = {}, 0
     for split, size in sizes.items():
         rows = [
-            _row(problem, split, index, show_work)
+            _row(problem, split, index, show_work, int(split == "sft" and wrong[index]))
             for index, problem in enumerate(problems[start : start + size])
         ]
         table = pa.Table.from_pylist(rows, schema=WORD_PROBLEM_SCHEMA)
@@ -140,7 +148,7 @@ def write_arithmetic(
     return paths
 
 
-def _row(problem: Problem, split: str, index: int, show_work: bool) -> dict[str, Any]:
+def _row(problem: Problem, split: str, index: int, show_work: bool, error: int) -> dict[str, Any]:
     return word_problem(
         DATA_SOURCE,
         problem.prompt,
@@ -148,7 +156,7 @@ def _row(problem: Problem, split: str, index: int, show_work: bool) -> dict[str,
         split,
         index,
         problem.question,
-        problem.answer(show_work),
+        problem.answer(show_work, error),
     )
 
 

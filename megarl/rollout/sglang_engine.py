@@ -18,6 +18,7 @@ repeated.
 """
 
 import asyncio
+import atexit
 import hashlib
 import json
 import logging
@@ -159,15 +160,18 @@ class SGLangEngine:
         """As `RolloutEngine.release_memory`; on a CPU SGLang frees nothing (0.5.21)."""
         if "weights" in tags:
             self._version = None
+        self.flush_cache()  # SGLang dies of a release while it counts a request as running
         self._memory("release", tags)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         self._memory("resume", tags)
 
     def flush_cache(self) -> None:
-        answer = self._call(self._engine.tokenizer_manager.flush_cache(), "flush_cache")
+        # SGLang answers a request a moment before it counts it as done, so it is given time to come to rest.
+        wait = self.config.request_timeout / 2
+        answer = self._call(self._engine.tokenizer_manager.flush_cache(timeout_s=wait), "flush_cache")
         if not answer.success:
-            raise EngineError("SGLang did not flush its cache: requests are still running")
+            raise EngineError(f"SGLang did not flush its cache: {answer.message}")
 
     def pids(self) -> list[int]:
         return list(self._engine.get_all_child_pids())
@@ -420,6 +424,9 @@ def _end_with_children(pids: Sequence[int], closing: threading.Event) -> None:
     the trainer works would be found dead a step later (0.5.21).
     """
     sentinels = {child.sentinel: child for child in multiprocessing.active_children() if child.pid in pids}
+
+    # An exit without `shutdown` is one, too: SGLang's own exit handler, which runs after this, ends them.
+    atexit.register(closing.set)
 
     def watch() -> None:
         ended = sentinels[multiprocessing.connection.wait(list(sentinels))[0]]

@@ -5,6 +5,7 @@ its processes run (sglang 0.5.21).
 
 - The scheduler of each TP rank ends with its owner, from its first line on.
 - Requests are sampled with their own seed: a response's noise depends on nothing that runs beside it.
+- On a CPU sequences are attended together (`sglang_attention`), not one after the other.
 - The TP ranks of an engine find each other through a file. SGLang's own way, a TCP store, would take a
   port that another engine may have taken a moment ago, and listen on every interface of the machine.
 - There is no detokenizer process: token ids go in and come out (`skip_tokenizer_init`), so it would idle,
@@ -35,6 +36,10 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
         _with_request_seeds,
         HookType.AFTER,
     )
+    if server_args.device == "cpu":
+        from megarl.rollout import sglang_attention
+
+        sglang_attention.register()
     run_scheduler_process(server_args, port_args, *args, **kwargs)
 
 

@@ -15,6 +15,7 @@ def make_task(
     *,
     seed: int,
     max_operand: int,
+    teacher_errors: float,
     num_sft: int,
     num_train: int,
     num_test: int,
@@ -23,7 +24,15 @@ def make_task(
 ) -> None:
     """Write `<out>/model` (Hugging Face format) and `<out>/data/{sft,train,test}.parquet`."""
     folder = Path(out)
-    files = write_arithmetic(folder / "data", num_sft, num_train, num_test, seed, max_operand=max_operand)
+    files = write_arithmetic(
+        folder / "data",
+        num_sft,
+        num_train,
+        num_test,
+        seed,
+        max_operand=max_operand,
+        teacher_errors=teacher_errors,
+    )
     model = make_tiny_model(
         folder / "model",
         arithmetic_texts(max_operand=max_operand),

@@ -45,6 +45,16 @@ def forward_plan(table: pa.Table, layout: ParallelLayout, cut: MicroBatching) ->
     return plan_rows(sequence_lengths(table), layout, cut.max_tokens, cut.micro_batch_size)
 
 
+def first_pass_plan(plan: Plan) -> list[list[list[int]]]:
+    """The mini-batches of `plan`'s first epoch one after the other, as one batch.
+
+    Old log-probs computed in the very micro-batches of the first update equal the new ones bit for bit, so
+    that the ratio of an on-policy step is exactly 1.
+    """
+    num_dp = len(plan[0])
+    return [[micro for shares in plan for micro in shares[dp]] for dp in range(num_dp)]
+
+
 def plan_rows(
     lengths: np.ndarray, layout: ParallelLayout, max_tokens: int | None, micro_batch_size: int | None = None
 ) -> list[list[list[int]]]:

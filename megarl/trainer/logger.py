@@ -8,8 +8,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,35 +46,13 @@ FIGURES = (
     Figure("val_loss", ("val/loss",)),
     Figure("reward", ("critic/score/mean",), ".3f"),
     Figure("accuracy", ("val/score/mean",), ".3f"),
-    Figure("kl", ("actor/reward_kl", "actor/ppo_kl"), ".2e"),
+    Figure("kl", ("actor/ref_kl", "actor/ppo_kl"), ".2e"),
     Figure("entropy", ("actor/entropy",), ".3f"),
     Figure("grad_norm", ("actor/grad_norm", "train/grad_norm"), ".3f"),
     Figure("lr", ("actor/lr", "train/lr"), ".2e"),
-    Figure("tokens/s", ("perf/tokens_per_second",), ",.0f"),
+    Figure("tokens/s", ("perf/tokens_per_s",), ",.0f"),
     Figure("seconds", ("timing_s/step",), ".1f"),
 )
-
-
-class PhaseTimer:
-    """Seconds spent in named phases, by the wall clock; a phase that is entered again adds up."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Count the time in the `with` block to phase `name`, also where it ends with an error."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def take(self) -> dict[str, float]:
-        """`timing_s/<phase>` of all phases since the last call, and start again from zero."""
-        taken = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds = {}
-        return taken
 
 
 class RunLogger:
@@ -109,11 +86,9 @@ class RunLogger:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.console = console or Console()
-        self.timer = PhaseTimer()
         self._figures = tuple(figures)
         self._total_steps = total_steps
         self._to_console = "console" in sinks
-        self._step_start = time.perf_counter()
         last_kept = -1 if resumed_step is None else resumed_step
         self._file = _open_metrics(self.folder / METRICS_FILE, last_kept)
         self._events = _open_events(self.folder, last_kept + 1) if "tensorboard" in sinks else None
@@ -122,7 +97,6 @@ class RunLogger:
 
     def __enter__(self) -> "RunLogger":
         self._progress.start()
-        self._step_start = time.perf_counter()
         return self
 
     def __exit__(
@@ -136,19 +110,9 @@ class RunLogger:
         if self._events is not None:
             self._events.close()
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Count the `with` block to `timing_s/<name>` of the next step that is logged."""
-        with self.timer.timed(name):
-            yield
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step, with the phases timed since the last one and `timing_s/step`, the seconds
-        since the last one (unless `metrics` has it)."""
-        now = time.perf_counter()
-        values = {"timing_s/step": now - self._step_start, **self.timer.take()}
-        values.update((name, float(value)) for name, value in metrics.items())
-        self._step_start = now
+        """Write the metrics of a step."""
+        values = {name: float(value) for name, value in metrics.items()}
         line = {
             "step": step,
             "time": time.time(),

@@ -33,11 +33,6 @@ RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
 """Row numbers, and by column (flat values, offsets) of one list for each of these rows."""
 
 
-def torch_dtype(name: str | None) -> torch.dtype:
-    """The dtype that a configuration names; None: the machine's own."""
-    return platform.default_dtype() if name is None else getattr(torch, name)
-
-
 class ModelWorker:
     """One rank. Every method is called on all ranks of the role at once."""
 
@@ -54,7 +49,7 @@ class ModelWorker:
         )
         self.coords = coords()
         self.config = read_model_config(spec.path)
-        self.dtype = torch_dtype(spec.megatron.dtype)
+        self.dtype = platform.resolve_dtype(spec.megatron.dtype)
         self.chunks = self.load(spec.path, spec.head, trainable=spec.optim is not None)
         if spec.optim is not None:
             self.chunks = wrap_for_training(
@@ -148,7 +143,7 @@ class ModelWorker:
         return result
 
     def export_plan(self) -> ExportPlan:
-        return ExportPlan(self.config, self.layout, torch_dtype(self.config.dtype))
+        return ExportPlan(self.config, self.layout, platform.torch_dtype(self.config.dtype))
 
     def pack_export(self, shard: int) -> Packet:
         """What this rank holds of a shard file of the Hugging Face checkpoint."""

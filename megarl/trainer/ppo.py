@@ -34,6 +34,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
         with run.step(0) as metrics:
             metrics |= sync_and_validate(config, run, roles, inputs, version=0)
     for step, prompts in training_steps(inputs.loader, inputs.num_steps):
+        seed = config.trainer.seed * 1_000_003 + step
         with run.step(step) as metrics:
             with run.timed("sync"):
                 metrics |= stages.sync_weights(run, roles, version=step)
@@ -43,11 +44,11 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
             with run.timed("reward"):
                 batch, extra = stages.score(batch, inputs.tokenizer, inputs.reward)
             with run.timed("evaluate_models"):
-                batch = stages.evaluate_models(run, roles, batch)
+                batch = stages.evaluate_models(run, roles, batch, seed)
             with run.timed("advantages"):
                 batch, more = stages.compute_batch_advantages(batch, algorithm, kl)
             with run.timed("update"):
-                metrics |= extra | more | stages.update(run, roles, batch, config, step)
+                metrics |= extra | more | stages.update(run, roles, batch, config, step, seed)
             run.save_trajectories(batch, step)
             metrics |= stages.throughput(batch, run.seconds)
             if due(config.trainer.test_freq, step, inputs.num_steps):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import ray
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -83,6 +84,8 @@ class Run:
         metrics: dict[str, float] = {}
         with self.timed("step"):
             yield metrics
+        if "perf/tokens" in metrics:
+            metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / self.seconds["step"]
         metrics |= {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
         self.logger.log(step, metrics)
 
@@ -130,7 +133,9 @@ def open_engine_run(address: str | None, num_devices: int, folder: Path) -> Iter
 
 def print_plan(console: Console, plan: BatchPlan | SFTBatchPlan, total_steps: int) -> None:
     header, *rows = batch_table(plan)
-    table = Table(*header, title=f"batches ({total_steps} steps)", title_justify="left")
+    table = Table(
+        *header, title=f"{total_steps} steps", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -32,7 +32,6 @@ def train(config: SFTConfig) -> str:
             with run.step(step) as metrics:
                 with run.timed("update"):
                     metrics |= train_batch(config, run, group, layout, batch)
-                metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / run.seconds["update"]
                 if validation is not None and due(config.trainer.test_freq, step, num_steps):
                     with run.timed("validate"):
                         metrics |= validate(config, run, group, layout, validation)

@@ -18,7 +18,13 @@ from megarl.data.trajectories import append_column, expand_prompts, list_lengths
 from megarl.rewards.registry import RewardFunction
 from megarl.rewards.scoring import score_trajectories
 from megarl.rollout.engine import SamplingParams
-from megarl.trainer.dispatch import forward_plan, merge_columns, split_requests, update_plan
+from megarl.trainer.dispatch import (
+    first_pass_plan,
+    forward_plan,
+    merge_columns,
+    split_requests,
+    update_plan,
+)
 from megarl.trainer.roles import Roles
 
 if TYPE_CHECKING:
@@ -72,26 +78,25 @@ def score(
     return append_column(batch, "score", np.asarray(result.scores)), metrics
 
 
-def evaluate_models(run: Run, roles: Roles, batch: pa.Table) -> pa.Table:
+def evaluate_models(run: Run, roles: Roles, batch: pa.Table, seed: int) -> pa.Table:
     """Append `old_log_probs`, `ref_log_probs` and `values`, as far as the algorithm uses them.
 
     All roles work on their part at once.
+
+    Args:
+        seed: that of the step's `update`.
     """
     table = run.put(batch)
     actor, ref, critic = roles.actor, roles.ref, roles.critic
-    calls = [
-        actor.group.call(
-            "compute_log_probs", table, forward_plan(batch, actor.layout, actor.cut), "old_log_probs"
-        )
-    ]
+    plan, _ = update_plan(batch, actor.layout, actor.cut, seed)
+    calls = [actor.group.call("compute_log_probs", table, first_pass_plan(plan), "old_log_probs")]
     if ref is not None:
         shares = forward_plan(batch, ref.layout, ref.cut)
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
         calls.append(ref.group.call(method, table, shares, "ref_log_probs"))
     if critic is not None:
-        calls.append(
-            critic.group.call("compute_values", table, forward_plan(batch, critic.layout, critic.cut))
-        )
+        shares = forward_plan(batch, critic.layout, critic.cut)
+        calls.append(critic.group.call("compute_values", table, shares))
     for refs in calls:
         batch = merge_columns(batch, run.wait(refs))
     return batch
@@ -141,23 +146,23 @@ def compute_batch_advantages(
     return batch, metrics
 
 
-def update(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, step: int) -> dict[str, float]:
+def update(
+    run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, step: int, seed: int
+) -> dict[str, float]:
     """The critic's and the actor's updates, both at once; the actor waits out the critic's warm-up."""
-    table, calls, seed = run.put(batch), [], config.trainer.seed * 1_000_003 + step
+    table, calls = run.put(batch), {}
     agg = config.actor_rollout_ref.actor.loss_agg_mode
     if roles.critic is not None:
         plan, counts = update_plan(batch, roles.critic.layout, roles.critic.cut, seed)
         clip = config.critic.cliprange_value
-        refs = roles.critic.group.call("update_values", table, plan, counts, agg, clip)
-        calls.append(("critic", refs))
+        calls["critic"] = roles.critic.group.call("update_values", table, plan, counts, agg, clip)
     if roles.critic is None or step > config.critic.warmup_steps:
         plan, counts = update_plan(batch, roles.actor.layout, roles.actor.cut, seed)
-        refs = roles.actor.group.call("update_policy", table, plan, counts, agg, policy_loss_options(config))
-        calls.append(("actor", refs))
+        options = policy_loss_options(config)
+        calls["actor"] = roles.actor.group.call("update_policy", table, plan, counts, agg, options)
     metrics = {}
-    for name, refs in calls:
-        with run.timed(f"update_{name}"):
-            metrics |= _update_metrics(name, run.wait(refs)[0])
+    for name, refs in calls.items():
+        metrics |= _update_metrics(name, run.wait(refs)[0])
     return metrics
 
 

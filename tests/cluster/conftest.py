@@ -1,27 +1,55 @@
 """One Ray cluster for all tests of this room."""
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.cluster import Cluster, ResourcePool, WorkerGroup, start_cluster, stop_cluster, wait
+from tests.cluster.processes import start_controller
 
-SLOTS = 4
+SLOTS = 4  # of the pool that all tests share
+SPARE_SLOTS = 2  # for tests of pools
 
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = start_cluster(None, SLOTS, tmp_path_factory.mktemp("cluster"))
+    cluster = start_cluster(None, SLOTS + SPARE_SLOTS, tmp_path_factory.mktemp("cluster"))
     yield cluster
     stop_cluster(cluster)
 
 
 @pytest.fixture
+def controller() -> Iterator[Callable[..., tuple[subprocess.Popen, dict[str, Any]]]]:
+    """controller(name, *arguments): `start_controller`, killed at the end of the test."""
+    processes = []
+
+    def start(name: str, *arguments: Any) -> tuple[subprocess.Popen, dict[str, Any]]:
+        process, report = start_controller(name, *arguments)
+        processes.append(process)
+        return process, report
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
 def pool(ray_cluster: Cluster) -> Iterator[ResourcePool]:
     pool = ResourcePool("test", 1, SLOTS, timeout=30)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def trio(pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    """Three ranks for tests that leave them as they are."""
+    group = _start("trio", pool, 3, tmp_path_factory.mktemp("trio"))
+    yield group
+    group.shutdown()
 
 
 @pytest.fixture
@@ -29,17 +57,22 @@ def start_group(pool: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., Wo
     """start_group(role, world_size, **options of WorkerGroup): a started group of `tests.cluster.workers:Rank`."""
     groups = []
 
-    def start(role: str, world_size: int, **options) -> WorkerGroup:
-        options = {
-            "worker_class": "tests.cluster.workers:Rank",
-            "init_kwargs": {},
-            "log_dir": tmp_path,
-        } | options
-        group = WorkerGroup(role, pool=pool, world_size=world_size, **options)
+    def start(role: str, world_size: int, **options: Any) -> WorkerGroup:
+        group = _start(role, pool, world_size, tmp_path, **options)
         groups.append(group)
-        wait(group.started, [group], timeout=60)
         return group
 
     yield start
     for group in groups:
         group.shutdown()
+
+
+def _start(role: str, pool: ResourcePool, world_size: int, log_dir: Path, **options: Any) -> WorkerGroup:
+    options = {"worker_class": "tests.cluster.workers:Rank", "init_kwargs": {}} | options
+    group = WorkerGroup(role, pool=pool, world_size=world_size, log_dir=log_dir, **options)
+    try:
+        wait(group.started, [group], timeout=60)
+    except RuntimeError:
+        group.shutdown()
+        raise
+    return group

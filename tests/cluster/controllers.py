@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from typing import Any
@@ -37,6 +38,7 @@ def hang(run_dir: str, address: str) -> None:
 def stop(run_dir: str) -> None:
     """Starts and stops a cluster twice; reports what is left each time."""
     reports = []
+    before = os.environ.keys() | {"RAY_CLIENT_MODE", "RAY_AUTH_MODE"}  # Ray sets these itself
     for _ in range(2):
         cluster = start_cluster(None, 2, run_dir)
         group = _group("stop", ResourcePool("stop", 1, 2, timeout=30), 1, run_dir)
@@ -54,7 +56,7 @@ def stop(run_dir: str) -> None:
                 "mark": cluster.mark,
                 "started": started + children + group.pids,
                 "addresses": sorted(addresses),
-                "environment": [n for n in os.environ if n.startswith(("RAY_", "MEGARL_"))],
+                "variables": sorted(os.environ.keys() - before),
                 "temp_dir_exists": os.path.exists(cluster.temp_dir),
             }
         )
@@ -64,8 +66,9 @@ def stop(run_dir: str) -> None:
 
 def two_nodes(run_dir: str) -> None:
     """Two machines with 12 made-up GPUs each, joined by address: who gets which device."""
-    nodes = RayCluster(initialize_head=True, head_node_args=_node(run_dir, "127.0.0.1"))
-    nodes.add_node(**_node(run_dir, "127.0.0.2"))
+    # Not 127.0.0.1: a controller that joins takes that for the machine's outer address.
+    nodes = RayCluster(initialize_head=True, head_node_args=_node("127.0.0.2", 12))
+    nodes.add_node(**_node("127.0.0.3", 12))
     cluster = start_cluster(nodes.address, 1, run_dir)
     try:
         pool = ResourcePool("all", 2, 12, timeout=60)
@@ -89,6 +92,13 @@ def two_nodes(run_dir: str) -> None:
         nodes.shutdown()
 
 
+def serve() -> None:
+    """A cluster of 4 devices that others join, until it is killed."""
+    nodes = RayCluster(initialize_head=True, head_node_args=_node("127.0.0.2", 4))
+    _report(address=nodes.address)
+    time.sleep(1000)
+
+
 def _death_on_other_node(group: WorkerGroup) -> str:
     refs = group.call("hang_if", 1)
     time.sleep(0.5)
@@ -100,8 +110,14 @@ def _death_on_other_node(group: WorkerGroup) -> str:
     return "no error"
 
 
-def _node(run_dir: str, address: str) -> dict[str, Any]:
-    return {"num_cpus": 12, "num_gpus": 12, "include_dashboard": False, "node_ip_address": address}
+def _node(address: str, num_devices: int) -> dict[str, Any]:
+    return {
+        "num_cpus": num_devices,
+        "num_gpus": num_devices,
+        "include_dashboard": False,
+        "node_ip_address": address,
+        "temp_dir": tempfile.mkdtemp(prefix="megarl-", dir="/tmp"),
+    }
 
 
 def _group(role: str, pool: ResourcePool, world_size: int, run_dir: str, **options: Any) -> WorkerGroup:
@@ -117,4 +133,4 @@ def _report(**values: Any) -> None:
 
 
 if __name__ == "__main__":
-    {"hang": hang, "stop": stop, "two_nodes": two_nodes}[sys.argv[1]](*sys.argv[2:])
+    {"hang": hang, "serve": serve, "stop": stop, "two_nodes": two_nodes}[sys.argv[1]](*sys.argv[2:])

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,11 +46,17 @@ def carrying(token: str) -> list[int]:
     return alive(found)
 
 
-def run_controller(name: str, *arguments: Any) -> tuple[subprocess.Popen, dict[str, Any]]:
-    """Starts `controllers.py name arguments...`; returns it with the JSON line that it reported."""
+def start_controller(
+    name: str, *arguments: Any, seconds: float = 90
+) -> tuple[subprocess.Popen, dict[str, Any]]:
+    """Starts `controllers.py name arguments...`; returns it with the JSON line that it reported in time."""
     command = [sys.executable, "-m", "tests.cluster.controllers", name, *map(str, arguments)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
     for line in process.stdout:
         if line.startswith("{"):
+            timer.cancel()
             return process, json.loads(line)
+    timer.cancel()
     raise AssertionError(f"{name} ended with status {process.wait()} and reported nothing")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import WaitTimeout, WorkerDied, WorkerFailed, wait
-from tests.cluster.processes import alive, alive_after, carrying, run_controller
+from tests.cluster.processes import alive, alive_after, carrying
 
 
 def test_a_killed_rank_ends_a_hung_call(start_group, tmp_path):
@@ -143,9 +143,9 @@ def test_results_of_other_groups_are_refused(start_group):
         wait(actor.call("get_info"), [critic])
 
 
-def test_nothing_survives_a_killed_controller(tmp_path):
+def test_nothing_survives_a_killed_controller(controller, tmp_path):
     """kill -9: Ray's processes, ranks that are idle, hung in C or stopped, and all that these started."""
-    process, report = run_controller("hang", tmp_path, "")
+    process, report = controller("hang", tmp_path, "")
     assert len(alive(report["workers"])) == 3
     assert len(alive(report["children"])) == 12
     assert os.path.exists(report["temp_dir"])
@@ -159,25 +159,22 @@ def test_nothing_survives_a_killed_controller(tmp_path):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_survives_a_terminated_controller(tmp_path, signal_number):
+def test_nothing_survives_a_terminated_controller(controller, tmp_path, signal_number):
     """As Slurm or Ctrl-C ends it."""
-    process, report = run_controller("hang", tmp_path, "")
+    process, report = controller("hang", tmp_path, "")
     process.send_signal(signal_number)
     process.wait(20)
     assert alive_after(report["workers"] + report["children"] + report["started"], 10) == []
     assert alive_after(carrying(report["mark"].partition("=")[2]), 5) == []
 
 
-def test_a_killed_controller_leaves_a_joined_cluster_clean(ray_cluster, tmp_path):
-    """The cluster lives on; the killed controller's ranks and their children do not, and their devices are free."""
-    process, report = run_controller("hang", tmp_path, ray_cluster.address)
+def test_a_killed_controller_leaves_a_joined_cluster_clean(controller, tmp_path):
+    """The cluster lives on; the killed controller's ranks and their children do not, and the next one gets its devices."""
+    _, cluster = controller("serve")
+    first, report = controller("hang", tmp_path, cluster["address"])
     assert report["mark"] is None
-    process.kill()
-    process.wait()
+    first.kill()
+    first.wait()
     assert alive_after(report["workers"] + report["children"], 15) == []
-
-
-def test_a_joined_cluster_serves_the_next_controller(start_group):
-    """Runs after the one above, on the same cluster."""
-    group = start_group("actor", 4)
-    assert wait(group.call("hang_if", 5), [group]) == [0, 1, 2, 3]
+    _, second = controller("hang", tmp_path, cluster["address"])
+    assert alive(second["workers"]) == second["workers"]

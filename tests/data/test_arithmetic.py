@@ -103,3 +103,17 @@ def test_prompts_and_responses_are_short(tokenizer, tmp_path):
 def test_wrong_requests(num, options, message):
     with pytest.raises(ValueError, match=message):
         arithmetic.make_problems(num, seed=0, **options)
+
+
+def test_a_sloppy_teacher_is_one_too_high_as_often_as_asked_for_and_the_truth_stays(tmp_path) -> None:
+    paths = arithmetic.write_arithmetic(tmp_path, 1000, 200, 10, seed=3, teacher_errors=0.7)
+    errors = {}
+    for split, path in paths.items():
+        rows = pq.read_table(path).to_pylist()
+        truths = [int(row["reward_model"]["ground_truth"]) for row in rows]
+        answers = [int(row["extra_info"]["answer"].removeprefix("#### ")) for row in rows]
+        errors[split] = [answer - truth for answer, truth in zip(answers, truths, strict=True)]
+    assert set(errors["sft"]) == {0, 1} and 0.65 < sum(errors["sft"]) / 1000 < 0.75
+    assert set(errors["train"]) == set(errors["test"]) == {0}
+    with pytest.raises(ValueError, match="teacher_errors must be from 0 to 1, found 1.5"):
+        arithmetic.write_arithmetic(tmp_path, 1, 1, 1, seed=3, teacher_errors=1.5)

@@ -23,7 +23,7 @@ class EngineProcess:
 
         context = multiprocessing.get_context("spawn")
         self.log = log
-        self._connection, child = context.Pipe()
+        self.connection, child = context.Pipe()
         added = sglang_environment(config.device, config.tensor_parallel_size)
         saved = {name: os.environ.get(name) for name in added}
         os.environ.update(added)
@@ -41,10 +41,10 @@ class EngineProcess:
     def call(self, method: str, *args: Any, timeout: float = 120) -> Any:
         """Run `engine.method(*args)`, or read the attribute; raises what it raises."""
         try:
-            self._connection.send((method, args))
-            if not self._connection.poll(timeout):
+            self.connection.send((method, args))
+            if not self.connection.poll(timeout):
                 raise TimeoutError(f"{method} took longer than {timeout} s\n{self.tail()}")
-            returned, value = self._connection.recv()
+            returned, value = self.connection.recv()
         except (EOFError, ConnectionError) as error:
             raise OwnerDied(self.tail()) from error
         if returned:
@@ -65,7 +65,7 @@ class EngineProcess:
             try:
                 self.call("shutdown")
             finally:
-                self._connection.close()
+                self.connection.close()
                 self.process.join(20)
                 self.process.kill()
 

@@ -53,18 +53,14 @@ def test_serves_a_folder_and_ends_within_seconds_when_a_scheduler_is_killed(mode
         engine.process.kill()
 
 
-@pytest.mark.parametrize("when", ["starting", "serving"])
-def test_a_killed_owner_leaves_no_process(model_a, tmp_path, when):
-    config = EngineConfig(str(model_a.path), tensor_parallel_size=2, max_num_seqs=8, max_total_tokens=1024)
+def test_an_owner_killed_during_the_start_leaves_no_process(model_a, tmp_path):
+    config = EngineConfig(str(model_a.path), tensor_parallel_size=2)
     engine = EngineProcess(config, tmp_path / "log")
     owner = psutil.Process(engine.process.pid)
-    if when == "serving":
-        engine.start()
-    else:
-        engine._connection.send(("start", ()))
+    engine.connection.send(("start", ()))
     children = wait_for(lambda: schedulers(owner), 60)
     owner.kill()
-    assert gone(children, 30 if when == "starting" else FEW_SECONDS)
+    assert gone(children, 30)
 
 
 def test_a_start_that_takes_too_long_ends_with_an_error_and_no_process(model_a, tmp_path):
@@ -79,19 +75,24 @@ def test_a_start_that_takes_too_long_ends_with_an_error_and_no_process(model_a, 
         engine.process.kill()
 
 
-def test_a_start_that_fails_once_is_repeated(model_a, tmp_path):
-    config = EngineConfig(str(model_a.path), load_format="auto", max_num_seqs=8, max_total_tokens=1024)
+def test_a_failed_start_is_repeated_and_a_killed_owner_leaves_no_process(model_a, tmp_path):
+    sizes = {"max_num_seqs": 8, "max_total_tokens": 1024}
+    config = EngineConfig(str(model_a.path), tensor_parallel_size=2, load_format="auto", **sizes)
     engine = EngineProcess(config, tmp_path / "log")
+    owner = psutil.Process(engine.process.pid)
     try:
-        engine._connection.send(("start", ()))
-        (scheduler,) = wait_for(lambda: schedulers(psutil.Process(engine.process.pid)), 60)
-        scheduler.kill()
-        assert engine._connection.poll(120), engine.tail()
-        assert engine._connection.recv() == (True, None)
-        assert "died during initialization" in engine.tail()
+        engine.connection.send(("start", ()))
+        wait_for(lambda: schedulers(owner), 60)[0].kill()
+        assert engine.connection.poll(120), engine.tail()
+        assert engine.connection.recv() == (True, None)
+        assert "starting it once more" in engine.tail()
         assert len(engine.call("generate", [[5, 6, 7]], ["a"], SamplingParams(max_new_tokens=4))) == 1
+        children = schedulers(owner)
+        assert len(children) == 2
+        owner.kill()
+        assert gone(children, FEW_SECONDS)
     finally:
-        engine.close()
+        engine.process.kill()
 
 
 def test_a_model_that_sglang_does_not_know_is_refused(model_a, tmp_path):
@@ -100,7 +101,7 @@ def test_a_model_that_sglang_does_not_know_is_refused(model_a, tmp_path):
     (tmp_path / "model" / "config.json").write_text(config.replace('"qwen2"', '"unheard_of"'))
     engine = EngineProcess(EngineConfig(str(tmp_path / "model")), tmp_path / "log")
     try:
-        with pytest.raises(ValueError, match="SGLang refuses .*unheard_of"):
+        with pytest.raises(ValueError, match=r"SGLang refuses .*unheard_of"):
             engine.start()
     finally:
         engine.process.kill()

@@ -107,11 +107,11 @@ def test_a_slice_that_does_not_fit_is_refused(tmp_path, slices, message):
 def test_byte_counts_have_to_agree(tmp_path):
     content = manifest(tmp_path, [TOP])
     content["entries"][0]["nbytes"] -= 4
-    with pytest.raises(RefusedError, match="up: 44 bytes for 12 elements"):
+    with pytest.raises(RefusedError, match=r"up: 44 bytes for 12 elements"):
         apply_bucket(Tiny(), content)
     content = manifest(tmp_path, [TOP])
     content["entries"][0]["offset"] = 4
-    with pytest.raises(RefusedError, match="up: .*payload ends at 48, needed are 48 bytes at 4"):
+    with pytest.raises(RefusedError, match=r"up: .*payload ends at 48, needed are 48 bytes at 4"):
         apply_bucket(Tiny(), content)
 
 
@@ -121,7 +121,7 @@ def test_any_flipped_bit_is_found(tmp_path, position):
     data = bytearray((tmp_path / "payload").read_bytes())
     data[position] ^= 0x10
     (tmp_path / "payload").write_bytes(data)
-    with pytest.raises(RefusedError, match="up: checksum 0x[0-9a-f]{8} in weight, sent was 0x"):
+    with pytest.raises(RefusedError, match=r"up: checksum 0x[0-9a-f]{8} in weight, sent was 0x"):
         apply_bucket(Tiny(), content)
 
 
@@ -133,7 +133,7 @@ def test_the_checksum_is_of_what_lies_in_the_parameter(tmp_path):
     def lazy_copy(self, source, *args, **kwargs):
         return original(self, source.clone().zero_(), *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RefusedError, match="up: checksum"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RefusedError, match=r"up: checksum"):
         patch.setattr(torch.Tensor, "copy_", lazy_copy)
         apply_bucket(model, manifest(tmp_path, [TOP]))
 

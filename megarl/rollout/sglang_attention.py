@@ -1,0 +1,54 @@
+"""Plugs `batched_attention` into SGLang's CPU engine.
+
+Takes the place of `torch_native` in SGLang's registry, so that whatever SGLang decides by that name
+still holds. Prefill, sliding windows and cross attention are SGLang's own (sglang 0.5.21).
+"""
+
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from megarl.rollout.batched_attention import Group, attend, make_groups
+
+
+class BatchedTorchAttention(TorchNativeAttnBackend):
+    def __init__(self, model_runner) -> None:
+        super().__init__(model_runner)
+        self._groups: list[Group] | None = None
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        super().init_forward_metadata(forward_batch)
+        self._groups = None  # of another batch
+
+    def _run_sdpa_forward_decode(
+        self,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        encoder_lens=None,
+        scaling=None,
+        enable_gqa=False,
+        causal=False,
+        is_cross_attn=False,
+        sliding_window_size=None,
+    ):
+        """query: [batch, heads, dim]; caches: [slots, key heads, dim]; output: [batch, heads, value dim]."""
+        if encoder_lens is not None or sliding_window_size is not None:
+            return super()._run_sdpa_forward_decode(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
+                scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
+            )  # fmt: skip
+        if self._groups is None:  # by the first layer, for all layers
+            self._groups = make_groups(seq_lens, req_to_token, req_pool_indices, query.dtype)
+        for group in self._groups:
+            keys, values = (cache[group.slots].to(query.dtype) for cache in (k_cache, v_cache))
+            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling)
+        return output
+
+
+def register() -> None:
+    """Have SGLang's `torch_native` be this backend, in this process."""
+    register_attention_backend("torch_native")(BatchedTorchAttention)

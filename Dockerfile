@@ -4,7 +4,7 @@
 #   docker build -t megarl .
 #   docker build -t megarl --build-arg CUDA_ARCHS="9.0" --build-arg MAX_JOBS=32 .
 #   docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 -v "$PWD:/workspace" megarl \
-#       megarl train /opt/megarl/recipes/quickstart_ppo.yaml
+#       megarl train RECIPE                                  (megarl's own recipes are in /opt/megarl/recipes)
 #
 # --ipc=host: Ray's object store and NCCL share memory between processes, and docker's default of 64 MB is too small.
 # --network=host: NCCL and Ray open ports of their own choice between hosts.
@@ -16,7 +16,7 @@ ARG CUDA_VERSION=13.0.2
 ARG UBUNTU_VERSION=24.04
 
 # "devel", not "runtime": SGLang's kernels, Triton and DeepGEMM compile with nvcc at run time. No "cudnn" flavour: torch
-# brings cuDNN 9.20 as a wheel, and a second one of another version would be found first by the linker.
+# brings cuDNN 9.20 as a wheel, headers included, and everything here is built against and loads that one.
 FROM nvidia/cuda:${CUDA_VERSION}-devel-ubuntu${UBUNTU_VERSION}
 
 # torch: the one version that SGLang 0.5.21 accepts.

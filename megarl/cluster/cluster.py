@@ -1,7 +1,8 @@
 """Starts a Ray cluster on this machine, or joins one that runs.
 
-The cluster on this machine is lean (measured with Ray 2.60 on 2 cores: up in 2 to 3 s, 320 MiB of private memory in 7
-processes), listens on the loopback interface only and ends with the process that started it, however that ends.
+The cluster on this machine is lean (measured with Ray 2.60 on 2 cores: up in 2 to 3 s, 7 processes with 320 MiB
+of memory in all), listens on the loopback interface only and ends with the process that started it, however
+that ends.
 """
 
 import os
@@ -120,9 +121,9 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 def _loopback_only() -> Iterator[None]:
     """Makes Ray keep the address 127.0.0.1, for which its servers listen on the loopback interface only.
 
-    Otherwise Ray 2.60 replaces it by the machine's outer address and listens on all interfaces: anybody on the
-    network could run code here, and a laptop that changes networks loses its cluster. The switch for it is the
-    one that Ray has for Windows and macOS, read when ray is imported (here) or started (its processes).
+    Otherwise Ray 2.60 replaces it by the machine's outer address and listens on all interfaces: anybody on
+    the network could run code here, and a laptop that changes networks loses its cluster. The switch for it is
+    the one that Ray has for Windows and macOS, read when ray is imported (here) or started (its processes).
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False

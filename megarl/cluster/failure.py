@@ -2,17 +2,17 @@
 
 Guarantees:
 
-- `wait` raises within seconds when any process of the watched groups has died, whether or not it takes part in the
-  calls and whether or not the other ranks hang in a collective;
-- the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by peer"),
-  and of several exceptions the earliest;
+- `wait` raises within seconds when any process of the watched groups has died, whether or not it takes part in
+  the calls and whether or not the other ranks hang in a collective;
+- the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by
+  peer"), and of several exceptions the earliest;
 - an exception ends the wait although other ranks still run.
 
-How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a SIGKILL, Ray
-2.60), and the owner's library keeps that state; asking it costs 0.3 us a process, no message and no thread in the
-worker. A call that never returns, the usual alternative, needs a thread of its own in each worker, and then Ray moves
-the user's methods out of the main thread. A machine that vanishes is reported by Ray after its health check,
-15 to 25 s by default.
+How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a
+SIGKILL, Ray 2.60), and the owner's library keeps that state; asking it costs 0.3 us a process, no message and no
+thread in the worker. A call that never returns, the usual alternative, needs a thread of its own in each worker,
+and then Ray moves the user's methods out of the main thread. A machine that vanishes is noticed by Ray's health
+check.
 """
 
 import time
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from megarl.cluster.group import WorkerGroup
 
 _POLL_SECONDS = 0.25
-# How long after a first exception a death is still taken for its cause: gloo notices a closed connection at once, Ray
-# the end of a process some 20 ms later, a loaded machine both much later.
+# How long after a first exception a death is still taken for its cause: gloo notices a closed connection at once,
+# Ray the end of a process some 20 ms later, a loaded machine both much later.
 _GRACE_SECONDS = 1.5
 # How long to wait for the guard's word on how a process ended.
 _EXIT_LINE_SECONDS = 2.0

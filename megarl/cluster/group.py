@@ -20,16 +20,16 @@ from megarl.cluster.guard import kill_marked
 from megarl.cluster.pool import ResourcePool
 from megarl.cluster.worker import ProcessFacts, RankInfo, Worker
 
-# The share of a device that each group takes in Ray's books: up to eight groups on a device. Memory and time are
-# shared by agreement between the roles, not by this number.
+# The share of a device that each group takes in Ray's books: up to eight groups on a device. Memory and time
+# are shared by agreement between the roles, not by this number.
 DEVICE_SHARE = 0.125
 
 
 class WorkerGroup:
     """`world_size` processes, each with an object of `worker_class`.
 
-    `started` holds one call a rank, which ends when the rank's constructor has; pass them to `wait`. Several groups
-    can so start at the same time. Calls are executed in order, after the constructor.
+    `started` holds one call a rank, which ends when the rank's constructor has; pass them to `wait`. Several
+    groups can so start at the same time. Calls are executed in order, after the constructor.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class WorkerGroup:
     def call(self, method: str, *args: Any, num_returns: int = 1, **kwargs: Any) -> list[Any]:
         """Calls a method on every rank with the same arguments.
 
-        Arguments that are `ObjectRef`s themselves (not those inside lists or dicts) arrive as their values, mapped
-        from the object store without a copy.
+        Arguments that are `ObjectRef`s themselves (not those inside lists or dicts) arrive as their values,
+        mapped from the object store without a copy.
 
         Returns:
             One ObjectRef a rank; with `num_returns` > 1 a list of that many refs a rank (the method returns a
@@ -187,14 +187,16 @@ def _devices_of_ranks(role: str, pool: ResourcePool, world_size: int, devices_pe
     needed = world_size * devices_per_rank
     if needed > len(pool):
         raise ValueError(
-            f"{role} needs {world_size} x {devices_per_rank} = {needed} devices, resource pool {pool.name!r} has {len(pool)}"
+            f"{role} needs {world_size} x {devices_per_rank} = {needed} devices, "
+            f"resource pool {pool.name!r} has {len(pool)}"
         )
     ranks = [pool.devices[i : i + devices_per_rank] for i in range(0, needed, devices_per_rank)]
     for rank, devices in enumerate(ranks):
         if len({device.node_id for device in devices}) > 1:
             raise ValueError(
-                f"the {devices_per_rank} devices of {role} rank {rank} in resource pool {pool.name!r} are on several machines "
-                f"({', '.join(device.host for device in devices)}); devices a node must be a multiple of {devices_per_rank}"
+                f"the {devices_per_rank} devices of {role} rank {rank} in resource pool {pool.name!r} are on "
+                f"several machines ({', '.join(device.host for device in devices)}); devices a node must be a "
+                f"multiple of {devices_per_rank}"
             )
     return ranks
 

@@ -14,9 +14,10 @@ Guarantees:
   then killed.
 - One line beginning with `ENDED` says on stdout how `pid` ended; the controller shows it to the user.
 
-Why not leave it to Ray (2.60): the raylet kills the process group of a worker that ended, but not children with a
-session of their own, and nobody does it once the raylet itself was killed. PR_SET_PDEATHSIG reaches only direct
-children and follows the thread, not the process, that started them.
+Why not leave it to Ray (2.60): the raylet kills the process group of a worker that ended, but not children with
+a session of their own, and nobody does it once the raylet itself was killed; the raylet's own agents sometimes
+outlive it. PR_SET_PDEATHSIG reaches only direct children and follows the thread, not the process, that started
+them.
 """
 
 import fcntl
@@ -28,14 +29,14 @@ import struct
 import sys
 import time
 
-# Without it setproctitle, which Ray and SGLang call, writes titles over the memory that /proc/<pid>/environ shows.
+# Without it setproctitle, which Ray and SGLang call, writes titles over what /proc/<pid>/environ shows.
 KEEP_ENVIRON = {"SPT_NOENV": "1"}
 ENDED = "[guard] process ended: "
 GRACE_SECONDS = 3.0
 SWEEP_SECONDS = 10.0
 
-# ioctl(pidfd, PIDFD_GET_INFO) of <linux/pidfd.h>, since Linux 6.15 with the exit status; struct pidfd_info is 64
-# bytes: u64 mask, u64 cgroup, 11 x u32 ids, i32 wait status.
+# ioctl(pidfd, PIDFD_GET_INFO) of <linux/pidfd.h>, since Linux 6.15 with the exit status; struct pidfd_info is
+# 64 bytes: u64 mask, u64 cgroup, 11 x u32 ids, i32 wait status.
 _PIDFD_GET_INFO = 0xC040FF0B
 _PIDFD_INFO_EXIT = 1 << 3
 

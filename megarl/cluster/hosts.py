@@ -17,16 +17,16 @@ from megarl.cluster import guard
 
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
-# Outside Linux's range of ephemeral ports (32768-60999) and of Ray's worker ports (10002-19999): from
-# either, some other process may take the port between the choice and its use seconds later.
+# Outside Linux's ephemeral ports (32768-60999) and Ray's worker ports (10002-19999): from either, some other
+# process may take the port between the choice and its use seconds later.
 _PORTS = range(20000, 32768)
 
 
 def start_guard(mark: str, parent: int, directory: str = "", output: int = subprocess.DEVNULL) -> None:
     """Starts a guard (see guard.py) over the calling process.
 
-    `mark` is `NAME=value`, set in this process's environment by the caller; `parent` is the pid that must live as
-    long as this process, 0 for none; `directory` is removed at the end; `output` a file descriptor.
+    `mark` is `NAME=value`, set in this process's environment by the caller; `parent` is the pid that must live
+    as long as this process, 0 for none; `directory` is removed at the end; `output` is a file descriptor.
     """
     command = [sys.executable, "-S", "-I", guard.__file__, str(os.getpid()), str(parent), mark, directory]
     # Its own session: it must survive Ctrl-C in a terminal and the kill of this process's group.
@@ -36,7 +36,7 @@ def start_guard(mark: str, parent: int, directory: str = "", output: int = subpr
 
 
 def reserve_port() -> socket.socket:
-    """A socket bound, not listening, to a free port of this machine; close it just before the port is used."""
+    """A socket bound, not listening, to a free port of this machine; to be closed before the port is used."""
     for port in random.sample(_PORTS, len(_PORTS)):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:

@@ -2,8 +2,8 @@
 
 Guarantees:
 
-- devices are ordered node by node (by address), and within a node by GPU number as an integer: rank r of every group
-  is on device r, so groups that share a pool agree on who shares a device;
+- devices are ordered node by node (by address), and within a node by GPU number as an integer: rank r of every
+  group is on device r, so groups that share a pool agree on who shares a device;
 - the devices of one node of the pool are on one machine.
 """
 
@@ -125,8 +125,8 @@ class ResourcePool:
         tables = [placement_group_table(placement)["bundles_to_node_id"] for placement in self._placements]
         devices = []
         for bundle in range(len(tables[0])):
-            # Only a process inside a bundle can tell which GPU it holds. One bundle of each node at a time: so one
-            # process a node serves all of them, where Ray would start (0.5 s of a core) one for each.
+            # Only a process inside a bundle can tell which GPU it holds. One bundle of each node at a time: so
+            # one process a node serves all of them, where Ray would start one (0.5 s of a core) for each.
             gpu_ids: list[str | None] = [None] * len(tables)
             if self.use_gpu:
                 gpu_ids = ray.get([_visible_gpu(placement, bundle) for placement in self._placements])

@@ -1,8 +1,9 @@
-"""The process of one rank: what happens in it before the user's class is imported, and how its methods are called.
+"""The process of one rank: what happens in it before the user's class is imported, and how it is called.
 
 Ray 2.60 runs the methods of a plain actor in the main thread of its process; as soon as an actor has concurrency
-groups or max_concurrency > 1 they move to other threads, where signal handlers cannot be installed (SGLang does).
-So there is no watching thread or method in here: the controller learns of a death from Ray's own books, see failure.py.
+groups or max_concurrency > 1 they move to other threads, where signal handlers cannot be installed (SGLang
+does). So there is no watching thread or method in here: the controller learns of a death from Ray's own books,
+see failure.py.
 """
 
 import faulthandler
@@ -31,7 +32,7 @@ _MARK_NAME = "MEGARL_RANK"
 class RankInfo:
     """What a rank knows of itself and its group; the first argument of every worker class.
 
-    `device_ids` are the GPUs that CUDA_VISIBLE_DEVICES shows in this process, in its order; empty without GPUs.
+    `device_ids` are the GPUs that CUDA_VISIBLE_DEVICES shows in this process, in order; empty without GPUs.
     """
 
     rank: int
@@ -48,8 +49,8 @@ class RankInfo:
 class ProcessFacts:
     """What a process reports once it is set up.
 
-    `mark` is the `NAME=value` that all its descendants carry (see guard.py); `port` is reserved for its group's
-    rendezvous, on request.
+    `mark` is the `NAME=value` that all its descendants carry (see guard.py); `port` is reserved for its
+    group's rendezvous, on request.
     """
 
     pid: int

@@ -7,8 +7,7 @@ Guarantees, each asserted by a test:
 - an end token is part of its response, with its log-prob;
 - requests that SGLang answers by dying (empty prompt, unknown token id) are refused here;
 - the noise of a response depends on (seed, uid) only, so a resumed run repeats it;
-- SGLang's processes end when this one does, however it ends.
-
+- SGLang's processes end when this one does, however it ends;
 - this process ends, with an error in its log, within a second of one of SGLang's.
 
 The process that calls `start` is SGLang's parent; since it ends with SGLang, give each engine a process of its
@@ -18,13 +17,9 @@ repeated.
 """
 
 import asyncio
-import atexit
 import hashlib
 import json
 import logging
-import multiprocessing
-import multiprocessing.connection
-import os
 import threading
 import time
 from collections.abc import Awaitable, Sequence
@@ -41,29 +36,18 @@ from megarl.rollout.engine import (
     WeightSyncError,
 )
 from megarl.rollout.receiver import LOADER, request_tensor, result_path
+from megarl.rollout.sglang_start import (
+    end_with_children,
+    read_model,
+    server_arguments,
+    sglang_environment,
+    start_sglang,
+)
+
+__all__ = ["SGLangEngine", "request_seed", "sglang_environment"]
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-CPU_CACHE_TOKENS = 65536
-DUMMY, AUTO = "dummy", "auto"
-
-
-def sglang_environment(device: str, tensor_parallel_size: int, threads: int = 1) -> dict[str, str]:
-    """Environment variables that an engine's process must be started with, before it imports torch.
-
-    Args:
-        threads: CPU threads of each TP rank.
-    """
-    if device != "cpu":
-        return {}
-    groups = "|".join(str(rank) for rank in range(tensor_parallel_size))
-    return {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
-        "OMP_NUM_THREADS": str(threads),
-        "TORCH_COMPILE_DISABLE": "1",  # no compiler needed, and no minutes of compiling
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
 
 
 def request_seed(seed: int, uid: str) -> int:
@@ -76,7 +60,7 @@ class SGLangEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._model = _read_model(config)
+        self._model = read_model(config)
         self._engine: Any = None
         self._closing = threading.Event()
         self._version: int | None = None
@@ -87,17 +71,17 @@ class SGLangEngine:
         return self._version
 
     def start(self) -> None:
-        arguments = _server_arguments(self.config, self._model)
+        arguments = server_arguments(self.config, self._model)
         for attempt in (1, 2):
             try:
-                self._engine = _start(arguments, self.config.start_timeout)
+                self._engine = start_sglang(arguments, self.config.start_timeout)
                 break
             except EngineError as error:
                 if attempt == 2:
                     raise
                 logger.error("%s; starting it once more", error)  # SGLang hides lower levels
-        _end_with_children(self._engine.get_all_child_pids(), self._closing)
-        if self.config.load_format == AUTO:
+        end_with_children(self._engine.get_all_child_pids(), self._closing)
+        if self.config.load_format == "auto":
             self._version = 0
             self._set_version(0)
 
@@ -298,144 +282,3 @@ def _sglang_sampling(sampling: SamplingParams, uid: str) -> dict[str, object]:
         "ignore_eos": sampling.ignore_eos,
         "sampling_seed": request_seed(sampling.seed, uid),
     }
-
-
-def _read_model(config: EngineConfig) -> dict[str, Any]:
-    """The model's config.json, checked against the engine's layout.
-
-    Raises:
-        ValueError: no such file; or sizes that `tensor_parallel_size` does not divide.
-    """
-    path = Path(config.model_path) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model_path: {path} does not exist; give a Hugging Face model folder")
-    model = json.loads(path.read_text())
-    tp = config.tensor_parallel_size
-    heads = model["num_attention_heads"]
-    groups = model.get("num_key_value_heads") or heads
-    for name, size in (("num_attention_heads", heads), ("intermediate_size", model["intermediate_size"])):
-        if size % tp:
-            raise ValueError(f"tensor_parallel_size={tp} does not divide {name}={size} of {path}")
-    if groups % tp and tp % groups:
-        raise ValueError(
-            f"tensor_parallel_size={tp} and num_key_value_heads={groups} of {path}: one must divide the other"
-        )
-    return model
-
-
-def _server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of SGLang's engine."""
-    context = config.context_length or model["max_position_embeddings"]
-    return {
-        "model_path": config.model_path,
-        "load_format": config.load_format,
-        "tp_size": config.tensor_parallel_size,
-        "dtype": config.dtype,
-        "context_length": config.context_length,
-        "max_running_requests": config.max_num_seqs,
-        "random_seed": config.seed,
-        "skip_tokenizer_init": True,
-        "custom_weight_loader": [LOADER],
-        "sampling_backend": "pytorch",  # the one that takes a seed for each request
-        "sleep_on_idle": True,  # else an idle scheduler polls, and takes a core from the trainer
-        "host": "127.0.0.1",
-        "log_level": "error",
-        "custom_sigquit_handler": _note_failed_start,
-        **_device_arguments(config, context),
-    }
-
-
-def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
-    """What differs between a CPU and a GPU."""
-    if config.device == "cuda":
-        return {
-            "device": "cuda",
-            "mem_fraction_static": config.gpu_memory_utilization,
-            "max_total_tokens": config.max_total_tokens,
-            "base_gpu_id": config.first_device,
-            "enable_memory_saver": True,
-        }
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
-        raise ValueError("a CPU engine needs a process that was started with sglang_environment('cpu', ...)")
-    return {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "mem_fraction_static": 0.1,  # of no effect beside max_total_tokens, but checked
-        "max_total_tokens": config.max_total_tokens or min(config.max_num_seqs * context, CPU_CACHE_TOKENS),
-        "disable_cuda_graph": True,
-        "disable_overlap_schedule": True,
-    }
-
-
-def _note_failed_start(signum: int, frame: object) -> None:
-    """SGLang's scheduler sends SIGQUIT when it fails; SGLang's own handler would end this process.
-
-    The failed start is noticed as such, since the scheduler's pipe closes. After the start SGLang replaces
-    this handler by its own.
-    """
-
-
-def _start(arguments: dict[str, Any], timeout: float) -> Any:
-    """Start SGLang's processes.
-
-    Raises:
-        ValueError: SGLang refuses the model or the arguments.
-        EngineError: they did not come up within `timeout` seconds, or one of them failed. None is left.
-    """
-    from megarl.rollout.sglang_process import TokenEngine, close_sockets
-
-    over, late = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        # SGLang waits for its schedulers without a limit, but notices when they die. It may start another
-        # while one is killed.
-        over.wait(timeout)
-        while not over.is_set():
-            late.set()
-            _kill_children()
-            over.wait(0.2)
-
-    watcher = threading.Thread(target=watch, name="sglang-start", daemon=True)
-    watcher.start()
-    try:
-        return TokenEngine(**arguments)
-    except ValueError as error:
-        raise ValueError(f"SGLang refuses {arguments['model_path']}: {error}") from error
-    except Exception as error:
-        _kill_children()
-        close_sockets()
-        cause = f"it took longer than start_timeout={timeout} s" if late.is_set() else repr(error)
-        raise EngineError(f"SGLang did not start: {cause}") from error
-    finally:
-        over.set()
-        watcher.join()
-
-
-def _kill_children() -> None:
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join()
-
-
-def _end_with_children(pids: Sequence[int], closing: threading.Event) -> None:
-    """End this process as soon as one of the schedulers `pids` (by TP rank) does, unless `closing` is set.
-
-    SGLang does so too, but only while its event loop runs, that is during a call: an engine that idles while
-    the trainer works would be found dead a step later (0.5.21).
-    """
-    sentinels = {child.sentinel: child for child in multiprocessing.active_children() if child.pid in pids}
-
-    # An exit without `shutdown` is one, too: SGLang's own exit handler, which runs after this, ends them.
-    atexit.register(closing.set)
-
-    def watch() -> None:
-        ended = sentinels[multiprocessing.connection.wait(list(sentinels))[0]]
-        if not closing.is_set():
-            ended.join()
-            logger.error(
-                "SGLang's scheduler of TP rank %d (pid %d) ended with exit code %s: the engine ends",
-                pids.index(ended.pid), ended.pid, ended.exitcode,
-            )  # fmt: skip
-            os._exit(1)
-
-    threading.Thread(target=watch, name="sglang-watch", daemon=True).start()

@@ -45,14 +45,14 @@ def forward_plan(table: pa.Table, layout: ParallelLayout, cut: MicroBatching) ->
     return plan_rows(sequence_lengths(table), layout, cut.max_tokens, cut.micro_batch_size)
 
 
-def first_pass_plan(plan: Plan) -> list[list[list[int]]]:
-    """The mini-batches of `plan`'s first epoch one after the other, as one batch.
+def first_pass_plan(plan: Plan, epochs: int) -> list[list[list[int]]]:
+    """The mini-batches of the first of `plan`'s epochs one after the other, as one batch.
 
     Old log-probs computed in the very micro-batches of the first update equal the new ones bit for bit, so
     that the ratio of an on-policy step is exactly 1.
     """
-    num_dp = len(plan[0])
-    return [[micro for shares in plan for micro in shares[dp]] for dp in range(num_dp)]
+    first = plan[: len(plan) // epochs]
+    return [[micro for shares in first for micro in shares[dp]] for dp in range(len(plan[0]))]
 
 
 def plan_rows(

@@ -89,7 +89,9 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, seed: int) -> pa.Ta
     table = run.put(batch)
     actor, ref, critic = roles.actor, roles.ref, roles.critic
     plan, _ = update_plan(batch, actor.layout, actor.cut, seed)
-    calls = [actor.group.call("compute_log_probs", table, first_pass_plan(plan), "old_log_probs")]
+    calls = [
+        actor.group.call("compute_log_probs", table, first_pass_plan(plan, actor.cut.epochs), "old_log_probs")
+    ]
     if ref is not None:
         shares = forward_plan(batch, ref.layout, ref.cut)
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"

@@ -54,7 +54,7 @@ def trio(pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def start_group(pool: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., WorkerGroup]]:
-    """start_group(role, world_size, **options of WorkerGroup): a started group of `tests.cluster.workers:Rank`."""
+    """start_group(role, world_size, **options of WorkerGroup): a group of `tests.cluster.workers:Rank`."""
     groups = []
 
     def start(role: str, world_size: int, **options: Any) -> WorkerGroup:

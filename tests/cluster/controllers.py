@@ -13,10 +13,12 @@ import psutil
 from ray.cluster_utils import Cluster as RayCluster
 
 from megarl.cluster import ResourcePool, WorkerGroup, start_cluster, stop_cluster, wait
+from megarl.cluster.guard import KEEP_ENVIRON
+from megarl.cluster.hosts import start_guard
 
 
 def hang(run_dir: str, address: str) -> None:
-    """A group with children: rank 0 idle, 1 hung in C, 2 stopped; then sleeps until it is killed."""
+    """A group with children, ranks 0 and 1 hung in C, 2 stopped; then sleeps until it is killed."""
     cluster = start_cluster(address or None, 4, run_dir)
     pool = ResourcePool("hang", 1, 4, timeout=30)
     group = _group("hang", pool, 3, run_dir)
@@ -24,11 +26,10 @@ def hang(run_dir: str, address: str) -> None:
     group.call("hold_the_interpreter")
     os.kill(group.pids[2], signal.SIGSTOP)
     time.sleep(0.5)
-    started = [process.pid for process in psutil.Process().children(recursive=True)]
     _report(
         workers=group.pids,
         children=[pid for pids in children for pid in pids],
-        started=started,
+        started=[process.pid for process in psutil.Process().children(recursive=True)],
         mark=cluster.mark,
         temp_dir=cluster.temp_dir,
     )
@@ -64,39 +65,37 @@ def stop(run_dir: str) -> None:
     time.sleep(1000)
 
 
-def two_nodes(run_dir: str) -> None:
-    """Two machines with 12 made-up GPUs each, joined by address: who gets which device."""
-    # Not 127.0.0.1: a controller that joins takes that for the machine's outer address.
-    nodes = RayCluster(initialize_head=True, head_node_args=_node("127.0.0.2", 12))
-    nodes.add_node(**_node("127.0.0.3", 12))
-    cluster = start_cluster(nodes.address, 1, run_dir)
-    try:
-        pool = ResourcePool("all", 2, 12, timeout=60)
-        engines = _group("engine", pool, 2, run_dir, devices_per_rank=12)
-        infos = [asdict(info) for info in wait(engines.call("get_info"), [engines], timeout=30)]
-        shared = _group("actor", pool, 2, run_dir)
-        wait(shared.call("get_info"), [engines, shared], timeout=30)
-        environment = wait(
-            engines.call("environment", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"), [engines]
-        )
-        _report(
-            devices=[(device.host, device.gpu_id) for device in pool.devices],
-            infos=infos,
-            hosts=engines.hosts,
-            shared_hosts=shared.hosts,
-            environment=environment,
-            death=_death_on_other_node(engines),
-        )
-    finally:
-        stop_cluster(cluster)
-        nodes.shutdown()
-
-
 def serve() -> None:
     """A cluster of 4 devices that others join, until it is killed."""
-    nodes = RayCluster(initialize_head=True, head_node_args=_node("127.0.0.2", 4))
+    nodes = RayCluster(initialize_head=True, head_node_args=_node(_guarded_temp_dir(), "127.0.0.2", 4))
     _report(address=nodes.address)
     time.sleep(1000)
+
+
+def two_nodes(run_dir: str) -> None:
+    """Two machines with 12 made-up GPUs each, joined by address: who gets which device."""
+    temp_dir = _guarded_temp_dir()
+    # Not 127.0.0.1: a controller that joins takes that for the machine's outer address.
+    nodes = RayCluster(initialize_head=True, head_node_args=_node(temp_dir, "127.0.0.2", 12))
+    nodes.add_node(**_node(temp_dir, "127.0.0.3", 12))
+    cluster = start_cluster(nodes.address, 1, run_dir)
+    pool = ResourcePool("all", 2, 12, timeout=60)
+    engines = _group("engine", pool, 2, run_dir, devices_per_rank=12)
+    infos = [asdict(info) for info in wait(engines.call("get_info"), [engines], timeout=30)]
+    shared = _group("actor", pool, 2, run_dir)
+    wait(shared.call("get_info"), [engines, shared], timeout=30)
+    names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
+    environment = wait(engines.call("environment", *names), [engines])
+    _report(
+        devices=[(device.host, device.gpu_id) for device in pool.devices],
+        infos=infos,
+        hosts=engines.hosts,
+        shared_hosts=shared.hosts,
+        environment=environment,
+        death=_death_on_other_node(engines),
+    )
+    stop_cluster(cluster)
+    nodes.shutdown()
 
 
 def _death_on_other_node(group: WorkerGroup) -> str:
@@ -110,13 +109,21 @@ def _death_on_other_node(group: WorkerGroup) -> str:
     return "no error"
 
 
-def _node(address: str, num_devices: int) -> dict[str, Any]:
+def _guarded_temp_dir() -> str:
+    """For a cluster that Ray's own utility starts: it and the directory end with this process."""
+    temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
+    os.environ.update(KEEP_ENVIRON, MEGARL_TEST=temp_dir)
+    start_guard(f"MEGARL_TEST={temp_dir}", parent=0, directory=temp_dir)
+    return temp_dir
+
+
+def _node(temp_dir: str, address: str, num_devices: int) -> dict[str, Any]:
     return {
         "num_cpus": num_devices,
         "num_gpus": num_devices,
         "include_dashboard": False,
         "node_ip_address": address,
-        "temp_dir": tempfile.mkdtemp(prefix="megarl-", dir="/tmp"),
+        "temp_dir": temp_dir,
     }
 
 

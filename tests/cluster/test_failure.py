@@ -169,7 +169,7 @@ def test_nothing_survives_a_terminated_controller(controller, tmp_path, signal_n
 
 
 def test_a_killed_controller_leaves_a_joined_cluster_clean(controller, tmp_path):
-    """The cluster lives on; the killed controller's ranks and their children do not, and the next one gets its devices."""
+    """The cluster lives on, the killed controller's ranks and their children do not; the next has the devices."""
     _, cluster = controller("serve")
     first, report = controller("hang", tmp_path, cluster["address"])
     assert report["mark"] is None

@@ -34,7 +34,7 @@ def test_ranks_know_who_they_are(trio):
 
 
 def test_the_process_is_ready_for_heavy_libraries(start_group):
-    """Methods run in the main thread (SGLang installs signal handlers), not behind others, nothing imported yet."""
+    """Methods run in the main thread (SGLang installs signal handlers), at normal priority; torch can come."""
     group = start_group("critic", 1, env={"MY_VARIABLE": "7", "CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     (state,) = wait(group.call("process_state"), [group])
     assert state == {

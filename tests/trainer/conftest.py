@@ -1,0 +1,72 @@
+"""Real runs of the `megarl` command on a tiny task; each run is a process of its own with a Ray of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
+from megarl.models.tiny import make_tiny_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+PPO = [
+    "recipes/quickstart_ppo.yaml",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "trainer.test_freq=-1",
+]
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/ (2 layers, hidden 64) and data/{sft,train,test}.parquet."""
+    folder = tmp_path_factory.mktemp("task")
+    write_arithmetic(folder / "data", 64, 64, 16, seed=3)
+    make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)
+    return folder
+
+
+def on(task: Path, out: Path) -> list[str]:
+    """Overrides that point the PPO recipe at the task and the run folder."""
+    return [
+        f"data.train_files={task}/data/train.parquet",
+        f"data.val_files={task}/data/test.parquet",
+        f"actor_rollout_ref.model.path={task}/model",
+        f"trainer.default_local_dir={out}",
+    ]
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+
+
+def megarl(*arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess:
+    """Run a command to its end; its output is text."""
+    return subprocess.run(
+        command(*arguments),
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def succeed(*arguments: str | Path, timeout: float = 240) -> str:
+    """Run a command that must succeed; returns what it printed."""
+    result = megarl(*arguments, timeout=timeout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def steps(folder: Path) -> Sequence[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

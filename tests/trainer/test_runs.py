@@ -1,0 +1,178 @@
+"""Whole runs: real Megatron ranks under Ray, a real SGLang engine, all through the command line."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.data.sft import SftDataset, SftLoader
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.trajectories import ragged, read_trajectories
+from megarl.trainer.logger import read_metrics
+from tests.data.shared import SHARED_DATA
+from tests.trainer.conftest import PPO, on, steps, succeed
+
+
+@pytest.fixture(scope="module")
+def ppo_run(task, tmp_path_factory):
+    """Two on-policy steps: one mini-batch, one epoch, actor TP2 x PP2, critic PP2 x DP2, engine TP2."""
+    out = tmp_path_factory.mktemp("run") / "ppo"
+    printed = succeed(
+        "train", *PPO, *on(task, out), "trainer.total_training_steps=2", "trainer.test_freq=2",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+    )  # fmt: skip
+    return out, printed
+
+
+def test_the_first_update_is_on_policy_exactly(ppo_run):
+    out, _ = ppo_run
+    for step in steps(out):
+        assert step["actor/ratio_mean"] == 1.0 and step["actor/ppo_kl"] == 0.0
+        assert step["actor/pg_clipfrac"] == 0.0
+
+
+def test_engine_and_trainer_agree_also_after_an_update(ppo_run):
+    out, _ = ppo_run
+    first, second = steps(out)
+    assert first["training/rollout_log_prob_diff_max"] < 1e-4
+    assert second["training/rollout_log_prob_diff_max"] < 1e-4
+    # the update was large, so the second step's agreement is no accident of unchanged weights
+    assert second["actor/ref_kl"] != 0.0 and first["actor/ref_kl"] == 0.0
+
+
+def test_trajectories_are_kept_as_they_were_trained_on(ppo_run):
+    out, _ = ppo_run
+    for number in (1, 2):
+        batch = read_trajectories(out / "rollouts" / f"step-{number:06d}.parquet")
+        assert batch.num_rows == 8 and set(batch["weight_version"].to_pylist()) == {number}
+        for name in (
+            "old_log_probs",
+            "ref_log_probs",
+            "values",
+            "advantages",
+            "returns",
+            "token_level_rewards",
+        ):
+            flat, _ = ragged(batch, name)
+            assert torch.isfinite(torch.tensor(flat)).all(), name
+
+
+def test_everything_is_logged_and_said(ppo_run):
+    out, printed = ppo_run
+    step = steps(out)[1]
+    for name in (
+        "critic/score/mean", "actor/ref_kl", "actor/entropy", "actor/pg_clipfrac", "critic/vf_loss",
+        "actor/grad_norm", "critic/grad_norm", "response_length/mean", "perf/tokens_per_s",
+        "timing_s/sync", "timing_s/generate", "timing_s/update", "sync/bytes_total", "val/score/mean",
+    ):  # fmt: skip
+        assert name in step, name
+    assert list((out / "tensorboard").iterdir())
+    plan = json.loads((out / "batch_plan.json").read_text())
+    assert (plan["trajectories_per_step"], plan["actor"]["tp"], plan["critic"]["dp"]) == (8, 2, 2)
+    assert "kl_coef: 0.001" in (out / "config.yaml").read_text()
+    assert "tp2 x pp2" in printed and "step 2/2" in printed and str(out) in printed
+
+
+def test_bytes_are_those_of_the_weights(ppo_run, task):
+    out, _ = ppo_run
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    every = sum(p.numel() for p in model.parameters())
+    for step in steps(out):
+        # float32; two engine ranks share everything but the norms, which both receive
+        assert step["sync/bytes_total"] == 4 * (every + norms)
+        links = ("local", "intra_node", "inter_node")
+        assert sum(step[f"sync/bytes_{link}"] for link in links) == step["sync/bytes_total"]
+        assert step["sync/bytes_inter_node"] == 0 < step["sync/bytes_local"]
+
+
+def test_the_export_answers_as_the_engine_does(ppo_run, task, tmp_path):
+    out, _ = ppo_run
+    model = AutoModelForCausalLM.from_pretrained(out / "hf")
+    before = AutoModelForCausalLM.from_pretrained(task / "model").state_dict()
+    moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert len(moved) == len(before)
+    succeed(
+        "eval", "recipes/quickstart_eval.yaml", f"model.path={out}/hf",
+        f"data.val_files={task}/data/test.parquet", f"trainer.default_local_dir={tmp_path}",
+    )  # fmt: skip
+    assert "16 of 16" in succeed("verify", out / "hf", tmp_path / "trajectories.parquet")
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["score/mean"] == steps(out)[1]["val/score/mean"] and scores["num_problems"] == 16
+
+
+def test_grpo_with_a_reference_of_its_own(task, tmp_path):
+    """No critic, four samples a prompt, KL as a loss; the reference in another layout than the actor."""
+    succeed(
+        "train", *PPO, *on(task, tmp_path), "critic=null", "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
+        "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.num_engines=1", "trainer.total_training_steps=1",
+    )  # fmt: skip
+    (step,) = steps(tmp_path)
+    assert "actor/kl_loss" in step and not any(name.startswith("critic/vf") for name in step)
+    batch = read_trajectories(tmp_path / "rollouts" / "step-000001.parquet")
+    assert batch.num_rows == 32 and len(set(batch["prompt_uid"].to_pylist())) == 8
+    old, ref = (torch.tensor(ragged(batch, name)[0]) for name in ("old_log_probs", "ref_log_probs"))
+    torch.testing.assert_close(old, ref, atol=1e-5, rtol=0)  # the same weights in two layouts
+
+
+def test_sft_follows_transformers(task, tmp_path):
+    """Three steps on TP2 x PP2 give the losses of a plain loop over the Hugging Face model."""
+    succeed(
+        "sft", "recipes/quickstart_sft.yaml", f"data.train_files={task}/data/sft.parquet",
+        f"data.val_files={task}/data/sft.parquet", f"model.path={task}/model", "data.train_batch_size=16",
+        "trainer.total_training_steps=3", "trainer.test_freq=3", f"trainer.default_local_dir={tmp_path}",
+        "optim.lr_warmup_steps=0", "optim.lr=1e-3", "optim.weight_decay=0",
+    )  # fmt: skip
+    dataset = SftDataset(
+        str(task / "data/sft.parquet"), load_tokenizer(str(task / "model")), max_length=64,
+        response_key="extra_info.answer",
+    )  # fmt: skip
+    expected = plain_losses(task / "model", SftLoader(dataset, 16, True, 1))
+    found = [step["train/loss"] for step in read_metrics(tmp_path)]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert 0 < steps(tmp_path)[2]["val/loss"] < found[0]
+
+
+def plain_losses(path, loader):
+    model = AutoModelForCausalLM.from_pretrained(path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for _, batch in zip(range(3), loader, strict=False):
+        optimizer.zero_grad()
+        total, count = 0.0, 0
+        for ids, mask in zip(batch["input_ids"].to_pylist(), batch["loss_mask"].to_pylist(), strict=True):
+            log_probs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            chosen = log_probs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            total, count = total - chosen[torch.tensor(mask[1:])].sum(), count + sum(mask[1:])
+        loss = total / count
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.skipif(
+    not SHARED_DATA.is_dir(), reason="GSM8K and stories260k lie in ../shared/data, which is not here"
+)
+def test_gsm8k_from_real_pretrained_weights(tmp_path):
+    """Real problems, a real model: its reward is 0, but everything flows and the log-probs agree."""
+    from megarl.data.gsm8k import convert_gsm8k
+
+    convert_gsm8k(str(SHARED_DATA / "gsm8k"), tmp_path / "data")
+    succeed(
+        "train", "recipes/gsm8k_cpu_smoke.yaml", f"data.train_files={tmp_path}/data/train.parquet",
+        f"data.val_files={tmp_path}/data/test.parquet", f"trainer.default_local_dir={tmp_path}/run",
+        f"actor_rollout_ref.model.path={SHARED_DATA}/stories260k",
+    )  # fmt: skip
+    found = steps(tmp_path / "run")
+    assert [step["step"] for step in found] == [1, 2, 3]
+    assert all(step["training/rollout_log_prob_diff_max"] < 1e-4 for step in found)
+    # a trained model: far less surprised than one of random weights over 512 tokens (6.2 nats)
+    assert all(step["actor/entropy"] < 4.0 for step in found)

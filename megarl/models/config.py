@@ -86,7 +86,15 @@ def dense_facts(hf: dict[str, Any], path: str) -> dict[str, Any]:
     Raises:
         ValueError: a needed field is missing.
     """
-    needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings"]
+    needed = [
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    ]
     missing = [key for key in needed if hf.get(key) is None]
     if missing:
         raise ValueError(f"{path}/config.json lacks {', '.join(missing)}")

@@ -89,10 +89,11 @@ class ActorWorker(ModelWorker):
             steps.append({**result.stats, "grad_norm": result.grad_norm, "lr": result.lr})
         return steps
 
-    def pack_weights(self, bucket: int) -> list[Packet]:
-        """What this rank sends of a bucket, by engine rank."""
+    def pack_weights(self, bucket: int) -> tuple[int, list[Packet]]:
+        """What this rank sends of a bucket: how many bytes, and a packet for each engine rank."""
         assert self.sync is not None
-        return self.sync.pack(bucket, self.info.rank, local_parameters(self.chunks))
+        packets = self.sync.pack(bucket, self.info.rank, local_parameters(self.chunks))
+        return sum(packet.data.nbytes for packet in packets), packets
 
 
 def pack_weighted(

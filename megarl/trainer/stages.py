@@ -40,11 +40,17 @@ def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
     Returns: bytes by link and the time that each part took, as metrics.
     """
     engines, actor, plan = roles.engines, roles.actor.group, roles.sync
-    run.wait(engines.call("begin_update", version))
+    with run.timed("sync_begin"):
+        run.wait(engines.call("begin_update", version))
     for bucket in range(len(plan.buckets)):
-        packets = actor.call("pack_weights", bucket)
-        run.wait(engines.call("receive_bucket", version, bucket, *packets))
-    reports = run.wait(engines.call("finish_update"))
+        # The packets themselves stay in the object store: the controller's node may be another one.
+        packed, packets = zip(*actor.call("pack_weights", bucket, num_returns=2), strict=True)
+        with run.timed("sync_pack"):
+            run.wait(packed)
+        with run.timed("sync_receive"):
+            run.wait(engines.call("receive_bucket", version, bucket, *packets))
+    with run.timed("sync_finish"):
+        reports = run.wait(engines.call("finish_update"))
     account = {name: value * len(reports) for name, value in plan.account().items() if "max" not in name}
     return {
         **{f"sync/{name}": float(value) for name, value in account.items()},

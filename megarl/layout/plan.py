@@ -55,9 +55,6 @@ class Plan:
     target: Layout
     copies: tuple[Copy, ...]
 
-    def sent_by(self, source_rank: int, target_rank: int) -> list[Copy]:
-        return [c for c in self.copies if c.source_rank == source_rank and c.target_rank == target_rank]
-
     def buckets(self, bytes_of: Callable[[Copy], int], bucket_bytes: int) -> list[tuple[Copy, ...]]:
         """The copies in order, cut so that no target rank receives over `bucket_bytes` in one bucket.
 

@@ -13,7 +13,7 @@ Promises:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -81,14 +81,6 @@ class PackedBatch:
             max_seqlen_kv=self.max_seqlen,
             pad_between_seqs=False,
         )
-
-    def silenced(self) -> "PackedBatch":
-        """The same tokens with nothing that counts: mask and fields all zero.
-
-        For ranks that must run as many micro-batches as others and have no data left.
-        """
-        fields = {name: torch.zeros_like(values) for name, values in self.fields.items()}
-        return replace(self, mask=torch.zeros_like(self.mask), live=self.live[:0], fields=fields)
 
 
 def pack_trajectories(

@@ -16,5 +16,5 @@ def export_hf(run: Run, group: WorkerGroup, model: ModelPathConfig) -> str:
     path = str(run.folder / FOLDER)
     with run.status(f"exporting the model to {path}"):
         write_hf_checkpoint(path, model.path, plan, lambda shard: run.wait(group.call("pack_export", shard)))
-    run.console.print(f"exported: {path}", highlight=False)
+    run.say(f"exported: {path}")
     return path

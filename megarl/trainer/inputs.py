@@ -17,7 +17,10 @@ from megarl.rewards.registry import RewardFunction, reward_functions
 
 @dataclass(frozen=True)
 class TrainInputs:
-    """`num_steps` counts rollout steps of the run; `reward` is None where data sources have their rules."""
+    """`num_steps` counts rollout steps of the run; `reward` is None where data sources have their rules.
+
+    `num_filtered` prompts, of training and validation, were left out as too long.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     model: ModelConfig
@@ -25,6 +28,7 @@ class TrainInputs:
     validation: pa.Table | None
     reward: RewardFunction | None
     num_steps: int
+    num_filtered: int
 
 
 def load_train_inputs(config: TrainConfig) -> TrainInputs:
@@ -52,10 +56,19 @@ def load_train_inputs(config: TrainConfig) -> TrainInputs:
         reward_functions(read.table["data_source"].to_pylist(), reward)
         return read
 
-    loader = PromptLoader(dataset(data.train_files), data.train_batch_size, data.shuffle, data.seed)
+    training = dataset(data.train_files)
+    loader = PromptLoader(training, data.train_batch_size, data.shuffle, data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    validation = dataset(data.val_files).table if data.val_files is not None else None
-    return TrainInputs(tokenizer, model, loader, validation, reward, num_steps)
+    validation = dataset(data.val_files) if data.val_files is not None else None
+    return TrainInputs(
+        tokenizer=tokenizer,
+        model=model,
+        loader=loader,
+        validation=None if validation is None else validation.table,
+        reward=reward,
+        num_steps=num_steps,
+        num_filtered=training.num_filtered + (0 if validation is None else validation.num_filtered),
+    )
 
 
 def load_reward(config: CustomRewardConfig) -> RewardFunction | None:

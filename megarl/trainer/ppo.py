@@ -21,6 +21,8 @@ def train(config: TrainConfig) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     inputs = load_train_inputs(config)
     with open_run(config, total_steps=inputs.num_steps) as run:
+        if inputs.num_filtered:
+            run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
         roles = start_roles(config, run, inputs.model, inputs.num_steps)
         train_steps(config, run, roles, inputs)
         return export_hf(run, roles.actor.group, config.actor_rollout_ref.model)

@@ -47,13 +47,17 @@ class Run:
         """Where every process has a log of its own."""
         return self.folder / "logs"
 
+    def say(self, text: str) -> None:
+        """Print a line, as it is."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     @contextmanager
     def status(self, what: str) -> Iterator[None]:
         """Say what takes a while, and afterwards how long it took."""
-        self.console.print(f"{what} ...", highlight=False)
+        self.say(f"{what} ...")
         begun = time.perf_counter()
         yield
-        self.console.print(f"  {time.perf_counter() - begun:.1f} s", highlight=False)
+        self.say(f"  {time.perf_counter() - begun:.1f} s")
 
     def start(self, group: WorkerGroup) -> WorkerGroup:
         """Watch over a group from now on, and end it with the run."""
@@ -117,10 +121,9 @@ def open_run(config: TrainConfig | SFTConfig, total_steps: int) -> Iterator[Run]
 @contextmanager
 def open_engine_run(address: str | None, num_devices: int, folder: Path) -> Iterator[Run]:
     """A run's folder and cluster (the one at `address`, or one of its own); ends every process it started."""
-    console = Console()
-    console.print(f"run folder: {folder}", highlight=False)
+    run = Run(folder, Console())
+    run.say(f"run folder: {folder}")
     cluster = start_cluster(address, num_devices, folder)
-    run = Run(folder, console)
     try:
         yield run
     finally:

@@ -24,9 +24,12 @@ WORKER = "megarl.trainer.sft_worker:SFTWorker"
 def train(config: SFTConfig) -> str:
     """Fine-tune the model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     check_models(config, read_model_config(config.model.path))
-    loader, validation = load_examples(config)
+    training, validation = load_examples(config)
+    loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     with open_run(config, num_steps) as run:
+        if training.num_truncated:
+            run.say(f"cut {training.num_truncated} examples to data.max_length")
         group, layout = start_group(config, run, num_steps)
         for step, batch in training_steps(loader, num_steps):
             with run.step(step) as metrics:
@@ -38,8 +41,8 @@ def train(config: SFTConfig) -> str:
         return export_hf(run, group, config.model)
 
 
-def load_examples(config: SFTConfig) -> tuple[SftLoader, pa.Table | None]:
-    """The training batches and the validation examples."""
+def load_examples(config: SFTConfig) -> tuple[SftDataset, pa.Table | None]:
+    """The training and the validation examples."""
     data, model = config.data, config.model
     tokenizer = load_tokenizer(model.tokenizer_path, model.trust_remote_code)
 
@@ -53,8 +56,7 @@ def load_examples(config: SFTConfig) -> tuple[SftLoader, pa.Table | None]:
             truncation=data.truncation,
         )
 
-    loader = SftLoader(dataset(data.train_files), data.train_batch_size, data.shuffle, data.seed)
-    return loader, dataset(data.val_files).table if data.val_files is not None else None
+    return dataset(data.train_files), dataset(data.val_files).table if data.val_files is not None else None
 
 
 def start_group(config: SFTConfig, run: Run, num_steps: int) -> tuple[WorkerGroup, ParallelLayout]:

@@ -115,5 +115,5 @@ def test_a_sloppy_teacher_is_one_too_high_as_often_as_asked_for_and_the_truth_st
         errors[split] = [answer - truth for answer, truth in zip(answers, truths, strict=True)]
     assert set(errors["sft"]) == {0, 1} and 0.65 < sum(errors["sft"]) / 1000 < 0.75
     assert set(errors["train"]) == set(errors["test"]) == {0}
-    with pytest.raises(ValueError, match="teacher_errors must be from 0 to 1, found 1.5"):
+    with pytest.raises(ValueError, match=r"from 0 to 1, found 1\.5"):
         arithmetic.write_arithmetic(tmp_path, 1, 1, 1, seed=3, teacher_errors=1.5)

@@ -1,5 +1,7 @@
 """The planner's guarantees, over random shardings."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from megarl.layout import Box, Layout, Piece, RankPlace, make_plan
 def row_layout(name, cuts, length, replicas=1, places=None, columns=3):
     """Tensor "w" [length, columns] cut at rows `cuts`; each shard on `replicas` ranks, shifted by rank."""
     bounds = [0, *sorted(cuts), length]
-    parts = [(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+    parts = [(a, b) for a, b in itertools.pairwise(bounds) if b > a]
 
     def pieces(rank):
         first, last = parts[rank % len(parts)]

@@ -153,15 +153,6 @@ def test_packing_reads_chunked_and_sliced_tables() -> None:
     assert batch.mask.tolist() == [False, True, False, True, False, False]
 
 
-def test_silenced_batch_counts_nothing() -> None:
-    row = {"prompt_ids": [1], "response_ids": [2], "response_mask": [True], "advantages": [3.0]}
-    batch = pack_trajectories(trajectory_table([row]), [0], ["advantages"])
-    silent = batch.silenced()
-    assert batch.mask.any() and batch.fields["advantages"].any()
-    assert not silent.mask.any() and not silent.fields["advantages"].any() and not silent.live.numel()
-    assert silent.input_ids.equal(batch.input_ids)
-
-
 def test_packed_seq_params_hold_aligned_bounds() -> None:
     row = {"prompt_ids": [1, 2], "response_ids": [3], "response_mask": [True]}
     params = pack_trajectories(trajectory_table([row] * 2), [0, 1], cp=2).packed_seq_params()

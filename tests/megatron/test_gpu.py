@@ -1,7 +1,6 @@
 """What only a GPU can show: the same code on CUDA and NCCL, with Transformer Engine where it is installed."""
 
 import multiprocessing
-import tempfile
 
 import pytest
 import torch
@@ -50,12 +49,11 @@ def test_log_probs_on_a_gpu_are_those_of_transformers(tmp_path):
     )
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    with tempfile.NamedTemporaryFile() as rendezvous:
-        arguments = (str(tmp_path / "model"), rendezvous.name, table, results)
-        process = context.Process(target=_log_probs, args=arguments)
-        process.start()
-        found = results.get(timeout=120)
-        process.join(30)
+    arguments = (str(tmp_path / "model"), str(tmp_path / "rendezvous"), table, results)
+    process = context.Process(target=_log_probs, args=arguments)
+    process.start()
+    found = results.get(timeout=120)
+    process.join(30)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     for (prompt, response), log_probs in zip(sequences, found, strict=True):
         with torch.no_grad():

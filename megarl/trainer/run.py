@@ -111,6 +111,7 @@ def open_run(config: TrainConfig | SFTConfig, total_steps: int) -> Iterator[Run]
     save_config(config, folder / "config.yaml")
     save_batch_plan(plan, folder)
     with open_engine_run(trainer.ray_address, plan.devices, folder) as run:
+        run.say((folder / "config.yaml").read_text())
         print_plan(run.console, plan, total_steps)
         if isinstance(config, TrainConfig):
             run.trajectory_folder = Path(trainer.rollout_data_dir)

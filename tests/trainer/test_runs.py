@@ -102,23 +102,29 @@ def test_the_export_answers_as_the_engine_does(ppo_run, task, tmp_path):
     assert scores["score/mean"] == steps(out)[1]["val/score/mean"] and scores["num_problems"] == 16
 
 
-def test_grpo_with_a_reference_of_its_own(task, tmp_path):
-    """No critic, four samples a prompt, KL as a loss; the reference in another layout than the actor."""
+def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
+    """No critic, four samples a prompt, KL as a loss; the reference in another layout and pool than the actor."""
     succeed(
         "train", *PPO, *on(task, tmp_path), "critic=null", "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
-        "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=2",
-        "actor_rollout_ref.rollout.num_engines=1", "trainer.total_training_steps=1",
+        "actor_rollout_ref.actor.resource_pool=main", "resource_pools.main.n_gpus_per_node=2",
+        "actor_rollout_ref.ref.resource_pool=other", "resource_pools.other.n_gpus_per_node=1",
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=3",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.rollout.num_engines=2",
+        "trainer.total_training_steps=1",
     )  # fmt: skip
     (step,) = steps(tmp_path)
     assert "actor/kl_loss" in step and not any(name.startswith("critic/vf") for name in step)
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "actor-rank0.log", "actor-rank1.log", "ref-rank0.log", "rollout-rank0.log", "rollout-rank1.log"
+    }  # fmt: skip
     batch = read_trajectories(tmp_path / "rollouts" / "step-000001.parquet")
     assert batch.num_rows == 32 and len(set(batch["prompt_uid"].to_pylist())) == 8
     old, ref = (torch.tensor(ragged(batch, name)[0]) for name in ("old_log_probs", "ref_log_probs"))
     torch.testing.assert_close(old, ref, atol=1e-5, rtol=0)  # the same weights in two layouts
+    assert step["training/rollout_log_prob_diff_max"] < 1e-4  # from both engines
 
 
 def test_sft_follows_transformers(task, tmp_path):

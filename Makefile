@@ -4,18 +4,28 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: demo test lint format install clean
 
 install: $(STAMP)
 
+# An interrupted installation goes on where it ended: pip keeps what it has installed and, in its cache, what it has
+# downloaded. A .venv with a working pip keeps its Python (`make clean` makes room for another), any other is made anew.
 $(STAMP): requirements/runtime.txt requirements/no_deps.txt requirements/dev.txt setup.py
-	$(PYTHON) -c 'import sys; sys.exit("megarl needs Python >= 3.11, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt -r requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r requirements/no_deps.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	touch $@
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	    "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	        echo 'megarl needs Python >= 3.11. PYTHON=$(PYTHON) gives:' "$$("$(PYTHON)" --version 2>&1)" >&2; \
+	        echo 'Name another: make $(or $(MAKECMDGOALS),install) PYTHON=/path/to/python3.12' >&2; \
+	        exit 1; }; \
+	    "$(PYTHON)" -m venv --clear $(VENV); }
+	@echo '=== Installing into $(VENV) (once): about 2 GB where the package index has a CPU build of torch, else 6 GB; minutes'
+	$(PIP) -r requirements/runtime.txt -r requirements/dev.txt
+	@echo '=== Megatron-core and SGLang without the CUDA packages that they ask for, and megarl itself'
+	$(PIP) --quiet --no-deps --ignore-requires-python -r requirements/no_deps.txt
+	$(PIP) --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+	@echo '=== Installed'
 
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py

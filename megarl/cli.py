@@ -25,13 +25,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RuntimeError, TimeoutError, ConnectionError, OSError) as error:
+    except OSError as error:
+        print(f"error: {_plain_words(error)}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _plain_words(error: OSError) -> str:
+    """Such as "/data/run/metrics.jsonl: No space left on device"."""
+    return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("recipe", help="YAML file")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's values")
+        command.add_argument(
+            "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
+        )
         command.set_defaults(run=run)
     _add_make_task(commands)
     _add_verify(commands)

@@ -1,6 +1,9 @@
-"""Mistakes of the user's: one message, exit code 2, no traceback, and nothing started."""
+"""Mistakes that users make: one message without a traceback, exit code 2, soon, and before anything is started."""
 
-import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,118 +15,264 @@ from megarl.cli import main
 from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.models.tiny import make_tiny_model
 
-RECIPE = str(Path(__file__).resolve().parents[1] / "recipes" / "quickstart_ppo.yaml")
+ROOT = Path(__file__).resolve().parent.parent
+PPO = str(ROOT / "recipes/quickstart_ppo.yaml")
+ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/ (4 heads, 2 key/value heads, 2 layers) and data/{sft,train,test}.parquet."""
     folder = tmp_path_factory.mktemp("task")
-    write_arithmetic(folder / "data", 8, 160, 8, seed=3)
+    write_arithmetic(folder / "data", 64, 128, 8, seed=3)
     make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=32, ffn_hidden_size=64, num_layers=2)
     return folder
 
 
-@pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistake must be found before anything is started."""
+@pytest.fixture
+def refuse(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """refuse(command, overrides...): what a command writes to stderr as it ends with exit code 2."""
 
-    def refuse(*arguments: object, **options: object) -> None:
-        raise AssertionError("a cluster was started")
+    def started(*args: object, **kwargs: object) -> None:
+        raise AssertionError("Ray was started")
 
-    monkeypatch.setattr("megarl.trainer.run.start_cluster", refuse)
+    monkeypatch.setattr("ray.init", started)
+
+    def refuse(command: str, *overrides: str) -> str:
+        recipe, *paths = {
+            "train": [PPO, "data.train_files={}/data/train.parquet", "data.val_files={}/data/test.parquet",
+                      "actor_rollout_ref.model.path={}/model"],
+            "sft": [str(ROOT / "recipes/quickstart_sft.yaml"), "data.train_files={}/data/sft.parquet",
+                    "model.path={}/model"],
+            "eval": [str(ROOT / "recipes/quickstart_eval.yaml"), "data.val_files={}/data/test.parquet",
+                     "model.path={}/model"],
+        }[command]  # fmt: skip
+        out = tmp_path / "out"
+        arguments = [path.format(task) for path in paths] + [f"trainer.default_local_dir={out}", *overrides]
+        assert main([command, recipe, *arguments]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and "Traceback" not in message
+        assert not out.exists()
+        return message
+
+    return refuse
 
 
-def refused(capsys: pytest.CaptureFixture, *arguments: object) -> str:
-    """What a command that must be refused says."""
-    assert main([str(argument) for argument in arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and "Traceback" not in said
-    return said
+def megarl(*arguments: str) -> subprocess.CompletedProcess:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "megarl.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def train(task: Path, *overrides: str) -> list[str]:
-    return [
-        "train",
-        RECIPE,
-        f"data.train_files={task}/data/train.parquet",
-        f"data.val_files={task}/data/test.parquet",
-        f"actor_rollout_ref.model.path={task}/model",
-        f"trainer.default_local_dir={task}/run",
-        *overrides,
-    ]
+def test_a_mistyped_key_is_answered_at_once() -> None:
+    begin = time.monotonic()
+    result = megarl("train", PPO, "trainer.total_epoch=2")
+    assert time.monotonic() - begin < 10  # 0.2 s on an idle machine
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "unknown key trainer.total_epoch; did you mean trainer.total_epochs?" in result.stderr
+    assert result.stderr.startswith(f"error: configuration {PPO}: 1 problem\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["train", PPO, "--fast"]])
+def test_a_command_that_is_none_gets_the_usage(arguments) -> None:
+    result = megarl(*arguments)
+    assert result.returncode == 2 and result.stderr.startswith("usage: megarl ")
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_command_gets_the_known_ones() -> None:
+    assert "invalid choice: 'trian' (choose from " in megarl("trian").stderr
+
+
+def test_only_what_is_missing_is_said_to_be_missing() -> None:
+    assert megarl("train").stderr.endswith("the following arguments are required: recipe\n")
+
+
+def test_version() -> None:
+    result = megarl("--version")
+    assert (result.returncode, result.stdout) == (0, f"megarl {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "configuration file {} does not exist"),
+        (b"data: [", "{} line 1: not valid YAML"),
+        (b"\x80\x81", "configuration file {} is no UTF-8 text"),
+        (b"- 1\n- 2\n", "configuration file {} must hold a mapping of keys"),
+    ],
+)
+def test_a_recipe_that_is_none(tmp_path, capsys, content, words) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    if content is not None:
+        recipe.write_bytes(content)
+    assert main(["train", str(recipe)]) == 2
+    assert words.format(recipe) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("actor_rollout_ref.actor.clip_ration=0.2", ("clip_ration", "actor_rollout_ref.actor.clip_ratio")),
+        (f"{ACTOR}.clip_ration=0.2", (f"{ACTOR}.clip_ration", f"did you mean {ACTOR}.clip_ratio or")),
         ("algorithm.kl_coef=0.1", ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef")),
-        ("data.train_batch_size=many", ("data.train_batch_size", "many", "an integer")),
-        ("actor_rollout_ref.rollout.name=vllm", ("vllm", "sglang")),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=48", ("ppo_mini_batch_size", "48", "128")),
-        ("data.train_files=nowhere.parquet", ("data.train_files", "nowhere.parquet")),
-        ("actor_rollout_ref.model.path=nowhere", ("actor_rollout_ref.model.path", "nowhere")),
-        ("algorithm.adv_estimator=gea", ("gea", "gae")),
-        ("trainer.n_gpus_per_node=3", ("needs 4 devices", "3 devices of resource pool", "critic.megatron")),
-        ("custom_reward_function.path=nowhere.py", ("custom_reward_function.path", "nowhere.py")),
+        ("trainer.n_gpus_per_node=four", ('trainer.n_gpus_per_node: expected an integer, found "four"',)),
+        ("algorithm.adv_estimator=gea", ("algorithm.adv_estimator='gea'", "did you mean gae?")),
+        ("actor_rollout_ref.rollout.name=vllm", ("rollout.name='vllm' is unknown; megarl has sglang",)),
+        (
+            f"{ACTOR}.ppo_mini_batch_size=48",
+            (f"{ACTOR}.ppo_mini_batch_size=48 does not divide data.train_batch_size=128",),
+        ),
+        ("trainer.n_gpus_per_node=3", (f"{ACTOR}.megatron", "needs 4 devices", "3 devices of resource pool")),
+        ("custom_reward_function.path=no/such.py", ("custom_reward_function.path: the file no/such.py does not exist",)),
     ],
-)
-def test_a_wrong_key_or_value_is_named_with_what_would_be_right(task, capsys, override, words):
-    said = refused(capsys, *train(task, override))
-    for word in words:
-        assert word in said, said
+)  # fmt: skip
+def test_a_wrong_key_or_value_is_named_with_what_would_be_right(refuse, override, words) -> None:
+    message = refuse("train", override)
+    assert [word for word in words if word not in message] == [], message
 
 
-def test_all_mistakes_are_said_at_once(task, capsys):
-    said = refused(capsys, *train(task, "data.trian_files=x", "trainer.test_frequency=2"))
-    assert "trian_files" in said and "trainer.test_freq" in said
+def test_all_problems_come_at_once(refuse) -> None:
+    message = refuse(
+        "train", "trainer.total_epoch=2", "trainer.n_gpus_per_node=four", f"{ACTOR}.ppo_epochs=1.5"
+    )
+    assert "3 problems" in message
+    for key in ("trainer.total_epochs", "trainer.n_gpus_per_node", f"{ACTOR}.ppo_epochs"):
+        assert key in message
 
 
-def test_a_model_that_does_not_divide_names_key_and_possible_sizes(task, capsys):
-    said = refused(
-        capsys, *train(task, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
-                       "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1"),
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_missing_files(refuse, command) -> None:
+    key = {"train": "actor_rollout_ref.model.path", "sft": "model.path", "eval": "model.path"}[command]
+    files = "data.val_files" if command == "eval" else "data.train_files"
+    message = refuse(command, f"{files}=no/such.parquet", f"{key}=no/such/model")
+    assert f"{files}: the file no/such.parquet does not exist (working directory " in message
+    assert f"{key}: no/such/model is no folder" in message
+
+
+def test_a_model_that_tensor_parallelism_does_not_divide(refuse) -> None:
+    message = refuse(
+        "train", f"{ACTOR}.megatron.tensor_model_parallel_size=4",
+        f"{ACTOR}.megatron.pipeline_model_parallel_size=1",
     )  # fmt: skip
-    assert "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4" in said
-    assert "num_query_groups=2" in said and "possible: 1,2" in said
+    assert (
+        f"{ACTOR}.megatron.tensor_model_parallel_size=4 does not divide num_query_groups=2; possible: 1,2"
+    ) in message
+    message = refuse(
+        "sft", "megatron.tensor_model_parallel_size=4", "megatron.pipeline_model_parallel_size=1"
+    )
+    assert "megatron.tensor_model_parallel_size=4 does not divide num_query_groups=2" in message
+    message = refuse("eval", "rollout.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=3")
+    assert "rollout.tensor_model_parallel_size=3 does not divide num_attention_heads=4" in message
 
 
-def test_a_recipe_that_is_not_there_or_no_yaml(tmp_path, capsys):
-    assert "nowhere.yaml" in refused(capsys, "train", tmp_path / "nowhere.yaml")
-    (tmp_path / "bad.yaml").write_text("data: [")
-    assert "bad.yaml" in refused(capsys, "train", tmp_path / "bad.yaml")
+def test_more_devices_than_the_model_has_layers(refuse) -> None:
+    message = refuse("train", f"{ACTOR}.megatron.pipeline_model_parallel_size=4", "trainer.n_gpus_per_node=8")
+    assert f"{ACTOR}.megatron.pipeline_model_parallel_size=4 does not divide num_layers=2" in message
 
 
-def test_a_row_without_a_prompt_is_named_by_file_and_row(task, tmp_path, capsys):
-    rows = pq.read_table(task / "data" / "train.parquet").to_pylist()
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_data_without_prompts(refuse, task, tmp_path, command) -> None:
+    table = pq.read_table(task / "data/train.parquet").drop_columns(["prompt"])
+    pq.write_table(table, tmp_path / "bare.parquet")
+    files = "data.val_files" if command == "eval" else "data.train_files"
+    message = refuse(command, f"{files}={tmp_path}/bare.parquet")
+    assert f"{tmp_path}/bare.parquet row 0: no 'prompt': the row holds ['data_source', " in message
+
+
+def test_a_row_without_a_prompt(refuse, task, tmp_path) -> None:
+    rows = pq.read_table(task / "data/train.parquet").to_pylist()
     rows[5]["prompt"] = None
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "broken.parquet")
-    said = refused(capsys, *train(task, f"data.train_files={tmp_path}/broken.parquet"))
-    assert "broken.parquet" in said and "row 5" in said and "prompt" in said
+    message = refuse("train", f"data.train_files={tmp_path}/broken.parquet")
+    assert f"{tmp_path}/broken.parquet row 5: 'prompt' must be a non-empty list" in message
 
 
-def test_a_model_of_a_family_that_is_not_supported(task, tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    said = refused(capsys, *train(task, f"actor_rollout_ref.model.path={tmp_path}/model"))
-    assert "gpt2" in said and "llama, qwen2" in said
+def test_examples_without_answers(refuse, task) -> None:
+    message = refuse("sft", "data.response_key=extra_info.solution")
+    assert f"{task}/data/sft.parquet row 0: no 'extra_info.solution'" in message
 
 
-def test_fewer_prompts_than_a_batch(task, capsys):
-    said = refused(
-        capsys,
-        *train(task, "data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=64"),
-    )
-    assert "160 rows" in said and "256" in said
+def test_a_file_that_is_no_parquet(refuse, tmp_path) -> None:
+    (tmp_path / "text.parquet").write_text("not Parquet")
+    message = refuse("train", f"data.train_files={tmp_path}/text.parquet")
+    assert f"data file {tmp_path}/text.parquet is no valid Parquet file" in message
 
 
-def test_no_command_and_unknown_ones(capsys):
-    for arguments in ([], ["tarin"]):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 2
-    assert "train" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert __version__ in capsys.readouterr().out
+def test_fewer_prompts_than_a_batch(refuse) -> None:
+    message = refuse("train", "data.train_batch_size=256")
+    assert "the dataset has 128 rows, too few for one batch of 256: lower data.train_batch_size" in message
+
+
+def test_a_data_source_without_a_reward(refuse, task, tmp_path) -> None:
+    table = pq.read_table(task / "data/train.parquet").drop_columns(["data_source"])
+    table = table.append_column("data_source", pa.array(["mine"] * table.num_rows))
+    pq.write_table(table, tmp_path / "mine.parquet")
+    message = refuse("train", f"data.train_files={tmp_path}/mine.parquet")
+    assert "no reward rule for data_source 'mine'" in message and "custom_reward_function.path" in message
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_a_model_without_a_tokenizer(refuse, task, tmp_path, command) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((task / "model" / name).read_bytes())
+    key = "actor_rollout_ref.model.path" if command == "train" else "model.path"
+    assert f"folder {tmp_path} holds no tokenizer" in refuse(command, f"{key}={tmp_path}")
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_a_model_without_weights_or_a_part_of_them(refuse, task, tmp_path, command) -> None:
+    for file in (task / "model").iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    key = "actor_rollout_ref.model.path" if command == "train" else "model.path"
+    assert f"model folder '{tmp_path}' holds no model.safetensors" in refuse(command, f"{key}={tmp_path}")
+    weights = (task / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:-100])
+    message = refuse(command, f"{key}={tmp_path}")
+    assert f"{tmp_path}/model.safetensors is no complete safetensors file" in message
+
+
+def test_weights_of_another_model(refuse, task, tmp_path) -> None:
+    for file in (task / "model").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 4'))
+    message = refuse("train", f"critic.model.path={tmp_path}")
+    assert f"checkpoint {tmp_path} does not fit its config: model.layers.2" in message
+
+
+def test_a_model_family_that_megarl_does_not_have(refuse, task, tmp_path) -> None:
+    text = (task / "model" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"qwen2"', '"mamba"'))
+    message = refuse("train", f"actor_rollout_ref.model.path={tmp_path}")
+    assert "model_type 'mamba' is not supported; supported: llama, qwen2" in message
+
+
+def test_a_reward_file_that_cannot_be_imported(refuse, tmp_path) -> None:
+    (tmp_path / "reward.py").write_text("import no_such_package\n")
+    message = refuse("train", f"custom_reward_function.path={tmp_path}/reward.py")
+    assert "importing it failed with ModuleNotFoundError: No module named 'no_such_package'" in message
+
+
+def test_verify_asks_nobody_for_a_folder_that_is_not_there(task, capsys) -> None:
+    assert main(["verify", "no/such/model", "no/such.parquet"]) == 2
+    assert "model path 'no/such/model' is not a folder" in capsys.readouterr().err
+    assert main(["verify", str(task / "model"), "no/such.parquet"]) == 2
+    assert "trajectory file no/such.parquet does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--hidden-size=7", "--num-layers=0", "--max-operand=0", "--teacher-errors=2"]
+)
+def test_a_task_that_cannot_be_made(tmp_path, capsys, option) -> None:
+    assert main(["make-task", str(tmp_path / "task"), option]) == 2
+    name = option.removeprefix("--").partition("=")[0].replace("-", "_")
+    assert f"error: {name}" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named(capsys) -> None:
+    """Not the user's text but the machine is at fault: exit code 1."""
+    assert main(["make-task", "/proc/task"]) == 1
+    assert "/proc/task" in capsys.readouterr().err

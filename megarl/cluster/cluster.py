@@ -18,11 +18,11 @@ import psutil
 import ray
 from ray._private import ray_constants
 
-from megarl.cluster.guard import KEEP_ENVIRON, kill_marked
+from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked
 from megarl.cluster.hosts import start_guard
 
 _MIB = 2**20
-_MARK_NAME = "MEGARL_CLUSTER"
+_MARK_NAME = f"{MARK_PREFIX}CLUSTER"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def start_cluster(
     mark = f"{_MARK_NAME}={token}"
     variables = {_MARK_NAME: token, "RAY_USAGE_STATS_ENABLED": "0"} | KEEP_ENVIRON
     with _loopback_only(), _environment(variables):
-        start_guard(mark, parent=0, directory=temp_dir)
+        start_guard(mark, parent=0, directories=[temp_dir])
         context = ray.init(
             address="local",  # also where RAY_ADDRESS is set
             num_cpus=num_devices,

@@ -41,7 +41,7 @@ _DEAD = 4  # ActorTableData.ActorState.DEAD
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One rank as the controller sees it; `pid` is 0 and `mark` empty until the process has reported."""
+    """One rank as the controller sees it; `pid` is 0, `mark` and `scratch` empty until the process has reported."""
 
     actor: ActorHandle
     role: str
@@ -51,6 +51,7 @@ class RankProcess:
     log_path: str
     pid: int = 0
     mark: str = ""
+    scratch: str = ""
 
     @property
     def name(self) -> str:

@@ -4,9 +4,10 @@ Guarantees:
 
 - rank r runs on device r * `devices_per_rank` of the pool, whatever order Ray starts the processes in;
 - every rank gets the same rendezvous address, a port that rank 0 reserved on its own machine;
-- `shutdown` returns when the processes, and on this machine all their descendants, are gone.
+- `shutdown` returns when the processes, and on this machine all their descendants and scratch folders, are gone.
 """
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,13 +17,14 @@ from typing import Any
 import ray
 
 from megarl.cluster.failure import RankProcess, is_dead, wait
-from megarl.cluster.guard import kill_marked
+from megarl.cluster.guard import kill_marked, parent_of
 from megarl.cluster.pool import ResourcePool
 from megarl.cluster.worker import ProcessFacts, RankInfo, Worker
 
 # The share of a device that each group takes in Ray's books: up to eight groups on a device. Memory and time
 # are shared by agreement between the roles, not by this number.
 DEVICE_SHARE = 0.125
+_EXIT_SECONDS = 1.0
 
 
 class WorkerGroup:
@@ -128,19 +130,25 @@ class WorkerGroup:
         return self._invoke(method, per_rank_args, {}, num_returns)
 
     def shutdown(self, timeout: float = 10.0) -> None:
-        """Kills all processes with all that they started; may be called again, or after the group has failed.
+        """Ends all processes with all that they started; may be called again, or after the group has failed.
 
-        On other machines the descendants are killed by the guards, within a second or so.
+        On other machines the guards end the descendants and remove the scratch folders, within a second or so.
         """
         for process in self.processes:
             ray.kill(process.actor)
         deadline = time.monotonic() + timeout
         while not all(is_dead(process) for process in self.processes) and time.monotonic() < deadline:
             time.sleep(0.02)
-        here = ray.get_runtime_context().get_node_id()
-        for process in self.processes:
-            if process.pid and process.node_id == here:
-                kill_marked(process.mark, process_group=process.pid)
+        node = ray.get_runtime_context().get_node_id()
+        here = [process for process in self.processes if process.pid and process.node_id == node]
+        # Ray has told them to end, and they tell Ray that they do. To kill one before that would be a crash in
+        # Ray's eyes, and it would say so on the user's screen at the end of a good run.
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while any(parent_of(process.pid) is not None for process in here) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process in here:
+            kill_marked(process.mark, process_group=process.pid)
+            shutil.rmtree(process.scratch, ignore_errors=True)
 
     def _invoke(
         self, method: str, per_rank_args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any], num_returns: int
@@ -161,7 +169,14 @@ class WorkerGroup:
             refs.append(process.actor.setup.remote(name, process.log_path, merged, process.rank == 0))
         facts: list[ProcessFacts] = wait(refs, [self], timeout)
         self.processes = [
-            replace(process, pid=fact.pid, host=fact.host, node_id=fact.node_id, mark=fact.mark)
+            replace(
+                process,
+                pid=fact.pid,
+                host=fact.host,
+                node_id=fact.node_id,
+                mark=fact.mark,
+                scratch=fact.scratch,
+            )
             for process, fact in zip(self.processes, facts, strict=True)
         ]
         return facts
@@ -178,6 +193,7 @@ class WorkerGroup:
                 role=self.role,
                 log_path=process.log_path,
                 device_ids=tuple(d.gpu_id for d in self._devices[rank] if d.gpu_id is not None),
+                scratch=facts[rank].scratch,
             )
             for rank, process in enumerate(self.processes)
         ]

@@ -2,7 +2,7 @@
 
 Run as a script (standard library only, 7 MiB, asleep until something ends):
 
-    python -S -I guard.py <pid> <parent pid or 0> <mark> <directory to remove or "">
+    python -S -I guard.py <pid> <parent pid or 0> <mark> <directories to remove...>
 
 Guarantees:
 
@@ -13,6 +13,9 @@ Guarantees:
 - If the parent of `pid` ends first (the raylet is gone), `pid` gets `GRACE_SECONDS` to end by itself and is
   then killed.
 - One line beginning with `ENDED` says on stdout how `pid` ended; the controller shows it to the user.
+- The directories are removed once nothing that could write into them is left.
+
+A guard carries no mark itself: it must outlive what others kill, or it would not get to the end of this list.
 
 Why not leave it to Ray (2.60): the raylet kills the process group of a worker that ended, but not children with
 a session of their own, and nobody does it once the raylet itself was killed; the raylet's own agents sometimes
@@ -29,6 +32,7 @@ import struct
 import sys
 import time
 
+MARK_PREFIX = "MEGARL_"  # of the names of all marks
 # Without it setproctitle, which Ray and SGLang call, writes titles over what /proc/<pid>/environ shows.
 KEEP_ENVIRON = {"SPT_NOENV": "1"}
 ENDED = "[guard] process ended: "
@@ -79,7 +83,7 @@ def kill_marked(mark: str, process_group: int | None = None, seconds: float = SW
     return killed
 
 
-def main(pid: int, parent: int, mark: str, directory: str) -> None:
+def main(pid: int, parent: int, mark: str, directories: list[str]) -> None:
     """Waits for the end of `pid`, then cleans up."""
     oom_kills = _oom_kills()
     try:
@@ -93,7 +97,7 @@ def main(pid: int, parent: int, mark: str, directory: str) -> None:
         cause += " (the kernel's out-of-memory killer was at work on this machine)"
     killed = kill_marked(mark, process_group=pid)
     print(f"{ENDED}{cause}" + (f"; killed what it left behind: {killed}" if killed else ""), flush=True)
-    if directory:
+    for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -150,4 +154,4 @@ def _environment(pid: str) -> bytes:
 if __name__ == "__main__":
     # A second fork: Ray kills the direct children of a worker that exits, and the guard must outlive it.
     if os.fork() == 0:
-        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

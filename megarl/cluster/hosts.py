@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,28 @@ _TAIL_BYTES = 64 * 1024
 _PORTS = range(20000, 32768)
 
 
-def start_guard(mark: str, parent: int, directory: str = "", output: int = subprocess.DEVNULL) -> None:
+def start_guard(
+    mark: str, parent: int, directories: Sequence[str] = (), output: int = subprocess.DEVNULL
+) -> None:
     """Starts a guard (see guard.py) over the calling process.
 
     `mark` is `NAME=value`, set in this process's environment by the caller; `parent` is the pid that must live
-    as long as this process, 0 for none; `directory` is removed at the end; `output` is a file descriptor.
+    as long as this process, 0 for none; `directories` are removed at the end, if they are there; `output` is a
+    file descriptor.
     """
-    command = [sys.executable, "-S", "-I", guard.__file__, str(os.getpid()), str(parent), mark, directory]
+    command = [sys.executable, "-S", "-I", guard.__file__, str(os.getpid()), str(parent), mark, *directories]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(guard.MARK_PREFIX)
+    }
     # Its own session: it must survive Ctrl-C in a terminal and the kill of this process's group.
     subprocess.run(
-        command, check=True, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        command,
+        check=True,
+        start_new_session=True,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
     )
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -22,10 +23,11 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.guard import KEEP_ENVIRON
+from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
 
-_MARK_NAME = "MEGARL_RANK"
+_MARK_NAME = f"{MARK_PREFIX}RANK"
+_SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class RankInfo:
     """What a rank knows of itself and its group; the first argument of every worker class.
 
     `device_ids` are the GPUs that CUDA_VISIBLE_DEVICES shows in this process, in order; empty without GPUs.
+    `scratch` is a folder of this rank alone, in memory where the machine has such a file system; it is removed
+    with all that is in it when the rank has ended, however that was.
     """
 
     rank: int
@@ -43,6 +47,7 @@ class RankInfo:
     role: str
     log_path: str
     device_ids: tuple[str, ...]
+    scratch: str
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class ProcessFacts:
 
     pid: int
     mark: str
+    scratch: str
     host: str
     node_id: str
     port: int | None
@@ -103,12 +109,16 @@ class Worker:
         token = secrets.token_hex(8)
         os.environ[_MARK_NAME] = token
         mark = f"{_MARK_NAME}={token}"
-        start_guard(mark, parent=os.getppid(), output=1)
+        parent = _SHARED_MEMORY if os.path.isdir(_SHARED_MEMORY) else tempfile.gettempdir()
+        scratch = f"{parent}/megarl-{token}"
+        start_guard(mark, parent=os.getppid(), directories=[scratch], output=1)
+        os.mkdir(scratch, mode=0o700)
         if needs_port:
             self._port_holder = reserve_port()
         return ProcessFacts(
             pid=os.getpid(),
             mark=mark,
+            scratch=scratch,
             host=ray.util.get_node_ip_address(),
             node_id=ray.get_runtime_context().get_node_id(),
             port=self._port_holder.getsockname()[1] if needs_port else None,

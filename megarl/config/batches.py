@@ -5,7 +5,6 @@ Everything here is for a configuration that `check_config` accepts; every divisi
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from megarl.config.schema import (
     SFTConfig,
     TrainConfig,
 )
+from megarl.files import whole_file
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,8 @@ def batch_table(plan: BatchPlan | SFTBatchPlan) -> list[tuple[str, ...]]:
 def save_batch_plan(plan: BatchPlan | SFTBatchPlan, folder: str | Path) -> Path:
     """Write `batch_plan.json` into a run folder; the file is there whole or not at all."""
     path = Path(folder) / "batch_plan.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(asdict(plan), indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(asdict(plan), indent=2) + "\n", encoding="utf-8")
     return path
 
 

@@ -100,7 +100,11 @@ def read_file(path: Path, _chain: tuple[Path, ...] = ()) -> Tree:
         raise ValueError(
             f"configuration file {path}{named_by} does not exist (working directory {Path.cwd()})"
         )
-    tree = parse(path.read_text(encoding="utf-8"), str(path), with_lines=True)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"configuration file {path} is no UTF-8 text: {error}") from None
+    tree = parse(text, str(path), with_lines=True)
     if isinstance(tree, Entry):
         if tree.value is not None:
             raise ValueError(f"configuration file {path} must hold a mapping of keys, found {tree.text!r}")

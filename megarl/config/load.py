@@ -37,6 +37,7 @@ from megarl.config.options import (
     walk,
 )
 from megarl.config.problems import nearest_keys, raise_if_any
+from megarl.files import whole_file
 
 T = TypeVar("T")
 
@@ -76,13 +77,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def save_config(config: Any, path: str | Path) -> Path:
     """Write a configuration as YAML, every key of it; the file is there whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.dump(to_dict(config), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=110)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-    return path
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return Path(path)
 
 
 def _to_plain(value: Any) -> Any:

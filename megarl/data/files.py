@@ -2,13 +2,14 @@
 
 import glob
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from megarl.files import whole_file
 
 READ_BLOCK_ROWS = 1024
 NUM_ERRORS_SHOWN = 5
@@ -175,12 +176,6 @@ class RowErrors:
 
 def write_parquet(table: pa.Table, path: str | Path) -> Path:
     """Write a table so that `path` holds, at any moment, either the whole of it or what it held before."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with whole_file(path) as temporary:
         pq.write_table(table, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    return Path(path)

@@ -46,7 +46,7 @@ class TableLoader:
         if num_rows < (batch_size if drop_last else 1):
             raise ValueError(
                 f"the dataset has {num_rows} rows, too few for one batch of {batch_size}: "
-                "lower the batch size or give more data"
+                "lower data.train_batch_size or give more data"
             )
         self._batch_size = batch_size
         self._shuffle = shuffle

@@ -7,7 +7,7 @@ sends what to whom comes from `megarl.layout`. Must not know: Ray, RL.
 
 from megarl.hybrid_engine.export import ExportPlan, assemble, write_hf_checkpoint
 from megarl.hybrid_engine.layouts import hf_layout, megatron_layout, sglang_layout
-from megarl.hybrid_engine.load import load_hf_weights
+from megarl.hybrid_engine.load import check_hf_weights, load_hf_weights
 from megarl.hybrid_engine.packets import Packet, pack
 from megarl.hybrid_engine.sync import SyncPlan, write_update
 
@@ -16,6 +16,7 @@ __all__ = [
     "Packet",
     "SyncPlan",
     "assemble",
+    "check_hf_weights",
     "hf_layout",
     "load_hf_weights",
     "megatron_layout",

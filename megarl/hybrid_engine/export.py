@@ -9,8 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megarl.files import naming
 from megarl.hybrid_engine.layouts import hf_layout, megatron_layout
 from megarl.hybrid_engine.packets import Packet, pack, unpack
 from megarl.layout import Copy, Plan, make_plan
@@ -82,15 +84,18 @@ def write_hf_checkpoint(
         OSError: the disk is full or not writable; `path` is then as it was before.
     """
     target, building = Path(path), Path(f"{path}.partial-{os.getpid()}")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
+    companions = _read_companions(Path(source_model).expanduser(), export)
     try:
-        _write_weights(building, export, collect)
-        _write_companions(building, Path(source_model).expanduser(), export)
-        for file in building.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        _replace(building, target)
+        with naming(target):
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir(parents=True)
+            _write_weights(building, export, collect)
+            for name, content in companions.items():
+                (building / name).write_bytes(content)
+            for file in building.iterdir():
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+            _replace(building, target)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -101,7 +106,7 @@ def _write_weights(building: Path, export: ExportPlan, collect: Callable[[int], 
     for shard in range(count):
         name = "model.safetensors" if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
         tensors = assemble(export, shard, collect(shard))
-        save_file(tensors, building / name, metadata={"format": "pt"})
+        _save(tensors, building / name)
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if count > 1:
@@ -109,13 +114,19 @@ def _write_weights(building: Path, export: ExportPlan, collect: Callable[[int], 
         (building / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_companions(building: Path, source: Path, export: ExportPlan) -> None:
+def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # its text says what the file system said, and nothing else
+        raise OSError(f"{file}: {error}") from error
+
+
+def _read_companions(source: Path, export: ExportPlan) -> dict[str, bytes]:
+    """What the folder holds beside the weights: file name -> content."""
     config = {**export.config.hf, "dtype": str(export.dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
-    (building / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for pattern in COMPANIONS:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, building / file.name)
+    files = {file.name: file.read_bytes() for pattern in COMPANIONS for file in source.glob(pattern)}
+    return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def _replace(building: Path, target: Path) -> None:

@@ -1,12 +1,12 @@
 """Hugging Face files -> Megatron shards: each rank reads only the slices that it holds."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from megarl.hybrid_engine.layouts import hf_layout, megatron_layout
 from megarl.layout import Box, make_plan
@@ -32,8 +32,16 @@ def checkpoint_files(path: str) -> dict[str, Path]:
         raise ValueError(
             f"model folder {path!r} holds no model.safetensors and no model.safetensors.index.json"
         )
-    with safe_open(single, "pt") as reader:
+    with open_weights(single) as reader:
         return dict.fromkeys(reader.keys(), single)
+
+
+def open_weights(file: Path) -> safe_open:
+    """Open a safetensors file; ValueError if it is none, or not all of it is there."""
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no complete safetensors file: {error}") from None
 
 
 class HFReader:
@@ -51,12 +59,16 @@ class HFReader:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], ignore: Collection[str]) -> None:
-        """Refuse a checkpoint whose names or shapes are not `shapes`, but for names in `ignore`.
+    def check(self, config: ModelConfig, head: str) -> None:
+        """Refuse a checkpoint whose names or shapes are not the model's with that head, as the headers tell.
 
         Raises:
             ValueError: names every tensor that is missing, left over or of another shape.
         """
+        shapes = logical_tensors(config, head)
+        ignore = {*logical_tensors(config), "lm_head.weight", "score.weight"} - set(shapes)
+        if head == "value":
+            ignore.add("score.weight")  # may be missing
         wrong = [f"{name} is missing" for name in shapes if name not in self.files and name not in ignore]
         for name in self.files:
             if name in shapes:
@@ -74,8 +86,14 @@ class HFReader:
     def _slice(self, name: str):
         file = self.files[name]
         if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(file, "pt"))
+            self._open[file] = self._stack.enter_context(open_weights(file))
         return self._open[file].get_slice(name)
+
+
+def check_hf_weights(path: str, config: ModelConfig, head: str = "lm") -> None:
+    """Refuse what `load_hf_weights` would refuse, from the headers of the files alone."""
+    with HFReader(path) as reader:
+        reader.check(config, head)
 
 
 def load_hf_weights(
@@ -94,13 +112,9 @@ def load_hf_weights(
     Raises:
         ValueError: the checkpoint lacks a tensor, has one too many or one of another shape.
     """
-    shapes = logical_tensors(config, head)
-    lm_shapes = logical_tensors(config)
-    ignore = {*lm_shapes, "lm_head.weight", "score.weight"} - set(shapes)
     plan = make_plan(hf_layout(config, head), megatron_layout(config, parallel, head), [rank])
     with HFReader(path) as reader:
-        optional = {"score.weight"} if head == "value" else set()
-        reader.check(shapes, ignore | optional)
+        reader.check(config, head)
         copies = [copy for copy in plan.copies if copy.tensor in reader.files]
         for local in {copy.target_local for copy in copies}:
             parameters[local].zero_()

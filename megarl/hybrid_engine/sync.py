@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.files import naming
 from megarl.hybrid_engine.layouts import megatron_layout, sglang_layout
 from megarl.hybrid_engine.packets import Packet, copy_bytes, pack
 from megarl.layout import Copy, Plan, RankPlace, make_plan
@@ -91,7 +92,7 @@ def write_update(
     for target in range(sync.engine_tp):
         payload = folder / f"payload-{target}.bin"
         entries: list[dict[str, object]] = []
-        with payload.open("wb") as file:
+        with naming(payload), payload.open("wb") as file:
             for source, by_target in enumerate(packets):
                 packet, offset = by_target[target], file.tell()
                 copies = sync.copies(bucket, source, target)

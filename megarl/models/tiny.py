@@ -69,6 +69,8 @@ def make_tiny_model(
         raise ValueError(f"family must be one of {', '.join(_FAMILIES)}, found {family!r}")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, found {dtype!r}")
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, found {num_layers}")
     if hidden_size % num_attention_heads or num_attention_heads % num_key_value_heads:
         raise ValueError(
             f"hidden_size {hidden_size} must be a multiple of num_attention_heads {num_attention_heads}, "

@@ -27,7 +27,7 @@ def on_torch_import() -> None:
 
 
 def on_sglang_start() -> None:
-    """Give SGLang's CPU engine the weight layout of its GPU engine, and unpin its LoRA.
+    """Give SGLang's CPU engine the weight layout of its GPU engine, keep it off NCCL, and unpin its LoRA.
 
     Called by SGLang in each of its processes (engine, schedulers, detokenizer) before it builds a model.
     """
@@ -39,6 +39,11 @@ def on_sglang_start() -> None:
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
         _unpadded_sizes,
         HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
+        _no_nccl,
+        HookType.REPLACE,
     )
     _unpin_lora()
 
@@ -54,6 +59,15 @@ def _unpadded_sizes(original, model_config, load_config, tp_size):
     from sglang.srt.utils import cpu_has_amx_support
 
     return original(model_config, load_config, tp_size) if cpu_has_amx_support() else model_config
+
+
+def _no_nccl() -> str:
+    """What SGLang's search for NCCL answers under a CPU build of torch: it then goes without.
+
+    The CUDA build (2.13.0+cu130) brings an NCCL that loads without a device, and SGLang 0.5.21 takes that
+    for a GPU: each engine with TP ranks died while it made a communicator for the device "cpu".
+    """
+    raise ValueError("no NCCL: SGLang runs on the CPU, over gloo")
 
 
 def _unpin_lora() -> None:

@@ -20,6 +20,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Awaitable, Sequence
@@ -42,6 +43,7 @@ from megarl.rollout.sglang_start import (
     server_arguments,
     sglang_environment,
     start_sglang,
+    unlink_shared_memory,
 )
 
 __all__ = ["SGLangEngine", "request_seed", "sglang_environment"]
@@ -81,7 +83,8 @@ class SGLangEngine:
                 if attempt == 2:
                     raise
                 logger.error("%s; starting it once more", error)  # SGLang hides lower levels
-        end_with_children(self._engine.get_all_child_pids(), self._closing)
+        unlink_shared_memory([os.getpid(), *self.pids()])
+        end_with_children(self.pids(), self._closing)
         # On a CPU each flush of the cache collects garbage: half a second over all that was imported, unless that is
         # left out for good (0.5.21).
         self._call(self._engine.tokenizer_manager.freeze_gc(), "freeze_gc")

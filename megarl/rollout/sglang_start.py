@@ -20,6 +20,7 @@ from megarl.rollout.receiver import LOADER
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_TOKENS = 65536
+_SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
 
 
 def sglang_environment(device: str, tensor_parallel_size: int, threads: int = 1) -> dict[str, str]:
@@ -149,6 +150,19 @@ def start_sglang(arguments: dict[str, Any], timeout: float) -> Any:
     finally:
         over.set()
         watcher.join()
+
+
+def unlink_shared_memory(pids: Sequence[int]) -> None:
+    """Remove the names of SGLang's shared memory, once all processes (`pids`) have opened them.
+
+    What has no name is freed when the last process that maps it ends, however it ends. SGLang leaves names
+    behind whenever a scheduler is killed, and that is how its schedulers end (0.5.21).
+    """
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            _, folder, name = line.partition("/dev/shm/")
+            if name.startswith(_SHARED_NAMES):
+                Path(folder, name).unlink(missing_ok=True)
 
 
 def _kill_children() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -14,18 +13,18 @@ from megarl.hybrid_engine import Packet, SyncPlan, write_update
 from megarl.rollout.engine import EngineConfig, SamplingParams, SyncReport
 from megarl.rollout.sglang_engine import SGLangEngine
 
-SHARED_MEMORY = Path("/dev/shm")  # files there are memory that the engine's own processes can map
-
 
 class EngineWorker:
     """One engine; `sync` describes how weights come to it (None: it serves those of its model folder)."""
 
     def __init__(self, info: RankInfo, config: EngineConfig, sync: SyncPlan | None) -> None:
         self.info, self.sync = info, sync
+        # SGLang and multiprocessing put sockets wherever this says, and leave them there when they are killed.
+        tempfile.tempdir = info.scratch
         self.engine = SGLangEngine(config)
         self.engine.start()
-        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        self.folder = Path(tempfile.mkdtemp(prefix="megarl-weights-", dir=parent))
+        self.folder = Path(info.scratch, "weights")
+        self.folder.mkdir()
 
     def generate(self, requests: pa.Table, sampling: SamplingParams) -> pa.Table:
         """The trajectories of `requests` (see `expand_prompts`), in their order."""
@@ -46,7 +45,3 @@ class EngineWorker:
         for file in self.folder.iterdir():
             file.unlink()
         return report
-
-    def shutdown(self) -> None:
-        self.engine.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -12,6 +12,8 @@ from megarl.config import EvalConfig, PoolConfig, check_models, save_config
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import write_trajectories
+from megarl.files import whole_file
+from megarl.hybrid_engine import check_hf_weights
 from megarl.models import read_model_config
 from megarl.rewards.registry import reward_functions
 from megarl.rollout.engine import SamplingParams
@@ -23,7 +25,9 @@ from megarl.trainer.stages import generate, mean_scores, score
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
     """Answer the problems as `config` (resolved) says; writes trajectories and scores, returns the scores."""
-    check_models(config, read_model_config(config.model.path))
+    model = read_model_config(config.model.path)
+    check_models(config, model)
+    check_hf_weights(config.model.path, model)
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     reward = load_reward(config.custom_reward_function)
     data = config.data
@@ -61,7 +65,8 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     num_tokens = sum(len(ids) for ids in batch["response_ids"])
     result = {**mean_scores(batch), **extra, "num_problems": float(problems.num_rows)}
     result["tokens_per_s"] = num_tokens / seconds
-    (folder / "scores.json").write_text(json.dumps(result, indent=2) + "\n")
+    with whole_file(folder / "scores.json") as temporary:
+        temporary.write_text(json.dumps(result, indent=2) + "\n")
     return result
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import CustomRewardConfig, TrainConfig, check_models
 from megarl.data.prompts import PromptDataset, PromptLoader
 from megarl.data.tokenizer import load_tokenizer
+from megarl.hybrid_engine import check_hf_weights
 from megarl.models import ModelConfig, read_model_config
 from megarl.rewards.custom import load_reward_function
 from megarl.rewards.registry import RewardFunction, reward_functions
@@ -41,6 +42,9 @@ def load_train_inputs(config: TrainConfig) -> TrainInputs:
     model = read_model_config(model_path.path)
     critic = read_model_config(config.critic.model.path) if config.critic is not None else None
     check_models(config, model, critic)
+    check_hf_weights(model_path.path, model)
+    if critic is not None:
+        check_hf_weights(config.critic.model.path, critic, "value")
     tokenizer = load_tokenizer(model_path.tokenizer_path, model_path.trust_remote_code)
     reward = load_reward(config.custom_reward_function)
 

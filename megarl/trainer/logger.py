@@ -27,6 +27,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from megarl.files import naming, whole_file
+
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 SINKS = ("console", "tensorboard")
@@ -90,7 +92,7 @@ class RunLogger:
         self._total_steps = total_steps
         self._to_console = "console" in sinks
         last_kept = -1 if resumed_step is None else resumed_step
-        self._file = _open_metrics(self.folder / METRICS_FILE, last_kept)
+        _keep_metrics(self.folder / METRICS_FILE, last_kept)
         self._events = _open_events(self.folder, last_kept + 1) if "tensorboard" in sinks else None
         self._progress = _progress(self.console, enabled=self._to_console)
         self._task = self._progress.add_task(description, total=total_steps, completed=max(last_kept, 0))
@@ -106,9 +108,9 @@ class RunLogger:
         traceback: TracebackType | None,
     ) -> None:
         self._progress.stop()
-        self._file.close()
         if self._events is not None:
-            self._events.close()
+            with naming(self.folder / TENSORBOARD_FOLDER):
+                self._events.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
@@ -118,10 +120,10 @@ class RunLogger:
             "time": time.time(),
             **{name: _json_number(value) for name, value in values.items()},
         }
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        _append(self.folder / METRICS_FILE, json.dumps(line, allow_nan=False) + "\n")
         if self._events is not None:
-            _write_events(self._events, step, values)
+            with naming(self.folder / TENSORBOARD_FOLDER):
+                _write_events(self._events, step, values)
         if self._to_console:
             self._print_line(step, values)
             self._progress.update(self._task, completed=step)
@@ -166,14 +168,22 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     return rows
 
 
-def _open_metrics(path: Path, last_kept: int) -> Any:
+def _keep_metrics(path: Path, last_kept: int) -> None:
     kept = [row for row in read_metrics(path) if row["step"] <= last_kept] if path.is_file() else []
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for row in kept:
             file.write(json.dumps({name: _json_number(value) for name, value in row.items()}) + "\n")
-    os.replace(temporary, path)
-    return path.open("a", encoding="utf-8")
+
+
+def _append(path: Path, line: str) -> None:
+    """Append a whole line, or nothing where the disk is full."""
+    size = path.stat().st_size
+    try:
+        with naming(path), path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError:
+        os.truncate(path, size)
+        raise
 
 
 def _json_number(value: float) -> float | str:

@@ -9,6 +9,7 @@ from megarl.config import PoolConfig, SFTConfig, check_models
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
+from megarl.hybrid_engine import check_hf_weights
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.trainer.dispatch import plan_rows
@@ -23,7 +24,9 @@ WORKER = "megarl.trainer.sft_worker:SFTWorker"
 
 def train(config: SFTConfig) -> str:
     """Fine-tune the model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
-    check_models(config, read_model_config(config.model.path))
+    model = read_model_config(config.model.path)
+    check_models(config, model)
+    check_hf_weights(config.model.path, model)
     training, validation = load_examples(config)
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)

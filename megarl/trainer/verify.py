@@ -7,6 +7,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from megarl.data.trajectories import read_trajectories
+from megarl.models import read_model_config
 
 
 @torch.no_grad()
@@ -14,10 +15,12 @@ def verify_greedy(model_path: str, trajectories: str, max_samples: int) -> None:
     """Generate again what the trajectories' prompts were answered, and compare token by token.
 
     Raises:
-        ValueError: an answer differs; names the first trajectory that does, and how many.
+        ValueError: no such model or file; or an answer differs: names the first trajectory that does, and how
+            many.
     """
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    read_model_config(model_path)  # transformers takes a folder that is not there for a name on the Hub
     batch = read_trajectories(trajectories).slice(0, max_samples)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     different = []
     for uid, prompt, response in zip(
         *(batch[name].to_pylist() for name in ("uid", "prompt_ids", "response_ids")), strict=True

@@ -113,7 +113,7 @@ def _guarded_temp_dir() -> str:
     """For a cluster that Ray's own utility starts: it and the directory end with this process."""
     temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
     os.environ.update(KEEP_ENVIRON, MEGARL_TEST=temp_dir)
-    start_guard(f"MEGARL_TEST={temp_dir}", parent=0, directory=temp_dir)
+    start_guard(f"MEGARL_TEST={temp_dir}", parent=0, directories=[temp_dir])
     return temp_dir
 
 

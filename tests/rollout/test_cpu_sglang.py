@@ -59,6 +59,21 @@ except NotImplementedError as error:
     assert run(code, **{SWITCH: "1"}) == "sgl_kernel.some_kernel needs SGLang's compiled CPU kernels"
 
 
+def test_sglang_does_without_an_nccl_that_is_there():
+    """torch's CUDA build has one also where there is no device; any loadable library stands for it."""
+    code = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+try:
+    NCCLLibrary()
+except ValueError as error:
+    print(error)
+"""
+    answer = run(code, **{SWITCH: "1", "SGLANG_NCCL_SO_PATH": "libc.so.6"})
+    assert answer.splitlines()[-1] == "no NCCL: SGLang runs on the CPU, over gloo"
+
+
 def test_a_real_module_is_never_shadowed(tmp_path):
     for name in ("sgl_kernel", "triton"):
         (tmp_path / name).mkdir()

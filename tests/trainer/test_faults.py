@@ -1,0 +1,160 @@
+"""What happens to a run whose parts are killed: it ends soon, says what died, and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cluster import guard
+from tests.cluster.processes import alive, alive_after
+from tests.trainer.conftest import PPO, REPOSITORY, command, environment, on
+
+END_SECONDS = 15
+# As little as a run needs: two actor ranks that wait for each other, one engine, no critic, no reference.
+SMALL = [
+    "critic=null",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "trainer.n_gpus_per_node=2",
+    "trainer.total_training_steps=1000",
+]
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A `megarl train` in its first steps: all its processes, and all folders that its guards shall remove."""
+
+    process: subprocess.Popen
+    folder: Path
+    pids: list[int]
+    scratch: list[str]
+
+    def named(self, title: str) -> int:
+        """The pid of the one process whose title begins with `title`."""
+        (pid,) = [pid for pid in self.pids if _title(pid).startswith(title)]
+        return pid
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the command's end and for that of all its processes; (exit code, what it wrote to stderr)."""
+        begin = time.monotonic()
+        code = self.process.wait(END_SECONDS)
+        assert alive_after(self.pids, END_SECONDS - (time.monotonic() - begin)) == []
+        assert [folder for folder in self.scratch if os.path.exists(folder)] == []
+        return code, (self.folder / "stderr").read_text()
+
+
+@pytest.fixture
+def start(task: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """start(overrides...): a small run; its output goes to the files stdout and stderr of `tmp_path`."""
+    processes = []
+
+    def start(*overrides: str) -> subprocess.Popen:
+        with open(tmp_path / "stdout", "w") as out, open(tmp_path / "stderr", "w") as err:
+            process = subprocess.Popen(
+                command("train", *PPO, *on(task, tmp_path / "run"), *SMALL, *overrides),
+                cwd=REPOSITORY,
+                env=environment(),
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def run(start: Callable[..., subprocess.Popen], tmp_path: Path) -> LiveRun:
+    """A run that has taken its first step."""
+    process = start()
+    deadline = time.monotonic() + 200
+    while "step 1/" not in (tmp_path / "stdout").read_text():
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "stderr").read_text()
+        time.sleep(0.1)
+    pids, scratch = _family(process.pid)
+    # one each of the cluster and its three ranks
+    assert len(scratch) == 4 and all(os.path.isdir(folder) for folder in scratch), scratch
+    return LiveRun(process, tmp_path, pids, scratch)
+
+
+def test_a_killed_actor_rank(run, tmp_path):
+    os.kill(run.named("ray::actor-rank1"), signal.SIGKILL)
+    code, message = run.end()
+    assert code == 1
+    assert message.startswith("error: actor rank 1 (process ")
+    log = tmp_path / "run" / "logs" / "actor-rank1.log"
+    assert "on 127.0.0.1) died: killed " in message
+    assert f"log: {log} on 127.0.0.1, its last lines:\n  | " in message
+
+
+def test_a_killed_sglang_scheduler(run, tmp_path):
+    """A grandchild of Ray's: the engine's process notices, says so in its log and ends."""
+    os.kill(run.named("sglang::scheduler"), signal.SIGKILL)
+    code, message = run.end()
+    assert code == 1
+    assert message.startswith("error: rollout rank 0 (process ")
+    assert str(tmp_path / "run" / "logs" / "rollout-rank0.log") in message
+    assert "scheduler" in message and "exit code -9" in message
+
+
+def test_a_killed_controller(run):
+    os.kill(run.process.pid, signal.SIGKILL)
+    code, _ = run.end()
+    assert code == -signal.SIGKILL
+
+
+def test_ctrl_c(run, tmp_path):
+    """As a terminal does it: all processes of the foreground get the signal."""
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, message = run.end()
+    assert (code, message) == (130, "interrupted\n")
+    assert "(raylet)" not in (tmp_path / "stdout").read_text()
+
+
+def test_a_reward_function_that_raises(start, tmp_path):
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    raise KeyError('no such answer')\n"
+    )
+    process = start(f"custom_reward_function.path={reward}")
+    assert process.wait(200) == 2
+    message = (tmp_path / "stderr").read_text()
+    assert message.startswith("error: the reward of trajectory 'train:")
+    assert message.endswith("raised KeyError: 'no such answer'\n")
+    assert len(message.splitlines()) == 1
+
+
+def _family(pid: int) -> tuple[list[int], list[str]]:
+    """(a process with all its descendants and their guards, the folders that these remove)."""
+    pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    guards, folders = [], []
+    for process in psutil.process_iter():
+        try:
+            arguments = process.cmdline()
+        except psutil.Error:
+            continue
+        if guard.__file__ in arguments:
+            watched, _, _, *removed = arguments[arguments.index(guard.__file__) + 1 :]
+            if int(watched) in pids:
+                guards.append(process.pid)
+                folders += removed
+    return alive([*pids, *guards]), folders
+
+
+def _title(pid: int) -> str:
+    return " ".join(psutil.Process(pid).cmdline())

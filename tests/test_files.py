@@ -1,12 +1,12 @@
 """What is written to a full disk: an error that names the target, and the target as it was before."""
 
 import errno
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -14,15 +14,21 @@ from megarl.config import TrainConfig, load_config, save_config
 from megarl.data.files import write_parquet
 from megarl.data.trajectories import PROMPT_SCHEMA
 from megarl.files import naming, whole_file
-from megarl.hybrid_engine import ExportPlan, write_hf_checkpoint
-from megarl.hybrid_engine.packets import pack
+from megarl.hybrid_engine import (
+    ExportPlan,
+    SyncPlan,
+    load_hf_weights,
+    megatron_layout,
+    write_hf_checkpoint,
+    write_update,
+)
 from megarl.layout.grid import ParallelLayout
-from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
+from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.logger import RunLogger, read_metrics
 from tests.disks import small_disk
+from tests.hybrid_engine.shards import empty_shards, make_model
 
-LARGE = 2**20
+ALONE = ParallelLayout(world=1)
 
 
 @pytest.fixture
@@ -30,6 +36,17 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
     with small_disk(tmp_path / "disk", 256) as folder:
         yield folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[str, ModelConfig, dict[str, torch.Tensor]]:
+    """A model of 0.6 MB: its folder, its facts, its parameters on the one rank that holds it."""
+    source = str(tmp_path / "model")
+    make_model(source, vocab=2000)
+    config = read_model_config(source)
+    (parameters,) = empty_shards(megatron_layout(config, ALONE))
+    load_hf_weights(source, config, ALONE, 0, parameters)
+    return source, config, parameters
 
 
 def fill(disk: Path) -> None:
@@ -75,8 +92,6 @@ def test_a_table(disk) -> None:
     target = disk / "step-000001.parquet"
     target.write_text("what was there before")
     rows = {name: [str(number) for number in range(2000)] for name in PROMPT_SCHEMA.names}
-    import pyarrow as pa
-
     noise = np.random.default_rng(1).integers(0, 2**31, (2000, 100), dtype=np.int64)
     table = pa.table({**rows, "prompt_ids": list(noise)})
     refuses(lambda: write_parquet(table, target), target)
@@ -91,17 +106,22 @@ def test_metrics(disk) -> None:
         assert [row["step"] for row in read_metrics(disk)] == [1]
         (disk / "filler").unlink()
         logger.log(2, {"loss": 2.0})
-    assert [json.loads(line)["loss"] for line in open(disk / "metrics.jsonl")] == [1.0, 2.0]
+    assert [row["loss"] for row in read_metrics(disk)] == [1.0, 2.0]
 
 
-def test_an_exported_model(disk, tmp_path) -> None:
-    model = make_tiny_model(tmp_path / "model", ["some text"], hidden_size=64, num_layers=2)
-    config = read_model_config(str(model))
-    export = ExportPlan(config, ParallelLayout(), torch.float32)
+def test_an_exported_model(disk, model) -> None:
+    source, config, parameters = model
+    export = ExportPlan(config, ALONE, torch.float32)
     target = disk / "hf"
     target.mkdir()
-    (target / "config.json").write_text("an older export")
-    parameters = {copy.source_local: torch.zeros(0) for copy in export.plan.copies}
-    assert parameters and pack
-    refuses(lambda: write_hf_checkpoint(str(target), str(model), export, lambda shard: []), target)
+    (target / "config.json").write_text("of an older export")
+    with pytest.raises(OSError, match=f"^{target}: .*No space left on device"):
+        write_hf_checkpoint(str(target), source, export, lambda shard: [export.pack(shard, 0, parameters)])
     assert os.listdir(disk) == ["hf"] and os.listdir(target) == ["config.json"]
+
+
+def test_weights_on_their_way_to_an_engine(disk, model) -> None:
+    """A container's /dev/shm often has 64 MiB."""
+    _, config, parameters = model
+    sync = SyncPlan(config, ALONE, engine_tp=1, dtype=torch.float32, bucket_bytes=2**20)
+    refuses(lambda: write_update(disk, sync, 1, 0, [sync.pack(0, 0, parameters)]), disk / "payload-0.bin")

@@ -96,6 +96,8 @@ def write_hf_checkpoint(
                 with file.open("rb") as written:
                     os.fsync(written.fileno())
             _replace(building, target)
+    except SafetensorError as error:  # how safetensors says that the disk is full
+        raise OSError(f"{target}: {error}") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -106,19 +108,12 @@ def _write_weights(building: Path, export: ExportPlan, collect: Callable[[int], 
     for shard in range(count):
         name = "model.safetensors" if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
         tensors = assemble(export, shard, collect(shard))
-        _save(tensors, building / name)
+        save_file(tensors, building / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (building / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:  # its text says what the file system said, and nothing else
-        raise OSError(f"{file}: {error}") from error
 
 
 def _read_companions(source: Path, export: ExportPlan) -> dict[str, bytes]:

@@ -5,11 +5,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from megarl.cluster import guard
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +46,21 @@ def carrying(token: str) -> list[int]:
         except psutil.Error:
             continue
     return alive(found)
+
+
+def guards_of(pids: Collection[int]) -> dict[int, list[str]]:
+    """Pid -> folders that it will remove, for each guard over one of `pids`."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            arguments = process.cmdline()
+        except psutil.Error:
+            continue
+        if guard.__file__ in arguments:
+            watched, _, _, *folders = arguments[arguments.index(guard.__file__) + 1 :]
+            if int(watched) in pids:
+                found[process.pid] = folders
+    return found
 
 
 def start_controller(

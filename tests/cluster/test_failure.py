@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import WaitTimeout, WorkerDied, WorkerFailed, wait
-from tests.cluster.processes import alive, alive_after, carrying
+from tests.cluster.processes import alive, alive_after, carrying, guards_of
 
 
 def test_a_killed_rank_ends_a_hung_call(start_group, tmp_path):
@@ -47,9 +47,12 @@ def test_a_death_elsewhere_ends_a_hung_call(start_group):
 def test_children_of_a_killed_rank_are_killed(start_group, tmp_path):
     group = start_group("engine", 1)
     (children,) = wait(group.call("start_children"), [group])
+    ((guard, (scratch,)),) = guards_of(group.pids).items()
+    assert wait(group.call("get_info"), [group])[0].scratch == scratch and os.path.isdir(scratch)
     os.kill(group.pids[0], signal.SIGKILL)
-    assert alive_after(children, 5) == []
-    assert alive_after(carrying(group.processes[0].mark.partition("=")[2]), 5) == []  # the guard
+    assert alive_after([*children, guard], 5) == []
+    assert carrying(group.processes[0].mark.partition("=")[2]) == []
+    assert not os.path.exists(scratch)
     assert "killed what it left behind" in (tmp_path / "engine-rank0.log").read_text()
 
 
@@ -149,13 +152,16 @@ def test_nothing_survives_a_killed_controller(controller, tmp_path):
     assert len(alive(report["workers"])) == 3
     assert len(alive(report["children"])) == 12
     assert os.path.exists(report["temp_dir"])
+    guards = guards_of([process.pid, *report["workers"]])
+    folders = [folder for folders in guards.values() for folder in folders]
+    assert len(folders) == 4 and report["temp_dir"] in folders
     process.kill()
     process.wait()
-    assert alive_after(report["workers"] + report["children"] + report["started"], 10) == []
+    assert alive_after(report["workers"] + report["children"] + report["started"] + list(guards), 10) == []
     token = report["mark"].partition("=")[2]
     assert alive_after(carrying(token), 5) == []
     assert carrying(token) == []
-    assert not os.path.exists(report["temp_dir"])
+    assert [folder for folder in folders if os.path.exists(folder)] == []
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])

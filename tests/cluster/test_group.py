@@ -13,7 +13,7 @@ from megarl.cluster.cluster import object_store_bytes
 from megarl.cluster.hosts import reserve_port
 from megarl.cluster.pool import sort_devices
 from tests.cluster.conftest import SPARE_SLOTS
-from tests.cluster.processes import alive, alive_after, carrying
+from tests.cluster.processes import alive, alive_after, carrying, guards_of
 
 GIB = 2**30
 
@@ -110,12 +110,16 @@ def test_shutdown_kills_the_whole_tree(start_group):
     group = start_group("engine", 1)
     (children,) = wait(group.call("start_children"), [group])
     assert len(alive(children)) == 4
+    ((guard, (scratch,)),) = guards_of(group.pids).items()
+    assert os.path.isdir(scratch)
     group.call("hang_if", 0)
     begin = time.monotonic()
     group.shutdown()
     assert time.monotonic() - begin < 5
     assert alive(children + group.pids) == []
-    assert carrying(group.processes[0].mark.partition("=")[2]) == []  # its guard is gone, too
+    assert carrying(group.processes[0].mark.partition("=")[2]) == []
+    assert not os.path.exists(scratch)
+    assert alive_after([guard], 5) == []
     group.shutdown()
 
 

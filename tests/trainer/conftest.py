@@ -62,9 +62,10 @@ def megarl(*arguments: str | Path, timeout: float = 240) -> subprocess.Completed
 
 
 def succeed(*arguments: str | Path, timeout: float = 240) -> str:
-    """Run a command that must succeed; returns what it printed."""
+    """Run a command that must succeed, and end without a word of Ray's; returns what it printed."""
     result = megarl(*arguments, timeout=timeout)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "(raylet)" not in result.stdout + result.stderr
     return result.stdout
 
 

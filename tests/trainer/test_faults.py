@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.cluster import guard
-from tests.cluster.processes import alive, alive_after
-from tests.trainer.conftest import PPO, REPOSITORY, command, environment, on
+from tests.cluster.processes import alive, alive_after, guards_of
+from tests.disks import small_disk
+from tests.trainer.conftest import PPO, REPOSITORY, command, environment, megarl, on
 
 END_SECONDS = 15
 # As little as a run needs: two actor ranks that wait for each other, one engine, no critic, no reference.
@@ -139,21 +139,27 @@ def test_a_reward_function_that_raises(start, tmp_path):
     assert len(message.splitlines()) == 1
 
 
+def test_a_full_disk(task, tmp_path):
+    """There is room for logs and metrics, not for the model (0.6 MB)."""
+    with small_disk(tmp_path / "disk", 256) as disk:
+        result = megarl(
+            "sft", "recipes/quickstart_sft.yaml", f"data.train_files={task}/data/sft.parquet",
+            f"model.path={task}/model", "megatron.tensor_model_parallel_size=1",
+            "megatron.pipeline_model_parallel_size=1", "trainer.n_gpus_per_node=1",
+            "trainer.total_training_steps=1", f"trainer.default_local_dir={disk}/run",
+        )  # fmt: skip
+        assert result.returncode == 1
+        assert result.stderr.startswith(f"error: {disk}/run/hf: ")
+        assert "No space left on device" in result.stderr and "Traceback" not in result.stderr
+        assert "step 1/1" in result.stdout and "(raylet)" not in result.stdout
+        assert [name for name in os.listdir(disk / "run") if name.startswith("hf")] == []
+
+
 def _family(pid: int) -> tuple[list[int], list[str]]:
     """(a process with all its descendants and their guards, the folders that these remove)."""
     pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    guards, folders = [], []
-    for process in psutil.process_iter():
-        try:
-            arguments = process.cmdline()
-        except psutil.Error:
-            continue
-        if guard.__file__ in arguments:
-            watched, _, _, *removed = arguments[arguments.index(guard.__file__) + 1 :]
-            if int(watched) in pids:
-                guards.append(process.pid)
-                folders += removed
-    return alive([*pids, *guards]), folders
+    guards = guards_of(pids)
+    return alive([*pids, *guards]), [folder for folders in guards.values() for folder in folders]
 
 
 def _title(pid: int) -> str:

@@ -11,7 +11,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 install: $(STAMP)
 
 # An interrupted installation goes on where it ended: pip keeps what it has installed and, in its cache, what it has
-# downloaded. A .venv with a working pip keeps its Python (`make clean` makes room for another), any other is made anew.
+# downloaded. A package whose metadata lacks INSTALLER, which pip (23.2, 24.2) writes last, was not finished, though pip
+# would take it for installed: it is installed again. A .venv with a working pip keeps its Python (`make clean` makes
+# room for another), any other is made anew. --no-warn-conflicts: a later run would list, as errors, the CUDA packages
+# that SGLang misses on purpose.
 $(STAMP): requirements/runtime.txt requirements/no_deps.txt requirements/dev.txt setup.py
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	    "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -19,8 +22,9 @@ $(STAMP): requirements/runtime.txt requirements/no_deps.txt requirements/dev.txt
 	        echo 'Name another: make $(or $(MAKECMDGOALS),install) PYTHON=/path/to/python3.12' >&2; \
 	        exit 1; }; \
 	    "$(PYTHON)" -m venv --clear $(VENV); }
+	@find $(VENV)/lib -maxdepth 3 -name '*.dist-info' ! -exec test -e '{}/INSTALLER' ';' -exec rm -r '{}' +
 	@echo '=== Installing into $(VENV) (once): about 2 GB where the package index has a CPU build of torch, else 6 GB; minutes'
-	$(PIP) -r requirements/runtime.txt -r requirements/dev.txt
+	$(PIP) --no-warn-conflicts -r requirements/runtime.txt -r requirements/dev.txt
 	@echo '=== Megatron-core and SGLang without the CUDA packages that they ask for, and megarl itself'
 	$(PIP) --quiet --no-deps --ignore-requires-python -r requirements/no_deps.txt
 	$(PIP) --quiet --no-deps --no-build-isolation --editable .

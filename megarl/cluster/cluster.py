@@ -5,6 +5,7 @@ of memory in all), listens on the loopback interface only and ends with the proc
 that ends.
 """
 
+import logging
 import os
 import secrets
 import shutil
@@ -14,14 +15,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    AUTH_MODE_ENV_VAR,
+    maybe_enable_token_auth_if_token_available,
+)
 
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked
 from megarl.cluster.hosts import start_guard
 
 _MIB = 2**20
+_FIRST_CALL = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+_CONNECT_SECONDS = 10.0
 _MARK_NAME = f"{MARK_PREFIX}CLUSTER"
 
 
@@ -47,12 +55,14 @@ def start_cluster(
 
     Raises:
         ValueError: `num_devices` < 1.
-        ConnectionError: nothing answers at `address`.
+        ConnectionError: nothing answers at `address`, or it asks for a token and there is none.
     """
     if num_devices < 1:
         raise ValueError(f"a cluster needs at least one device, found num_devices={num_devices}")
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     if address is not None:
+        if address != "auto":  # which Ray looks up and treats so itself
+            _send_token_where_asked(address)
         context = ray.init(address=address, log_to_driver=False, logging_level="error")
         return Cluster(context.address_info["gcs_address"], None, None)
     # Not in run_dir: the path of a Unix socket has at most 107 characters.
@@ -91,6 +101,36 @@ def stop_cluster(cluster: Cluster) -> None:
     if cluster.mark is not None:
         kill_marked(cluster.mark)
         shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def _send_token_where_asked(address: str) -> None:
+    """Makes this process send Ray's token if the cluster at `address` asks for one, unless RAY_AUTH_MODE is set.
+
+    A driver of Ray 2.60 that is given an address sends no token, whatever the cluster wants, and learns after
+    20 s that it was refused. One that always sends it cannot work with a cluster that knows of no tokens. So we
+    ask first, with the call that every driver begins with; its request and its answer to us are empty messages.
+    """
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(_FIRST_CALL)(b"", timeout=_CONNECT_SECONDS)
+            return
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                raise ConnectionError(
+                    f"no Ray cluster answers at {address}: {error.details()} (trainer.ray_address is the "
+                    "address and port of the cluster's head)"
+                ) from None
+    mode = os.environ.get(AUTH_MODE_ENV_VAR)
+    if mode not in (None, "token"):
+        raise ConnectionError(
+            f"the Ray cluster at {address} asks for a token, and {AUTH_MODE_ENV_VAR}={mode} forbids to send it; unset it"
+        )
+    logging.getLogger("ray").setLevel(logging.ERROR)  # as `ray.init` is told below
+    if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+        raise ConnectionError(
+            f"the Ray cluster at {address} asks for a token and there is none on this machine: copy "
+            "~/.ray/auth_token of the cluster's head here (same path, mode 600)"
+        )
 
 
 def object_store_bytes(available_memory: int, free_shared_memory: int) -> int:

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import ray
 
-from megarl.cluster import Device, ResourcePool, WorkerFailed, WorkerGroup, wait
+from megarl.cluster import Device, ResourcePool, WorkerFailed, WorkerGroup, start_cluster, wait
 from megarl.cluster.cluster import object_store_bytes
 from megarl.cluster.hosts import reserve_port
 from megarl.cluster.pool import sort_devices
@@ -199,6 +199,38 @@ def test_stop_cluster_leaves_nothing(controller, tmp_path):
         assert run["addresses"] == ["127.0.0.1"]
         assert run["variables"] == []
         assert not run["temp_dir_exists"]
+
+
+def test_a_cluster_that_asks_for_a_token_gets_it(controller, tmp_path, monkeypatch):
+    """The controller has the token and is not told that it is wanted."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", 16 * "feed")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    _, cluster = controller("serve")
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    _, report = controller("hang", tmp_path, cluster["address"])
+    assert len(alive(report["workers"])) == 3
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ConnectionError, match="asks for a token, and RAY_AUTH_MODE=disabled forbids"):
+        start_cluster(cluster["address"], 1, tmp_path)
+
+
+def test_a_cluster_that_knows_no_tokens_gets_none(controller, tmp_path, monkeypatch):
+    """To send one would not only be useless: Ray's workers could then not answer the controller."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", 16 * "feed")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    _, cluster = controller("serve")
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    _, report = controller("hang", tmp_path, cluster["address"])
+    assert len(alive(report["workers"])) == 3
+
+
+def test_a_cluster_that_is_not_there(tmp_path):
+    with reserve_port() as sock:
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+        begin = time.monotonic()
+        with pytest.raises(ConnectionError, match=f"no Ray cluster answers at {address}"):
+            start_cluster(address, 1, tmp_path)
+        assert time.monotonic() - begin < 15
 
 
 def test_reserved_ports_are_exclusive():

@@ -11,8 +11,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 install: $(STAMP)
 
 # An interrupted installation goes on where it ended: pip keeps what it has installed and, in its cache, what it has
-# downloaded. A package whose metadata lacks INSTALLER, which pip (23.2, 24.2) writes last, was not finished, though pip
-# would take it for installed: it is installed again. A .venv with a working pip keeps its Python (`make clean` makes
+# downloaded. A package whose metadata lacks INSTALLER, which pip (23.2, 24.2) writes after all its files, was not
+# finished, though pip would take it for installed: it is installed again. A .venv with a working pip keeps its Python (`make clean` makes
 # room for another), any other is made anew. --no-warn-conflicts: a later run would list, as errors, the CUDA packages
 # that SGLang misses on purpose.
 $(STAMP): requirements/runtime.txt requirements/no_deps.txt requirements/dev.txt setup.py

@@ -35,6 +35,7 @@ CORE = [
     "Jinja2==3.1.6",
     "rich==15.0.0",
     "tensorboard==2.21.0",
+    "isal==1.9.1",
 ]
 ROLLOUT = ["sglang==0.5.21"]
 GPU = [

@@ -11,16 +11,12 @@ import argparse
 import json
 import logging
 import os
-import platform as machine
 import re
 import resource
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from facts import environment
 
 from megarl.config.sections import OptimConfig
 from megarl.layout.grid import ParallelLayout
@@ -184,21 +181,6 @@ def measure(name: str, layout: ParallelLayout, work: Workload) -> dict[str, Any]
     }
 
 
-def environment() -> dict[str, Any]:
-    """What a reader must know of this machine to read the numbers."""
-    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    packages = ("torch", "megatron-core", "numpy", "megarl")
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "cpu": cpu[1] if cpu else machine.processor() or "unknown",
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(pages / 2**30, 1),
-        "load_average_before": os.getloadavg()[0],
-        "versions": {"python": machine.python_version(), **{name: version(name) for name in packages}},
-    }
-
-
 def parse_arguments() -> tuple[list[str], Workload, Path | None]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -228,7 +210,7 @@ def parse_arguments() -> tuple[list[str], Workload, Path | None]:
 def main() -> None:
     layouts, work, out = parse_arguments()
     os.environ.update(ENVIRONMENT)  # the ranks inherit it; some of it is read when torch is imported
-    facts = environment()
+    facts = environment(("torch", "megatron-core", "numpy", "megarl"))
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     print(f"command   {facts['command']}")
     print(f"machine   {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB")

@@ -1,4 +1,4 @@
-"""The `megarl` command: `train`, `sft`, `eval`, `make-task`, `verify`.
+"""The `megarl` command: `train`, `sft`, `eval`, `make-task`, `verify`, `convert`, `plan`.
 
 A mistake of the user's ends in one message without a traceback and exit code 2; a run that fails in one that
 names the process, with exit code 1.
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from megarl import __version__
 from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, load_config, resolve
+from megarl.config.sections import DTYPES
 
 C = TypeVar("C", TrainConfig, SFTConfig, EvalConfig)
 
@@ -61,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
     _add_make_task(commands)
     _add_verify(commands)
+    _add_convert(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -88,6 +91,69 @@ def _add_verify(commands: argparse._SubParsersAction) -> None:
     command.add_argument("trajectories", help="trajectories.parquet of `megarl eval` with temperature 0")
     command.add_argument("--max-samples", type=int, default=64)
     command.set_defaults(run=_verify)
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    text = "convert between Hugging Face folders and Megatron distributed checkpoints, or compare two of them"
+    command = commands.add_parser("convert", help=text, description=text)
+    command.add_argument(
+        "source", help="a checkpoint of either kind; Megatron's may be of any parallel layout"
+    )
+    command.add_argument("target", help="the folder to write; with --verify the checkpoint to compare with")
+    command.add_argument(
+        "--verify", action="store_true", help="compare tensor by tensor; exit code 1: they differ"
+    )
+    command.add_argument("--to", choices=("hf", "megatron"), help="default: what the source is not")
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: each tensor's own"
+    )
+    command.add_argument(
+        "--shard-size", default="4GiB", help="size of a file, such as 500MiB (default: 4GiB)"
+    )
+    command.add_argument(
+        "--mtp",
+        choices=("keep", "drop"),
+        default="keep",
+        help="multi-token prediction layers (default: keep)",
+    )
+    command.add_argument(
+        "--hf", metavar="FOLDER", help="config and tokenizer for a Megatron checkpoint without an hf/ folder"
+    )
+    command.set_defaults(run=_convert)
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    text = "what a weight sync will move: bytes by link, buckets, seconds, beside gathering every full tensor"
+    command = commands.add_parser("plan", help=text, description=text)
+    command.add_argument(
+        "recipe", nargs="?", help="YAML file of `megarl train`; or --model, --train, --rollout, --devices"
+    )
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
+    )
+    command.add_argument("--model", metavar="PATH", help="Hugging Face folder, or its config.json")
+    command.add_argument(
+        "--train", metavar="SIZES", help="such as tp8-pp16-ep8-first3-last2 (also vpp, cp, etp)"
+    )
+    command.add_argument(
+        "--rollout", metavar="SIZES", help="of an engine, such as tp32-ep32 (also dp, of attention)"
+    )
+    command.add_argument("--devices", type=int, metavar="N", help="of the training")
+    command.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="default: 8")
+    command.add_argument(
+        "--engines", type=int, metavar="N", help="default: as many as the training's devices hold"
+    )
+    command.add_argument("--separate", action="store_true", help="the engines have devices of their own")
+    command.add_argument("--dtype", choices=DTYPES, help="that travels; default: the recipe's, or bfloat16")
+    command.add_argument("--fp8", action="store_true", help="projections travel in float8, with their scales")
+    command.add_argument("--bucket-mb", type=int, metavar="N", help="in MiB; default: the recipe's, or 256")
+    # By the makers' figures for H100 nodes: memory of 3.35 TB/s, read and written; NVLink 4, 900 GB/s for both
+    # directions; a network card of 400 Gb/s for each GPU.
+    for link, rate in (("local", 1675.0), ("intra", 450.0), ("inter", 50.0)):
+        text = f"GB/s of a device in each direction; default: {rate:g}"
+        command.add_argument(f"--bandwidth-{link}", type=float, default=rate, metavar="RATE", help=text)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_plan)
 
 
 def _configured(schema: type[C], options: argparse.Namespace) -> C:
@@ -140,6 +206,18 @@ def _verify(options: argparse.Namespace) -> None:
     from megarl.trainer.verify import verify_greedy
 
     verify_greedy(options.model, options.trajectories, options.max_samples)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from megarl.hybrid_engine.convert.command import run
+
+    run(options)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from megarl.hybrid_engine.plan_command import run
+
+    run(options)
 
 
 if __name__ == "__main__":

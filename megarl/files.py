@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, and errors that say which file could not be written."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,3 +34,36 @@ def naming(path: str | Path) -> Iterator[None]:
         if error.errno is None:  # such as a TimeoutError of ours: nothing of the file system's
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+@contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """A new folder beside `path` to fill: it takes the place of `path` if the block ends without an error.
+
+    All files are on the disk by then. An older folder at `path` is moved aside first, then deleted.
+
+    Raises:
+        OSError: as `naming`; `path` is then as it was before.
+    """
+    path = Path(path)
+    building, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    with naming(path):
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        try:
+            yield building
+            for file in building.rglob("*"):
+                if file.is_file():
+                    with file.open("rb") as written:
+                        os.fsync(written.fileno())
+            if path.exists():
+                path.rename(old)
+            try:
+                building.rename(path)
+            except OSError:
+                if old.exists():
+                    old.rename(path)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)

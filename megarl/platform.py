@@ -82,6 +82,7 @@ def install() -> None:
     _patch_rng()
     _patch_factories()
     _patch_tensor()
+    _patch_collectives()
     _patch_megatron()
 
 
@@ -242,6 +243,48 @@ def _patch_tensor() -> None:
     tensor.pin_memory = lambda self, *args, **kwargs: self
     tensor.record_stream = _nothing()
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _patch_collectives() -> None:
+    """Lists of unequal parts, which experts' tensor parallel ranks exchange and gloo's own collectives refuse.
+
+    gloo's all-to-all takes any sizes, and carries them here.
+    """
+    import torch.distributed as dist
+
+    original_gather, original_scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        sizes = [len(part) if part.dim() else 0 for part in tensor_list]
+        if len(set(sizes)) == 1:
+            return original_gather(tensor_list, tensor, group=group, async_op=async_op)
+        assert not async_op
+        output = tensor.new_empty(sum(sizes), *tensor.shape[1:])
+        copies = torch.cat([tensor] * len(sizes))
+        dist.all_to_all_single(output, copies, sizes, [len(tensor)] * len(sizes), group=group)
+        for part, received in zip(tensor_list, output.split(sizes), strict=True):
+            part.copy_(received)
+
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        sizes = [len(part) if part.dim() else 0 for part in input_list]
+        if len(set(sizes)) == 1:
+            return original_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        assert op == dist.ReduceOp.SUM and not async_op
+        parts = output.new_empty(len(sizes), *output.shape)
+        dist.all_to_all_single(
+            parts.flatten(0, 1), torch.cat(input_list), [len(output)] * len(sizes), sizes, group=group
+        )
+        output.copy_(parts.sum(0))
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 @contextlib.contextmanager

@@ -7,6 +7,17 @@ import pytest
 from tests.ranks import RankPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="takes a minute more: runs with --slow"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Processes that act as ranks over gloo; see tests/ranks.py."""

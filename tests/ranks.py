@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 BLOCK = 4  # ranks that are forked from one process
@@ -255,8 +256,23 @@ def _answer(job: bytes) -> bytes:
     except Exception as error:
         answer = _pickle_failure(time.monotonic(), traceback.format_exc(), error)
     destroy_parallel()
-    gc.collect()
+    _free_models()
     return answer
+
+
+def _free_models() -> None:
+    """Free the models of the run, and with them their process groups, each of which has threads that poll.
+
+    megatron-core's DistributedDataParallel (0.19.2) is never freed by itself: gradient accumulators have hooks that hold
+    it, a cycle through torch's own objects that the garbage collector does not see.
+    """
+    hook = "DistributedDataParallel._make_backward_post_hook.<locals>.hook"
+    gc.collect()
+    for function in [found for found in gc.get_objects() if type(found) is FunctionType]:
+        if function.__qualname__ == hook:
+            for cell in function.__closure__:
+                cell.cell_contents = None
+    gc.collect()
 
 
 def _pickle_failure(when: float, message: str, error: Exception) -> bytes:

@@ -44,3 +44,50 @@ def test_megatron_step_refuses_what_cannot_be_compared() -> None:
     result = run(*SMALL, "--layouts", "dp3")
     assert result.returncode == 2
     assert "layout 'dp3': --batch-tokens 256 must be a multiple of 192" in result.stderr
+
+
+def test_plan_scale_plans_671b_parameters_for_512_ranks_within_two_gib(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    sizes = ["--train=tp1-pp16-ep32", "--rollout=tp32-ep32"]
+    result = subprocess.run(
+        [sys.executable, "benchmarks/plan_scale.py", *sizes, "--out", out],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr
+    (figures,) = json.loads(out.read_text())["results"]
+    # A copy for each tensor of an engine rank: 8 experts x 3 in 58 layers, 8 of attention in 61, 4 of a dense and 6 of
+    # another layer's MLP (router and shared experts), embedding, final norm and head.
+    assert figures["num_copies"] == 512 * (58 * 8 * 3 + 61 * 8 + 3 * 4 + 58 * 6 + 3)
+    assert figures["fewest_buckets"] <= figures["num_buckets"] <= 1.1 * figures["fewest_buckets"]
+    assert figures["peak_mib"] < 2048
+
+
+def test_weight_sync_measures_all_ways_and_finds_the_formulas_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "sync.json"
+    result = subprocess.run(
+        [
+            sys.executable,
+            "benchmarks/weight_sync.py",
+            "--cases",
+            "TP4 -> TP2",
+            "--layers=1",
+            "--rounds=1",
+            "--out",
+            out,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    (figures,) = json.loads(out.read_text())["results"]
+    # HybridFlow's (tp - t_g p_g) / (t_g p_g t p) M, but for norms: these are on every device already.
+    formula = (4 - 2) / (2 * 4) * figures["model_bytes"]
+    for way in ("megarl", "megarl p2p"):
+        assert 0.98 * formula < figures[way]["bytes_received_max"] <= formula
+    assert figures["full gather"]["bytes_received_max"] > 2.9 * formula
+    assert all(len(figures[way]["seconds"]) == 1 for way in ("megarl", "megarl p2p", "full gather"))

@@ -247,7 +247,9 @@ def test_a_model_family_that_megarl_does_not_have(refuse, task, tmp_path) -> Non
     text = (task / "model" / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"qwen2"', '"mamba"'))
     message = refuse("train", f"actor_rollout_ref.model.path={tmp_path}")
-    assert "model_type 'mamba' is not supported; supported: llama, qwen2" in message
+    assert (
+        "model_type 'mamba' is not supported; supported: deepseek_v3, glm4_moe, kimi_k2, llama, " in message
+    )
 
 
 def test_a_reward_file_that_cannot_be_imported(refuse, tmp_path) -> None:

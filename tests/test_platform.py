@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megarl import platform
+from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[1]
 
@@ -143,3 +144,19 @@ def test_megatron_imported_too_early_is_an_error() -> None:
     done = run_python("import sys; sys.modules['megatron.core'] = sys; import megarl.megatron")
     assert done.returncode == 1
     assert "must come before megatron.core" in done.stderr
+
+
+def _exchange_unequal_parts(rank: int, world: int) -> tuple[list, list]:
+    """Rank r has r rows, all r; then every rank adds r + 1 to every row of every rank."""
+    gathered = [torch.empty(size, 2) for size in range(world)]
+    torch.distributed.all_gather(gathered, torch.full((rank, 2), float(rank)))
+    summed = torch.empty(rank, 2)
+    torch.distributed.reduce_scatter(summed, [part + rank + 1 for part in gathered])
+    return [part.tolist() for part in gathered], summed.tolist()
+
+
+@without_cuda
+def test_collectives_of_unequal_parts(ranks: RankPool) -> None:
+    for rank, (gathered, summed) in enumerate(ranks.run(_exchange_unequal_parts, world=3)):
+        assert gathered == [[], [[1.0, 1.0]], [[2.0, 2.0]] * 2]
+        assert summed == [[3.0 * rank + 1 + 2 + 3] * 2] * rank

@@ -18,7 +18,7 @@ import ray
 
 from megarl.cluster.failure import RankProcess, is_dead, wait
 from megarl.cluster.guard import kill_marked, parent_of
-from megarl.cluster.pool import ResourcePool
+from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.worker import ProcessFacts, RankInfo, Worker
 
 # The share of a device that each group takes in Ray's books: up to eight groups on a device. Memory and time
@@ -45,6 +45,7 @@ class WorkerGroup:
         gpu_fraction: float = DEVICE_SHARE,
         env: dict[str, str] | None = None,
         devices_per_rank: int = 1,
+        device_order: Sequence[int] | None = None,
         setup_timeout: float = 120.0,
     ) -> None:
         """Starts the processes and returns when all have reported; their constructors still run then.
@@ -58,6 +59,7 @@ class WorkerGroup:
             env: environment of the ranks, over the one that this room sets.
             devices_per_rank: GPUs (or slots) that each process uses, on one machine: an engine with tensor
                 parallelism that starts its own ranks takes several.
+            device_order: the numbers of the pool's devices in the order in which ranks take them; None: 0, 1, ...
             setup_timeout: seconds until all processes must have reported.
 
         Raises:
@@ -69,7 +71,7 @@ class WorkerGroup:
         self.role = role
         self.world_size = world_size
         self._single_machine = sum(node["Alive"] for node in ray.nodes()) == 1
-        self._devices = _devices_of_ranks(role, pool, world_size, devices_per_rank)
+        self._devices = _devices_of_ranks(role, pool, world_size, devices_per_rank, device_order)
         log_dir = Path(log_dir).absolute()
         self.processes: list[RankProcess] = [
             RankProcess(
@@ -109,6 +111,11 @@ class WorkerGroup:
     def hosts(self) -> list[str]:
         """Addresses of the machines, by rank."""
         return [process.host for process in self.processes]
+
+    @property
+    def devices(self) -> list[tuple[Device, ...]]:
+        """The devices of each rank's process, in its own order."""
+        return list(self._devices)
 
     def call(self, method: str, *args: Any, num_returns: int = 1, **kwargs: Any) -> list[Any]:
         """Calls a method on every rank with the same arguments.
@@ -199,14 +206,19 @@ class WorkerGroup:
         ]
 
 
-def _devices_of_ranks(role: str, pool: ResourcePool, world_size: int, devices_per_rank: int) -> list[tuple]:
+def _devices_of_ranks(
+    role: str, pool: ResourcePool, world_size: int, devices_per_rank: int, order: Sequence[int] | None = None
+) -> list[tuple]:
     needed = world_size * devices_per_rank
     if needed > len(pool):
         raise ValueError(
             f"{role} needs {world_size} x {devices_per_rank} = {needed} devices, "
             f"resource pool {pool.name!r} has {len(pool)}"
         )
-    ranks = [pool.devices[i : i + devices_per_rank] for i in range(0, needed, devices_per_rank)]
+    numbers = range(needed) if order is None else order
+    assert len(set(numbers)) == len(numbers) >= needed, order
+    devices = [pool.devices[number] for number in numbers]
+    ranks = [tuple(devices[i : i + devices_per_rank]) for i in range(0, needed, devices_per_rank)]
     for rank, devices in enumerate(ranks):
         if len({device.node_id for device in devices}) > 1:
             raise ValueError(

@@ -49,6 +49,7 @@ from megarl.config.schema import (
     SFTDataConfig,
     SFTTrainerConfig,
     TrainConfig,
+    TrainedModelConfig,
     TrainerConfig,
 )
 from megarl.config.sections import SamplingConfig
@@ -80,6 +81,7 @@ __all__ = [
     "SFTTrainerConfig",
     "SamplingConfig",
     "TrainConfig",
+    "TrainedModelConfig",
     "TrainerConfig",
     "UpdatePlan",
     "batch_table",

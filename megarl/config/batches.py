@@ -25,7 +25,10 @@ from megarl.files import whole_file
 
 @dataclass(frozen=True)
 class RolePlan:
-    """The devices of one Megatron model: world = tp * pp * cp * dp of `pool`."""
+    """The devices of one Megatron model: world = tp * pp * cp * dp of `pool`.
+
+    A stage's experts are shared by groups of ep * etp of its devices.
+    """
 
     pool: str
     world: int
@@ -34,6 +37,8 @@ class RolePlan:
     vpp: int  # model chunks a stage; 1: no interleaved schedule
     cp: int
     dp: int
+    ep: int = 1
+    etp: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class RolloutPlan:
     devices: int
     trajectories_per_engine: int  # a step, at most, if they are spread evenly
     max_num_seqs: int
+    ep: int = 1  # of tp: groups of devices that share the experts
 
 
 @dataclass(frozen=True)
@@ -167,6 +173,7 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
             devices=rollout.num_engines * rollout.tensor_model_parallel_size,
             trajectories_per_engine=-(-trajectories // rollout.num_engines),
             max_num_seqs=rollout.max_num_seqs,
+            ep=rollout.expert_parallel_size,
         ),
     )
 
@@ -194,7 +201,17 @@ def _role(section: ActorConfig | CriticConfig | RefConfig, pools: dict[str, Pool
 def _role_on(megatron: MegatronConfig, pool: str, world: int) -> RolePlan:
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     cp, vpp = megatron.context_parallel_size, megatron.virtual_pipeline_model_parallel_size
-    return RolePlan(pool=pool, world=world, tp=tp, pp=pp, vpp=vpp or 1, cp=cp, dp=world // (tp * pp * cp))
+    return RolePlan(
+        pool=pool,
+        world=world,
+        tp=tp,
+        pp=pp,
+        vpp=vpp or 1,
+        cp=cp,
+        dp=world // (tp * pp * cp),
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
+    )
 
 
 def _update(section: ActorConfig | CriticConfig, role: RolePlan, config: TrainConfig) -> UpdatePlan:
@@ -225,12 +242,15 @@ def _role_rows(columns: _Columns) -> list[tuple[str, ...]]:
 
 
 def _rollout_cells(rollout: RolloutPlan) -> tuple[str, str, str]:
-    return rollout.pool, str(rollout.devices), f"{rollout.engines} engines x tp{rollout.tp}"
+    experts = f" (ep{rollout.ep})" if rollout.ep > 1 else ""
+    return rollout.pool, str(rollout.devices), f"{rollout.engines} engines x tp{rollout.tp}{experts}"
 
 
 def _layout(role: RolePlan) -> str:
     chunks = f" (vpp{role.vpp})" if role.vpp > 1 else ""
-    return f"tp{role.tp} x pp{role.pp}{chunks} x cp{role.cp} x dp{role.dp}"
+    experts = [f"{name}{size}" for name, size in (("ep", role.ep), ("etp", role.etp)) if size > 1]
+    shared = f" ({' '.join(experts)})" if experts else ""
+    return f"tp{role.tp} x pp{role.pp}{chunks} x cp{role.cp} x dp{role.dp}{shared}"
 
 
 def _update_rows(columns: _Columns, noun: str) -> list[tuple[str, ...]]:

@@ -18,17 +18,20 @@ _POLICY = "actor_rollout_ref"
 _GLOB_CHARACTERS = "*?["
 
 
-def check_config(config: TrainConfig | SFTConfig | EvalConfig) -> None:
+def check_config(config: TrainConfig | SFTConfig | EvalConfig, data_files: bool = True) -> None:
     """Check a configuration, resolved or not, against itself and the file system.
 
     What depends on the model's sizes is checked by `check_models`.
+
+    Args:
+        data_files: whether those of a TrainConfig must be there.
 
     Raises:
         ValueError: all violations in one message.
     """
     problems = list(_value_problems(config))
     if isinstance(config, TrainConfig):
-        problems += _train_problems(config)
+        problems += _train_problems(config, data_files)
     elif isinstance(config, SFTConfig):
         problems += _sft_problems(config)
     else:
@@ -67,7 +70,7 @@ def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:
         yield f"{key}={value} is out of range: it must be {valid}"
 
 
-def _train_problems(config: TrainConfig) -> Iterator[str]:
+def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     full = resolve(config)
     policy = full.actor_rollout_ref
     yield from pool_problems(config)
@@ -85,8 +88,9 @@ def _train_problems(config: TrainConfig) -> Iterator[str]:
         yield from _optim_problems("critic.optim", full.critic.optim)
         if full.critic.model.path != policy.model.path:
             yield from _model_problems("critic.model.path", full.critic.model.path)
-    yield from _file_problems("data.train_files", full.data.train_files)
-    yield from _file_problems("data.val_files", full.data.val_files)
+    if data_files:
+        yield from _file_problems("data.train_files", full.data.train_files)
+        yield from _file_problems("data.val_files", full.data.val_files)
     yield from _reward_problems(full)
     trainer = full.trainer
     if full.data.val_files is None:
@@ -100,6 +104,9 @@ def _sft_problems(config: SFTConfig) -> Iterator[str]:
     yield from layout_problems(config)
     yield from update_problems(config)
     yield from _optim_problems("optim", config.optim)
+    for name in ("param_offload", "grad_offload", "optimizer_offload"):
+        if getattr(config.megatron, name) is not None:
+            yield f"megatron.{name} is for runs with rollout engines: fine-tuning uses all it has all the time; leave it out"
     yield from _model_problems("model.path", config.model.path)
     yield from _tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
     yield from _file_problems("data.train_files", config.data.train_files)
@@ -114,6 +121,8 @@ def _eval_problems(config: EvalConfig) -> Iterator[str]:
         value = getattr(config.rollout, name)
         if value != getattr(RolloutConfig(), name):
             yield f"rollout.{name}={value} is of training rollouts; evaluation reads rollout.val_kwargs.{name}"
+    if config.rollout.free_cache_engine is not None:
+        yield "rollout.free_cache_engine: evaluation trains nothing that could use the memory; leave it out"
     if config.rollout.resource_pool not in (None, GLOBAL_POOL):
         yield f"rollout.resource_pool={config.rollout.resource_pool!r}: evaluation has one pool; leave it out"
     yield from _model_problems("model.path", config.model.path)

@@ -21,6 +21,7 @@ from megarl.config.schema import (
 
 _POLICY = "actor_rollout_ref"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
 
 
 def pool_problems(config: TrainConfig) -> Iterator[str]:
@@ -124,6 +125,7 @@ def layout_problems(config: TrainConfig | SFTConfig) -> Iterator[str]:
 
 
 def _division_problems(role: _Role) -> Iterator[str]:
+    yield from _expert_division_problems(role)
     if role.devices is None or role.num_shards < 1 or role.devices % role.num_shards == 0:
         return
     product = " x ".join(f"{name}={getattr(role.megatron, name)}" for name in _SIZES)
@@ -134,6 +136,19 @@ def _division_problems(role: _Role) -> Iterator[str]:
     )
 
 
+def _expert_division_problems(role: _Role) -> Iterator[str]:
+    """Experts have groups of their own: they need not divide those of the other weights, but the devices."""
+    sizes = [getattr(role.megatron, name) for name in _EXPERT_SIZES]
+    devices = role.devices
+    if devices is None or prod(sizes[:2]) == 1 or min(sizes) < 1 or devices % prod(sizes) == 0:
+        return
+    product = " x ".join(f"{name}={size}" for name, size in zip(_EXPERT_SIZES, sizes, strict=True))
+    yield (
+        f"{role.megatron_key}: {product} needs {prod(sizes)} devices, which does not divide the {devices} devices "
+        f"of resource pool {role.pool!r}"
+    )
+
+
 def _megatron_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
     pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
     if vpp is not None and pp == 1:
@@ -141,6 +156,9 @@ def _megatron_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
             f"{key}.virtual_pipeline_model_parallel_size={vpp} needs {key}.pipeline_model_parallel_size of at least "
             "2; leave it out (null) without pipeline parallelism"
         )
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if getattr(megatron, name) is not None and pp == 1:
+            yield f"{key}.{name}={getattr(megatron, name)} needs {key}.pipeline_model_parallel_size of at least 2"
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield (
             f"{key}.sequence_parallel=true needs {key}.tensor_model_parallel_size of at least 2; leave it out "

@@ -1,13 +1,28 @@
 """Checks of a layout against the facts of a model: what must divide what."""
 
+from collections.abc import Iterator, Mapping
+from math import gcd
 from typing import Protocol
 
 from megarl.config.problems import raise_if_any
 from megarl.config.resolve import needs_reference, resolve
-from megarl.config.schema import EvalConfig, MegatronConfig, SFTConfig, TrainConfig
+from megarl.config.schema import EvalConfig, MegatronConfig, RolloutConfig, SFTConfig, TrainConfig
 
 ACTOR_KEY = "actor_rollout_ref.actor.megatron"
 ROLLOUT_KEY = "actor_rollout_ref.rollout"
+
+
+class ExpertFacts(Protocol):
+    """The numbers of a mixture of experts that a layout must fit; a MoEConfig has them."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def shared_ffn_hidden_size(self) -> int: ...
+    @property
+    def dense_layers(self) -> tuple[int, ...]: ...
 
 
 class ModelFacts(Protocol):
@@ -21,34 +36,20 @@ class ModelFacts(Protocol):
     def num_query_groups(self) -> int: ...
     @property
     def ffn_hidden_size(self) -> int: ...
+    @property
+    def moe(self) -> ExpertFacts | None: ...
+    @property
+    def mla(self) -> object | None: ...
 
 
-def check_model(
-    megatron: MegatronConfig,
-    *,
-    num_layers: int,
-    num_attention_heads: int,
-    num_query_groups: int,
-    ffn_hidden_size: int,
-    key: str = ACTOR_KEY,
-) -> None:
-    """Raise one ValueError with all that does not divide, if a model does not fit the layout of the section `key`."""
-    sizes = _sizes(num_attention_heads, num_query_groups, ffn_hidden_size)
-    raise_if_any("the model does not fit its layout", _megatron_problems(key, megatron, num_layers, sizes))
+def check_model(megatron: MegatronConfig, model: ModelFacts, key: str = ACTOR_KEY) -> None:
+    """Raise one ValueError with all that does not fit, if a model does not fit the layout of the section `key`."""
+    raise_if_any("the model does not fit its layout", list(_megatron_problems(key, megatron, model)))
 
 
-def check_rollout_model(
-    tensor_model_parallel_size: int,
-    *,
-    num_attention_heads: int,
-    num_query_groups: int,
-    ffn_hidden_size: int,
-    key: str = ROLLOUT_KEY,
-) -> None:
+def check_rollout_model(rollout: RolloutConfig, model: ModelFacts, key: str = ROLLOUT_KEY) -> None:
     """The same for a rollout engine, which may also give several ranks the same key/value head."""
-    sizes = _sizes(num_attention_heads, num_query_groups, ffn_hidden_size)
-    problems = _rollout_problems(key, tensor_model_parallel_size, sizes)
-    raise_if_any("the model does not fit its layout", problems)
+    raise_if_any("the model does not fit its layout", list(_rollout_problems(key, rollout, model)))
 
 
 def check_models(
@@ -62,7 +63,7 @@ def check_models(
     """
     config = resolve(config)
     megatrons: list[tuple[str, MegatronConfig | None, ModelFacts]] = []
-    rollout: tuple[str, int] | None = None
+    rollout: tuple[str, RolloutConfig] | None = None
     if isinstance(config, SFTConfig):
         megatrons = [("megatron", config.megatron, model)]
     elif isinstance(config, TrainConfig):
@@ -72,67 +73,127 @@ def check_models(
             megatrons.append(("actor_rollout_ref.ref.megatron", policy.ref.megatron, model))
         if config.critic is not None:
             megatrons.append(("critic.megatron", config.critic.megatron, critic or model))
-        rollout = (ROLLOUT_KEY, policy.rollout.tensor_model_parallel_size)
+        rollout = (ROLLOUT_KEY, policy.rollout)
     else:
-        rollout = ("rollout", config.rollout.tensor_model_parallel_size)
+        rollout = ("rollout", config.rollout)
     problems = []
     for key, megatron, facts in megatrons:
         assert megatron is not None, "resolved"
-        problems += _megatron_problems(key, megatron, facts.num_layers, _sizes_of(facts))
+        problems += _megatron_problems(key, megatron, facts)
     if rollout is not None:
-        problems += _rollout_problems(*rollout, _sizes_of(model))
+        problems += _rollout_problems(*rollout, model)
     raise_if_any("the model does not fit its layout", problems)
 
 
-def _sizes(heads: int, groups: int, ffn: int) -> dict[str, int]:
-    return {"num_attention_heads": heads, "num_query_groups": groups, "ffn_hidden_size": ffn}
+def _widths(model: ModelFacts) -> dict[str, int]:
+    """What tensor parallelism cuts besides key/value heads, by the model's own name for it."""
+    sizes = {"num_attention_heads": model.num_attention_heads}
+    if model.moe is None or model.moe.dense_layers:
+        sizes["ffn_hidden_size"] = model.ffn_hidden_size
+    if model.moe is not None and model.moe.shared_ffn_hidden_size:
+        sizes["shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
+    return sizes
 
 
-def _sizes_of(facts: ModelFacts) -> dict[str, int]:
-    return _sizes(facts.num_attention_heads, facts.num_query_groups, facts.ffn_hidden_size)
-
-
-def _megatron_problems(key: str, megatron: MegatronConfig, layers: int, sizes: dict[str, int]) -> list[str]:
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    vpp = megatron.virtual_pipeline_model_parallel_size or 1
-    possible = [
-        size for size in range(1, min(sizes.values()) + 1) if not any(n % size for n in sizes.values())
-    ]
-    problems = [
-        f"{key}.tensor_model_parallel_size={tp} does not divide {name}={size}; possible: {_list(possible)}"
-        for name, size in sizes.items()
-        if size % tp
-    ]
-    if layers % (pp * vpp):
-        chunks = f" x virtual_pipeline_model_parallel_size={vpp} chunks" if vpp > 1 else ""
-        possible = [
-            size
-            for size in range(1, layers // vpp + 1)
-            if layers % (size * vpp) == 0 and (vpp == 1 or size > 1)
-        ]
-        problems.append(
-            f"{key}.pipeline_model_parallel_size={pp}{chunks} does not divide num_layers={layers}; "
-            f"possible: {_list(possible)}"
+def _megatron_problems(key: str, megatron: MegatronConfig, model: ModelFacts) -> Iterator[str]:
+    tp = megatron.tensor_model_parallel_size
+    sizes = _widths(model)
+    if model.mla is None:
+        sizes["num_query_groups"] = model.num_query_groups
+    if tp > 1 and megatron.sequence_parallel is False and (model.mla is not None or model.moe is not None):
+        yield (
+            f"{key}.sequence_parallel=false with tensor_model_parallel_size={tp}: experts and multi-head latent "
+            "attention need it there; leave it out (null: true where that is over 1)"
         )
-    return problems
+    yield from _undivided(f"{key}.tensor_model_parallel_size", tp, sizes)
+    yield from _layer_problems(key, megatron, model.num_layers)
+    yield from _expert_problems(
+        model,
+        (f"{key}.expert_model_parallel_size", megatron.expert_model_parallel_size),
+        (f"{key}.expert_tensor_parallel_size", megatron.expert_tensor_parallel_size),
+    )
 
 
-def _rollout_problems(key: str, tp: int, sizes: dict[str, int]) -> list[str]:
-    heads, groups, ffn = sizes.values()
+def _undivided(key: str, size: int, sizes: Mapping[str, int]) -> Iterator[str]:
+    possible = _divisors(gcd(*sizes.values()))
+    for name, total in sizes.items():
+        if total % size:
+            yield f"{key}={size} does not divide {name}={total}; possible: {_list(possible)}"
 
-    def fits(size: int) -> bool:
-        return not (heads % size or ffn % size or (groups % size and size % groups))
 
-    if fits(tp):
-        return []
-    causes = [
-        f"{name}={sizes[name]}" for name in ("num_attention_heads", "ffn_hidden_size") if sizes[name] % tp
-    ]
+def _layer_problems(key: str, megatron: MegatronConfig, layers: int) -> Iterator[str]:
+    pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    given = {
+        name: getattr(megatron, name)
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        if getattr(megatron, name) is not None
+    }
+    chunks = f" x virtual_pipeline_model_parallel_size={vpp} chunks" if vpp > 1 else ""
+    left, stages = layers - sum(given.values()), pp - len(given)
+    for name, count in given.items():
+        if count % vpp:
+            yield f"{key}.{name}={count} is no multiple of virtual_pipeline_model_parallel_size={vpp}"
+    if not given and layers % (pp * vpp):
+        possible = [
+            size for size in _divisors(layers) if layers % (size * vpp) == 0 and (vpp == 1 or size > 1)
+        ]
+        yield (
+            f"{key}.pipeline_model_parallel_size={pp}{chunks} does not divide num_layers={layers}; "
+            f"possible: {_list(possible)}, or others with num_layers_in_first_pipeline_stage or "
+            "num_layers_in_last_pipeline_stage"
+        )
+    elif given and (left < 0 or (left % (stages * vpp) if stages > 0 else left)):
+        ends = " and ".join(f"{name}={count}" for name, count in given.items())
+        yield (
+            f"{key}.{ends} leave {left} of num_layers={layers} for the other {max(stages, 0)} stages{chunks}; "
+            "they cannot be shared out evenly"
+        )
+
+
+def _expert_problems(model: ModelFacts, ep: tuple[str, int], etp: tuple[str, int]) -> Iterator[str]:
+    """`ep`, `etp`: key and size of the groups that share the experts, and of those that cut each expert."""
+    if model.moe is not None:
+        yield from _undivided(*ep, {"num_experts": model.moe.num_experts})
+        yield from _undivided(*etp, {"the experts' ffn_hidden_size": model.moe.ffn_hidden_size})
+        return
+    for key, size in (ep, etp):
+        if size > 1:
+            yield f"{key}={size}: the model has no experts; leave it out"
+
+
+def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    yield from _head_problems(key, rollout, model)
+    if ep > 1 and (model.moe is None or tp % ep):
+        reason = (
+            "the model has no experts"
+            if model.moe is None
+            else f"it does not divide {key}.tensor_model_parallel_size={tp}"
+        )
+        yield f"{key}.expert_parallel_size={ep}: {reason}"
+    elif model.moe is not None:
+        cut = (f"{key}.tensor_model_parallel_size / expert_parallel_size", tp // ep)
+        yield from _expert_problems(model, (f"{key}.expert_parallel_size", ep), cut)
+
+
+def _head_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
+    tp, sizes, groups = rollout.tensor_model_parallel_size, _widths(model), model.num_query_groups
+
+    def shares_heads(size: int) -> bool:
+        return model.mla is not None or not (groups % size and size % groups)
+
+    causes = [f"{name}={size}" for name, size in sizes.items() if size % tp]
+    if not causes and shares_heads(tp):
+        return
     text = f"does not divide {' and '.join(causes)}" if causes else ""
-    if groups % tp and tp % groups:
+    if not shares_heads(tp):
         text += f"{' and ' if text else ''}neither divides num_query_groups={groups} nor is a multiple of it"
-    possible = [size for size in range(1, heads + 1) if fits(size)]
-    return [f"{key}.tensor_model_parallel_size={tp} {text}; possible: {_list(possible)}"]
+    possible = [size for size in _divisors(gcd(*sizes.values())) if shares_heads(size)]
+    yield f"{key}.tensor_model_parallel_size={tp} {text}; possible: {_list(possible)}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _list(numbers: list[int]) -> str:

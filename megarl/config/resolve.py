@@ -28,8 +28,9 @@ def resolve(config: C) -> C:
 
     Filled: tokenizer_path, sequence_parallel, clip ratios, the critic's and the reference's settings that are the
     actor's, resource pools and the pool of each role, num_engines, run folder and rollout folder.
-    Null remain what only a later stage knows: dtypes (the devices), lr_decay_steps and total_training_steps (the
-    data), max_total_tokens (the engine), val_batch_size and max_samples (null means all), ray_address.
+    Null remain what only a later stage knows: dtypes and what is offloaded (the devices), lr_decay_steps and
+    total_training_steps (the data), max_total_tokens (the engine), val_batch_size and max_samples (null means all),
+    ray_address.
     Expects what `check_config` accepts, but never fails where it would not.
     """
     if isinstance(config, TrainConfig):

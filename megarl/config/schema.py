@@ -19,6 +19,7 @@ from megarl.config.sections import (
     OptimConfig,
     PoolConfig,
     RolloutConfig,
+    TrainedModelConfig,
 )
 
 ADV_ESTIMATORS = ("gae", "grpo")
@@ -87,7 +88,7 @@ class RefConfig:
 class ActorRolloutRefConfig:
     """The policy: its model, its training, its rollouts, its reference."""
 
-    model: ModelPathConfig = section("The model that is trained.")
+    model: TrainedModelConfig = section("The model that is trained.")
     actor: ActorConfig = section("The policy that is trained.")
     ref: RefConfig = section("The reference policy.", RefConfig)
     rollout: RolloutConfig = section("The engines that generate responses.", RolloutConfig)
@@ -161,7 +162,9 @@ class TrainerConfig:
     seed: int = option("Of everything that has no seed of its own.", 1, ge=0)
     ray_address: str | None = option("A running Ray cluster; null: one is started.", None)
     rollout_data_dir: str | None = option(
-        "Each step's trajectories as Parquet; null: <run folder>/rollouts.", None, is_path=True
+        "Each step's trajectories and each validation's answers as Parquet; null: <run folder>/rollouts.",
+        None,
+        is_path=True,
     )
     collective_timeout: float = option("Seconds that ranks wait for each other.", 600.0, gt=0)
 
@@ -229,7 +232,7 @@ class SFTConfig:
     """`megarl sft`: supervised fine-tuning."""
 
     data: SFTDataConfig = section("Examples.")
-    model: ModelPathConfig = section("The model that is trained.")
+    model: TrainedModelConfig = section("The model that is trained.")
     optim: OptimConfig = section("The optimizer.")
     megatron: MegatronConfig = section("The layout.", MegatronConfig)
     max_token_len_per_gpu: int = option("Tokens of a micro-batch.", ge=1)

@@ -11,6 +11,8 @@ DTYPES = ("float32", "bfloat16")
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
 LOGGERS = ("console", "tensorboard")
 ROLLOUT_ENGINES = ("sglang",)
+MTP_CHOICES = ("drop", "keep")
+SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p")
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 
@@ -23,6 +25,17 @@ class ModelPathConfig:
         "Folder of the tokenizer; null: that of the model.", None, is_path=True
     )
     trust_remote_code: bool = option("Run Python code that comes with the tokenizer.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelConfig(ModelPathConfig):
+    """A Hugging Face model that is trained."""
+
+    mtp: str = option(
+        "Its multi-token prediction layers, which are not trained: left out of the exported model, or kept as they are.",
+        "drop",
+        choices=MTP_CHOICES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +71,14 @@ class MegatronConfig:
         "Model chunks a stage, for the interleaved schedule (vpp); null: one.", None, ge=2
     )
     context_parallel_size: int = option("Devices that share each sequence (cp).", 1, ge=1)
+    expert_model_parallel_size: int = option("Devices that share the experts of a layer (ep).", 1, ge=1)
+    expert_tensor_parallel_size: int = option("Devices that share each expert (etp).", 1, ge=1)
+    num_layers_in_first_pipeline_stage: int | None = option(
+        "Layers of the first stage; null: as many as other stages have.", None, ge=1
+    )
+    num_layers_in_last_pipeline_stage: int | None = option(
+        "Layers of the last stage; null: as many as other stages have.", None, ge=1
+    )
     sequence_parallel: bool | None = option(
         "Split activations between tensor parallel parts along the sequence; null: where tp > 1.", None
     )
@@ -71,6 +92,12 @@ class MegatronConfig:
     dtype: str | None = option(
         "Of the weights; null: bfloat16 on GPUs, float32 on CPUs.", None, choices=DTYPES
     )
+    param_offload: bool | None = option(
+        "Weights leave the devices while they are not used; null: where rollout engines share GPUs with them.",
+        None,
+    )
+    grad_offload: bool | None = option("Gradient buffers likewise.", None)
+    optimizer_offload: bool | None = option("Optimizer states likewise.", None)
     log_prob_chunk_tokens: int = option("Tokens whose logits exist at one time on a rank.", 1024, ge=1)
     seed: int = option("Of newly made weights and of Megatron's random state.", 1, ge=0)
 
@@ -91,7 +118,13 @@ class RolloutConfig:
 
     name: str = option("The engine.", "sglang", choices=ROLLOUT_ENGINES)
     tensor_model_parallel_size: int = option("Devices that share one engine's model.", 1, ge=1)
+    expert_parallel_size: int = option(
+        "Groups of an engine's devices that share the experts (SGLang's ep_size).", 1, ge=1
+    )
     num_engines: int | None = option("Engines; null: as many as the pool's devices hold.", None, ge=1)
+    allow_unknown_version: bool = option(
+        "Start an engine of a version that megarl was not tried with.", False
+    )
     n: int = option("Responses a prompt.", 1, ge=1)
     temperature: float = option("Of training rollouts.", 1.0, gt=0)
     top_p: float = option("Of training rollouts: 1 (all) only.", 1.0)
@@ -102,6 +135,10 @@ class RolloutConfig:
     gpu_memory_utilization: float = option(
         "Part of a GPU's memory for weights and KV cache.", 0.5, gt=0, le=1
     )
+    free_cache_engine: bool | None = option(
+        "Weights and KV cache of the engines leave the devices while models are trained; null: where these share GPUs.",
+        None,
+    )
     max_num_seqs: int = option("Requests that an engine runs at a time; the others wait.", 256, ge=1)
     max_total_tokens: int | None = option(
         "Tokens in an engine's KV cache; null: from the memory.", None, ge=1
@@ -110,7 +147,21 @@ class RolloutConfig:
     start_timeout: float = option("Seconds that the start of an engine may take.", 300.0, gt=0)
     request_timeout: float = option("Seconds that one call of an engine may take.", 600.0, gt=0)
     val_kwargs: SamplingConfig = section("How validation samples.", SamplingConfig)
-    sync_bucket_mb: int = option("MiB of one bucket of a weight sync.", 256, ge=1)
+    quantization: str | None = option(
+        "fp8: the engines hold linear layers and experts in float8, quantised before they are sent; null: in dtype.",
+        None,
+        choices=("fp8",),
+    )
+    quantization_block_size: tuple[int, int] = option(
+        "fp8: rows and columns of a block of weights that share a scale.", (128, 128), ge=1
+    )
+    sync_bucket_mb: int = option("MiB that a rank sends or receives of a weight sync at a time.", 256, ge=1)
+    sync_transport: str = option(
+        "How weights travel; auto: in shared memory within a machine (on GPUs: within a GPU), else point to point.",
+        "auto",
+        choices=SYNC_TRANSPORTS,
+    )
+    sync_skip_unchanged: bool = option("Send no weights that the engine holds already.", False)
     resource_pool: str | None = option("Where the engines live; null: with the actor.", None)
 
 

@@ -5,17 +5,28 @@ it arrives; an engine serves nothing but a whole, verified version. Executes pla
 sends what to whom comes from `megarl.layout`. Must not know: Ray, RL.
 """
 
+from megarl.hybrid_engine.bundles import Bundle, pack
 from megarl.hybrid_engine.export import ExportPlan, assemble, write_hf_checkpoint
-from megarl.hybrid_engine.layouts import hf_layout, megatron_layout, sglang_layout
+from megarl.hybrid_engine.layouts import (
+    EngineLayout,
+    best_device_order,
+    hf_layout,
+    megatron_layout,
+    sglang_layout,
+)
 from megarl.hybrid_engine.load import check_hf_weights, load_hf_weights
-from megarl.hybrid_engine.packets import Packet, pack
-from megarl.hybrid_engine.sync import SyncPlan, write_update
+from megarl.hybrid_engine.outbox import Outbox, Sent
+from megarl.hybrid_engine.sync import SyncPlan
 
 __all__ = [
+    "Bundle",
+    "EngineLayout",
     "ExportPlan",
-    "Packet",
+    "Outbox",
+    "Sent",
     "SyncPlan",
     "assemble",
+    "best_device_order",
     "check_hf_weights",
     "hf_layout",
     "load_hf_weights",
@@ -23,5 +34,4 @@ __all__ = [
     "pack",
     "sglang_layout",
     "write_hf_checkpoint",
-    "write_update",
 ]

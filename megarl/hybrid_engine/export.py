@@ -1,49 +1,51 @@
 """Megatron shards -> a Hugging Face checkpoint, shard file by shard file, whole or not at all."""
 
-import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from megarl.files import naming
+from megarl.files import whole_folder
+from megarl.hybrid_engine.bundles import Bundle, pack, unpack
+from megarl.hybrid_engine.hf_folder import HFFolderWriter, read_companions
 from megarl.hybrid_engine.layouts import hf_layout, megatron_layout
-from megarl.hybrid_engine.packets import Packet, pack, unpack
-from megarl.layout import Copy, Plan, make_plan
+from megarl.hybrid_engine.load import HFReader
+from megarl.layout import Box, Copy, Layout, Plan, make_plan
 from megarl.layout.grid import ParallelLayout
-from megarl.models import ModelConfig, logical_tensors
-
-# what a model folder holds beside its weights; config.json is rewritten for the dtype
-COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt",
-              "chat_template*", "added_tokens.json", "*.model")  # fmt: skip
+from megarl.models import ModelConfig, keeps_float32, logical_tensors
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Who sends which slices of a trained model into Hugging Face tensors; equal wherever it is computed."""
+    """Who sends which slices of a trained model into Hugging Face tensors; equal wherever it is computed.
+
+    mtp: whether multi-token prediction layers, which are not trained, are taken over from the source model; what they
+    repeat of the model is the trained one.
+    """
 
     config: ModelConfig
     parallel: ParallelLayout
     dtype: torch.dtype
     shard_bytes: int = 4 << 30
+    mtp: bool = False
 
     @cached_property
     def plan(self) -> Plan:
-        return make_plan(megatron_layout(self.config, self.parallel), hf_layout(self.config))
+        whole, trained = hf_layout(self.config, mtp=self.mtp), logical_tensors(self.config)
+        pieces = [piece for piece in whole.pieces(0) if piece.tensor in trained]
+        target = Layout.by_rank(whole.name, 1, lambda rank: pieces)
+        return make_plan(megatron_layout(self.config, self.parallel), target)
 
     @cached_property
     def shards(self) -> list[dict[str, tuple[int, ...]]]:
         """The tensors (name -> shape) of each file: in order, up to `shard_bytes` a file."""
         shards: list[dict[str, tuple[int, ...]]] = [{}]
         filled = 0
-        for name, shape in logical_tensors(self.config).items():
-            size = torch.Size(shape).numel() * self.dtype.itemsize
+        for name, shape in logical_tensors(self.config, mtp=self.mtp).items():
+            size = torch.Size(shape).numel() * self.dtype_of(name).itemsize
             if filled and filled + size > self.shard_bytes:
                 shards.append({})
                 filled = 0
@@ -51,19 +53,47 @@ class ExportPlan:
             filled += size
         return shards
 
+    @cached_property
+    def untrained(self) -> set[str]:
+        """The tensors that come from the source model."""
+        return set().union(*self.shards) - {copy.target_local for copy in self.plan.copies}
+
+    def dtype_of(self, tensor: str) -> torch.dtype:
+        """What a tensor is written as."""
+        return torch.float32 if keeps_float32(tensor) else self.dtype
+
+    @cached_property
+    def _copies(self) -> dict[tuple[int, int], list[Copy]]:
+        """By shard and rank."""
+        shard_of = {name: index for index, shard in enumerate(self.shards) for name in shard}
+        copies: dict[tuple[int, int], list[Copy]] = {}
+        for copy in self.plan.copies:
+            copies.setdefault((shard_of[copy.target_local], copy.source_rank), []).append(copy)
+        return copies
+
     def copies(self, shard: int, rank: int) -> list[Copy]:
-        return [c for c in self.plan.copies if c.source_rank == rank and c.tensor in self.shards[shard]]
+        return self._copies.get((shard, rank), [])
 
-    def pack(self, shard: int, rank: int, parameters: dict[str, torch.Tensor]) -> Packet:
+    def pack(self, shard: int, rank: int, parameters: dict[str, torch.Tensor]) -> Bundle:
         """What trainer rank `rank` holds of a shard file, or should send of it."""
-        return pack(self.copies(shard, rank), parameters, self.dtype)
+        return pack(self.copies(shard, rank), parameters, self.dtype_of)
 
 
-def assemble(export: ExportPlan, shard: int, packets: Sequence[Packet]) -> dict[str, torch.Tensor]:
-    """The tensors of a shard file from the packets of all trainer ranks, every slice's checksum verified."""
-    tensors = {name: torch.empty(shape, dtype=export.dtype) for name, shape in export.shards[shard].items()}
-    for rank, packet in enumerate(packets):
-        unpack(packet, export.copies(shard, rank), tensors, export.dtype)
+def assemble(
+    export: ExportPlan, shard: int, bundles: Sequence[Bundle], source: HFReader | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a shard file from the bundles of all trainer ranks, every slice's checksum verified.
+
+    source: the model that untrained tensors are read from, if there are any.
+    """
+    tensors = {
+        name: torch.empty(shape, dtype=export.dtype_of(name)) for name, shape in export.shards[shard].items()
+    }
+    for rank, bundle in enumerate(bundles):
+        unpack(bundle, export.copies(shard, rank), tensors)
+    for name in export.untrained & tensors.keys():
+        assert source is not None, name
+        tensors[name].copy_(source.read(name, Box.whole(tensors[name].shape)))
     return tensors
 
 
@@ -71,63 +101,24 @@ def write_hf_checkpoint(
     path: str,
     source_model: str,
     export: ExportPlan,
-    collect: Callable[[int], Sequence[Packet]],
+    collect: Callable[[int], Sequence[Bundle]],
 ) -> None:
     """Write the model into folder `path`; it appears only when it is complete.
 
     Args:
-        source_model: the Hugging Face folder that tokenizer, config and generation config come from.
-        collect: shard number -> the packets of all trainer ranks for it.
+        source_model: the Hugging Face folder that tokenizer, config, generation config and MTP layers come from.
+        collect: shard number -> the bundles of all trainer ranks for it.
 
     Raises:
         ValueError: a slice arrived damaged.
         OSError: the disk is full or not writable; `path` is then as it was before.
     """
-    target, building = Path(path), Path(f"{path}.partial-{os.getpid()}")
-    companions = _read_companions(Path(source_model).expanduser(), export)
-    try:
-        with naming(target):
-            shutil.rmtree(building, ignore_errors=True)
-            building.mkdir(parents=True)
-            _write_weights(building, export, collect)
-            for name, content in companions.items():
-                (building / name).write_bytes(content)
-            for file in building.iterdir():
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
-            _replace(building, target)
-    except SafetensorError as error:  # how safetensors says that the disk is full
-        raise OSError(f"{target}: {error}") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def _write_weights(building: Path, export: ExportPlan, collect: Callable[[int], Sequence[Packet]]) -> None:
-    weight_map: dict[str, str] = {}
-    total, count = 0, len(export.shards)
-    for shard in range(count):
-        name = "model.safetensors" if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
-        tensors = assemble(export, shard, collect(shard))
-        save_file(tensors, building / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if count > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (building / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _read_companions(source: Path, export: ExportPlan) -> dict[str, bytes]:
-    """What the folder holds beside the weights: file name -> content."""
-    config = {**export.config.hf, "dtype": str(export.dtype).removeprefix("torch.")}
-    config.pop("torch_dtype", None)
-    files = {file.name: file.read_bytes() for pattern in COMPANIONS for file in source.glob(pattern)}
-    return {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
-
-
-def _replace(building: Path, target: Path) -> None:
-    """Put the finished folder in place; an older export there is moved aside first, then deleted."""
-    old = Path(f"{target}.old-{os.getpid()}")
-    if target.exists():
-        target.rename(old)
-    building.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    companions = read_companions(Path(source_model).expanduser(), export.config, export.dtype, export.mtp)
+    with (
+        whole_folder(path) as folder,
+        HFReader(source_model) if export.untrained else nullcontext() as source,
+    ):
+        writer = HFFolderWriter(folder, len(export.shards))
+        for shard in range(len(export.shards)):
+            writer.write_file(shard, assemble(export, shard, collect(shard), source))
+        writer.finish(companions)

@@ -1,9 +1,11 @@
 """Hugging Face files -> Megatron shards: each rank reads only the slices that it holds."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,7 +13,19 @@ from safetensors import SafetensorError, safe_open
 from megarl.hybrid_engine.layouts import hf_layout, megatron_layout
 from megarl.layout import Box, make_plan
 from megarl.layout.grid import ParallelLayout
-from megarl.models import ModelConfig, logical_tensors
+from megarl.models import ModelConfig, logical_tensors, mtp_copies
+from megarl.models.config import fp8_block, load_hf_config, model_dtype
+
+SCALE = "_scale_inv"  # what is added to a tensor's name for that of its scales
+_FLOAT8 = "F8_E4M3"
+# safetensors' names
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    _FLOAT8: torch.float8_e4m3fn,
+}
 
 
 def checkpoint_files(path: str) -> dict[str, Path]:
@@ -45,7 +59,11 @@ def open_weights(file: Path) -> safe_open:
 
 
 class HFReader:
-    """Reads boxes of a Hugging Face checkpoint's tensors without reading the whole tensors."""
+    """Reads boxes of a Hugging Face checkpoint's tensors without reading the whole tensors.
+
+    A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and those
+    made like them), is read as what it stands for: each element times its block's scale.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -59,29 +77,103 @@ class HFReader:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def check(self, config: ModelConfig, head: str) -> None:
+    def check(self, config: ModelConfig, head: str, mtp: bool = False) -> None:
         """Refuse a checkpoint whose names or shapes are not the model's with that head, as the headers tell.
+
+        mtp: whether its multi-token prediction layers must be there; what they repeat of the model may be missing
+            nonetheless, and all of them if they are not wanted.
 
         Raises:
             ValueError: names every tensor that is missing, left over or of another shape.
         """
-        shapes = logical_tensors(config, head)
-        ignore = {*logical_tensors(config), "lm_head.weight", "score.weight"} - set(shapes)
-        if head == "value":
-            ignore.add("score.weight")  # may be missing
-        wrong = [f"{name} is missing" for name in shapes if name not in self.files and name not in ignore]
+        shapes = logical_tensors(config, head, mtp)
+        copies = mtp_copies(config) if mtp else {}
+        ignore = {*logical_tensors(config, mtp=True), "lm_head.weight", "score.weight"} - set(shapes)
+        optional = {*ignore, *copies, *(("score.weight",) if head == "value" else ())}
+        wrong = [f"{name} is missing" for name in shapes if name not in self.files and name not in optional]
         for name in self.files:
-            if name in shapes:
-                shape = tuple(self._slice(name).get_shape())
-                if shape != shapes[name]:
-                    wrong.append(f"{name} has shape {shape}, config.json makes it {shapes[name]}")
-            elif name not in ignore and not name.endswith("rotary_emb.inv_freq"):
+            tensor = name.removesuffix(SCALE)
+            if tensor in shapes:
+                wrong += self._mistakes(name, shapes[tensor], config.fp8_block)
+            elif tensor not in ignore and not name.endswith("rotary_emb.inv_freq"):
                 wrong.append(f"{name} is not a tensor of this model")
         if wrong:
             raise ValueError(f"checkpoint {self.path} does not fit its config: " + "; ".join(wrong))
 
+    def _mistakes(self, name: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> Iterator[str]:
+        """What is wrong with the tensor `name`: one of `shape`, or the scales of one."""
+        found, tensor = self.shape(name), name.removesuffix(SCALE)
+        quantised = tensor in self.files and self._slice(tensor).get_dtype() == _FLOAT8
+        if name != tensor:
+            if block is None or not quantised:
+                reason = (
+                    "config.json says of no quantisation" if block is None else f"{tensor} is not in float8"
+                )
+                yield f"{name} is there, but {reason}"
+                return
+            shape = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
+        elif quantised and name + SCALE not in self.files:
+            yield f"{name} is in float8, but {name}{SCALE} is missing"
+        if found != shape:
+            yield f"{name} has shape {found}, config.json makes it {shape}"
+
+    def check_mtp_copies(self, config: ModelConfig) -> None:
+        """Refuse MTP layers whose repeated embedding or head is not the model's; reads all of them.
+
+        Raises:
+            ValueError: names the tensors that differ.
+        """
+        for name, original in mtp_copies(config).items():
+            if name in self.files and not self._equal(name, original):
+                raise ValueError(f"checkpoint {self.path}: {name} should be equal to {original}, but is not")
+
+    def _equal(self, name: str, other: str) -> bool:
+        (rows, *rest), step = self.shape(name), 4096
+        for first in range(0, rows, step):
+            box = Box.rows(first, min(step, rows - first), (rows, *rest))
+            if not torch.equal(self.read(name, box), self.read(other, box)):
+                return False
+        return True
+
     def read(self, name: str, box: Box) -> torch.Tensor:
-        return self._slice(name)[box.slices]
+        """The values in the box; float32 for a tensor in float8 with scales."""
+        values = self._slice(name)[box.slices]
+        if name + SCALE not in self.files:
+            return values
+        assert self._block is not None, f"{name}{SCALE} is there, but config.json says of no quantisation"
+        row, column = (start % size for start, size in zip(box.start, self._block, strict=True))
+        blocks = tuple(
+            slice(start // size, -(-(start + extent) // size))
+            for start, extent, size in zip(box.start, box.size, self._block, strict=True)
+        )
+        scales = self._slice(name + SCALE)[blocks]
+        return dequantise(values, scales, self._block, (row, column))
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        return load_hf_config(self.path)
+
+    @cached_property
+    def _block(self) -> tuple[int, int] | None:
+        return fp8_block(self._config, self.path)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the tensor's values: as the file has it, or the model's own for one in float8 with scales.
+
+        Raises:
+            ValueError: a type that no weight has; names the tensor.
+        """
+        if name + SCALE in self.files:
+            return getattr(torch, model_dtype(self._config))
+        found = self._slice(name).get_dtype()
+        if found not in _DTYPES:
+            raise ValueError(
+                f"{self.files[name]}: {name} is of type {found}; supported: {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[found]
 
     def _slice(self, name: str):
         file = self.files[name]
@@ -90,10 +182,35 @@ class HFReader:
         return self._open[file].get_slice(name)
 
 
-def check_hf_weights(path: str, config: ModelConfig, head: str = "lm") -> None:
-    """Refuse what `load_hf_weights` would refuse, from the headers of the files alone."""
+def dequantise(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], start: tuple[int, int]
+) -> torch.Tensor:
+    """Each element times the scale of its block, in float32 (DeepSeek-V3's `weight_dequant`).
+
+    Args:
+        values: [rows, columns], float8 or any type.
+        scales: [blocks of rows, blocks of columns], those that the values lie in.
+        block: rows and columns of a block.
+        start: where within the first block the values begin.
+
+    Returns: [rows, columns], float32.
+    """
+    result = values.to(torch.float32)
+    columns = (torch.arange(values.shape[1]) + start[1]) // block[1]
+    wide = scales.to(torch.float32)[:, columns]
+    for index in range(len(scales)):
+        first = max(0, index * block[0] - start[0])
+        result[first : (index + 1) * block[0] - start[0]] *= wide[index]
+    return result
+
+
+def check_hf_weights(path: str, config: ModelConfig, head: str = "lm", mtp: bool = False) -> None:
+    """Refuse what `load_hf_weights` would refuse, from the headers of the files alone.
+
+    mtp: whether multi-token prediction layers must be there, too.
+    """
     with HFReader(path) as reader:
-        reader.check(config, head)
+        reader.check(config, head, mtp)
 
 
 def load_hf_weights(
@@ -112,13 +229,14 @@ def load_hf_weights(
     Raises:
         ValueError: the checkpoint lacks a tensor, has one too many or one of another shape.
     """
-    plan = make_plan(hf_layout(config, head), megatron_layout(config, parallel, head), [rank])
+    plan = make_plan(hf_layout(config, head), megatron_layout(config, parallel, head))
+    needed = plan.copies_to(rank)
     with HFReader(path) as reader:
         reader.check(config, head)
-        copies = [copy for copy in plan.copies if copy.tensor in reader.files]
+        copies = [copy for copy in needed if copy.tensor in reader.files]
         for local in {copy.target_local for copy in copies}:
             parameters[local].zero_()
         for copy in copies:
             parameters[copy.target_local][copy.target_box.slices].copy_(reader.read(copy.tensor, copy.box))
-    unfilled = set(parameters) - {copy.target_local for copy in plan.copies}
+    unfilled = set(parameters) - {copy.target_local for copy in needed}
     assert not unfilled, f"parameters that no weight table names: {sorted(unfilled)}"

@@ -1,137 +1,181 @@
-"""Megatron shards -> SGLang shards: who sends which slices, in which bucket, and how they are handed over.
+"""Megatron shards -> SGLang shards: who sends which slices to whom, in which bucket, and by which transport.
 
-Every trainer rank packs the slices that the plan makes it send to each engine rank (`SyncPlan.pack`). The
-process that owns an engine puts the packets for each of its ranks into one shared-memory file and writes
-a manifest beside it (`write_update`); the receiver inside SGLang (`megarl.rollout.receiver`) copies the
-slices into SGLang's own parameters, reads them back, and compares every checksum.
+The controller works the plan out once (`SyncPlan.shares`) and gives each rank its own share. Each trainer rank then
+packs and sends what its share says (`outbox`); the receiver inside each SGLang rank (`megarl.rollout.receiver`) copies
+the slices into SGLang's own parameters, reads them back, and compares every checksum.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
-from megarl.files import naming
-from megarl.hybrid_engine.layouts import megatron_layout, sglang_layout
-from megarl.hybrid_engine.packets import Packet, copy_bytes, pack
+from megarl.hybrid_engine.layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.hybrid_engine.quantize import SCALES, Block, dtype_in_fp8, is_quantised, with_scales
 from megarl.layout import Copy, Plan, RankPlace, make_plan
 from megarl.layout.grid import ParallelLayout
-from megarl.models import ModelConfig, sglang_vocab_share
-from megarl.models.dense import EMBEDDING, LM_HEAD
+from megarl.models import ModelConfig, logical_tensors, sglang_keeps_float32, sglang_padding
+from megarl.rollout.packets import CONVERT, IPC, P2P, QUANTISE, SCALE, SHARED, Parcel, Slice, SyncShare
+
+AUTO = "auto"
+# A small model's buckets are smaller than they may be, so that there are enough of them for packing, travelling and
+# writing to overlap; but not so small that what each one costs would show.
+OVERLAPPING_BUCKETS = 8
+SMALL_BUCKET = 4 << 20
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The transition of one policy into one engine's layout; equal wherever it is computed.
+    """The transition of one policy into the layout of all engines; equal wherever it is computed.
 
     Attributes:
-        dtype: the type that travels and that the engine holds.
-        bucket_bytes: the most that one engine rank receives at a time (a single larger slice excepted).
+        dtype: the type that travels and that the engines hold.
+        bucket_bytes: the most that one rank sends or receives at a time.
+        source_places, target_places: where trainer and engine ranks run (None: each on a machine of its own).
+        device: "cpu" or "cuda": where both ends have their tensors.
+        transport: AUTO, or the one that all ranks shall use.
+        fp8_block: rows and columns of a block, where the engines hold the model in float8 (None: they do not).
     """
 
     config: ModelConfig
     parallel: ParallelLayout
-    engine_tp: int
+    engines: EngineLayout
     dtype: torch.dtype
     bucket_bytes: int
     source_places: tuple[RankPlace, ...] | None = None
     target_places: tuple[RankPlace, ...] | None = None
+    device: str = "cpu"
+    transport: str = AUTO
+    fp8_block: Block | None = None
 
     @cached_property
     def plan(self) -> Plan:
         source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
-        return make_plan(source, sglang_layout(self.config, self.engine_tp, self.target_places))
+        target = sglang_layout(self.config, self.engines, self.target_places)
+        if self.fp8_block is not None:
+            shapes = logical_tensors(self.config)
+            source = with_scales(source, shapes, self.fp8_block)
+            target = with_scales(target, shapes, self.fp8_block)
+        largest = max(1, self.bucket_limit // 4)  # else one copy would hold up all others of its bucket
+        return make_plan(source, target, lambda tensor: self.dtype_of(tensor).itemsize, largest)
+
+    def dtype_of(self, tensor: str) -> torch.dtype:
+        """The type of a logical tensor in the engine."""
+        if sglang_keeps_float32(self.config, tensor):
+            return torch.float32
+        return self.dtype if self.fp8_block is None else dtype_in_fp8(tensor, self.dtype)
+
+    @cached_property
+    def bucket_limit(self) -> int:
+        """The bytes that a rank really sends or receives at a time, at most."""
+        model = sum(torch.Size(shape).numel() for shape in logical_tensors(self.config).values())
+        share = model * self.dtype.itemsize // self.engines.tp
+        return min(self.bucket_bytes, max(SMALL_BUCKET, share // OVERLAPPING_BUCKETS))
 
     @cached_property
     def buckets(self) -> list[tuple[Copy, ...]]:
-        return self.plan.buckets(self.bytes_of, self.bucket_bytes)
+        return self.plan.buckets(self.bucket_limit)
 
-    def bytes_of(self, copy: Copy) -> int:
-        return copy_bytes(copy, self.dtype)
+    def shares(self) -> tuple[list[SyncShare], list[SyncShare]]:
+        """What each trainer rank sends, and what each engine rank takes.
+
+        Raises:
+            ValueError: `transport` cannot connect a trainer rank with an engine rank that it sends to.
+        """
+        num_sources, num_targets = self.parallel.world, self.engines.num_ranks
+        sources, targets = _Ends(num_sources, len(self.buckets)), _Ends(num_targets, len(self.buckets))
+        transports: dict[tuple[int, int], str] = {}
+        for bucket, copies in enumerate(self.buckets):
+            routes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
+            for copy in copies:
+                routes[copy.source_rank, copy.target_rank].append(copy)
+            filled = [0] * num_sources
+            for source, target in sorted(routes):
+                if (source, target) not in transports:
+                    transports[source, target] = self._transport(source, target)
+                leaving, arriving = self._slices(routes[source, target])
+                parcel = Parcel(target, filled[source], leaving)
+                sources.add(source, bucket, parcel)
+                targets.add(target, bucket, Parcel(source, filled[source], arriving))
+                filled[source] += parcel.nbytes
+        ways_out, ways_in = defaultdict(dict), defaultdict(dict)
+        for (source, target), transport in transports.items():
+            ways_out[source][target] = ways_in[target][source] = transport
+        leaving = [
+            sources.share(rank, ways_out[rank], padding={}, fp8_block=self.fp8_block)
+            for rank in range(num_sources)
+        ]
+        arriving = [
+            targets.share(rank, ways_in[rank], padding=sglang_padding(self.config, self.engines.place(rank)))
+            for rank in range(num_targets)
+        ]
+        return leaving, arriving
+
+    def account(self) -> dict[str, int]:
+        """Bytes of one sync into all engines: by link, in all, and the most that a rank receives and sends.
+
+        What stays on a device counts as received and as sent, as it passes through a bucket, too.
+        """
+        account = self.plan.account()
+        received = [sum(by_link.values()) for by_link in account.received]
+        sent = [sum(by_link.values()) for by_link in account.sent_by_link]
+        return {
+            **{f"bytes_{link}": n for link, n in account.by_link.items()},
+            "bytes_total": sum(received),
+            "bytes_max_per_rank": max(received),
+            "bytes_sent_max_per_rank": max(sent),
+        }
+
+    def _slices(self, copies: list[Copy]) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
+        """The slices of a packet, as its source and its target see them."""
+        leaving, arriving = [], []
+        for copy in copies:
+            dtype, reading = self._travels[copy.tensor]
+            local = copy.source_local.removesuffix(SCALES) if reading == SCALE else copy.source_local
+            leaving.append(Slice(copy.tensor, local, copy.source_box, dtype, reading))
+            arriving.append(Slice(copy.tensor, copy.target_local, copy.target_box, dtype))
+        return tuple(leaving), tuple(arriving)
 
     @cached_property
-    def _routes(self) -> list[dict[tuple[int, int], list[Copy]]]:
-        """Per bucket: (source rank, target rank) -> its copies in the plan's order."""
-        routes: list[dict[tuple[int, int], list[Copy]]] = []
-        for bucket in self.buckets:
-            routes.append({})
-            for copy in bucket:
-                routes[-1].setdefault((copy.source_rank, copy.target_rank), []).append(copy)
-        return routes
+    def _travels(self) -> dict[str, tuple[str, str]]:
+        """Logical tensor -> the name of the type in which it travels, and how its source reads it."""
+        travels = {}
+        for tensor in {copy.tensor for copies in self.buckets for copy in copies}:
+            reading = CONVERT
+            if self.fp8_block is not None:
+                reading = SCALE if tensor.endswith(SCALES) else QUANTISE if is_quantised(tensor) else CONVERT
+            travels[tensor] = str(self.dtype_of(tensor)).removeprefix("torch."), reading
+        return travels
 
-    def copies(self, bucket: int, source_rank: int, target_rank: int) -> list[Copy]:
-        return self._routes[bucket].get((source_rank, target_rank), [])
-
-    def pack(self, bucket: int, rank: int, parameters: Mapping[str, torch.Tensor]) -> list[Packet]:
-        """What trainer rank `rank` sends of a bucket: one packet (maybe empty) for each engine rank."""
-        return [
-            pack(self.copies(bucket, rank, target), parameters, self.dtype)
-            for target in range(self.engine_tp)
-        ]
-
-    def account(self) -> dict[str, float]:
-        """Bytes of one sync into one engine: by link, in all, and the most that one rank receives."""
-        links = {f"bytes_{link}": n for link, n in self.plan.bytes_by_link(self.bytes_of).items()}
-        received = self.plan.bytes_received(self.bytes_of)
-        return {**links, "bytes_total": sum(received), "bytes_max_per_rank": max(received)}
-
-
-def write_update(
-    folder: Path, sync: SyncPlan, version: int, bucket: int, packets: Sequence[Sequence[Packet]]
-) -> list[Path]:
-    """Write a bucket for every rank of an engine; returns the manifests' paths, by engine rank.
-
-    Args:
-        folder: a folder in shared memory, private to the engine; payloads of the bucket are overwritten.
-        packets: `packets[source_rank][target_rank]`, as `SyncPlan.pack` gives them.
-    """
-    manifests = []
-    for target in range(sync.engine_tp):
-        payload = folder / f"payload-{target}.bin"
-        entries: list[dict[str, object]] = []
-        with naming(payload), payload.open("wb") as file:
-            for source, by_target in enumerate(packets):
-                packet, offset = by_target[target], file.tell()
-                copies = sync.copies(bucket, source, target)
-                for copy, crc32 in zip(copies, packet.crc32.tolist(), strict=True):
-                    entries.append(_entry(copy, sync, offset, crc32))
-                    offset += sync.bytes_of(copy)
-                file.write(packet.data)
-        manifest = folder / f"manifest-{target}.json"
-        content = {
-            "version": version,
-            "bucket": bucket,
-            "last": bucket == len(sync.buckets) - 1,
-            "payload": str(payload),
-            "entries": entries,
-            "padding": _padding(sync, target),
-        }
-        manifest.write_text(json.dumps(content))
-        manifests.append(manifest)
-    return manifests
+    def _transport(self, source: int, target: int) -> str:
+        here = self.source_places[source] if self.source_places is not None else None
+        there = self.target_places[target] if self.target_places is not None else None
+        known, cuda = here is not None and there is not None, self.device == "cuda"
+        same_node = known and here.node == there.node
+        # A process maps memory of the GPUs that it sees, and an engine's process may not see the trainer's others.
+        near = here == there if cuda and known else same_node
+        mapped = IPC if cuda else SHARED
+        if self.transport == AUTO:
+            return mapped if near else P2P
+        ends = f"rollout.sync_transport={self.transport}: trainer rank {source} sends to engine rank {target}"
+        if self.transport == SHARED and known and not near:
+            raise ValueError(f"{ends}, which runs on {there}, not on {here}; {AUTO} reaches it")
+        if self.transport == P2P and cuda and known and near:
+            raise ValueError(
+                f"{ends} on the same GPU, where NCCL connects no two processes; {AUTO} reaches it"
+            )
+        return mapped if self.transport == SHARED else P2P
 
 
-def _entry(copy: Copy, sync: SyncPlan, offset: int, crc32: int) -> dict[str, object]:
-    return {
-        "tensor": copy.tensor,
-        "local": copy.target_local,
-        "start": copy.target_box.start,
-        "size": copy.target_box.size,
-        "dtype": str(sync.dtype).removeprefix("torch."),
-        "offset": offset,
-        "nbytes": sync.bytes_of(copy),
-        "crc32": crc32,
-    }
+class _Ends:
+    """The parcels of all ranks of one side, as they are added."""
 
+    def __init__(self, num_ranks: int, num_buckets: int) -> None:
+        self._buckets: list[list[list[Parcel]]] = [[[] for _ in range(num_buckets)] for _ in range(num_ranks)]
 
-def _padding(sync: SyncPlan, rank: int) -> dict[str, int]:
-    """Local parameter -> its elements that no weight fills on engine rank `rank`: the vocabulary's padding."""
-    share = sglang_vocab_share(sync.config, sync.engine_tp)
-    real = max(0, min(share, sync.config.vocab_size - rank * share))
-    if real == share:
-        return {}
-    names = [EMBEDDING] if sync.config.tie_word_embeddings else [EMBEDDING, LM_HEAD]
-    return dict.fromkeys(names, (share - real) * sync.config.hidden_size)
+    def add(self, rank: int, bucket: int, parcel: Parcel) -> None:
+        self._buckets[rank][bucket].append(parcel)
+
+    def share(self, rank: int, transports: dict[int, str], **more: object) -> SyncShare:
+        return SyncShare(rank, transports, tuple(tuple(parcels) for parcels in self._buckets[rank]), **more)

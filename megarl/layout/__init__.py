@@ -6,7 +6,21 @@ touched here, so a plan for any number of ranks is computed on a laptop.
 Must not know: torch, model families, transports.
 """
 
+from megarl.layout.account import Account
 from megarl.layout.boxes import Box, Piece
-from megarl.layout.plan import Copy, Layout, Plan, RankPlace, make_plan
+from megarl.layout.layouts import Layout, RankPlace, Shard
+from megarl.layout.placement import place_engines
+from megarl.layout.plan import Copy, Plan, make_plan
 
-__all__ = ["Box", "Copy", "Layout", "Piece", "Plan", "RankPlace", "make_plan"]
+__all__ = [
+    "Account",
+    "Box",
+    "Copy",
+    "Layout",
+    "Piece",
+    "Plan",
+    "RankPlace",
+    "Shard",
+    "make_plan",
+    "place_engines",
+]

@@ -1,11 +1,14 @@
-"""Boxes: slices of tensors, one (start, size) pair a dimension."""
+"""Boxes: slices of tensors, one (start, size) pair a dimension.
+
+Named tuples, since a plan for hundreds of ranks makes a million of them.
+"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """The part `[start, start + size)` of a tensor, per dimension."""
 
     start: tuple[int, ...]
@@ -35,26 +38,49 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common part, or None where there is none."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        size = tuple(
-            min(a + m, b + n) - s
-            for a, m, b, n, s in zip(self.start, self.size, other.start, other.size, start, strict=True)
-        )
-        return Box(start, size) if all(extent > 0 for extent in size) else None
+        if self == other:
+            return self
+        start, size = [], []
+        for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True):
+            first = max(a, b)
+            extent = min(a + m, b + n) - first
+            if extent <= 0:
+                return None
+            start.append(first)
+            size.append(extent)
+        return Box(tuple(start), tuple(size))
 
     def inside(self, outer: "Box", place: "Box") -> "Box":
         """Where this box, a part of `outer`, lies when `outer` itself lies at `place`.
 
         `place` may have more leading dimensions than `outer` (an expert's index, say): there its size is 1.
         """
+        if self == outer:
+            return place
         extra = len(place.size) - len(outer.size)
         assert all(extent == 1 for extent in place.size[:extra]) and place.size[extra:] == outer.size
         shift = tuple(p + s - o for p, s, o in zip(place.start[extra:], self.start, outer.start, strict=True))
         return Box(place.start[:extra] + shift, (1,) * extra + self.size)
 
+    def split(self, max_numel: int) -> "Iterator[Box]":
+        """Parts of at most `max_numel` elements in row-major order, whole rows first; together they are this box."""
+        if self.numel <= max_numel:
+            yield self
+            return
+        rows, per_row = self.size[0], self.numel // self.size[0]
+        step = max(1, max_numel // per_row)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            part = Box((self.start[0] + first, *self.start[1:]), (count, *self.size[1:]))
+            if part.numel <= max_numel or len(self.size) == 1:
+                yield part
+                continue
+            head = part.start[:1]
+            for rest in Box(part.start[1:], part.size[1:]).split(max_numel):
+                yield Box(head + rest.start, (1, *rest.size))
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+
+class Piece(NamedTuple):
     """Box `box` of the logical tensor `tensor` lies at `local_box` of the local tensor `local`."""
 
     tensor: str

@@ -18,6 +18,10 @@ class ParallelLayout:
     tp, pp, cp: tensor, pipeline and context parallel sizes; what remains is data parallel.
     vpp: model chunks per pipeline stage (interleaved schedule), or None for one.
     sp: sequence parallel: activations between the tensor parallel parts are split along the sequence.
+    ep, etp: expert parallel size, and tensor parallel size of each expert; the ranks of a stage that remain hold
+        replicas of the experts.
+    first_layers, last_layers: layers of the first and the last stage; None: the layers that the others leave are
+        shared out evenly.
 
     Raises ValueError, with the configuration's key, for sizes that do not fit each other.
     """
@@ -28,12 +32,18 @@ class ParallelLayout:
     vpp: int | None = None
     cp: int = 1
     sp: bool = False
+    ep: int = 1
+    etp: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
 
     def __post_init__(self) -> None:
         for key, size in (
             ("tensor_model_parallel_size", self.tp),
             ("pipeline_model_parallel_size", self.pp),
             ("context_parallel_size", self.cp),
+            ("expert_model_parallel_size", self.ep),
+            ("expert_tensor_parallel_size", self.etp),
         ):
             if size < 1:
                 raise ValueError(f"megatron.{key} is {size}; it must be at least 1")
@@ -42,6 +52,17 @@ class ParallelLayout:
                 f"{self.world} devices cannot hold megatron.tensor_model_parallel_size={self.tp} x "
                 f"pipeline_model_parallel_size={self.pp} x context_parallel_size={self.cp}; "
                 f"a multiple of {self.tp * self.pp * self.cp} is needed"
+            )
+        if self.world % (self.etp * self.ep * self.pp):
+            raise ValueError(
+                f"{self.world} devices cannot hold megatron.expert_model_parallel_size={self.ep} x "
+                f"expert_tensor_parallel_size={self.etp} x pipeline_model_parallel_size={self.pp}; "
+                f"a multiple of {self.etp * self.ep * self.pp} is needed"
+            )
+        if self.pp == 1 and (self.first_layers, self.last_layers) != (None, None):
+            raise ValueError(
+                "megatron.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage need "
+                "megatron.pipeline_model_parallel_size of at least 2"
             )
         if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
             raise ValueError(
@@ -64,6 +85,10 @@ class ParallelLayout:
             vpp=config.virtual_pipeline_model_parallel_size,
             cp=config.context_parallel_size,
             sp=tp > 1 if config.sequence_parallel is None else config.sequence_parallel,
+            ep=config.expert_model_parallel_size,
+            etp=config.expert_tensor_parallel_size,
+            first_layers=config.num_layers_in_first_pipeline_stage,
+            last_layers=config.num_layers_in_last_pipeline_stage,
         )
 
     @property
@@ -76,6 +101,11 @@ class ParallelLayout:
         """Model chunks on each rank."""
         return self.vpp or 1
 
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world // (self.etp * self.ep * self.pp)
+
 
 @dataclass(frozen=True)
 class RankCoords:
@@ -85,32 +115,64 @@ class RankCoords:
     pp: int
     cp: int
     dp: int
+    ep: int = 0
+    etp: int = 0
 
 
 def coords_of(layout: ParallelLayout, rank: int) -> RankCoords:
-    """The place of global rank `rank`, in Megatron's order: tp varies fastest, then cp, dp, pp."""
+    """The place of global rank `rank`, in Megatron's order.
+
+    For everything but the experts tp varies fastest, then cp, dp, pp; for the experts etp, ep, their replicas, pp.
+    """
     assert 0 <= rank < layout.world, (rank, layout)
     rest, tp = divmod(rank, layout.tp)
     rest, cp = divmod(rest, layout.cp)
     pp, dp = divmod(rest, layout.dp)
-    return RankCoords(tp=tp, pp=pp, cp=cp, dp=dp)
+    ep, etp = divmod(rank % (layout.etp * layout.ep), layout.etp)
+    return RankCoords(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, etp=etp)
 
 
 def layers_of(layout: ParallelLayout, num_layers: int, pp_rank: int) -> list[list[int]]:
     """For each model chunk of a pipeline stage the numbers, from 0, of its layers in the whole model.
 
-    Chunk c of stage p is the (c * pp + p)-th equal share of the layers, as in Megatron.
+    As in Megatron each stage has its share of the layers, and its chunk c the c-th equal part of that; the layers
+    run through the chunks c of all stages before they run through the chunks c + 1.
 
     Raises:
-        ValueError: the layers cannot be shared out evenly.
+        ValueError: the layers cannot be shared out.
     """
-    shares = layout.pp * layout.num_chunks
-    if num_layers % shares:
+    shares = _layers_of_stages(layout, num_layers)
+    turn = sum(shares) // layout.num_chunks  # layers of the chunks c of all stages
+    size = shares[pp_rank] // layout.num_chunks
+    before = sum(shares[:pp_rank]) // layout.num_chunks
+    starts = [chunk * turn + before for chunk in range(layout.num_chunks)]
+    return [list(range(start, start + size)) for start in starts]
+
+
+def _layers_of_stages(layout: ParallelLayout, num_layers: int) -> list[int]:
+    """How many layers each stage has."""
+    given = [count for count in (layout.first_layers, layout.last_layers) if count is not None]
+    others, left = layout.pp - len(given), num_layers - sum(given)
+    chunks = layout.num_chunks
+    fits = (
+        left >= others  # no stage without a layer
+        and all(count % chunks == 0 for count in given)
+        and (left % (others * chunks) == 0 if others else left == 0)
+    )
+    if not fits:
         virtual = f" x virtual_pipeline_model_parallel_size={layout.vpp}" if layout.vpp else ""
+        ends = {"first": layout.first_layers, "last": layout.last_layers}
+        uneven = [
+            f"num_layers_in_{end}_pipeline_stage={count}" for end, count in ends.items() if count is not None
+        ]
         raise ValueError(
             f"the model's {num_layers} layers cannot be shared out evenly over "
-            f"megatron.pipeline_model_parallel_size={layout.pp}{virtual}"
+            f"megatron.pipeline_model_parallel_size={layout.pp}{virtual}{' with ' if uneven else ''}{' and '.join(uneven)}"
         )
-    size = num_layers // shares
-    starts = [(chunk * layout.pp + pp_rank) * size for chunk in range(layout.num_chunks)]
-    return [list(range(start, start + size)) for start in starts]
+    share = left // others if others else 0
+    shares = [share] * layout.pp
+    if layout.first_layers is not None:
+        shares[0] = layout.first_layers
+    if layout.last_layers is not None:
+        shares[-1] = layout.last_layers
+    return shares

@@ -3,38 +3,29 @@
 Guarantees, each asserted by a test of the same name:
 - every target element is written exactly once, or the plan is refused (`exactly_once`);
 - every copy's source holds what the copy says (`right_source`);
-- among replicas the nearest serves: same device, same node, other node; among equals the one that has
-  sent least so far (`nearest_then_least_loaded`);
-- the same layouts give the same plan everywhere (`deterministic`).
+- among replicas the nearest serve: same device, same node, other node; equally near ones share what there is to
+  send (`nearest_then_evenly`);
+- the same layouts give the same plan everywhere, and a rank's part of it alone is the same as its part of the
+  whole (`deterministic`).
+
+What one shard of the target takes is worked out once (`Flow`s), whatever the number of ranks that hold it; copies
+are written out for the ranks that are asked for.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from megarl.layout.boxes import Box, Piece
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank runs: what "same device" and "same node" are judged by."""
-
-    node: str
-    device: str
-
-
-@dataclass(frozen=True)
-class Layout:
-    """`pieces(rank)`: what each of `num_ranks` ranks holds; `places`: where they run (None: unknown)."""
-
-    name: str
-    num_ranks: int
-    pieces: Callable[[int], list[Piece]]
-    places: tuple[RankPlace, ...] | None = None
+from megarl.layout.account import LINKS, Account
+from megarl.layout.boxes import Box
+from megarl.layout.buckets import even_pace, fill_buckets
+from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
+from megarl.layout.holdings import Holdings
+from megarl.layout.layouts import Layout
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """`box` of logical `tensor`: from a slice of a source rank's tensor to a slice of a target rank's."""
 
     tensor: str
@@ -49,116 +40,184 @@ class Copy:
 
 @dataclass(frozen=True)
 class Plan:
-    """All copies of a transition, in target rank order; within a rank in the order of its pieces."""
+    """The transition from `source` to `target`; see `make_plan`."""
 
     source: Layout
     target: Layout
-    copies: tuple[Copy, ...]
+    itemsize: Callable[[str], int]
+    max_copy_bytes: int | None
 
-    def buckets(self, bytes_of: Callable[[Copy], int], bucket_bytes: int) -> list[tuple[Copy, ...]]:
-        """The copies in order, cut so that no target rank receives over `bucket_bytes` in one bucket.
+    def bytes_of(self, copy: Copy) -> int:
+        return copy.box.numel * self.itemsize(copy.tensor)
 
-        A single copy above the limit is a bucket of its own.
+    @cached_property
+    def copies(self) -> tuple[Copy, ...]:
+        """All copies, in target rank order; within a rank in the order of its pieces."""
+        return tuple([copy for rank in range(self.target.num_ranks) for copy in self.copies_to(rank)])
+
+    def copies_to(self, rank: int) -> list[Copy]:
+        """What a target rank receives, in the order of its pieces."""
+        copies = []
+        for shard in self.target.shards_of[rank]:
+            ordered = [pair for flow in self.flows(shard) for pair in self._expand(flow, rank)]
+            ordered.sort(key=_first)
+            copies += [copy for _, copy in ordered]
+        return copies
+
+    def copies_from(self, rank: int) -> list[Copy]:
+        """What a source rank sends, in target rank order; within a target rank in the order of its pieces."""
+        held = {
+            piece.tensor
+            for shard in self.source.shards_of[rank]
+            for piece in self.source.shards[shard].pieces
+        }
+        found: list[tuple[tuple[int, int, int], Copy]] = []
+        for index, shard in enumerate(self.target.shards):
+            flows = [flow for flow in self._make_flows(index, held) if rank in self.candidates(flow).holder]
+            for target in shard.ranks if flows else ():
+                position = self.target.shards_of[target].index(index)
+                for flow in flows:
+                    for order, copy in self._expand(flow, target, only=rank):
+                        found.append(((target, position, order), copy))
+        found.sort(key=_first)
+        return [copy for _, copy in found]
+
+    def flows(self, shard: int) -> list[Flow]:
+        """What a shard of the target takes, by the source shards that hold it."""
+        if shard not in self._flows:
+            self._flows[shard] = self._make_flows(shard)
+        return self._flows[shard]
+
+    def candidates(self, flow: Flow) -> Candidates:
+        """Who may send a flow."""
+        if flow.sources not in self._candidates:
+            self._candidates[flow.sources] = Candidates(self.source, flow.sources)
+        return self._candidates[flow.sources]
+
+    def account(self) -> Account:
+        """What the transition costs, without writing out its copies."""
+        return self._account
+
+    @cached_property
+    def _account(self) -> Account:
+        received = [[0] * len(LINKS) for _ in range(self.target.num_ranks)]
+        sent = [[0] * len(LINKS) for _ in range(self.source.num_ranks)]
+        for index in range(len(self.target.shards)):
+            for flow in self.flows(index):
+                nbytes = flow.nbytes
+                for rank, route in self._routes(flow).items():
+                    received[rank][route.link] += nbytes
+                    for sender, load in zip(route.senders, route.share.loads, strict=True):
+                        sent[sender][route.link] += load
+        by_link = [tuple(dict(zip(LINKS, rank, strict=True)) for rank in side) for side in (received, sent)]
+        return Account(*by_link)
+
+    def bytes_by_link(self) -> dict[str, int]:
+        """Bytes that stay on a device, cross devices of a node, and cross nodes."""
+        return self.account().by_link
+
+    def bytes_received(self) -> list[int]:
+        """Bytes that each target rank receives, local copies included."""
+        return [sum(received.values()) for received in self.account().received]
+
+    def buckets(self, bucket_bytes: int) -> list[tuple[Copy, ...]]:
+        """All copies, cut so that in one bucket no rank receives, and none sends, more than `bucket_bytes`.
+
+        All senders go through what they send at an even pace, so that every bucket keeps as many of them busy as
+        can be. A single copy above the limit is alone in its bucket at both its ends.
         """
-        buckets: list[list[Copy]] = []
-        at: dict[int, int] = {}  # target rank -> its current bucket
-        filled: dict[int, int] = {}
-        for copy in self.copies:
-            rank, size = copy.target_rank, bytes_of(copy)
-            if rank not in at:
-                at[rank], filled[rank] = 0, 0
-            elif filled[rank] and filled[rank] + size > bucket_bytes:
-                at[rank], filled[rank] = at[rank] + 1, 0
-            while len(buckets) <= at[rank]:
-                buckets.append([])
-            buckets[at[rank]].append(copy)
-            filled[rank] += size
+        names = dict.fromkeys(piece.tensor for shard in self.target.shards for piece in shard.pieces)
+        number = {name: index for index, name in enumerate(names)}
+        # Target by target the senders' lists would be done one after the other: tensor by tensor they are not.
+        copies = sorted(self.copies, key=lambda copy: number[copy.tensor])
+        sources, sizes = [copy.source_rank for copy in copies], [self.bytes_of(copy) for copy in copies]
+        order = even_pace(sources, sizes)
+        numbers = fill_buckets(
+            [sources[at] for at in order],
+            [copies[at].target_rank for at in order],
+            [sizes[at] for at in order],
+            bucket_bytes,
+        )
+        buckets: list[list[Copy]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+        for at, bucket in zip(order, numbers, strict=True):
+            buckets[bucket].append(copies[at])
         return [tuple(bucket) for bucket in buckets]
 
-    def bytes_by_link(self, bytes_of: Callable[[Copy], int]) -> dict[str, int]:
-        """Bytes that stay on a device, cross devices of a node, and cross nodes."""
-        total = {"local": 0, "intra_node": 0, "inter_node": 0}
-        for copy in self.copies:
-            total[_LINKS[_distance(self, copy)]] += bytes_of(copy)
-        return total
+    @cached_property
+    def _flows(self) -> dict[int, list[Flow]]:
+        return {}
 
-    def bytes_received(self, bytes_of: Callable[[Copy], int]) -> list[int]:
-        """Bytes that each target rank receives, local copies included."""
-        received = [0] * self.target.num_ranks
-        for copy in self.copies:
-            received[copy.target_rank] += bytes_of(copy)
-        return received
+    @cached_property
+    def _candidates(self) -> dict[tuple[int, ...], Candidates]:
+        return {}
+
+    @cached_property
+    def _holdings(self) -> Holdings:
+        return Holdings(self.source)
+
+    def _make_flows(self, shard: int, tensors: Collection[str] | None = None) -> list[Flow]:
+        """The flows of a target shard; those of `tensors` only, where they are not known yet."""
+        if shard in self._flows:
+            return self._flows[shard]
+        flows: dict[tuple[int, ...], Flow] = {}
+        owner = f"{self.target.name} rank {self.target.shards[shard].ranks[0]}"
+        for order, piece in enumerate(self.target.shards[shard].pieces):
+            if tensors is not None and piece.tensor not in tensors:
+                continue
+            itemsize = self.itemsize(piece.tensor)
+            for common, holders in self._holdings.parts(piece, owner):
+                key = tuple([index for index, _ in holders])
+                flow = flows.get(key)
+                if flow is None:
+                    flow = flows[key] = Flow(shard, key)
+                held = [piece for _, piece in holders]
+                for box in self._split(common, itemsize):
+                    flow.transfers.append(Transfer.between(order, box, box.numel * itemsize, held, piece))
+        return list(flows.values())
+
+    def _split(self, box: Box, itemsize: int) -> Iterable[Box]:
+        return (box,) if self.max_copy_bytes is None else box.split(max(1, self.max_copy_bytes // itemsize))
+
+    def _routes(self, flow: Flow) -> dict[int, Route]:
+        if not flow.routes:
+            flow.routes.update(make_routes(flow, self.candidates(flow), self.target))
+        return flow.routes
+
+    def _expand(self, flow: Flow, rank: int, only: int | None = None) -> Iterator[tuple[int, Copy]]:
+        """A flow's copies into target rank `rank` (from source rank `only`), each after its place in the order."""
+        route, holder = self._routes(flow)[rank], self.candidates(flow).holder
+        if only is not None and only not in route.senders:
+            return
+        senders = [(sender, holder[sender]) for sender in route.senders]
+        for transfer, at in zip(flow.transfers, route.share.sender_of, strict=True):
+            source, which = senders[at]
+            if only is None or source == only:
+                order, tensor, box, _, sources, target_local, target_box = transfer
+                source_local, source_box = sources[which]
+                yield (
+                    order,
+                    Copy(tensor, box, source, source_local, source_box, rank, target_local, target_box),
+                )
 
 
-_LINKS = ("local", "intra_node", "inter_node")
+def _first(pair: tuple) -> object:
+    return pair[0]
 
 
-def _rank_distance(source: RankPlace | None, target: RankPlace | None) -> int:
-    if source is None or target is None or source.node != target.node:
-        return 2
-    return 0 if source.device == target.device else 1
+def make_plan(
+    source: Layout,
+    target: Layout,
+    itemsize: Callable[[str], int] = lambda tensor: 1,
+    max_copy_bytes: int | None = None,
+) -> Plan:
+    """The copies that fill `target` from `source`; worked out as far as it is asked for.
 
-
-def _distance(plan: Plan, copy: Copy) -> int:
-    source = plan.source.places[copy.source_rank] if plan.source.places else None
-    target = plan.target.places[copy.target_rank] if plan.target.places else None
-    return _rank_distance(source, target)
-
-
-def _holders(source: Layout) -> dict[str, dict[Box, list[tuple[int, Piece]]]]:
-    """tensor -> distinct box -> the ranks (and their pieces) that hold it."""
-    held: dict[str, dict[Box, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
-    for rank in range(source.num_ranks):
-        for piece in source.pieces(rank):
-            held[piece.tensor][piece.box].append((rank, piece))
-    return held
-
-
-def make_plan(source: Layout, target: Layout, target_ranks: Iterable[int] | None = None) -> Plan:
-    """The copies that fill `target` (or only its `target_ranks`) from `source`.
+    Args:
+        itemsize: bytes of an element of a logical tensor as it travels.
+        max_copy_bytes: larger copies are split (None: none is).
 
     The distinct boxes of a tensor in the source must not overlap (shards with identical replicas, which
-    is what Megatron's layouts and files are).
-
-    Raises:
-        ValueError: the source does not hold a piece of the target, or holds part of it twice.
+    is what Megatron's layouts and files are). Where they do, or the source does not hold a piece of the target, the
+    plan's methods raise ValueError.
     """
-    held = _holders(source)
-    sent = [0] * source.num_ranks
-    copies: list[Copy] = []
-    for rank in range(target.num_ranks) if target_ranks is None else target_ranks:
-        place = target.places[rank] if target.places else None
-        for piece in target.pieces(rank):
-            found = 0
-            for box, replicas in held.get(piece.tensor, {}).items():
-                common = piece.box.intersect(box)
-                if common is None:
-                    continue
-                found += common.numel
-                source_rank, source_piece = min(
-                    replicas,
-                    key=lambda held_by: (
-                        _rank_distance(source.places[held_by[0]] if source.places else None, place),
-                        sent[held_by[0]],
-                        held_by[0],
-                    ),
-                )
-                sent[source_rank] += common.numel
-                copies.append(
-                    Copy(
-                        tensor=piece.tensor,
-                        box=common,
-                        source_rank=source_rank,
-                        source_local=source_piece.local,
-                        source_box=common.inside(source_piece.box, source_piece.local_box),
-                        target_rank=rank,
-                        target_local=piece.local,
-                        target_box=common.inside(piece.box, piece.local_box),
-                    )
-                )
-            if found != piece.box.numel:
-                raise ValueError(
-                    f"{target.name} rank {rank} needs {piece.box.numel} elements of {piece.tensor} at "
-                    f"{piece.box}, but {source.name} holds {found} of them"
-                )
-    return Plan(source, target, tuple(copies))
+    return Plan(source, target, itemsize, max_copy_bytes)

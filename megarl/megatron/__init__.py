@@ -1,7 +1,7 @@
 """Megatron for real: process groups, model building, packed forward/backward, optimizer, checkpoint.
 
-Promises: a model, a layout and a batch give the same loss and gradients for every (TP, PP, VPP, CP, DP), on
-gloo and on NCCL. Importing this room installs the CPU/GPU seam before megatron-core is imported.
+Promises: a model, a layout and a batch give the same loss and gradients for every (TP, PP, VPP, CP, EP, ETP, DP),
+on gloo and on NCCL. Importing this room installs the CPU/GPU seam before megatron-core is imported.
 
 Must not know: RL (advantages, rewards, rollouts), Ray, SGLang.
 """

@@ -57,6 +57,8 @@ def init_parallel(
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_s / 60,
     )
     tensor_parallel_random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -69,6 +71,8 @@ def coords() -> RankCoords:
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         cp=parallel_state.get_context_parallel_rank(),
         dp=parallel_state.get_data_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        etp=parallel_state.get_expert_tensor_parallel_rank(),
     )
 
 

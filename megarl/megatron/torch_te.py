@@ -6,15 +6,24 @@ megatron-core 0.19.2, whose specification functions look the modules up as globa
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import mla_qk_norm_config, multi_latent_attention
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import rms_norm
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch.nn.functional import linear, rms_norm
 
 from megarl.megatron.attention import PackedAttention
 
@@ -49,8 +58,121 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **kwargs)
 
 
+class DuplicatedLinear(torch.nn.Linear):
+    """Stands for TELinear with parallel_mode="duplicated": the same weight on every tensor parallel rank."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        bias: bool,
+        parallel_mode: str,
+        **unused: Any,
+    ) -> None:
+        assert parallel_mode == "duplicated" and not bias
+        device = torch.cuda.current_device()
+        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype, device=device)
+        self.weight.allreduce = True
+        # Each rank applies it to its part of the sequence: finalize_model_grads sums the gradients.
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.tensor_model_parallel = False
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(input_), None
+
+
+class GroupedLinear(torch.nn.Module):
+    """Stands for TEGroupedLinear: `weight0`, `weight1`, ..., one for each expert of this rank.
+
+    What moves tokens between ranks is Megatron's dispatcher: here each expert sees its own tokens only.
+    """
+
+    partition_dim: int  # of a weight [output, input], which expert tensor parallel ranks share
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        bias: bool,
+        pg_collection: ProcessGroupCollection,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        assert not bias
+        self.num_gemms, self.pg_collection = num_gemms, pg_collection
+        shape = [output_size, input_size]
+        assert shape[self.partition_dim] % pg_collection.expt_tp.size() == 0
+        shape[self.partition_dim] //= pg_collection.expt_tp.size()
+        for index in range(num_gemms):
+            weight = torch.nn.Parameter(
+                torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
+            )
+            # As Transformer Engine's: False where the replicas of an expert are other ranks than those of a
+            # dense weight, and gradients are to be summed over the former.
+            weight.allreduce = (
+                config.expert_model_parallel_size == 1
+                and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+            )
+            weight.tensor_model_parallel = True
+            weight.partition_dim, weight.partition_stride = self.partition_dim, 1
+            self.register_parameter(f"weight{index}", weight)
+
+    def forward(self, input_: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
+        """input_ [tokens, input], sorted by expert; m_splits: how many tokens each expert has."""
+        parts = [
+            linear(tokens, self.get_parameter(f"weight{index}"))
+            for index, tokens in enumerate(input_.split(m_splits))
+        ]
+        return torch.cat(parts), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """For distributed checkpoints: all experts' weights are one tensor there, `weight`, with an axis of experts.
+
+        As Transformer Engine's, but for its extra state (of FP8), which there is none of.
+        """
+        groups, metadata = self.pg_collection, ensure_metadata_has_dp_cp_group(metadata)
+        assert not metadata.get("singleton_local_shards"), "a tensor for each expert is not supported"
+        shards = {}
+        for index in range(self.num_gemms):
+            expert = groups.ep.rank() * self.num_gemms + index
+            axis = (len(sharded_offsets), expert, groups.ep.size() * self.num_gemms)
+            (shard,) = make_sharded_tensors_for_checkpoint(
+                {"weight": self.get_parameter(f"weight{index}")},
+                prefix,
+                {"weight": self.partition_dim},
+                (*sharded_offsets, axis),
+                tp_group=groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            ).values()
+            shard.replica_id = (*shard.replica_id[:2], groups.expt_dp.rank())
+            shards[f"{prefix}weight{index}"] = shard
+        return shards
+
+
+class ColumnParallelGroupedLinear(GroupedLinear):
+    """Stands for TEColumnParallelGroupedLinear."""
+
+    partition_dim = 0
+
+
+class RowParallelGroupedLinear(GroupedLinear):
+    """Stands for TERowParallelGroupedLinear."""
+
+    partition_dim = 1
+
+
 class TorchTEProvider(LocalSpecProvider):
     """Which modules stand for Transformer Engine's; the rest are Megatron's own."""
+
+    def linear(self) -> type:
+        return DuplicatedLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -64,13 +186,30 @@ class TorchTEProvider(LocalSpecProvider):
     def core_attention(self) -> type:
         return PackedAttention
 
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Callable[..., torch.nn.Module]:
+        assert moe_use_grouped_gemm
+        submodules = GroupedMLPSubmodules(
+            linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear
+        )
+        return partial(TEGroupedMLP, submodules=submodules)
+
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
-    """While this is active, Megatron's GPU specification is built from the modules above."""
-    saved = gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm
-    gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = TorchTEProvider, RMSNorm
+    """While this is active, Megatron's GPU specification, and models made of it, have the modules above."""
+    stand_ins = [
+        (gpt_layer_specs, "TESpecProvider", TorchTEProvider),
+        (gpt_layer_specs, "TENorm", RMSNorm),
+        # Latent attention compares its projections with TELinear, and asks for the modules of a "backend",
+        # when a layer is made, not when its specification is.
+        (multi_latent_attention, "TELinear", DuplicatedLinear),
+        (mla_qk_norm_config, "get_backend", lambda transformer_impl: TorchTEProvider()),
+    ]
+    saved = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
+    for module, name, stand_in in stand_ins:
+        setattr(module, name, stand_in)
     try:
         yield
     finally:
-        gpt_layer_specs.TESpecProvider, gpt_layer_specs.TENorm = saved
+        for module, name, original in saved:
+            setattr(module, name, original)

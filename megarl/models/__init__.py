@@ -6,17 +6,23 @@ not supported is refused by name. Must not know: process groups, engines, RL; sn
 
 from types import ModuleType
 
-from megarl.models import llama, qwen2
+from megarl.models import deepseek_v3, glm4_moe, kimi_k2, llama, qwen2, qwen3, qwen3_moe
 from megarl.models.config import ModelConfig, load_hf_config
-from megarl.models.dense import (
+from megarl.models.mtp import copies as mtp_copies
+from megarl.models.shards import MegatronPlace, SGLangPlace
+from megarl.models.table import (
+    keeps_float32,
     logical_tensors,
     megatron_pieces,
     padded_vocab_size,
+    sglang_keeps_float32,
+    sglang_padding,
     sglang_pieces,
     sglang_vocab_share,
 )
 
-FAMILIES: dict[str, ModuleType] = {family.MODEL_TYPE: family for family in (llama, qwen2)}
+_MODULES = (llama, qwen2, qwen3, qwen3_moe, deepseek_v3, glm4_moe, kimi_k2)
+FAMILIES: dict[str, ModuleType] = {family.MODEL_TYPE: family for family in _MODULES}
 
 
 def read_model_config(path: str) -> ModelConfig:
@@ -34,13 +40,25 @@ def read_model_config(path: str) -> ModelConfig:
     return FAMILIES[kind].config_from_hf(hf, path)
 
 
+def has_dp_attention(config: ModelConfig) -> bool:
+    """Whether SGLang serves the model with data parallel attention."""
+    return FAMILIES[config.family].SGLANG_DP_ATTENTION
+
+
 __all__ = [
     "FAMILIES",
+    "MegatronPlace",
     "ModelConfig",
+    "SGLangPlace",
+    "has_dp_attention",
+    "keeps_float32",
     "logical_tensors",
     "megatron_pieces",
+    "mtp_copies",
     "padded_vocab_size",
     "read_model_config",
+    "sglang_keeps_float32",
+    "sglang_padding",
     "sglang_pieces",
     "sglang_vocab_share",
 ]

@@ -2,22 +2,13 @@
 
 from typing import Any
 
-from megarl.models.config import ModelConfig, dense_facts, refuse_unsupported
+from megarl.models.config import DECODER, ModelConfig, decoder_facts, refuse_unsupported
 
 MODEL_TYPE = "llama"
+SGLANG_DP_ATTENTION = False  # SGLang 0.5.21 cuts its attention over all ranks
 
 
 def config_from_hf(hf: dict[str, Any], path: str) -> ModelConfig:
     """Facts of a `LlamaForCausalLM`; refuses by name what megarl's model would compute differently."""
-    refuse_unsupported(
-        hf,
-        path,
-        {
-            "hidden_act": ("silu",),
-            "attention_bias": (False,),
-            "mlp_bias": (False,),
-            "attention_dropout": (0, 0.0),
-            "partial_rotary_factor": (1, 1.0, None),
-        },
-    )
-    return ModelConfig(family="llama", qkv_bias=False, qk_norm=False, **dense_facts(hf, path))
+    refuse_unsupported(hf, path, DECODER | {"attention_bias": (False,), "mlp_bias": (False,)})
+    return ModelConfig(family="llama", qkv_bias=False, qk_norm=False, **decoder_facts(hf, path))

@@ -2,25 +2,21 @@
 
 from typing import Any
 
-from megarl.models.config import ModelConfig, dense_facts, refuse_unsupported
+from megarl.models.config import (
+    DECODER,
+    FULL_ATTENTION,
+    ModelConfig,
+    decoder_facts,
+    refuse_layer_types,
+    refuse_unsupported,
+)
 
 MODEL_TYPE = "qwen2"
+SGLANG_DP_ATTENTION = False  # SGLang 0.5.21 cuts its attention over all ranks
 
 
 def config_from_hf(hf: dict[str, Any], path: str) -> ModelConfig:
     """Facts of a `Qwen2ForCausalLM`; refuses by name what megarl's model would compute differently."""
-    refuse_unsupported(
-        hf,
-        path,
-        {
-            "hidden_act": ("silu",),
-            "use_sliding_window": (False,),
-            "attention_dropout": (0, 0.0),
-            "partial_rotary_factor": (1, 1.0, None),
-        },
-    )
-    # transformers 5 always writes layer_types; only full attention is computed here
-    other = sorted(set(hf.get("layer_types") or []) - {"full_attention"})
-    if other:
-        raise ValueError(f"{path}: layer_types {other} are not supported; supported: full_attention")
-    return ModelConfig(family="qwen2", qkv_bias=True, qk_norm=False, **dense_facts(hf, path))
+    refuse_unsupported(hf, path, DECODER | FULL_ATTENTION)
+    refuse_layer_types(hf, path)
+    return ModelConfig(family="qwen2", qkv_bias=True, qk_norm=False, **decoder_facts(hf, path))

@@ -1,13 +1,19 @@
 """Tiny random models in Hugging Face format, with tokenizer and chat template: for the demo and for tests."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -15,6 +21,10 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -31,7 +41,17 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-_FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+_FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    # The same model as DeepSeek-V3; transformers has no class of its own for it.
+    "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
+_LATENT = ("deepseek_v3", "kimi_k2")
 _NUM_BASE_TOKENS = 3 + 256  # special tokens and bytes
 _BIAS_STD = 0.1
 _NORM_STD = 0.05
@@ -49,28 +69,30 @@ def make_tiny_model(
     ffn_hidden_size: int = 384,
     tie_word_embeddings: bool = False,
     max_position_embeddings: int = 1024,
-    family: Literal["qwen2", "llama"] = "qwen2",
+    family: Literal["qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2"] = "qwen2",
+    num_mtp_layers: int = 0,
     seed: int = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    fields: dict[str, Any] | None = None,
 ) -> Path:
     """Write a model folder: config, random weights (safetensors), generation config, tokenizer.
 
-    Biases and norm weights are random too, so that a mistake in them shows in the output.
+    Biases, norm weights and the bias of a router's choice are random too, so that a mistake in them shows in the
+    output. Mixtures have 8 experts of a quarter of `ffn_hidden_size` and a dense first layer where the family
+    has one; models with latent attention have as many key/value heads as heads, whatever is asked for.
 
     Args:
         texts: what the byte-level BPE tokenizer is trained on.
         vocab_size: rows of the embedding; the tokenizer has this many tokens or fewer.
+        num_mtp_layers: multi-token prediction layers, written as DeepSeek-V3's and GLM-4.5's checkpoints have them
+            (transformers ignores them).
+        fields: further fields of the Hugging Face config, in place of the family's usual ones.
 
     Raises:
         ValueError: unknown family or dtype, sizes that do not go together, a vocabulary without room for all
-            bytes.
+            bytes, MTP layers for a family without a mixture of experts after dense layers.
     """
-    if family not in _FAMILIES:
-        raise ValueError(f"family must be one of {', '.join(_FAMILIES)}, found {family!r}")
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be float32 or bfloat16, found {dtype!r}")
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be at least 1, found {num_layers}")
+    _check(family, dtype, num_layers, num_mtp_layers)
     if hidden_size % num_attention_heads or num_attention_heads % num_key_value_heads:
         raise ValueError(
             f"hidden_size {hidden_size} must be a multiple of num_attention_heads {num_attention_heads}, "
@@ -82,42 +104,142 @@ def make_tiny_model(
         )
     tokenizer = train_tokenizer(texts, vocab_size)
     tokenizer.model_max_length = max_position_embeddings
-    config_class, model_class = _FAMILIES[family]
-    config = config_class(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=ffn_hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tie_word_embeddings,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=dtype,
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": ffn_hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_attention_heads if family in _LATENT else num_key_value_heads,
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": tie_word_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": dtype,
+    }
+    usual = _usual_fields(
+        family, hidden_size // num_attention_heads, ffn_hidden_size, max_position_embeddings
     )
-    with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
-        torch.manual_seed(seed)
-        model = model_class(config).to(torch.float32)
-        _randomize_vectors(model)
-    model = model.to(getattr(torch, dtype))
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    config_class, model_class = _FAMILIES[family]
+    config = config_class(**{**sizes, **usual, **(fields or {})})
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out_dir)
-    tokenizer.save_pretrained(out_dir)
+    with torch.random.fork_rng(devices=[]):  # leave the caller's random numbers alone
+        torch.manual_seed(seed)
+        _save(_random_model(model_class, config, dtype), tokenizer, out_dir)
+        if num_mtp_layers:
+            _add_mtp_layers(model_class, config, num_mtp_layers, dtype, out_dir)
+    if family == "kimi_k2":
+        _change_config(out_dir, model_type="kimi_k2")
     return out_dir
 
 
-def _randomize_vectors(model: PreTrainedModel) -> None:
+def _check(family: str, dtype: str, num_layers: int, num_mtp_layers: int) -> None:
+    if family not in _FAMILIES:
+        raise ValueError(f"family must be one of {', '.join(_FAMILIES)}, found {family!r}")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, found {dtype!r}")
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, found {num_layers}")
+    if num_mtp_layers and family not in (*_LATENT, "glm4_moe"):
+        raise ValueError(f"num_mtp_layers must be 0 for family {family}, found {num_mtp_layers}")
+
+
+def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[str, Any]:
+    """What a family's published models have beside sizes, made small; `head_dim`: hidden size by heads."""
+    experts = {"moe_intermediate_size": ffn // 4, "num_experts_per_tok": 2}
+    grouped = {**experts, "n_routed_experts": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+    wide_heads = {"head_dim": 2 * head_dim}  # all heads together are wider than the hidden state
+    if family == "qwen3":
+        return wide_heads
+    if family == "qwen3_moe":
+        return {**wide_heads, **experts, "num_experts": 8, "norm_topk_prob": True}
+    if family == "glm4_moe":
+        return {**wide_heads, **grouped, "attention_bias": True, "use_qk_norm": True}
+    if family not in _LATENT:
+        return {}
+    latent = {
+        "q_lora_rank": 3 * head_dim // 2,
+        "kv_lora_rank": head_dim,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": head_dim // 2,
+        "v_head_dim": 3 * head_dim // 2,
+    }
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": positions // 4,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    groups = (
+        {"n_group": 1, "topk_group": 1}
+        if family == "kimi_k2"
+        else {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+    )
+    return {**grouped, **groups, **latent, "rope_parameters": yarn}
+
+
+def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel:
+    model = model_class(config).to(torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, vector in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("bias"):
-                parameter.normal_(0.0, _BIAS_STD)
+                vector.normal_(0.0, _BIAS_STD)
             elif name.endswith("norm.weight"):
-                parameter.normal_(1.0, _NORM_STD)
+                vector.normal_(1.0, _NORM_STD)
+    # Checkpoints keep the bias of a router's choice in float32.
+    kept = {name: bias.clone() for name, bias in model.named_buffers() if name.endswith("correction_bias")}
+    model = model.to(getattr(torch, dtype))
+    for name, bias in kept.items():
+        module, _, buffer = name.rpartition(".")
+        setattr(model.get_submodule(module), buffer, bias)
+    return model
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+
+
+def _add_mtp_layers(model_class: type, config: Any, count: int, dtype: str, out_dir: Path) -> None:
+    """Add to the saved weights `count` layers in the way of DeepSeek-V3's checkpoint.
+
+    Each is a decoder layer (here the last one of another random model) with norms and a projection before it; it
+    repeats the model's embedding and head.
+    """
+    file, hidden = out_dir / "model.safetensors", config.hidden_size
+    tensors = load_file(file)
+    kind = getattr(torch, dtype)
+    for index in range(count):
+        layer = f"model.layers.{config.num_hidden_layers + index}."
+        other = out_dir / "mtp"
+        _random_model(model_class, config, dtype).save_pretrained(other)
+        last = f"model.layers.{config.num_hidden_layers - 1}."
+        for name, tensor in load_file(other / "model.safetensors").items():
+            if name.startswith(last):
+                tensors[layer + name.removeprefix(last)] = tensor
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{layer}{name}.weight"] = torch.empty(hidden).normal_(1.0, _NORM_STD).to(kind)
+        projection = torch.empty(hidden, 2 * hidden).normal_(0.0, config.initializer_range)
+        tensors[layer + "eh_proj.weight"] = projection.to(kind)
+        tensors[layer + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        tensors[layer + "shared_head.head.weight"] = tensors[head].clone()
+        shutil.rmtree(other)
+    save_file(tensors, file, metadata={"format": "pt"})
+    _change_config(out_dir, num_nextn_predict_layers=count)
+
+
+def _change_config(out_dir: Path, **fields: Any) -> None:
+    file = out_dir / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}, indent=2) + "\n")
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerBase:

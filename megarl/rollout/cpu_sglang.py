@@ -27,13 +27,16 @@ def on_torch_import() -> None:
 
 
 def on_sglang_start() -> None:
-    """Give SGLang's CPU engine the weight layout of its GPU engine, keep it off NCCL, and unpin its LoRA.
+    """Give SGLang's CPU engine what it lacks or does otherwise than its GPU engine.
 
-    Called by SGLang in each of its processes (engine, schedulers, detokenizer) before it builds a model.
+    That is: the GPU's weight layout, expert parallelism, weights in float8, memory that can be freed, no NCCL and no
+    pinned memory. Called by SGLang in each of its processes (engine, schedulers, detokenizer) before it builds a model.
     """
     if os.environ.get(SWITCH) != "1":
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megarl.rollout import cpu_fp8, cpu_memory
 
     HookRegistry.register(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
@@ -45,7 +48,34 @@ def on_sglang_start() -> None:
         _no_nccl,
         HookType.REPLACE,
     )
+    HookRegistry.register(
+        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", _present_experts, HookType.AROUND
+    )
+    cpu_fp8.register()
+    cpu_memory.register()
     _unpin_lora()
+
+
+def _present_experts(original, layer, x, topk_output, moe_runner_config):
+    """SGLang's plain-torch experts for a rank that holds some of them (expert parallelism).
+
+    Its dispatcher marks the experts of other ranks by -1, which its compiled kernels skip and its plain code takes for
+    an index. So each pair of a token and an expert that is here is given to it as a token of its own.
+
+    x: [tokens, hidden]; topk_output.topk_ids, .topk_weights: [tokens, experts of a token].
+    """
+    import torch
+
+    tokens, slots = torch.nonzero(topk_output.topk_ids >= 0, as_tuple=True)
+    if len(tokens) == topk_output.topk_ids.numel():
+        return original(layer, x, topk_output, moe_runner_config)
+    if len(tokens) == 0:
+        return torch.zeros_like(x)
+    pairs = topk_output._replace(
+        topk_ids=topk_output.topk_ids[tokens, slots][:, None],
+        topk_weights=topk_output.topk_weights[tokens, slots][:, None],
+    )
+    return torch.zeros_like(x).index_add_(0, tokens, original(layer, x[tokens], pairs, moe_runner_config))
 
 
 def _unpadded_sizes(original, model_config, load_config, tp_size):

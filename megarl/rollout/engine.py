@@ -1,7 +1,7 @@
 """What every rollout engine does, whatever serves the tokens.
 
 An engine holds a copy of the policy in its own layout. It answers prompts with trajectories, and takes new
-weights in versions: `begin_update`, one `receive_bucket` per bucket, `finish_update`. Between the first
+weights in versions: `begin_update`, `receive_weights`, `finish_update`. Between the first
 and the last of these it holds no valid weights, and `generate` refuses; so it does before the first version
 and after a version that failed.
 """
@@ -43,32 +43,42 @@ class EngineConfig:
 
     Attributes:
         model_path: Hugging Face folder; with load_format "dummy" only its configs are read.
+        expert_parallel_size: parts that the experts of a mixture are dealt to; it divides `tensor_parallel_size`,
+            and the ranks of a part cut each of its experts.
         device: "cpu" or "cuda".
         dtype: "float32" or "bfloat16"; log-probs equal the trainer's to rounding in float32 only.
+        fp8_block: rows and columns of a block of weights that share a scale, of an engine that holds its linear layers
+            and experts in float8; None: it holds them in `dtype` (with load_format "auto": as the folder has them).
         load_format: "dummy": weights come by sync, nothing is served before; "auto": the folder's weights
             are served as version 0.
         context_length: most tokens of prompt + response; None: the model's own limit.
         max_num_seqs: most requests that run at once; the others wait.
         max_total_tokens: tokens in the KV cache; None: on a GPU from `gpu_memory_utilization`, on a CPU enough
             for `max_num_seqs` requests of the full context, at most 65536.
+        enable_memory_saver: whether the memory of weights and KV cache can be released.
         gpu_memory_utilization: part of the GPU's memory for weights and KV cache.
         first_device: index of the first visible GPU to use.
         start_timeout: seconds for one start; a start that fails or takes longer is repeated once.
-        request_timeout: seconds that one call of `generate` or one bucket of weights may take.
+        allow_unknown_version: start an SGLang of a version that megarl was not tried with.
+        request_timeout: seconds that one call of `generate` or one version of the weights may take.
     """
 
     model_path: str
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
     device: str = "cpu"
     dtype: str = "float32"
+    fp8_block: tuple[int, int] | None = None
     load_format: str = "dummy"
     context_length: int | None = None
     max_num_seqs: int = 256
     max_total_tokens: int | None = None
+    enable_memory_saver: bool = False
     gpu_memory_utilization: float = 0.5
     first_device: int = 0
     seed: int = 1
     start_timeout: float = 300.0
+    allow_unknown_version: bool = False
     request_timeout: float = 600.0
 
 
@@ -99,14 +109,17 @@ class SyncReport:
 
     Attributes:
         bytes_written: by TP rank, bytes written into the engine's parameters.
-        receive_seconds: by TP rank, seconds spent in the receiver (copy, read back, checksum).
+        bytes_kept: by TP rank, bytes that had not changed since the version before, and were not sent.
+        buffer_bytes: by TP rank, memory that the receiver has for what arrives.
+        phase_seconds: by phase ("wait" for packets, "write", "verify"), by TP rank, seconds in the receiver.
         seconds: from `begin_update` to `finish_update`, in the engine's process.
     """
 
     version: int
-    num_buckets: int
     bytes_written: tuple[int, ...]
-    receive_seconds: tuple[float, ...]
+    bytes_kept: tuple[int, ...]
+    buffer_bytes: tuple[int, ...]
+    phase_seconds: dict[str, tuple[float, ...]]
     seconds: float
 
 
@@ -136,30 +149,43 @@ class RolloutEngine(Protocol):
             EngineError: no answer within `request_timeout`.
         """
 
-    def begin_update(self, version: int) -> None:
-        """Announce a version; from here on the engine holds no valid weights."""
+    def connect(self, inboxes: Sequence[Path]) -> None:
+        """Say where weights come from: one `InboxFile` for each TP rank. Ends a connection that was there."""
 
-    def receive_bucket(self, manifests: Sequence[Path]) -> None:
-        """Take the bucket that these manifests describe, one for each TP rank; returns when it is in place.
+    def begin_update(self, version: int) -> int | None:
+        """Announce a version; from here on the engine holds no valid weights. Returns the version that it held."""
 
-        The files may be reused afterwards.
+    def receive_weights(self) -> None:
+        """Take the version from the trainer ranks, which send it meanwhile; returns when it is in place.
 
         Raises:
-            WeightSyncError: a slice did not arrive as it was sent. The update is over.
+            WeightSyncError: a slice did not arrive as it was sent, a trainer rank is gone, or none was ever connected.
+                The update is over.
         """
 
     def finish_update(self) -> SyncReport:
         """Drop what was cached of the old weights, and serve the version.
 
         Raises:
-            WeightSyncError: the last bucket did not come.
+            WeightSyncError: it did not come.
         """
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Free the GPU memory of "weights", "kv_cache"; released weights have to be synced again."""
+        """Free the device memory of "weights", "kv_cache"; released weights have to be synced again.
+
+        Raises:
+            EngineError: it was started without `enable_memory_saver`.
+        """
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take the memory back."""
+        """Take the memory back: that of the weights, then their sync, then that of the KV cache.
+
+        Raises:
+            EngineError: the KV cache is asked for before a verified version of the weights is held.
+        """
+
+    def memory(self) -> list[dict[str, int]]:
+        """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers", as measured."""
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -1,116 +1,271 @@
 """Receives weights inside SGLang: runs in each of its schedulers, one for each TP rank.
 
 SGLang calls `receive_weights` as a custom weight loader (`custom_weight_loader`, `load_format`) between
-its `begin_weight_update` and `end_weight_update`. The tensor it passes is a small JSON, as bytes, that names
-one manifest file for each TP rank:
-
-    {"version": int, "bucket": int, "last": bool, "payload": path of a shared-memory file,
-     "entries": [{"tensor": Hugging Face name, "local": SGLang's parameter, "start": [..], "size": [..],
-                  "dtype": "float32", "offset": int, "nbytes": int, "crc32": int}, ..],
-     "padding": {local: elements that no entry fills}}
+its `begin_weight_update` and `end_weight_update`, once a version. The tensor it passes is a small JSON, as bytes: the
+version, the session, and by TP rank the file that says what the rank takes from whom (`InboxFile`); it is read once
+a session.
 
 Guarantees, each asserted by a test:
 
-- what counts is what lies in the parameter: each slice is read back from it and its checksum compared;
+- what counts is what lies in the parameter: each slice is read back from it and its checksum compared; so is each
+  slice that was not sent because it has not changed;
 - nothing is skipped: an unknown name, type or place is an error (SGLang's own loaders ignore such names);
 - a version is complete: over its buckets every element of every parameter is written exactly once, but for
-  the padding that the manifest of the last bucket declares;
+  the padding that the share declares;
+- what SGLang derives from parameters is derived again from those of the version;
 - an error names the tensor and the rank, and reaches the engine's process through a file beside the
-  manifest (`result_path`): an exception would end the scheduler (sglang 0.5.21).
-
-The file is gone from memory when the answer is there, so the sender may reuse it.
+  rank's (`result_path`): an exception would end the scheduler (sglang 0.5.21).
 """
 
 import json
-import math
-import mmap
 import os
+import pickle
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 
 import torch
 
 from megarl.layout.boxes import Box
+from megarl.rollout.checksum import checksum
+from megarl.rollout.inbox import Inbox
+from megarl.rollout.links import LinkError, Token, describe
+from megarl.rollout.packets import Address, Packet, Slice, SyncShare
 
 LOADER = "megarl.rollout.receiver.receive_weights"
-RECEIPT = "_megarl_receipt"  # attribute of the model; SGLang gives a loader no other place to remember
+RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to remember
 
 
 class RefusedError(ValueError):
-    """A manifest or a slice that must not be served."""
+    """A share or a slice that must not be served."""
+
+
+@dataclass(frozen=True)
+class InboxFile:
+    """What a rank is told when trainer and engine are connected; `write` it where the request says.
+
+    Attributes:
+        timeout: seconds that the rank waits for a trainer rank.
+    """
+
+    share: SyncShare
+    addresses: dict[int, Address]
+    timeout: float
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(pickle.dumps(self))
 
 
 @dataclass
-class Receipt:
-    """What has arrived of a version: the next bucket, and by parameter the boxes that were written."""
+class Received:
+    """What a rank took of a version; `seconds` by what it did: wait, write, verify."""
 
     version: int
-    next_bucket: int = 0
-    written: dict[str, list[Box]] = field(default_factory=dict)
+    bytes_written: int = 0
+    bytes_kept: int = 0
+    buffer_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"wait": 0.0, "write": 0.0, "verify": 0.0})
 
 
-def request_tensor(manifests: Sequence[Path]) -> torch.Tensor:
-    """The uint8 tensor that carries the manifests' paths, by TP rank, through SGLang."""
-    return torch.tensor(list(json.dumps([str(path) for path in manifests]).encode()), dtype=torch.uint8)
+def request_tensor(version: int, session: str, inboxes: Sequence[Path]) -> torch.Tensor:
+    """The uint8 tensor that carries a request through SGLang.
+
+    Args:
+        session: names the connection of trainer and engine; a new one replaces what was there.
+        inboxes: each TP rank's file.
+    """
+    request = {"version": version, "session": session, "inboxes": [str(path) for path in inboxes]}
+    return torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
 
 
-def result_path(manifest: Path) -> Path:
-    """Where the receiver puts its answer: {"ok", "error", "version", "rank", "bytes_written", "seconds"}."""
-    return manifest.with_name(manifest.name + ".result")
+def result_path(inbox: Path) -> Path:
+    """Where the receiver puts its answer: {"ok", "error", "rank"} and the fields of `Received`."""
+    return inbox.with_name(inbox.name + ".result")
 
 
 def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's entry point: take the bucket that this rank's manifest describes."""
+    """SGLang's entry point: take the version that the request announces."""
     from sglang.srt.runtime_context import get_parallel
 
-    ((_, request),) = named_tensors
+    ((_, tensor),) = named_tensors
     rank = get_parallel().tp_rank
-    manifest = Path(json.loads(bytes(request.cpu().numpy()))[rank])
-    begun = time.perf_counter()
-    result = {"ok": True, "error": "", "rank": rank, "version": None, "bytes_written": 0}
+    request = json.loads(bytes(tensor.cpu().numpy()))
+    inbox = Path(request["inboxes"][rank])
+    result = {"ok": True, "error": "", "rank": rank}
     # Any exception that left this function would end SGLang's scheduler, and with it the whole engine.
     try:
-        content = json.loads(manifest.read_text())
-        result["version"] = content["version"]
-        result["bytes_written"] = apply_bucket(model, content)
+        receiver = connected(model, request["session"], inbox)
+        result |= vars(receiver.receive(request["version"]))
     except Exception as error:
-        setattr(model, RECEIPT, None)
         kind = "" if isinstance(error, RefusedError) else f"{type(error).__name__}: "
         result |= {"ok": False, "error": f"{kind}{error} (TP rank {rank})"}
-    result["seconds"] = time.perf_counter() - begun
-    building = result_path(manifest).with_suffix(".building")
+    building = result_path(inbox).with_suffix(".building")
     building.write_text(json.dumps(result))
-    os.replace(building, result_path(manifest))
+    os.replace(building, result_path(inbox))
 
 
-@torch.no_grad()
-def apply_bucket(model: torch.nn.Module, manifest: Mapping) -> int:
-    """Write a bucket into the model's parameters and verify it there.
+def connected(model: torch.nn.Module, session: str, inbox: Path) -> "Receiver":
+    """The model's receiver for this session."""
+    receiver = getattr(model, RECEIVER, None)
+    if receiver is None or receiver.session != session:
+        if receiver is not None:
+            receiver.close()
+        setattr(model, RECEIVER, None)
+        receiver = Receiver(model, pickle.loads(inbox.read_bytes()), session)
+        setattr(model, RECEIVER, receiver)
+    return receiver
 
-    Returns:
-        the number of bytes written.
+
+class Receiver:
+    """Takes versions into a model's parameters.
 
     Raises:
-        RefusedError: names the tensor that is wrong, or the parameter that is incomplete.
+        RefusedError: the share does not fill the model.
+        LinkError: a trainer rank is gone, silent, or at another version.
     """
-    receipt = _receipt(model, manifest)
-    targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    payload = _Payload(Path(manifest["payload"])) if manifest["entries"] else None
-    num_bytes = 0
-    for entry in manifest["entries"]:
-        box = Box(tuple(entry["start"]), tuple(entry["size"]))
-        _write(_target(entry, box, targets), payload, entry)
-        receipt.written.setdefault(entry["local"], []).append(box)
-        num_bytes += entry["nbytes"]
-    receipt.next_bucket += 1
-    if manifest["last"]:
-        setattr(model, RECEIPT, None)
-        check_complete(dict(model.named_parameters()), receipt.written, manifest.get("padding", {}))
-    return num_bytes
+
+    def __init__(self, model: torch.nn.Module, told: InboxFile, session: str) -> None:
+        self.session, self._model, self._share = session, model, told.share
+        self._bound_to: tuple = ()
+        self._views: list[list[list[torch.Tensor]]] = []  # by bucket, parcel, slice
+        device = next(model.parameters()).device.type
+        self._inbox = Inbox(told.share, told.addresses, device, told.timeout)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory for what arrives, on the device."""
+        return self._inbox.buffer_bytes
+
+    def close(self) -> None:
+        self._inbox.close()
+
+    @torch.no_grad()
+    def receive(self, version: int) -> Received:
+        """Write a version into the model's parameters and verify it there.
+
+        A version that is refused is taken to its end all the same, so that no trainer rank waits for this one.
+        """
+        received = Received(version, buffer_bytes=self._inbox.buffer_bytes)
+        refusal = self._bind()
+        try:
+            refusal = self._take(version, received, refusal)
+        except LinkError:
+            self.close()  # the trainer ranks shall not wait for this one
+            raise
+        if refusal is not None:
+            raise refusal
+        renew_derived(self._model)
+        return received
+
+    def _take(self, version: int, received: Received, refusal: RefusedError | None) -> RefusedError | None:
+        """Take all packets of a version; once there is a refusal they are left alone."""
+        self._inbox.begin()
+        for bucket, parcels in enumerate(self._share.buckets):
+            begun = time.perf_counter()
+            for index, data in self._inbox.take(version, bucket):
+                received.seconds["wait"] += time.perf_counter() - begun
+                if refusal is None:
+                    packet, views = Packet(data, parcels[index]), self._views[bucket][index]
+                    refusal = self._write(packet, views, (version, bucket), received)
+                begun = time.perf_counter()
+            self._inbox.release(version, bucket)
+        return refusal
+
+    def _bind(self) -> RefusedError | None:
+        """Find every slice's place in the model, unless they are known and it is as it was."""
+        targets = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
+        bound_to = tuple((name, t.data_ptr(), t.shape, t.dtype) for name, t in targets.items())
+        if bound_to == self._bound_to:
+            return None
+        share, written = self._share, {}
+        try:
+            self._views = [
+                [[place(item, targets) for item in parcel.slices] for parcel in parcels]
+                for parcels in share.buckets
+            ]
+            for parcels in share.buckets:
+                for item in (item for parcel in parcels for item in parcel.slices):
+                    written.setdefault(item.local, []).append(item.box)
+            check_complete(weights_of(self._model), written, share.padding)
+        except RefusedError as error:
+            return error
+        self._bound_to = bound_to
+        return None
+
+    def _write(
+        self, packet: Packet, views: list[torch.Tensor], token: Token, received: Received
+    ) -> RefusedError | None:
+        """Write a packet's slices and compare what lies in the parameters then; what is wrong, if anything is."""
+        source, found = packet.parcel.peer, tuple(packet.identity.tolist())
+        if found != token:
+            return RefusedError(
+                f"trainer rank {source} sent {describe(found)} where {describe(token)} was due"
+            )
+        arrived = []
+        for (item, elements), target in zip(packet.slices(), views, strict=True):
+            begun = time.perf_counter()
+            if elements is None:
+                received.bytes_kept += item.nbytes
+            else:
+                target.copy_(elements)
+                received.bytes_written += item.nbytes
+            written = time.perf_counter()
+            arrived.append(checksum(target))
+            received.seconds["write"] += written - begun
+            received.seconds["verify"] += time.perf_counter() - written
+        # On a GPU this waits for all of the above, so the packet may be released.
+        wrong = (torch.stack(arrived) != packet.checksums).nonzero()
+        if len(wrong) == 0:
+            return None
+        index = int(wrong[0])
+        item, sent = packet.parcel.slices[index], int(packet.checksums[index])
+        what = "sent it" if packet.sent[index] else "did not send it, as unchanged"
+        return RefusedError(
+            f"{item.tensor}: checksum {int(arrived[index]):#x} in {item.local}, {sent:#x} on trainer rank {source}, "
+            f"which {what}"
+        )
+
+
+def renew_derived(model: torch.nn.Module) -> None:
+    """Recompute what the model keeps beside its parameters: latent attention's absorbed projections.
+
+    SGLang's models have a method for it. SGLang calls it after its own loaders, but not after a custom one (0.5.21).
+    """
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()
+
+
+def place(item: Slice, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The part of the model that a slice fills: a view.
+
+    Raises:
+        RefusedError: there is no such parameter or place, or it has another type.
+    """
+    name, local, box = item.tensor, item.local, item.box
+    if local not in targets:
+        raise RefusedError(f"{name}: the engine has no parameter {local!r}")
+    target, dtype = targets[local], getattr(torch, item.dtype)
+    if target.dtype != dtype:
+        raise RefusedError(f"{name}: {local} holds {target.dtype}, not {dtype}")
+    fits = len(box.start) == len(box.size) == target.dim() and all(
+        start >= 0 and size > 0 and start + size <= extent
+        for start, size, extent in zip(box.start, box.size, target.shape, strict=True)
+    )
+    if not fits:
+        raise RefusedError(
+            f"{name}: {local} has shape {tuple(target.shape)}: no place for start {box.start}, size {box.size}"
+        )
+    return target.data[box.slices]
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that a version fills: all but those that SGLang's own check of weights leaves out, too.
+
+    These are scales of the KV cache, which a model in float8 has as parameters (sglang 0.5.21).
+    """
+    parameters = model.named_parameters()
+    return {name: value for name, value in parameters if not getattr(value, "_skip_weight_check", False)}
 
 
 def check_complete(
@@ -124,7 +279,7 @@ def check_complete(
     wrong = []
     for name, parameter in parameters.items():
         boxes = written.get(name, [])
-        if any(one.intersect(other) for one, other in combinations(boxes, 2)):
+        if overlap(boxes):
             wrong.append(f"{name}: slices overlap")
         missing = parameter.numel() - sum(box.numel for box in boxes)
         if missing != padding.get(name, 0):
@@ -136,71 +291,13 @@ def check_complete(
         raise RefusedError("the version is incomplete: " + "; ".join(wrong))
 
 
-def _receipt(model: torch.nn.Module, manifest: Mapping) -> Receipt:
-    version, bucket = manifest["version"], manifest["bucket"]
-    if bucket == 0:
-        setattr(model, RECEIPT, Receipt(version))
-    receipt = getattr(model, RECEIPT, None)
-    if receipt is None or (receipt.version, receipt.next_bucket) != (version, bucket):
-        held = "nothing" if receipt is None else f"version {receipt.version}, bucket {receipt.next_bucket}"
-        raise RefusedError(f"bucket {bucket} of version {version} came where {held} was due")
-    return receipt
-
-
-def _target(entry: Mapping, box: Box, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The slice of the model that an entry fills: a view.
-
-    Raises:
-        RefusedError: there is no such parameter or place, or it has another type or size.
-    """
-    name, local = entry["tensor"], entry["local"]
-    if local not in targets:
-        raise RefusedError(f"{name}: the engine has no parameter {local!r}")
-    target = targets[local]
-    dtype = getattr(torch, entry["dtype"])
-    if target.dtype != dtype:
-        raise RefusedError(f"{name}: {local} holds {target.dtype}, not {dtype}")
-    fits = len(box.start) == len(box.size) == target.dim() and all(
-        start >= 0 and size > 0 and start + size <= extent
-        for start, size, extent in zip(box.start, box.size, target.shape, strict=True)
-    )
-    if not fits:
-        raise RefusedError(
-            f"{name}: {local} has shape {tuple(target.shape)}: no place for start {box.start}, size {box.size}"
-        )
-    if box.numel * dtype.itemsize != entry["nbytes"]:
-        raise RefusedError(f"{name}: {entry['nbytes']} bytes for {box.numel} elements of {dtype}")
-    return target.data[box.slices]
-
-
-class _Payload:
-    """The bucket's bytes, mapped; private, since torch wants a writable buffer."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    def read(self, entry: Mapping) -> torch.Tensor:
-        """The entry's elements [numel], a view of the mapping."""
-        if entry["offset"] + entry["nbytes"] > len(self._map):
-            raise RefusedError(
-                f"{entry['tensor']}: {self.path} ends at {len(self._map)}, "
-                f"needed are {entry['nbytes']} bytes at {entry['offset']}"
-            )
-        return torch.frombuffer(
-            self._map,
-            dtype=getattr(torch, entry["dtype"]),
-            count=math.prod(entry["size"]),
-            offset=entry["offset"],
-        )
-
-
-def _write(target: torch.Tensor, payload: _Payload, entry: Mapping) -> None:
-    target.copy_(payload.read(entry).view(target.shape))
-    arrived = target.contiguous().cpu().view(torch.uint8).flatten().numpy()
-    crc32 = zlib.crc32(arrived)
-    if crc32 != entry["crc32"]:
-        raise RefusedError(
-            f"{entry['tensor']}: checksum {crc32:#010x} in {entry['local']}, sent was {entry['crc32']:#010x}"
-        )
+def overlap(boxes: Sequence[Box]) -> bool:
+    """Whether any two boxes of a tensor have an element in common."""
+    ordered = sorted(boxes)
+    for index, box in enumerate(ordered):
+        for other in ordered[index + 1 :]:
+            if box.start and other.start[0] >= box.start[0] + box.size[0]:
+                break  # so do all that follow
+            if box.intersect(other) is not None:
+                return True
+    return False

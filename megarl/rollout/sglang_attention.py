@@ -1,11 +1,14 @@
 """Plugs `batched_attention` into SGLang's CPU engine.
 
 Takes the place of `torch_native` in SGLang's registry, so that whatever SGLang decides by that name
-still holds. Prefill, sliding windows and cross attention are SGLang's own (sglang 0.5.21).
+still holds. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Prefill, sliding
+windows and cross attention are SGLang's own (sglang 0.5.21).
 """
 
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
 from megarl.rollout.batched_attention import Group, attend, make_groups
 
@@ -52,3 +55,6 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 def register() -> None:
     """Have SGLang's `torch_native` be this backend, in this process."""
     register_attention_backend("torch_native")(BatchedTorchAttention)
+    # SGLang has no entry for torch_native and would take Triton's, which prefills with uncompressed keys: those do not
+    # fit the one latent key of the cache that torch_native attends to.
+    AttentionBackendRegistry.register("torch_native", lambda layer, batch: AttnForwardMethod.MLA)

@@ -21,12 +21,14 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megarl.rollout import engine_memory
 from megarl.rollout.engine import (
     EngineConfig,
     EngineError,
@@ -37,9 +39,10 @@ from megarl.rollout.engine import (
     WeightSyncError,
 )
 from megarl.rollout.receiver import LOADER, request_tensor, result_path
+from megarl.rollout.sglang_model import read_model
 from megarl.rollout.sglang_start import (
+    check_version,
     end_with_children,
-    read_model,
     server_arguments,
     sglang_environment,
     start_sglang,
@@ -67,13 +70,17 @@ class SGLangEngine:
         self._engine: Any = None
         self._closing = threading.Event()
         self._version: int | None = None
+        self._released: set[str] = set()
         self._update: _Update | None = None
+        self._inboxes: list[Path] = []
+        self._session = ""
 
     @property
     def weight_version(self) -> int | None:
         return self._version
 
     def start(self) -> None:
+        check_version(self.config.allow_unknown_version)
         arguments = server_arguments(self.config, self._model)
         for attempt in (1, 2):
             try:
@@ -112,50 +119,70 @@ class SGLangEngine:
         )
         return [self._generation(uid, answer) for uid, answer in zip(uids, answers, strict=True)]
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, version: int) -> int | None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
+        if "weights" in self._released:
+            raise EngineError(
+                f"version {version} came while the weights' memory was released: resume it first"
+            )
         if self._update is not None:
             raise EngineError(f"version {version} came before version {self._update.version} was finished")
-        self._version = None
+        held, self._version = self._version, None
         self._update = _Update(version)
         self._control("begin_weight_update", BeginWeightUpdateReqInput())
+        return held
 
-    def receive_bucket(self, manifests: Sequence[Path]) -> None:
+    def connect(self, inboxes: Sequence[Path]) -> None:
+        assert len(inboxes) == self.config.tensor_parallel_size, (len(inboxes), self.config)
+        self._inboxes, self._session = list(inboxes), secrets.token_hex(8)
+
+    def receive_weights(self) -> None:
         update = self._require_update()
-        assert len(manifests) == self.config.tensor_parallel_size, (len(manifests), self.config)
-        for manifest in manifests:
-            result_path(manifest).unlink(missing_ok=True)
-        self._load(manifests)
-        results = [json.loads(result_path(manifest).read_text()) for manifest in manifests]
-        update.results.append(results)
+        if not self._inboxes:
+            self._close_update()  # as after any version that did not come: the next one may begin
+            raise WeightSyncError(f"version {update.version}: no trainer is connected, call connect first")
+        for inbox in self._inboxes:
+            result_path(inbox).unlink(missing_ok=True)
+        self._load(update.version)
+        results = [json.loads(result_path(inbox).read_text()) for inbox in self._inboxes]
         errors = [result["error"] for result in results if not result["ok"]]
         if errors:
             self._close_update()
             raise WeightSyncError(f"weights of version {update.version} refused: " + "; ".join(errors))
-        update.complete = bool(json.loads(manifests[0].read_text())["last"])
+        update.results = results
 
     def finish_update(self) -> SyncReport:
         update = self._require_update()
         self._close_update()
-        if not update.complete:
-            raise WeightSyncError(
-                f"version {update.version} is incomplete: {len(update.results)} buckets came, the last did not"
-            )
+        if not update.results:
+            raise WeightSyncError(f"version {update.version} did not come")
         self.flush_cache()  # what it holds was computed by the old weights
         self._set_version(update.version)
         self._version = update.version
         return update.report()
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """As `RolloutEngine.release_memory`; on a CPU SGLang frees nothing (0.5.21)."""
+        if not self.config.enable_memory_saver:
+            raise EngineError("memory can be released in an engine that was started with enable_memory_saver")
+        # SGLang dies of a tag that is released twice, and of a release while it counts a request as running.
+        assert set(tags) <= {"weights", "kv_cache"} - self._released, (tags, self._released)
         if "weights" in tags:
             self._version = None
-        self.flush_cache()  # SGLang dies of a release while it counts a request as running
+        self.flush_cache()
+        self._released |= set(tags)
         self._memory("release", tags)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
+        assert set(tags) <= self._released, (tags, self._released)
+        if "kv_cache" in tags and self._version is None:
+            raise EngineError("the KV cache comes after the weights: sync a version first")
         self._memory("resume", tags)
+        self._released -= set(tags)
+
+    def memory(self) -> list[dict[str, int]]:
+        states = self._call(self._engine.tokenizer_manager.get_internal_state(), "get_internal_state")
+        return states[0][engine_memory.KEY]
 
     def flush_cache(self) -> None:
         # SGLang answers a request a moment before it counts it as done, so it is asked until it has come to rest.
@@ -184,6 +211,8 @@ class SGLangEngine:
             raise NoValidWeightsError(
                 "the engine holds no complete, verified version of the weights: it serves nothing before a sync"
             )
+        if "kv_cache" in self._released:
+            raise EngineError("the KV cache's memory is released: resume it first")
         return self._version
 
     def _require_update(self) -> "_Update":
@@ -215,13 +244,13 @@ class SGLangEngine:
         assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
         return Generation(uid, answer["output_ids"], log_probs, reason, self._version)
 
-    def _load(self, manifests: Sequence[Path]) -> None:
+    def _load(self, version: int) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        named = [("manifests", request_tensor(manifests))]
+        named = [("request", request_tensor(version, self._session, self._inboxes))]
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(named) for _ in manifests],
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(named) for _ in self._inboxes],
             load_format=LOADER,
             flush_cache=False,
         )
@@ -266,22 +295,25 @@ class SGLangEngine:
 
 
 class _Update:
-    """A version on its way: what the receivers answered so far, by bucket and TP rank."""
+    """A version on its way, and what the receivers answered, by TP rank."""
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.results: list[list[dict]] = []
-        self.complete = False
+        self.results: list[dict] = []
         self._begun = time.perf_counter()
 
     def report(self) -> SyncReport:
-        by_rank = list(zip(*self.results, strict=True))
+        def by_rank(name: str) -> tuple[int, ...]:
+            return tuple(result[name] for result in self.results)
+
+        phases = [result["seconds"] for result in self.results]
         return SyncReport(
             self.version,
-            len(self.results),
-            tuple(sum(result["bytes_written"] for result in results) for results in by_rank),
-            tuple(sum(result["seconds"] for result in results) for results in by_rank),
-            time.perf_counter() - self._begun,
+            bytes_written=by_rank("bytes_written"),
+            bytes_kept=by_rank("bytes_kept"),
+            buffer_bytes=by_rank("buffer_bytes"),
+            phase_seconds={name: tuple(rank[name] for rank in phases) for name in phases[0]},
+            seconds=time.perf_counter() - self._begun,
         )
 
 

@@ -12,13 +12,16 @@ import multiprocessing.connection
 import os
 import threading
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.receiver import LOADER
+from megarl.rollout.sglang_model import config_overrides
 
 logger = logging.getLogger(__name__)
+KNOWN_VERSIONS = ("0.5.21",)
 CPU_CACHE_TOKENS = 65536
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
 
@@ -41,27 +44,24 @@ def sglang_environment(device: str, tensor_parallel_size: int, threads: int = 1)
     }
 
 
-def read_model(config: EngineConfig) -> dict[str, Any]:
-    """The model's config.json, checked against the engine's layout.
+def check_version(allow_unknown: bool) -> None:
+    """Check that the installed SGLang is one that megarl was tried with.
+
+    megarl reads and writes SGLang's own parameters and plugs into its parts, which any version may rename.
 
     Raises:
-        ValueError: no such file; or sizes that `tensor_parallel_size` does not divide.
+        ValueError: it is another one, and `allow_unknown` is not set.
     """
-    path = Path(config.model_path) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model_path: {path} does not exist; give a Hugging Face model folder")
-    model = json.loads(path.read_text())
-    tp = config.tensor_parallel_size
-    heads = model["num_attention_heads"]
-    groups = model.get("num_key_value_heads") or heads
-    for name, size in (("num_attention_heads", heads), ("intermediate_size", model["intermediate_size"])):
-        if size % tp:
-            raise ValueError(f"tensor_parallel_size={tp} does not divide {name}={size} of {path}")
-    if groups % tp and tp % groups:
+    found = version("sglang")
+    if found in KNOWN_VERSIONS:
+        return
+    known = ", ".join(KNOWN_VERSIONS)
+    if not allow_unknown:
         raise ValueError(
-            f"tensor_parallel_size={tp} and num_key_value_heads={groups} of {path}: one must divide the other"
+            f"sglang {found} is installed; megarl is known to work with {known}. Install one of these, or set "
+            "rollout.allow_unknown_version=true to try it nonetheless"
         )
-    return model
+    logger.warning("sglang %s is installed; megarl is known to work with %s", found, known)
 
 
 def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
@@ -71,12 +71,16 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "model_path": config.model_path,
         "load_format": config.load_format,
         "tp_size": config.tensor_parallel_size,
+        "ep_size": config.expert_parallel_size,
+        "json_model_override_args": json.dumps(config_overrides(config, model)),
+        "disable_shared_experts_fusion": True,  # else devices differ in where they lie
         "dtype": config.dtype,
         "context_length": config.context_length,
         "max_running_requests": config.max_num_seqs,
         "random_seed": config.seed,
         "skip_tokenizer_init": True,
         "custom_weight_loader": [LOADER],
+        "enable_memory_saver": config.enable_memory_saver,
         "sampling_backend": "pytorch",  # the one that takes a seed for each request
         "sleep_on_idle": True,  # else an idle scheduler polls, and takes a core from the trainer
         "host": "127.0.0.1",
@@ -94,7 +98,7 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
             "mem_fraction_static": config.gpu_memory_utilization,
             "max_total_tokens": config.max_total_tokens,
             "base_gpu_id": config.first_device,
-            "enable_memory_saver": True,
+            "moe_runner_backend": "triton",  # of others some put an expert's up before its gate, or permute rows
         }
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         raise ValueError("a CPU engine needs a process that was started with sglang_environment('cpu', ...)")

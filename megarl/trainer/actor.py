@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import pyarrow as pa
 import torch
 
+from megarl import platform
 from megarl.algorithms.aggregate import LossCounts, token_weights
 from megarl.algorithms.policy_loss import PolicyLossOptions, PolicyTokens, actor_loss
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
-from megarl.hybrid_engine import Packet, SyncPlan
+from megarl.hybrid_engine import Outbox, Sent
 from megarl.megatron.build import local_parameters
+from megarl.megatron.offload import weights_of
 from megarl.megatron.packed import PackedBatch
+from megarl.rollout.packets import Address, SyncShare
 from megarl.trainer.model_worker import ModelWorker, RowColumns, Share
 from megarl.trainer.specs import ModelSpec
 
@@ -27,13 +30,19 @@ class ActorWorker(ModelWorker):
         spec: ModelSpec,
         temperature: float,
         reference_path: str | None = None,
-        sync: SyncPlan | None = None,
     ) -> None:
         super().__init__(info, spec)
-        self.temperature, self.sync = temperature, sync
+        self.temperature = temperature
+        self.outbox: Outbox | None = None
         self.reference = (
             self.load(reference_path, "lm", trainable=False) if reference_path is not None else None
         )
+        if self.reference is not None:
+            self.parts["reference"] = weights_of(self.reference)
+
+    def memory(self) -> list[dict[str, int]]:
+        (found,) = super().memory()
+        return [{**found, "sync_buffers": self.outbox.buffer_bytes if self.outbox is not None else 0}]
 
     def compute_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The policy's log-probs of the responses as `column`, at the sampling temperature."""
@@ -89,11 +98,21 @@ class ActorWorker(ModelWorker):
             steps.append({**result.stats, "grad_norm": result.grad_norm, "lr": result.lr})
         return steps
 
-    def pack_weights(self, bucket: int) -> tuple[int, list[Packet]]:
-        """What this rank sends of a bucket: how many bytes, and a packet for each engine rank."""
-        assert self.sync is not None
-        packets = self.sync.pack(bucket, self.info.rank, local_parameters(self.chunks))
-        return sum(packet.data.nbytes for packet in packets), packets
+    def open_outbox(self, share: SyncShare, host: str, timeout: float) -> Address:
+        """Get ready to send this rank's share of the weights to the engines; ends a connection that was there.
+
+        Args:
+            host: this machine's address.
+        """
+        if self.outbox is not None:
+            self.outbox.close()
+        self.outbox = Outbox(share, self.info.scratch, host, platform.device().type, timeout)
+        return self.outbox.address
+
+    def send_weights(self, version: int, held: dict[int, int | None] | None) -> Sent:
+        """Send this rank's share; `held`: what each engine rank holds (None: send what has not changed, too)."""
+        assert self.outbox is not None
+        return self.outbox.send(version, local_parameters(self.chunks), held)
 
 
 def pack_weighted(

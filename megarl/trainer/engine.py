@@ -9,39 +9,53 @@ import pyarrow as pa
 
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import build_trajectories
-from megarl.hybrid_engine import Packet, SyncPlan, write_update
 from megarl.rollout.engine import EngineConfig, SamplingParams, SyncReport
+from megarl.rollout.packets import Address, SyncShare
+from megarl.rollout.receiver import InboxFile
 from megarl.rollout.sglang_engine import SGLangEngine
 
 
 class EngineWorker:
-    """One engine; `sync` describes how weights come to it (None: it serves those of its model folder)."""
+    """One engine."""
 
-    def __init__(self, info: RankInfo, config: EngineConfig, sync: SyncPlan | None) -> None:
-        self.info, self.sync = info, sync
+    def __init__(self, info: RankInfo, config: EngineConfig) -> None:
+        self.info = info
         # SGLang and multiprocessing put sockets wherever this says, and leave them there when they are killed.
         tempfile.tempdir = info.scratch
         self.engine = SGLangEngine(config)
         self.engine.start()
-        self.folder = Path(info.scratch, "weights")
-        self.folder.mkdir()
 
     def generate(self, requests: pa.Table, sampling: SamplingParams) -> pa.Table:
         """The trajectories of `requests` (see `expand_prompts`), in their order."""
         prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
         return build_trajectories(requests, self.engine.generate(prompts, uids, sampling))
 
-    def begin_update(self, version: int) -> None:
-        self.engine.begin_update(version)
+    def connect(self, shares: list[SyncShare], addresses: list[Address], timeout: float) -> None:
+        """Tell each TP rank what it takes from which trainer ranks."""
+        inboxes = [Path(self.info.scratch, f"inbox-{rank}") for rank in range(len(shares))]
+        for share, inbox in zip(shares, inboxes, strict=True):
+            needed = {address.rank: address for address in addresses if address.rank in share.transports}
+            InboxFile(share, needed, timeout).write(inbox)
+        self.engine.connect(inboxes)
 
-    def receive_bucket(self, version: int, bucket: int, *packets: list[Packet]) -> None:
-        """Take a bucket: `packets[source rank][engine rank]`."""
-        assert self.sync is not None
-        self.engine.receive_bucket(write_update(self.folder, self.sync, version, bucket, packets))
+    def release_memory(self, parts: list[str]) -> None:
+        self.engine.release_memory(parts)
+
+    def resume_memory(self, parts: list[str]) -> None:
+        self.engine.resume_memory(parts)
+
+    def memory(self) -> list[dict[str, int]]:
+        """By rank of the engine, the bytes of its parts on the device."""
+        return self.engine.memory()
+
+    def begin_update(self, version: int) -> int | None:
+        """Announce a version; returns the one that the engine held."""
+        return self.engine.begin_update(version)
+
+    def receive_weights(self) -> None:
+        """Take the version that the trainer ranks send meanwhile."""
+        self.engine.receive_weights()
 
     def finish_update(self) -> SyncReport:
         """Serve the version that arrived."""
-        report = self.engine.finish_update()
-        for file in self.folder.iterdir():
-            file.unlink()
-        return report
+        return self.engine.finish_update()

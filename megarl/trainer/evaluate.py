@@ -53,7 +53,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         context = data.max_prompt_length + data.max_response_length
         with run.status("starting the rollout engines"):
             engines = start_engines(
-                run, config.rollout, config.model.path, run.pools["global"], context, None
+                run, config.rollout, config.model.path, run.pools["global"], context, synced=False
             )
             run.wait(engines.started)
         begun = time.perf_counter()

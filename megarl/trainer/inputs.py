@@ -42,7 +42,7 @@ def load_train_inputs(config: TrainConfig) -> TrainInputs:
     model = read_model_config(model_path.path)
     critic = read_model_config(config.critic.model.path) if config.critic is not None else None
     check_models(config, model, critic)
-    check_hf_weights(model_path.path, model)
+    check_hf_weights(model_path.path, model, mtp=model_path.mtp == "keep")
     if critic is not None:
         check_hf_weights(config.critic.model.path, critic, "value")
     tokenizer = load_tokenizer(model_path.tokenizer_path, model_path.trust_remote_code)

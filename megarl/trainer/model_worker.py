@@ -15,10 +15,18 @@ import torch
 from megarl import platform
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import from_lists
-from megarl.hybrid_engine import ExportPlan, Packet, load_hf_weights
+from megarl.hybrid_engine import Bundle, ExportPlan, load_hf_weights
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
 from megarl.megatron.logprobs import lm_head
+from megarl.megatron.offload import (
+    Gradients,
+    Offloadable,
+    assert_resident,
+    gradients_of,
+    optimizer_of,
+    weights_of,
+)
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packed import PackedBatch, pack_sequences, pack_trajectories, unpack
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
@@ -48,6 +56,7 @@ class ModelWorker:
             seed=spec.megatron.seed,
         )
         self.coords = coords()
+        self.export: ExportPlan | None = None
         self.config = read_model_config(spec.path)
         self.dtype = platform.resolve_dtype(spec.megatron.dtype)
         self.chunks = self.load(spec.path, spec.head, trainable=spec.optim is not None)
@@ -60,6 +69,10 @@ class ModelWorker:
             self.optimizer, self.scheduler = build_optimizer(
                 self.chunks, spec.optim, num_steps=spec.num_updates
             )
+        self.parts: dict[str, Offloadable | Gradients] = {"weights": weights_of(self.chunks)}
+        if spec.optim is not None:
+            self.parts["gradients"] = gradients_of(self.chunks)
+            self.parts["optimizer"] = optimizer_of(self.chunks, self.optimizer)
 
     def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
         """A model's chunks on this rank, with the weights of the Hugging Face folder `path`."""
@@ -75,6 +88,25 @@ class ModelWorker:
         parameters = local_parameters(chunks)
         load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head)
         return chunks
+
+    def release_memory(self, parts: list[str]) -> None:
+        """Free the device memory of `parts` (of `self.parts`)."""
+        for part in parts:
+            self.parts[part].offload()
+
+    def resume_memory(self, parts: list[str]) -> None:
+        """Have them on the device again, as they were; gradients as zeros."""
+        for part in parts:
+            self.parts[part].reload()
+
+    def memory(self) -> list[dict[str, int]]:
+        """The bytes of each part on the device, of all their copies on the host ("on_host") and, on a GPU, what torch
+        has allocated there in all ("allocated"); one entry, since the process has one device."""
+        found = {name: part.device_bytes() for name, part in self.parts.items()}
+        found["on_host"] = sum(part.host_bytes() for part in self.parts.values())
+        if platform.is_cuda():
+            found["allocated"] = torch.cuda.memory_allocated()
+        return [found]
 
     def lm_head(self, *, temperature: float = 1.0, with_entropy: bool = False) -> Callable:
         return lm_head(
@@ -113,6 +145,7 @@ class ModelWorker:
 
         Returns: None on ranks whose results another rank returns (all but one of each data parallel rank).
         """
+        assert_resident(chunks)
         outputs = forward_only(unwrap(chunks), batches, head)
         if self.coords.pp != self.layout.pp - 1:
             return None
@@ -137,14 +170,20 @@ class ModelWorker:
         Raises:
             FloatingPointError: the gradient is not finite; weights and optimizer are as they were before.
         """
+        for part in ("weights", "gradients", "optimizer"):
+            self.parts[part].require()
         result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
         if not result.ok:
             raise FloatingPointError(f"the gradient's norm is {result.grad_norm}; the step was not taken")
         return result
 
-    def export_plan(self) -> ExportPlan:
-        return ExportPlan(self.config, self.layout, platform.torch_dtype(self.config.dtype))
+    def export_plan(self, mtp: bool) -> ExportPlan:
+        """How the model is exported. `mtp`: with the source model's multi-token prediction layers."""
+        self.export = ExportPlan(self.config, self.layout, platform.torch_dtype(self.config.dtype), mtp=mtp)
+        return self.export
 
-    def pack_export(self, shard: int) -> Packet:
-        """What this rank holds of a shard file of the Hugging Face checkpoint."""
-        return self.export_plan().pack(shard, self.info.rank, local_parameters(self.chunks))
+    def pack_export(self, shard: int) -> Bundle:
+        """What this rank holds of a shard file of the Hugging Face checkpoint, after `export_plan`."""
+        assert self.export is not None
+        assert_resident(self.chunks)
+        return self.export.pack(shard, self.info.rank, local_parameters(self.chunks))

@@ -15,6 +15,7 @@ from megarl.trainer.export import export_hf
 from megarl.trainer.inputs import TrainInputs, load_train_inputs
 from megarl.trainer.roles import Roles, start_roles
 from megarl.trainer.run import Run, open_run
+from megarl.trainer.sync import sync_weights
 
 
 def train(config: TrainConfig) -> str:
@@ -25,36 +26,38 @@ def train(config: TrainConfig) -> str:
             run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
         roles = start_roles(config, run, inputs.model, inputs.num_steps)
         train_steps(config, run, roles, inputs)
-        return export_hf(run, roles.actor.group, config.actor_rollout_ref.model)
+        with roles.memory.held("export"):
+            return export_hf(run, roles.actor.group, config.actor_rollout_ref.model)
 
 
 def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs) -> None:
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    control = algorithm.kl_ctrl
+    control, phase = algorithm.kl_ctrl, roles.memory.phase
     kl = make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
     if config.trainer.val_before_train:
         with run.step(0) as metrics:
-            metrics |= sync_and_validate(config, run, roles, inputs, version=0)
+            metrics |= sync_and_validate(config, run, roles, inputs, step=0)
     for step, prompts in training_steps(inputs.loader, inputs.num_steps):
         seed = config.trainer.seed * 1_000_003 + step
         with run.step(step) as metrics:
-            with run.timed("sync"):
-                metrics |= stages.sync_weights(run, roles, version=step)
-            with run.timed("generate"):
+            with phase("sync"):
+                metrics |= sync_weights(run, roles, version=step)
+            with phase("generate"):
                 sampling = rollout_sampling(config, step)
                 batch = stages.generate(run, roles.engines, prompts, sampling, rollout.n)
             with run.timed("reward"):
                 batch, extra = stages.score(batch, inputs.tokenizer, inputs.reward)
-            with run.timed("evaluate_models"):
+            with phase("evaluate_models"):
                 batch = stages.evaluate_models(run, roles, batch, seed)
             with run.timed("advantages"):
                 batch, more = stages.compute_batch_advantages(batch, algorithm, kl)
             with run.timed("update"):
                 metrics |= extra | more | stages.update(run, roles, batch, config, step, seed)
-            run.save_trajectories(batch, step)
+            run.save_trajectories(batch, "step", step)
             metrics |= stages.throughput(batch, run.seconds)
             if due(config.trainer.test_freq, step, inputs.num_steps):
-                metrics |= sync_and_validate(config, run, roles, inputs, version=step + 1)
+                metrics |= sync_and_validate(config, run, roles, inputs, step)
+            metrics |= roles.memory.report()
 
 
 def training_steps(loader: TableLoader, num_steps: int) -> Iterator[tuple[int, pa.Table]]:
@@ -86,9 +89,10 @@ def rollout_sampling(config: TrainConfig, step: int) -> SamplingParams:
 
 
 def sync_and_validate(
-    config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, version: int
+    config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, step: int
 ) -> dict[str, float]:
-    """The present policy's mean score on the validation prompts."""
+    """The mean score, on the validation prompts, of the policy after `step` (0: before the first), which is synced
+    for it: step 0's metrics are those of that sync, too."""
     if inputs.validation is None:
         return {}
     val = config.actor_rollout_ref.rollout.val_kwargs
@@ -100,8 +104,13 @@ def sync_and_validate(
         seed=config.trainer.seed,
     )
     with run.timed("validate"):
-        stages.sync_weights(run, roles, version)
-        return stages.validate(
-            run, roles.engines, inputs.validation, sampling, val.n, inputs.tokenizer, inputs.reward,
-            config.data.val_batch_size,
-        )  # fmt: skip
+        with roles.memory.held("sync"):
+            synced = sync_weights(run, roles, version=step + 1)
+        with roles.memory.held("generate"):
+            answers, metrics = stages.validate(
+                run, roles.engines, inputs.validation, sampling, val.n, inputs.tokenizer, inputs.reward,
+                config.data.val_batch_size,
+            )  # fmt: skip
+        run.save_trajectories(answers, "val", step)
+    # A step reports the sync of its own rollouts; before the first there is none, and this is the run's first sync.
+    return metrics if step else metrics | synced

@@ -17,15 +17,17 @@ from megarl.config import (
     needs_reference,
     reference_in_actor,
 )
-from megarl.hybrid_engine import SyncPlan
+from megarl.hybrid_engine import EngineLayout, SyncPlan, best_device_order
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang_engine import sglang_environment
 from megarl.trainer.dispatch import MicroBatching
+from megarl.trainer.memory import DeviceMemory, device_memory, frees_engines
 from megarl.trainer.run import Run
 from megarl.trainer.specs import ModelSpec
+from megarl.trainer.sync import SyncFacts, connect
 
 ACTOR = "megarl.trainer.actor:ActorWorker"
 CRITIC = "megarl.trainer.critic:CriticWorker"
@@ -47,9 +49,10 @@ class Roles:
 
     actor: Role
     engines: WorkerGroup
-    sync: SyncPlan
+    sync: SyncFacts
     critic: Role | None
     ref: Role | None
+    memory: DeviceMemory
 
 
 def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: int) -> Roles:
@@ -58,24 +61,33 @@ def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: in
     policy = config.actor_rollout_ref
     actor_pool, engine_pool = run.pools[policy.actor.resource_pool], run.pools[policy.rollout.resource_pool]
     layout = ParallelLayout.from_config(policy.actor.megatron, len(actor_pool))
-    tp = policy.rollout.tensor_model_parallel_size
-    sync = SyncPlan(
-        config=model,
-        parallel=layout,
-        engine_tp=tp,
-        dtype=getattr(torch, rollout_dtype(policy.rollout, engine_pool)),
-        bucket_bytes=policy.rollout.sync_bucket_mb << 20,
-        source_places=_places(actor_pool, layout.world),
-        target_places=_places(engine_pool, tp),
-    )
+    order = engine_devices(policy.rollout, model, layout, actor_pool, engine_pool)
+    sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order)
     with run.status("starting actor, critic and rollout engines"):
-        actor = _start_actor(config, run, sync, num_steps)
         context = config.data.max_prompt_length + config.data.max_response_length
-        engines = start_engines(run, policy.rollout, policy.model.path, engine_pool, context, sync)
+        freed = frees_engines(config, run)
+        engines = start_engines(
+            run,
+            policy.rollout,
+            policy.model.path,
+            engine_pool,
+            context,
+            device_order=order,
+            synced=True,
+            releasable=freed,
+        )
+        if freed:  # before anything else comes to their devices
+            run.wait(engines.started)
+            run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
+        actor = _start_actor(config, run, num_steps)
         critic = _start_critic(config, run, num_steps) if config.critic is not None else None
         ref = _reference(config, run, actor, num_steps) if needs_reference(config) else None
         run.wait([ref for group in run.groups for ref in group.started])
-    return Roles(actor, engines, sync, critic, ref)
+    facts = connect(
+        run, actor.group, engines, sync, config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
+    )
+    memory = device_memory(config, run, actor, engines, critic, ref)
+    return Roles(actor, engines, facts, critic, ref, memory)
 
 
 def open_pools(run: Run, pools: dict[str, PoolConfig]) -> None:
@@ -84,25 +96,83 @@ def open_pools(run: Run, pools: dict[str, PoolConfig]) -> None:
         run.pools[name] = ResourcePool(name, pool.nnodes, pool.n_gpus_per_node)
 
 
+def engine_layout(rollout: RolloutConfig) -> EngineLayout:
+    """How the ranks of all engines share the model."""
+    return EngineLayout(
+        tp=rollout.tensor_model_parallel_size,
+        ep=rollout.expert_parallel_size,
+        num_engines=rollout.num_engines,
+    )
+
+
+def engine_devices(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    actor_pool: ResourcePool,
+    engine_pool: ResourcePool,
+) -> tuple[int, ...]:
+    """Which devices the engines' ranks take: those that hold most of their weights already."""
+    sources = _places(actor_pool)[: layout.world]
+    return best_device_order(model, layout, sources, engine_layout(rollout), _places(engine_pool))
+
+
+def sync_plan(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    actor_pool: ResourcePool,
+    engine_pool: ResourcePool,
+    device_order: Sequence[int],
+) -> SyncPlan:
+    """The way of the actor's weights into the engines."""
+    places = _places(engine_pool)
+    return SyncPlan(
+        config=model,
+        parallel=layout,
+        engines=engine_layout(rollout),
+        dtype=getattr(torch, rollout_dtype(rollout, engine_pool)),
+        bucket_bytes=rollout.sync_bucket_mb << 20,
+        source_places=_places(actor_pool)[: layout.world],
+        target_places=tuple(places[number] for number in device_order),
+        device="cuda" if actor_pool.use_gpu else "cpu",
+        transport=rollout.sync_transport,
+        fp8_block=fp8_block(rollout),
+    )
+
+
 def start_engines(
     run: Run,
     rollout: RolloutConfig,
     model_path: str,
     pool: ResourcePool,
     context_length: int,
-    sync: SyncPlan | None,
+    *,
+    synced: bool,
+    device_order: Sequence[int] | None = None,
+    releasable: bool = False,
 ) -> WorkerGroup:
-    """Start the rollout engines; without `sync` they serve the weights of the model folder."""
+    """Start the rollout engines.
+
+    Args:
+        device_order: the numbers of the pool's devices in the order in which the engines' ranks take them.
+        synced: whether they wait for weights; others serve those of the model folder.
+        releasable: whether their memory can be released.
+    """
     tp = rollout.tensor_model_parallel_size
     engine = EngineConfig(
         model_path=model_path,
         tensor_parallel_size=tp,
+        expert_parallel_size=rollout.expert_parallel_size,
         device="cuda" if pool.use_gpu else "cpu",
         dtype=rollout_dtype(rollout, pool),
-        load_format="auto" if sync is None else "dummy",
+        fp8_block=fp8_block(rollout),
+        load_format="dummy" if synced else "auto",
         context_length=context_length,
         max_num_seqs=rollout.max_num_seqs,
         max_total_tokens=rollout.max_total_tokens,
+        enable_memory_saver=releasable,
+        allow_unknown_version=rollout.allow_unknown_version,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         seed=rollout.seed,
         start_timeout=rollout.start_timeout,
@@ -114,10 +184,11 @@ def start_engines(
             ENGINE,
             pool,
             rollout.num_engines,
-            {"config": engine, "sync": sync},
+            {"config": engine},
             run.log_dir,
             env=sglang_environment(engine.device, tp),
             devices_per_rank=tp,
+            device_order=device_order,
         )
     )
 
@@ -127,7 +198,12 @@ def rollout_dtype(rollout: RolloutConfig, pool: ResourcePool) -> str:
     return rollout.dtype or ("bfloat16" if pool.use_gpu else "float32")
 
 
-def _start_actor(config: TrainConfig, run: Run, sync: SyncPlan, num_steps: int) -> Role:
+def fp8_block(rollout: RolloutConfig) -> tuple[int, int] | None:
+    """The blocks in which the engines hold weights in float8; None: they do not."""
+    return rollout.quantization_block_size if rollout.quantization == "fp8" else None
+
+
+def _start_actor(config: TrainConfig, run: Run, num_steps: int) -> Role:
     policy = config.actor_rollout_ref
     shared_reference = needs_reference(config) and reference_in_actor(config)
     spec = ModelSpec(
@@ -142,7 +218,6 @@ def _start_actor(config: TrainConfig, run: Run, sync: SyncPlan, num_steps: int) 
         "spec": spec,
         "temperature": policy.rollout.temperature,
         "reference_path": policy.model.path if shared_reference else None,
-        "sync": sync,
     }
     return _start_model(
         run, "actor", ACTOR, policy.actor.resource_pool, spec, kwargs, _cut(config, policy.actor)
@@ -210,9 +285,12 @@ def _updates_per_step(config: TrainConfig, section: ActorConfig | CriticConfig) 
     return config.data.train_batch_size // section.ppo_mini_batch_size * section.ppo_epochs
 
 
-def _places(pool: ResourcePool, count: int) -> tuple[RankPlace, ...]:
-    devices: Sequence = pool.devices[:count]
+def _places(pool: ResourcePool) -> tuple[RankPlace, ...]:
+    """The pool's devices; a slot without a GPU is a device of its own."""
     return tuple(
-        RankPlace(device.node_id, str(index) if device.gpu_id is None else device.gpu_id)
-        for index, device in enumerate(devices)
+        RankPlace(
+            device.node_id,
+            device.gpu_id if device.gpu_id is not None else f"{device.placement.id.hex()}/{device.bundle}",
+        )
+        for device in pool.devices
     )

@@ -93,10 +93,10 @@ class Run:
         metrics |= {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
         self.logger.log(step, metrics)
 
-    def save_trajectories(self, batch: pa.Table, step: int) -> None:
-        """Write a step's trajectories as they were trained on."""
+    def save_trajectories(self, batch: pa.Table, kind: str, step: int) -> None:
+        """Write trajectories: a step's ("step"), as they were trained on, or the validation's after it ("val")."""
         assert self.trajectory_folder is not None
-        write_trajectories(batch, self.trajectory_folder / f"step-{step:06d}.parquet")
+        write_trajectories(batch, self.trajectory_folder / f"{kind}-{step:06d}.parquet")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def train(config: SFTConfig) -> str:
     """Fine-tune the model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     model = read_model_config(config.model.path)
     check_models(config, model)
-    check_hf_weights(config.model.path, model)
+    check_hf_weights(config.model.path, model, mtp=config.model.mtp == "keep")
     training, validation = load_examples(config)
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)

@@ -28,36 +28,11 @@ from megarl.trainer.dispatch import (
 from megarl.trainer.roles import Roles
 
 if TYPE_CHECKING:
+    import ray
     from transformers import PreTrainedTokenizerBase
 
     from megarl.cluster import WorkerGroup
     from megarl.trainer.run import Run
-
-
-def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
-    """Give every engine the actor's weights as `version`, bucket by bucket; nothing is served in between.
-
-    Returns: bytes by link and the time that each part took, as metrics.
-    """
-    engines, actor, plan = roles.engines, roles.actor.group, roles.sync
-    with run.timed("sync_begin"):
-        run.wait(engines.call("begin_update", version))
-    for bucket in range(len(plan.buckets)):
-        # The packets themselves stay in the object store: the controller's node may be another one.
-        packed, packets = zip(*actor.call("pack_weights", bucket, num_returns=2), strict=True)
-        with run.timed("sync_pack"):
-            run.wait(packed)
-        with run.timed("sync_receive"):
-            run.wait(engines.call("receive_bucket", version, bucket, *packets))
-    with run.timed("sync_finish"):
-        reports = run.wait(engines.call("finish_update"))
-    account = {name: value * len(reports) for name, value in plan.account().items() if "max" not in name}
-    return {
-        **{f"sync/{name}": float(value) for name, value in account.items()},
-        "sync/bytes_max_per_rank": float(max(max(report.bytes_written) for report in reports)),
-        "sync/receive_seconds": max(max(report.receive_seconds) for report in reports),
-        "sync/buckets": float(len(plan.buckets)),
-    }
 
 
 def generate(run: Run, engines: WorkerGroup, prompts: pa.Table, sampling: SamplingParams, n: int) -> pa.Table:
@@ -157,21 +132,35 @@ def compute_batch_advantages(
 def update(
     run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, step: int, seed: int
 ) -> dict[str, float]:
-    """The critic's and the actor's updates, both at once; the actor waits out the critic's warm-up."""
-    table, calls = run.put(batch), {}
-    agg = config.actor_rollout_ref.actor.loss_agg_mode
-    if roles.critic is not None:
-        plan, counts = update_plan(batch, roles.critic.layout, roles.critic.cut, seed)
-        clip = config.critic.cliprange_value
-        calls["critic"] = roles.critic.group.call("update_values", table, plan, counts, agg, clip)
-    if roles.critic is None or step > config.critic.warmup_steps:
-        plan, counts = update_plan(batch, roles.actor.layout, roles.actor.cut, seed)
-        options = policy_loss_options(config)
-        calls["actor"] = roles.actor.group.call("update_policy", table, plan, counts, agg, options)
-    metrics = {}
-    for name, refs in calls.items():
-        metrics |= _update_metrics(name, run.wait(refs)[0])
+    """The critic's and the actor's updates; the actor waits out the critic's warm-up.
+
+    Both at once, unless they make room for each other on the same devices.
+    """
+    table, metrics = run.put(batch), {}
+    trains_actor = roles.critic is None or step > config.critic.warmup_steps
+    trained = [
+        name for name, there in (("critic", roles.critic is not None), ("actor", trains_actor)) if there
+    ]
+    for phase, names in roles.memory.turns(trained):
+        with roles.memory.held(phase):
+            calls = {name: _start_update(name, roles, batch, table, config, seed) for name in names}
+            for name, refs in calls.items():
+                metrics |= _update_metrics(name, run.wait(refs)[0])
     return metrics
+
+
+def _start_update(
+    name: str, roles: Roles, batch: pa.Table, table: ray.ObjectRef, config: TrainConfig, seed: int
+) -> list[ray.ObjectRef]:
+    """Call the update of "critic" or "actor" on `table`, which is `batch` in the object store."""
+    agg = config.actor_rollout_ref.actor.loss_agg_mode
+    if name == "critic":
+        plan, counts = update_plan(batch, roles.critic.layout, roles.critic.cut, seed)
+        return roles.critic.group.call(
+            "update_values", table, plan, counts, agg, config.critic.cliprange_value
+        )
+    plan, counts = update_plan(batch, roles.actor.layout, roles.actor.cut, seed)
+    return roles.actor.group.call("update_policy", table, plan, counts, agg, policy_loss_options(config))
 
 
 def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float]:
@@ -205,13 +194,13 @@ def validate(
     tokenizer: PreTrainedTokenizerBase,
     reward: RewardFunction | None,
     batch_size: int | None,
-) -> dict[str, float]:
-    """Answer held-out prompts with the weights that the engines hold; mean scores as metrics."""
+) -> tuple[pa.Table, dict[str, float]]:
+    """Answer held-out prompts with the weights that the engines hold; the scored answers, mean scores as metrics."""
     size = batch_size or prompts.num_rows
     parts = [prompts.slice(start, size) for start in range(0, prompts.num_rows, size)]
     answers = pa.concat_tables([generate(run, engines, part, sampling, n) for part in parts])
     batch, extra = score(answers, tokenizer, reward)
-    return {f"val/{name}": value for name, value in {**mean_scores(batch), **extra}.items()}
+    return batch, {f"val/{name}": value for name, value in {**mean_scores(batch), **extra}.items()}
 
 
 def mean_scores(batch: pa.Table) -> dict[str, float]:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -111,6 +112,8 @@ def _death_on_other_node(group: WorkerGroup) -> str:
 
 def _guarded_temp_dir() -> str:
     """For a cluster that Ray's own utility starts: it and the directory end with this process."""
+    # Where Ray's utility (2.60) writes the address, whatever temp_dir says; ray.init would have made it.
+    Path("/tmp/ray").mkdir(exist_ok=True)
     temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
     os.environ.update(KEEP_ENVIRON, MEGARL_TEST=temp_dir)
     start_guard(f"MEGARL_TEST={temp_dir}", parent=0, directories=[temp_dir])

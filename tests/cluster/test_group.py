@@ -142,6 +142,12 @@ def test_too_few_devices_are_refused(start_group, pool):
         start_group("actor", 3, devices_per_rank=2)
 
 
+def test_ranks_take_devices_in_the_order_given(start_group, pool):
+    group = start_group("engine", 2, devices_per_rank=2, device_order=[1, 0, 3, 2])
+    taken = [device for rank in group.devices for device in rank]
+    assert taken == [pool.devices[number] for number in (1, 0, 3, 2)]
+
+
 def test_a_pool_says_what_the_cluster_lacks(pool):
     with pytest.raises(ValueError, match="at least 1 node and 1 device a node, found 0 x 8"):
         ResourcePool("none", 0, 8)

@@ -91,6 +91,15 @@ def test_the_table_has_a_value_for_each_role(train: Train, sft: Callable[..., SF
     assert header == ("", "actor", "critic", "rollout")
     assert {row[0]: row[1:] for row in rows}["layout"][:2] == ("tp2 x pp2 (vpp2) x cp1 x dp1",) * 2
 
+    experts = "{expert_model_parallel_size: 2, expert_tensor_parallel_size: 2}"
+    header, *rows = batch_table(
+        resolve_batches(
+            train(f"critic.megatron={experts}", "actor_rollout_ref.rollout.expert_parallel_size=2")
+        )
+    )
+    layout = {row[0]: row[1:] for row in rows}["layout"]
+    assert layout[1:] == ("tp1 x pp2 x cp1 x dp2 (ep2 etp2)", "2 engines x tp2 (ep2)")
+
     table = dict(batch_table(resolve_batches(sft())))
     assert table["examples a mini-batch"] == "8" and table["longest example, tokens"] == "64"
 

@@ -176,6 +176,25 @@ def test_virtual_pipeline_needs_a_pipeline(train: Train) -> None:
     ]
 
 
+def test_experts_have_groups_of_their_own(train: Train) -> None:
+    check_config(train(f"{ACTOR}.megatron.expert_model_parallel_size=2"))
+    (line,) = problems(train(f"{ACTOR}.megatron.expert_model_parallel_size=4"))
+    assert line == (
+        f"{ACTOR}.megatron: expert_model_parallel_size=4 x expert_tensor_parallel_size=1 x "
+        "pipeline_model_parallel_size=2 needs 8 devices, which does not divide the 4 devices of resource pool 'global'"
+    )
+
+
+def test_uneven_stages_need_a_pipeline(train: Train) -> None:
+    (line,) = problems(
+        train("critic.megatron={num_layers_in_last_pipeline_stage: 1, pipeline_model_parallel_size: 1}")
+    )
+    assert line == (
+        "critic.megatron.num_layers_in_last_pipeline_stage=1 needs critic.megatron.pipeline_model_parallel_size "
+        "of at least 2"
+    )
+
+
 def test_a_budget_in_trajectories_is_enough(train: Train) -> None:
     check_config(train(f"{ACTOR}.ppo_max_token_len_per_gpu=null", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"))
 
@@ -300,6 +319,11 @@ def test_all_violations_come_in_one_message(train: Train) -> None:
         ),
         ("trainer.test_freq=2", "trainer.test_freq=2 needs data.val_files"),
         ("optim.min_lr=1", "optim.min_lr=1 is greater than optim.lr=0.001"),
+        (
+            "megatron.grad_offload=true",
+            "megatron.grad_offload is for runs with rollout engines: fine-tuning uses all it has all the time; leave "
+            "it out",
+        ),
     ],
 )
 def test_sft(sft: Callable[..., SFTConfig], override: str, problem: str) -> None:
@@ -316,6 +340,10 @@ def test_sft(sft: Callable[..., SFTConfig], override: str, problem: str) -> None
         (
             "rollout.resource_pool=a",
             "rollout.resource_pool='a': evaluation has one pool; leave it out",
+        ),
+        (
+            "rollout.free_cache_engine=false",
+            "rollout.free_cache_engine: evaluation trains nothing that could use the memory; leave it out",
         ),
     ],
 )

@@ -6,12 +6,14 @@ import pytest
 from megarl.config import (
     EvalConfig,
     MegatronConfig,
+    RolloutConfig,
     SFTConfig,
     TrainConfig,
     check_model,
     check_models,
     check_rollout_model,
 )
+from megarl.models.config import MLAConfig, MoEConfig
 from tests.config.conftest import lines_of
 
 ACTOR = "actor_rollout_ref.actor.megatron"
@@ -23,17 +25,16 @@ class Facts:
     num_attention_heads: int = 8
     num_query_groups: int = 8
     ffn_hidden_size: int = 64
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+
+
+MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=48, shared_ffn_hidden_size=48, dense_layers=(0,))
+MLA = MLAConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 
 
 def fit(megatron: MegatronConfig, facts: Facts, **key: str) -> None:
-    check_model(
-        megatron,
-        num_layers=facts.num_layers,
-        num_attention_heads=facts.num_attention_heads,
-        num_query_groups=facts.num_query_groups,
-        ffn_hidden_size=facts.ffn_hidden_size,
-        **key,
-    )
+    check_model(megatron, facts, **key)
 
 
 def test_what_divides_passes() -> None:
@@ -60,12 +61,65 @@ def test_megatron_shares_no_key_value_head() -> None:
 def test_layers_are_shared_out_evenly() -> None:
     pp3 = MegatronConfig(pipeline_model_parallel_size=3)
     assert lines_of(lambda: fit(pp3, Facts(), key="critic.megatron")) == [
-        "critic.megatron.pipeline_model_parallel_size=3 does not divide num_layers=4; possible: 1,2,4"
+        "critic.megatron.pipeline_model_parallel_size=3 does not divide num_layers=4; possible: 1,2,4, or others with num_layers_in_first_pipeline_stage or "
+        "num_layers_in_last_pipeline_stage"
     ]
     chunks = MegatronConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     assert lines_of(lambda: fit(chunks, Facts())) == [
         f"{ACTOR}.pipeline_model_parallel_size=4 x virtual_pipeline_model_parallel_size=2 chunks does not divide "
-        "num_layers=4; possible: 2"
+        "num_layers=4; possible: 2, or others with num_layers_in_first_pipeline_stage or "
+        "num_layers_in_last_pipeline_stage"
+    ]
+
+
+def test_uneven_stages() -> None:
+    uneven = {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 1}
+    fit(MegatronConfig(**uneven), Facts(num_layers=5))
+    assert lines_of(lambda: fit(MegatronConfig(**uneven), Facts(num_layers=4))) == [
+        f"{ACTOR}.num_layers_in_last_pipeline_stage=1 leave 3 of num_layers=4 for the other 2 stages; "
+        "they cannot be shared out evenly"
+    ]
+
+
+def test_experts_divide() -> None:
+    fit(MegatronConfig(expert_model_parallel_size=4, expert_tensor_parallel_size=2), Facts(moe=MOE))
+    lines = lines_of(
+        lambda: fit(
+            MegatronConfig(expert_model_parallel_size=3, expert_tensor_parallel_size=5), Facts(moe=MOE)
+        )
+    )
+    assert lines == [
+        f"{ACTOR}.expert_model_parallel_size=3 does not divide num_experts=8; possible: 1,2,4,8",
+        f"{ACTOR}.expert_tensor_parallel_size=5 does not divide the experts' ffn_hidden_size=48; "
+        "possible: 1,2,3,4,6,8,12,16,24,48",
+    ]
+    assert lines_of(lambda: fit(MegatronConfig(expert_model_parallel_size=2), Facts())) == [
+        f"{ACTOR}.expert_model_parallel_size=2: the model has no experts; leave it out"
+    ]
+
+
+def test_latent_attention_has_no_key_value_heads_but_needs_sequence_parallel() -> None:
+    facts = Facts(num_query_groups=1, mla=MLA)
+    fit(MegatronConfig(tensor_model_parallel_size=4), facts)
+    (line,) = lines_of(
+        lambda: fit(MegatronConfig(tensor_model_parallel_size=4, sequence_parallel=False), facts)
+    )
+    assert line.startswith(f"{ACTOR}.sequence_parallel=false with tensor_model_parallel_size=4: ")
+
+
+def test_experts_of_an_engine() -> None:
+    def check(tp: int, ep: int, facts: Facts) -> list[str]:
+        rollout = RolloutConfig(tensor_model_parallel_size=tp, expert_parallel_size=ep)
+        return lines_of(lambda: check_rollout_model(rollout, facts, key="rollout"))
+
+    check_rollout_model(RolloutConfig(tensor_model_parallel_size=8, expert_parallel_size=8), Facts(moe=MOE))
+    assert check(4, 2, Facts()) == ["rollout.expert_parallel_size=2: the model has no experts"]
+    assert check(4, 3, Facts(moe=MOE)) == [
+        "rollout.expert_parallel_size=3: it does not divide rollout.tensor_model_parallel_size=4"
+    ]
+    odd = MoEConfig(num_experts=6, top_k=2, ffn_hidden_size=48, dense_layers=(0,))
+    assert check(4, 4, Facts(moe=odd)) == [
+        "rollout.expert_parallel_size=4 does not divide num_experts=6; possible: 1,2,3,6"
     ]
 
 
@@ -75,7 +129,7 @@ def test_layers_are_shared_out_evenly() -> None:
 )
 def test_an_engine_may_give_ranks_the_same_key_value_head(tp: int, groups: int, fits: bool) -> None:
     def check() -> None:
-        check_rollout_model(tp, num_attention_heads=8, num_query_groups=groups, ffn_hidden_size=64)
+        check_rollout_model(RolloutConfig(tensor_model_parallel_size=tp), Facts(num_query_groups=groups))
 
     if fits:
         check()
@@ -86,7 +140,9 @@ def test_an_engine_may_give_ranks_the_same_key_value_head(tp: int, groups: int, 
 
 def test_why_an_engine_does_not_fit() -> None:
     def check() -> None:
-        check_rollout_model(3, num_attention_heads=8, num_query_groups=2, ffn_hidden_size=64, key="rollout")
+        check_rollout_model(
+            RolloutConfig(tensor_model_parallel_size=3), Facts(num_query_groups=2), key="rollout"
+        )
 
     assert lines_of(check) == [
         "rollout.tensor_model_parallel_size=3 does not divide num_attention_heads=8 and ffn_hidden_size=64 and neither "

@@ -1,13 +1,48 @@
 """Simulated ranks: every rank's local tensors as plain dictionaries, made from pieces alone."""
 
 import json
-import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from megarl.layout import Layout
+from megarl.hybrid_engine.layouts import megatron_layout
+from megarl.hybrid_engine.load import load_hf_weights
+from megarl.layout import Layout, Plan
+from megarl.models import ModelConfig, read_model_config
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A Hugging Face folder, its config, the tensors of its file (MTP layers included)."""
+
+    folder: Path
+    config: ModelConfig
+    state: dict[str, torch.Tensor]
+
+    @property
+    def decoder(self) -> dict[str, torch.Tensor]:
+        """The tensors without those of MTP layers."""
+        extra = f"model.layers.{self.config.num_layers}."
+        return {name: tensor for name, tensor in self.state.items() if not name.startswith(extra)}
+
+
+def read_tiny_model(folder: Path) -> TinyModel:
+    return TinyModel(folder, read_model_config(str(folder)), load_file(folder / "model.safetensors"))
+
+
+def run_plan(
+    plan: Plan, sources: Sequence[Mapping[str, torch.Tensor]], targets: Sequence[Mapping[str, torch.Tensor]]
+) -> None:
+    """Make all copies of a plan, rank by rank: each element is written once, to where nothing was."""
+    for copy in plan.copies:
+        target = targets[copy.target_rank][copy.target_local][copy.target_box.slices]
+        assert torch.isnan(target).all(), copy
+        source = sources[copy.source_rank][copy.source_local][copy.source_box.slices]
+        target.copy_(source.view(target.shape))
 
 
 def make_model(folder, family="qwen2", *, tied=False, vocab=300, seed=0, layers=4):
@@ -51,16 +86,40 @@ def empty_shards(layout: Layout) -> list[dict[str, torch.Tensor]]:
     return ranks
 
 
-def apply_manifest(path, tensors) -> int:
-    """What the receiver does with a manifest, in plain Python; returns the bytes written."""
-    manifest = json.loads(path.read_text())
-    payload = np.fromfile(manifest["payload"], dtype=np.uint8)
-    written = 0
-    for entry in manifest["entries"]:
-        raw = payload[entry["offset"] : entry["offset"] + entry["nbytes"]]
-        assert zlib.crc32(raw) == entry["crc32"], entry
-        box = tuple(slice(a, a + n) for a, n in zip(entry["start"], entry["size"], strict=True))
-        values = torch.from_numpy(raw.copy()).view(getattr(torch, entry["dtype"])).view(entry["size"])
-        tensors[entry["local"]][box] = values.to(tensors[entry["local"]].dtype)
-        written += entry["nbytes"]
-    return written
+def load_all(folder, parallel, head="lm") -> list[dict[str, torch.Tensor]]:
+    """What each rank of a layout holds after it read the checkpoint in `folder`."""
+    config = read_model_config(str(folder))
+    ranks = empty_shards(megatron_layout(config, parallel, head))
+    for rank, parameters in enumerate(ranks):
+        load_hf_weights(str(folder), config, parallel, rank, parameters, head)
+    return ranks
+
+
+def quantise(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Write the projections of a checkpoint's layers in float8 as DeepSeek-V3's are, one block of each all zero.
+
+    Returns: what the checkpoint then stands for, by name, worked out element by element in float32.
+    """
+    file, written, means = folder / "model.safetensors", {}, {}
+    for name, tensor in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            written[name] = means[name] = tensor
+            continue
+        tensor = tensor.float()
+        tensor[: block[0], : block[1]] = 0
+        grid = [-(-extent // size) for extent, size in zip(tensor.shape, block, strict=True)]
+        scales = torch.rand(grid) * 1e-3 + 1e-4
+        wide = torch.kron(scales, torch.ones(block))[: tensor.shape[0], : tensor.shape[1]]
+        written[name] = (tensor / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        written[name + "_scale_inv"] = scales
+        means[name] = written[name].float() * wide
+    save_file(written, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    how = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": list(block),
+        "activation_scheme": "dynamic",
+    }
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    return means

@@ -1,24 +1,27 @@
 """Hugging Face -> Megatron -> Hugging Face and -> SGLang, over a grid of layouts, on simulated ranks.
 
-The oracle of SGLang's shards is written here from its documented fusions, not from the weight tables.
+The oracle of SGLang's shards, in fusions.py, is written from SGLang's model files, not from the weight tables.
 """
+
+from functools import lru_cache
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megarl.hybrid_engine import (
-    ExportPlan,
-    SyncPlan,
-    load_hf_weights,
+    EngineLayout,
+    hf_layout,
     megatron_layout,
     sglang_layout,
-    write_hf_checkpoint,
-    write_update,
 )
+from megarl.layout import make_plan
 from megarl.layout.grid import ParallelLayout
-from megarl.models import read_model_config
-from tests.hybrid_engine.shards import apply_manifest, empty_shards, make_model
+from tests.hybrid_engine.fusions import Rank, expected_sglang
+from tests.hybrid_engine.shards import empty_shards, load_all, run_plan
+
+DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
+TIED_FAMILIES = (*DENSE_FAMILIES, "deepseek_v3", "kimi_k2")
+FAMILIES = (*DENSE_FAMILIES, "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2")
 
 LAYOUTS = {
     "tp1": ParallelLayout(world=1),
@@ -29,155 +32,101 @@ LAYOUTS = {
     "pp2vpp2": ParallelLayout(world=2, pp=2, vpp=2),
     "tp2pp2vpp2dp2": ParallelLayout(world=8, tp=2, pp=2, vpp=2),
     "tp2cp2dp2": ParallelLayout(world=8, tp=2, cp=2),
+    "pp3uneven": ParallelLayout(world=3, pp=3, first_layers=1, last_layers=1),
+    "ep2": ParallelLayout(world=2, ep=2),
+    "tp2ep4dp2": ParallelLayout(world=4, tp=2, ep=4),
+    "tp2etp2ep2": ParallelLayout(world=4, tp=2, ep=2, etp=2),
+    "etp2": ParallelLayout(world=2, etp=2),
+    "tp2pp2ep2uneven": ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1),
+    "pp2vpp2ep2dp2": ParallelLayout(world=4, pp=2, vpp=2, ep=2),
 }
+CASES = [
+    (name, family)
+    for name, layout in LAYOUTS.items()
+    for family in FAMILIES
+    if family not in DENSE_FAMILIES or (layout.ep, layout.etp) == (1, 1)
+]
+ENGINES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (8, 1, 1), (8, 4, 1), (4, 2, 2))  # tp, ep, dp attention
 
 
-def load_all(folder, config, parallel, head="lm"):
-    ranks = empty_shards(megatron_layout(config, parallel, head))
-    for rank, parameters in enumerate(ranks):
-        load_hf_weights(str(folder), config, parallel, rank, parameters, head)
-    return ranks
+def engines_of(family):
+    return [engine for engine in ENGINES if family not in DENSE_FAMILIES or engine[1] == 1]
 
 
-def expected_sglang(state, config, tp, rank):
-    """SGLang's parameters on one rank, cut and fused by hand; the vocabulary without its padding rows."""
-
-    def rows(name, count=tp, index=rank):
-        return state[name].chunk(count, 0)[index]
-
-    vocab = -(-config.vocab_size // 64) * 64 // tp
-    replicas = max(1, tp // config.num_query_groups)
-    out = {"model.norm.weight": state["model.norm.weight"]}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in state:
-            out[name] = state[name][rank * vocab : (rank + 1) * vocab]
-    for layer in range(config.num_layers):
-        p = f"model.layers.{layer}."
-        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            out[p + norm] = state[p + norm]
-        for kind in ("weight", "bias"):
-            q, k, v = (f"{p}self_attn.{x}_proj.{kind}" for x in "qkv")
-            if q in state:
-                kv = (tp // replicas, rank // replicas)
-                out[f"{p}self_attn.qkv_proj.{kind}"] = torch.cat([rows(q), rows(k, *kv), rows(v, *kv)])
-        out[p + "self_attn.o_proj.weight"] = state[p + "self_attn.o_proj.weight"].chunk(tp, 1)[rank]
-        gate_up = [rows(p + "mlp.gate_proj.weight"), rows(p + "mlp.up_proj.weight")]
-        out[p + "mlp.gate_up_proj.weight"] = torch.cat(gate_up)
-        out[p + "mlp.down_proj.weight"] = state[p + "mlp.down_proj.weight"].chunk(tp, 1)[rank]
-    return out
+@lru_cache(maxsize=4)
+def loaded(folder, layout):
+    """What each rank holds after it read the checkpoint."""
+    return load_all(folder, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_export_gives_back_what_was_loaded_bit_for_bit(tmp_path, family, tied, name):
-    state = make_model(tmp_path / "hf", family, tied=tied)
-    config = read_model_config(str(tmp_path / "hf"))
-    ranks = load_all(tmp_path / "hf", config, LAYOUTS[name])
-    export = ExportPlan(config, LAYOUTS[name], torch.float32)
-    collect = lambda shard: [export.pack(shard, rank, tensors) for rank, tensors in enumerate(ranks)]  # noqa: E731
-    write_hf_checkpoint(str(tmp_path / "out"), str(tmp_path / "hf"), export, collect)
-
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == state.keys()
-    assert all(torch.equal(written[tensor], state[tensor]) for tensor in state)
-    assert read_model_config(str(tmp_path / "out")) == config
+@pytest.mark.parametrize("name, family", CASES)
+def test_hugging_face_to_megatron_and_back(tiny_model, family, name):
+    for tied in (False, True) if family in TIED_FAMILIES else (False,):
+        model = tiny_model(family, tie_word_embeddings=tied)
+        ranks, written = loaded(model.folder, name), empty_shards(hf_layout(model.config))
+        run_plan(
+            make_plan(megatron_layout(model.config, LAYOUTS[name]), hf_layout(model.config)), ranks, written
+        )
+        assert written[0].keys() == model.decoder.keys()
+        for tensor, values in model.decoder.items():
+            assert torch.equal(written[0][tensor], values), (tied, tensor)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("engine_tp", [1, 2, 8])
-def test_sync_fills_the_engine_exactly(tmp_path, family, tied, name, engine_tp):
-    state = make_model(tmp_path / "hf", family, tied=tied, layers=4)
-    config = read_model_config(str(tmp_path / "hf"))
-    ranks = load_all(tmp_path / "hf", config, LAYOUTS[name])
-    sync = SyncPlan(config, LAYOUTS[name], engine_tp, torch.float32, bucket_bytes=20_000)
-    assert len(sync.buckets) > 1
-    engine = empty_shards(sglang_layout(config, engine_tp))
-    written = 0
-    for bucket in range(len(sync.buckets)):
-        packets = [sync.pack(bucket, rank, tensors) for rank, tensors in enumerate(ranks)]
-        manifests = write_update(tmp_path, sync, 1, bucket, packets)
-        written += sum(apply_manifest(path, engine[rank]) for rank, path in enumerate(manifests))
-    for rank in range(engine_tp):
-        expected = expected_sglang(state, config, engine_tp, rank)
-        present = {tensor: values for tensor, values in expected.items() if values.numel()}
-        assert engine[rank].keys() == present.keys()
-        for tensor, values in present.items():
-            assert torch.equal(engine[rank][tensor], values), (rank, tensor)
-    account = sync.account()
-    assert written == account["bytes_total"]
-    assert (
-        account["bytes_max_per_rank"] <= -(-written // engine_tp) + 64 * 32 * 4 * 2
-    )  # the vocabulary's last share
+@pytest.mark.parametrize("name, family", CASES)
+def test_hugging_face_to_megatron_to_sglang(tiny_model, family, name):
+    model = tiny_model(family)
+    source = megatron_layout(model.config, LAYOUTS[name])
+    for tp, ep, dp in engines_of(family):
+        target = sglang_layout(model.config, EngineLayout(tp=tp, ep=ep, dp=dp, num_engines=2))
+        engines = empty_shards(target)
+        run_plan(make_plan(source, target), loaded(model.folder, name), engines)
+        for rank in range(2 * tp):
+            expected = expected_sglang(model.decoder, model.config.hf, Rank(rank % tp, tp, ep, dp))
+            assert engines[rank].keys() == expected.keys()
+            for tensor, values in expected.items():
+                assert torch.equal(engines[rank][tensor], values), (tp, ep, dp, rank, tensor)
 
 
-def test_a_slice_travels_in_the_engines_precision(tmp_path):
-    make_model(tmp_path / "hf")
-    config = read_model_config(str(tmp_path / "hf"))
-    ranks = load_all(tmp_path / "hf", config, LAYOUTS["tp2"])
-    sync = SyncPlan(config, LAYOUTS["tp2"], 1, torch.bfloat16, bucket_bytes=1 << 30)
-    packets = [sync.pack(0, rank, tensors) for rank, tensors in enumerate(ranks)]
-    (manifest,) = write_update(tmp_path, sync, 1, 0, packets)
-    engine = empty_shards(sglang_layout(config, 1))[0]
-    apply_manifest(manifest, engine)
-    norm = ranks[0]["0:decoder.final_layernorm.weight"]
-    assert torch.equal(engine["model.norm.weight"], norm.bfloat16().float())
+def test_a_tied_head_and_queries_without_a_latent_space_reach_sglang(tiny_model):
+    for family, fields in (("qwen3", None), ("deepseek_v3", {"q_lora_rank": None})):
+        model = tiny_model(family, tie_word_embeddings=family == "qwen3", fields=fields)
+        target = sglang_layout(model.config, EngineLayout(tp=2))
+        engine = empty_shards(target)
+        plan = make_plan(megatron_layout(model.config, LAYOUTS["tp2pp2"]), target)
+        run_plan(plan, loaded(model.folder, "tp2pp2"), engine)
+        for rank in range(2):
+            expected = expected_sglang(model.decoder, model.config.hf, Rank(rank, 2))
+            assert engine[rank].keys() == expected.keys()
+            assert all(torch.equal(engine[rank][tensor], values) for tensor, values in expected.items())
 
 
-def test_a_critic_loads_from_a_language_model_and_keeps_its_own_head(tmp_path):
-    make_model(tmp_path / "hf", tied=False)
-    config = read_model_config(str(tmp_path / "hf"))
-    ranks = empty_shards(megatron_layout(config, LAYOUTS["pp4"], "value"))
-    head = ranks[3]["0:value_head.weight"].fill_(7.0)
-    for rank, parameters in enumerate(ranks):
-        load_hf_weights(str(tmp_path / "hf"), config, LAYOUTS["pp4"], rank, parameters, "value")
-    assert (head == 7.0).all()
-    rest = [t for r in ranks for n, t in r.items() if "value_head" not in n]
-    assert not any(torch.isnan(t).any() for t in rest)
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["tp1", "tp2pp2ep2uneven", "tp2etp2ep2"])
+def test_prediction_layers_come_along_if_asked_for(tiny_model, family, name):
+    model = tiny_model(family)
+    layout = megatron_layout(model.config, LAYOUTS[name], mtp=True)
+    checkpoint = hf_layout(model.config, mtp=True)
+    ranks, written = empty_shards(layout), empty_shards(checkpoint)
+    run_plan(make_plan(checkpoint, layout), [model.state], ranks)
+    last = ranks[-1]
+    assert torch.equal(last["0:mtp.layers.0.enorm.weight"], model.state["model.layers.4.enorm.weight"])
+    run_plan(make_plan(layout, checkpoint), ranks, written)
+    assert written[0].keys() == model.state.keys()
+    for tensor, values in model.state.items():
+        assert torch.equal(written[0][tensor], values), tensor
 
 
-def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
-    folder = tmp_path / "hf"
-    make_model(folder)
-    config = read_model_config(str(folder))
-    text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(text.replace('"intermediate_size": 48', '"intermediate_size": 40'))
-    wrong = read_model_config(str(folder))
-    ranks = empty_shards(megatron_layout(wrong, LAYOUTS["tp1"]))
-    with pytest.raises(
-        ValueError, match=r"mlp.gate_proj.weight has shape \(48, 32\), config.json makes it \(40, 32\)"
-    ):
-        load_hf_weights(str(folder), wrong, LAYOUTS["tp1"], 0, ranks[0])
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
-        load_hf_weights(str(folder), config, LAYOUTS["tp1"], 0, ranks[0])
-
-
-def test_a_damaged_slice_is_named_and_nothing_is_written(tmp_path):
-    make_model(tmp_path / "hf")
-    config = read_model_config(str(tmp_path / "hf"))
-    ranks = load_all(tmp_path / "hf", config, LAYOUTS["tp2"])
-    export = ExportPlan(config, LAYOUTS["tp2"], torch.float32)
-    packets = [export.pack(0, rank, tensors) for rank, tensors in enumerate(ranks)]
-    packets[1].data[-1] ^= 1
-    with pytest.raises(ValueError, match=r"from rank 1 arrived damaged"):
-        write_hf_checkpoint(str(tmp_path / "out"), str(tmp_path / "hf"), export, lambda shard: packets)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
-
-
-def test_large_models_are_written_in_shards_with_an_index(tmp_path):
-    state = make_model(tmp_path / "hf")
-    config = read_model_config(str(tmp_path / "hf"))
-    ranks = load_all(tmp_path / "hf", config, LAYOUTS["tp1"])
-    export = ExportPlan(config, LAYOUTS["tp1"], torch.float32, shard_bytes=30_000)
-    collect = lambda shard: [export.pack(shard, 0, ranks[0])]  # noqa: E731
-    write_hf_checkpoint(str(tmp_path / "out"), str(tmp_path / "hf"), export, collect)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(export.shards) > 2
-    again = load_all(tmp_path / "out", config, LAYOUTS["tp1"])
-    assert all(torch.equal(again[0][name], tensor) for name, tensor in ranks[0].items())
-    from transformers import AutoModelForCausalLM
-
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+@pytest.mark.parametrize("mtp", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_fill_their_tensors_once(tiny_model, family, mtp):
+    """No element of a rank's parameters is left out or meant for two weights, but for the vocabulary's padding."""
+    config = tiny_model(family).config
+    layouts = [megatron_layout(config, LAYOUTS[name], mtp=mtp) for name, other in CASES if other == family]
+    layouts += [sglang_layout(config, EngineLayout(*engine)) for engine in engines_of(family)]
+    for layout in layouts:
+        for rank, tensors in enumerate(empty_shards(layout)):
+            for piece in layout.pieces(rank):
+                part = tensors[piece.local][piece.local_box.slices]
+                assert part.isnan().all(), piece
+                part.zero_()
+            assert not any(tensor.isnan().any() for tensor in tensors.values()), (layout.name, rank)

@@ -24,6 +24,13 @@ def test_layers_that_cannot_be_shared_out_are_refused() -> None:
         layers_of(ParallelLayout(world=2, pp=2, vpp=2), 6, 0)
 
 
+def test_a_stage_without_layers_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"2 layers .*_size=3 with num_layers_in_first_\w+=1 and num_layers_in_last_\w+=1"
+    ):
+        layers_of(ParallelLayout(world=3, pp=3, first_layers=1, last_layers=1), 2, 1)
+
+
 def test_a_layout_from_the_configuration() -> None:
     config = MegatronConfig(tensor_model_parallel_size=2, context_parallel_size=2)
     layout = ParallelLayout.from_config(config, world=8)

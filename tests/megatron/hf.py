@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+from megarl.hybrid_engine.layouts import megatron_layout
 from megarl.layout import Piece
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.packed import PackedBatch, pack_trajectories
-from megarl.megatron.parallel import ParallelLayout, coords, init_parallel, layers_of
-from megarl.models import megatron_pieces, read_model_config
+from megarl.megatron.parallel import ParallelLayout, coords, init_parallel
+from megarl.models import read_model_config
 
 VOCAB = 300
 
@@ -84,7 +85,11 @@ class Rank:
             for index, chunk in enumerate(self.chunks)
             for name, parameter in chunk.module.named_parameters()
         }
-        return [(piece, local[piece.local][piece.local_box.slices].clone()) for piece in self.pieces]
+        return [
+            (piece, local[piece.local][piece.local_box.slices].clone())
+            for piece in self.pieces
+            if piece.local in local  # routers' biases are no parameters
+        ]
 
 
 def place_model(
@@ -103,16 +108,7 @@ def place_model(
         build_model(config, layout, head=head, dtype=torch.float32),
         use_distributed_optimizer=use_distributed_optimizer,
     )
-    place = coords()
-    pieces = megatron_pieces(
-        config,
-        tp=layout.tp,
-        tp_rank=place.tp,
-        layers=layers_of(layout, config.num_layers, place.pp),
-        first_stage=place.pp == 0,
-        last_stage=place.pp == layout.pp - 1,
-        head=head,
-    )
+    pieces = megatron_layout(config, layout, head).pieces(rank)
     parameters, state = local_parameters(chunks), load_file(f"{folder}/model.safetensors")
     for piece in pieces:
         parameters[piece.local][piece.local_box.slices].copy_(state[piece.tensor][piece.box.slices])
@@ -134,9 +130,24 @@ def optimizer_settings() -> SimpleNamespace:
     )
 
 
+def gradients_by_file_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A Hugging Face model's gradients under the names in its files, which have a tensor for each expert."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        layer, fused, kind = name.rpartition("experts.")
+        if kind not in ("gate_up_proj", "down_proj"):
+            found[name] = parameter.grad
+            continue
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for expert, grad in enumerate(parameter.grad):
+            for part, rows in zip(parts, grad.chunk(len(parts)), strict=True):
+                found[f"{layer}{fused}{expert}.{part}.weight"] = rows
+    return found
+
+
 def check_gradients(model: PreTrainedModel, results: list[list[tuple[Piece, torch.Tensor]]]) -> None:
     """Every rank's pieces equal the Hugging Face model's gradients, and together they are all of them."""
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    expected = gradients_by_file_name(model)
     seen = {name: torch.zeros_like(grad, dtype=torch.bool) for name, grad in expected.items()}
     for pieces in results:
         for piece, grad in pieces:

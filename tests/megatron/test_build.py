@@ -8,10 +8,12 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from megarl.hybrid_engine.layouts import megatron_layout
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
 from megarl.megatron.parallel import coords, init_parallel
-from megarl.models import ModelConfig, megatron_pieces, padded_vocab_size
+from megarl.models import ModelConfig, padded_vocab_size
+from megarl.models.config import MLAConfig, MoEConfig
 from tests.ranks import RankPool
 
 CONFIG = ModelConfig(
@@ -67,22 +69,19 @@ LAYOUTS = [
 def test_parameters_are_those_of_the_weight_table(
     ranks: RankPool, world: int, sizes: dict[str, Any], tied: bool, head: str
 ) -> None:
-    config = replace(CONFIG, tie_word_embeddings=tied)
+    _check_against_table(ranks, replace(CONFIG, tie_word_embeddings=tied), world, sizes, head)
+
+
+def _check_against_table(
+    ranks: RankPool, config: ModelConfig, world: int, sizes: dict[str, Any], head: str
+) -> None:
     layout = ParallelLayout(world=world, **sizes)
     for rank, result in enumerate(ranks.run(_shapes_and_layers, config, sizes, head, world=world)):
         shapes, layers, unwraps = result
-        tp_rank, pp_rank = rank % layout.tp, rank // (world // layout.pp)
+        pp_rank = rank // (world // layout.pp)
         assert layers == layers_of(layout, config.num_layers, pp_rank)
         assert unwraps
-        pieces = megatron_pieces(
-            config,
-            tp=layout.tp,
-            tp_rank=tp_rank,
-            layers=layers,
-            first_stage=pp_rank == 0,
-            last_stage=pp_rank == layout.pp - 1,
-            head=head,
-        )
+        pieces = megatron_layout(config, layout, head).pieces(rank)
         assert {piece.local for piece in pieces} == set(shapes)
         filled = dict.fromkeys(shapes, 0)
         for piece in pieces:
@@ -97,6 +96,32 @@ def test_parameters_are_those_of_the_weight_table(
         for name, shape in padding.items():
             assert "embedding" in name or "output_layer" in name
             assert shape == (rows, config.hidden_size)
+
+
+EXPERTS = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=24)
+SIGMOID_EXPERTS = replace(
+    EXPERTS, shared_ffn_hidden_size=40, dense_layers=(0,), scoring="sigmoid", expert_bias=True
+)
+LATENT = MLAConfig(q_lora_rank=20, kv_lora_rank=12, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=10)
+KINDS = {
+    "qk_norm": replace(CONFIG, qk_norm=True),
+    "experts": replace(CONFIG, qk_norm=True, moe=EXPERTS),
+    "shared_experts": replace(CONFIG, moe=SIGMOID_EXPERTS),
+    "latent": replace(CONFIG, qkv_bias=False, head_dim=24, mla=LATENT, moe=SIGMOID_EXPERTS),
+    "latent_direct": replace(CONFIG, qkv_bias=False, head_dim=24, mla=replace(LATENT, q_lora_rank=None)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_parameters_of_every_kind_are_those_of_the_weight_table(
+    ranks: RankPool, kind: str, head: str
+) -> None:
+    config = KINDS[kind]
+    sizes: dict[str, Any] = {"tp": 2, "sp": True, "pp": 2, "first_layers": 3}
+    if config.moe is not None:
+        sizes |= {"ep": 1, "etp": 2} if head == "value" else {"ep": 2}
+    _check_against_table(ranks, config, 4, sizes, head)
 
 
 def _start(
@@ -134,6 +159,25 @@ def test_replicas_start_equal_and_shards_differ(ranks: RankPool) -> None:
     assert torch.equal(first[qkv + "layer_norm_weight"], torch.ones(32))
     assert torch.equal(first[qkv + "bias"], torch.zeros_like(first[qkv + "bias"]))
     assert 0.018 < first[qkv + "weight"].std() < 0.022
+
+
+def _start_of_experts(rank: int, world: int, sizes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    layout = ParallelLayout(world=world, **sizes)
+    init_parallel(layout, rank, world)
+    chunks = build_model(KINDS["experts"], layout, dtype=torch.float32)
+    return {name: tensor.clone() for name, tensor in local_parameters(chunks).items()}
+
+
+def test_replicas_of_experts_start_equal_and_other_experts_differ(ranks: RankPool) -> None:
+    """Four ranks, two of each expert's: ranks 0 and 2, 1 and 3."""
+    first, other, replica, _ = ranks.run(_start_of_experts, {"tp": 2, "sp": True, "ep": 2})
+    mlp = "0:decoder.layers.0.mlp."
+    expert = mlp + "experts.linear_fc1.weight0"
+    assert torch.equal(first[expert], replica[expert])
+    assert not torch.equal(first[expert], other[expert])
+    assert not torch.equal(first[expert], first[mlp + "experts.linear_fc1.weight1"])
+    assert torch.equal(first[mlp + "router.weight"], other[mlp + "router.weight"])
+    assert 0.018 < first[expert].std() < 0.022
 
 
 def _frozen(rank: int, world: int) -> tuple[bool, bool]:
@@ -184,3 +228,54 @@ def test_rotary_frequencies_are_hugging_faces(ranks: RankPool, factor: float | N
 def test_a_model_that_does_not_divide_is_refused_by_name(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_model(replace(CONFIG, **changes), ParallelLayout(world=2, tp=2), dtype=torch.float32)
+
+
+SIX = replace(EXPERTS, num_experts=6, shared_ffn_hidden_size=10)
+SIGMOID = replace(SIX, scoring="sigmoid", expert_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    [
+        ({}, {"ep": 2}, r"expert_model_parallel_size=2 .* must be 1: the model has no experts"),
+        ({"moe": SIX}, {"ep": 4}, r"number of experts \(6\).*expert_model_parallel_size=4"),
+        ({"moe": replace(SIX, ffn_hidden_size=25)}, {"etp": 2}, r"experts' width \(25\).*_tensor_.*=2"),
+        ({"moe": SIX}, {"tp": 4, "sp": True}, r"shared experts' width \(10\).*=4"),
+        (
+            {"moe": SIX},
+            {"tp": 2},
+            r"experts and .*tensor_model_parallel_size=2 needs .*sequence_parallel",
+        ),
+        ({"mla": LATENT}, {"tp": 2}, r"latent attention and .*_parallel_size=2 needs .*sequence_parallel"),
+    ],
+)
+def test_a_layout_that_experts_or_latent_attention_do_not_fit_is_refused_by_name(
+    changes: dict[str, Any], sizes: dict[str, Any], message: str
+) -> None:
+    config = replace(CONFIG, num_query_groups=4, **changes)
+    with pytest.raises(ValueError, match=message):
+        build_model(config, ParallelLayout(world=4, **sizes), dtype=torch.float32)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe": replace(SIX, scoring="relu")}, "'relu'.*softmax and sigmoid"),
+        (
+            {"moe": replace(SIGMOID, norm_topk_prob=False)},
+            "norm_topk_prob=False with sigmoid.*num_experts_per_tok=2",
+        ),
+        ({"moe": replace(SIX, top_k=1)}, "norm_topk_prob=True with softmax.*num_experts_per_tok=1"),
+        ({"moe": replace(SIX, expert_bias=True)}, "softmax.*expert bias"),
+        ({"moe": replace(SIGMOID, num_groups=4, topk_group=1)}, r"6 experts.*n_group=4"),
+        ({"moe": replace(SIGMOID, num_groups=3, topk_group=2)}, "num_experts_per_tok=2 with topk_group=2"),
+        ({"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim=1.0 but no mscale"),
+        ({"rope_scaling": YARN, "rotary_percent": 0.5}, "partial rotary factor of 0.5"),
+    ],
+)
+def test_what_megatron_computes_otherwise_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_model(replace(CONFIG, **changes), ParallelLayout(world=1), dtype=torch.float32)

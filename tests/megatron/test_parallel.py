@@ -1,6 +1,7 @@
 """Megatron's process groups: the places that the arithmetic says, and life after them."""
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,22 @@ def _coords(rank: int, world: int, sizes: dict[str, Any]) -> RankCoords:
         (4, {"cp": 2}),
         (8, {"tp": 2, "pp": 2}),
         (8, {"pp": 2, "cp": 2}),
+        (4, {"ep": 2}),
+        (4, {"tp": 2, "ep": 4}),
+        (4, {"tp": 2, "cp": 2, "ep": 2}),
+        (8, {"tp": 2, "pp": 2, "ep": 2}),
+        (8, {"tp": 4, "ep": 2, "etp": 2}),
+        (8, {"pp": 2, "cp": 2, "ep": 2, "etp": 2}),
     ],
 )
 def test_coords_of_agrees_with_megatron(ranks: RankPool, world: int, sizes: dict[str, Any]) -> None:
     layout = ParallelLayout(world=world, **sizes)
     found = ranks.run(_coords, sizes, world=world)
     assert found == [coords_of(layout, rank) for rank in range(world)]
-    assert len(set(found)) == world
+    assert len({(place.tp, place.pp, place.cp, place.dp) for place in found}) == world
+    shards = Counter((place.ep, place.etp, place.pp) for place in found)
+    assert set(shards.values()) == {layout.expert_dp}
+    assert len(shards) == layout.ep * layout.etp * layout.pp
 
 
 def _one_layout_after_another(rank: int, world: int, folder: str) -> list[tuple]:

@@ -1,9 +1,19 @@
 import json
+from math import prod
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-from megarl.models import read_model_config
+from megarl.models import logical_tensors, read_model_config
+from tests.models.published import CONFIGS, PARAMETERS
 
 
 def write(tmp_path, config, **changes):
@@ -59,6 +69,118 @@ def test_llama3_rope_scaling_is_read_and_other_constants_refused(tmp_path):
         )
 
 
+def read_published(tmp_path, name, **changes):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
+    return read_model_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_published_models_are_accepted_as_they_are_and_as_transformers_writes_them_again(tmp_path, name):
+    config = read_published(tmp_path, name)
+    if config.family == "kimi_k2":  # transformers has no class for it
+        return
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["rope_parameters"]
+    assert read_model_config(str(tmp_path / "again")) == config
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_numbers_of_parameters(tmp_path, name):
+    config = read_published(tmp_path, name)
+    assert sum(map(prod, logical_tensors(config, mtp=True).values())) == PARAMETERS[name]
+
+
+def test_scales_of_deepseeks_float8_files(tmp_path):
+    config = read_published(tmp_path, "DeepSeek-V3")
+    assert config.fp8_block == (128, 128)
+    quantised = [
+        shape
+        for name, shape in logical_tensors(config, mtp=True).items()
+        if "_proj" in name and not name.endswith("eh_proj.weight")
+    ]
+    assert sum(-(-rows // 128) * -(-columns // 128) for rows, columns in quantised) == 41_540_496
+
+
+def test_facts_of_mixtures(tmp_path):
+    deepseek = read_published(tmp_path, "DeepSeek-V3")
+    assert deepseek.moe.dense_layers == (0, 1, 2) and deepseek.moe.shared_ffn_hidden_size == 2048
+    assert (deepseek.moe.num_groups, deepseek.moe.topk_group, deepseek.moe.scaling_factor) == (8, 4, 2.5)
+    assert (deepseek.moe.scoring, deepseek.moe.expert_bias, deepseek.head_dim) == ("sigmoid", True, 192)
+    assert deepseek.rope_scaling["factor"] == 40 and deepseek.rope_scaling["mscale_all_dim"] == 1
+    assert deepseek.num_mtp_layers == 1
+    air = read_published(tmp_path, "GLM-4.5-Air")
+    assert (air.qk_norm, air.qkv_bias, air.rotary_percent, air.moe.dense_layers) == (False, True, 0.5, (0,))
+    qwen = read_published(tmp_path, "Qwen3-30B-A3B")
+    assert (qwen.moe.scoring, qwen.moe.expert_bias, qwen.moe.top_k) == ("softmax", False, 8)
+    assert qwen.moe.shared_ffn_hidden_size == 0 and qwen.qk_norm
+    kimi = read_published(tmp_path, "Kimi-K2-Instruct")
+    assert (kimi.family, kimi.architecture, kimi.num_mtp_layers) == ("kimi_k2", "DeepseekV3ForCausalLM", 0)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_yarn(tmp_path):
+    config = read_published(tmp_path, "Qwen3-8B", rope_scaling=YARN)
+    assert config.rope_scaling == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.0,
+        "mscale_all_dim": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Qwen3-8B", {"attention_bias": True}, "attention_bias=True"),
+        ("Qwen3-8B", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("Qwen3-8B", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ("Qwen3-8B", {"head_dim": None}, "lacks head_dim"),
+        ("Qwen3-8B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("Qwen3-8B", {"rope_scaling": {**YARN, "attention_factor": 1.2}}, "rope attention_factor=1.2"),
+        ("Qwen3-8B", {"rope_scaling": {**YARN, "truncate": False}}, "rope truncate=false"),
+        ("Qwen3-8B", {"rope_scaling": {**YARN, "mscale": 1.0}}, "rope mscale=1.0"),
+        ("Qwen3-8B", {"rope_scaling": {**YARN, "factor": None}}, "rope type 'yarn' lacks factor"),
+        ("Qwen3-8B", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ("Qwen3-8B", {"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
+        (
+            "Qwen3-8B",
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
+            "weight_block_size=None",
+        ),
+        ("Qwen3-30B-A3B", {"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\]"),
+        ("Qwen3-30B-A3B", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("Qwen3-30B-A3B", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("Qwen3-30B-A3B", {"norm_topk_prob": None}, "lacks norm_topk_prob"),
+        ("DeepSeek-V3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method='greedy'"),
+        ("DeepSeek-V3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("DeepSeek-V3", {"attention_bias": True}, "attention_bias=True"),
+        ("DeepSeek-V3", {"num_key_value_heads": 64}, "num_key_value_heads=64"),
+        ("DeepSeek-V3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ("DeepSeek-V3", {"n_shared_experts": None}, "lacks n_shared_experts"),
+        ("Kimi-K2-Instruct", {"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        ("GLM-4.5", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("GLM-4.5", {"use_qk_norm": None}, "lacks use_qk_norm"),
+    ],
+)
+def test_a_changed_fact_is_refused_by_name(tmp_path, name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_published(tmp_path, name, **changes)
+
+
+@pytest.mark.parametrize("cls", [Qwen3Config, Qwen3MoeConfig, DeepseekV3Config, Glm4MoeConfig])
+def test_what_transformers_makes_by_itself_is_accepted(tmp_path, cls):
+    """Its own defaults, but for the fields that some class has none of."""
+    folder = write(tmp_path, cls(num_hidden_layers=2, head_dim=128))
+    assert read_model_config(folder).family == cls.model_type
+
+
 @pytest.mark.parametrize(
     ("cls", "changes", "message"),
     [
@@ -66,8 +188,8 @@ def test_llama3_rope_scaling_is_read_and_other_constants_refused(tmp_path):
         (Qwen2Config, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (LlamaConfig, {"attention_bias": True}, "attention_bias=True"),
         (LlamaConfig, {"mlp_bias": True}, "mlp_bias=True"),
-        (LlamaConfig, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type 'yarn'"),
-        (LlamaConfig, {"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, qwen2"),
+        (LlamaConfig, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope type 'linear'"),
+        (LlamaConfig, {"model_type": "gpt2"}, "model_type 'gpt2' is not supported; .* llama, qwen2, qwen3"),
         (LlamaConfig, {"rms_norm_eps": None}, "lacks rms_norm_eps"),
     ],
 )

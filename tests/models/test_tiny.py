@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megarl.data.arithmetic import arithmetic_texts
@@ -91,10 +92,44 @@ def test_bfloat16(tmp_path, texts):
     assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_mixtures_and_latent_attention(tmp_path, texts, family):
+    mtp = 1 if family in ("deepseek_v3", "glm4_moe") else 0
+    folder = make_tiny_model(
+        tmp_path,
+        texts,
+        family=family,
+        num_mtp_layers=mtp,
+        dtype="bfloat16",
+        **{**SIZES, "ffn_hidden_size": 64},
+    )
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    tensors = load_file(folder / "model.safetensors")
+    extra = {name for name in tensors if name.startswith("model.layers.2.")}
+    assert bool(extra) == bool(mtp)
+    assert "model.layers.2.eh_proj.weight" in extra or not mtp
+    for name, bias in model.named_buffers():
+        if name.endswith("correction_bias"):  # float32, and large enough to change which experts are chosen
+            assert bias.dtype == tensors[name].dtype == torch.float32
+            assert torch.equal(bias, tensors[name]) and bias.std() > 0.01
+    if family != "qwen3":  # as published: an expert's projections each under a name of their own
+        assert tensors["model.layers.1.mlp.experts.7.gate_proj.weight"].shape == (16, 32)
+    with torch.no_grad():
+        assert model(torch.arange(20)[None]).logits.isfinite().all()
+
+
+def test_kimi_is_deepseek_under_another_name(tmp_path, texts):
+    folder = make_tiny_model(tmp_path, texts, family="kimi_k2", **SIZES)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("kimi_k2", ["DeepseekV3ForCausalLM"])
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"family": "gpt2"}, "family must be one of qwen2, llama, found 'gpt2'"),
+        ({"family": "gpt2"}, "family must be one of qwen2, llama, .*, found 'gpt2'"),
+        ({"num_mtp_layers": 1}, "num_mtp_layers must be 0 for family qwen2, found 1"),
         ({"dtype": "int8"}, "dtype must be float32 or bfloat16, found 'int8'"),
         ({"vocab_size": 100}, "vocab_size must be at least 259 .*, found 100"),
         ({"hidden_size": 30}, "hidden_size 30 must be a multiple of num_attention_heads 4"),

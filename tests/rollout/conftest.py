@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.rollout.engine import EngineConfig
-from tests.rollout.manifests import write_manifests
 from tests.rollout.runner import EngineProcess
+from tests.rollout.sender import sync_state
 
 TP = 2
 CONTEXT = 128
@@ -70,7 +70,13 @@ def model_b(tmp_path_factory) -> Model:
 def engine(model_a, tmp_path_factory) -> Iterator[EngineProcess]:
     """A TP2 engine that was started with dummy weights."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    config = EngineConfig(str(model_a.path), tensor_parallel_size=TP, max_num_seqs=64, max_total_tokens=8192)
+    config = EngineConfig(
+        str(model_a.path),
+        tensor_parallel_size=TP,
+        max_num_seqs=64,
+        max_total_tokens=8192,
+        enable_memory_saver=True,
+    )
     process = EngineProcess(config, log).start()
     yield process
     process.close()
@@ -82,9 +88,6 @@ def sync(engine, tmp_path_factory) -> Callable[..., object]:
 
     def run(model: Model, version: int):
         folder = tmp_path_factory.mktemp(f"v{version}")
-        engine.call("begin_update", version)
-        for manifests in write_manifests(folder, model.state, model.hf.config, TP, version):
-            engine.call("receive_bucket", manifests)
-        return engine.call("finish_update")
+        return sync_state(engine, folder, model.state, model.hf.config, TP, version)
 
     return run

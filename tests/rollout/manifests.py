@@ -1,13 +1,10 @@
-"""Manifests as a trainer would write them, from whole Hugging Face tensors.
+"""What each rank of an engine takes, from whole Hugging Face tensors.
 
 SGLang's layout is written down here a second time, by hand, so that the tests of this room do not
 depend on the weight tables of `megarl.models`.
 """
 
-import json
-import zlib
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -20,90 +17,73 @@ class Slices:
     padding: dict[str, int] = field(default_factory=dict)
 
 
-def rank_slices(state: dict[str, torch.Tensor], config, tp: int, rank: int) -> Slices:
-    """The slices of a Qwen2 or Llama model (its state dict and config) for one TP rank of SGLang."""
+def rank_slices(state: dict[str, torch.Tensor], config, tp: int, rank: int, ep: int = 1) -> Slices:
+    """The slices of a model for one TP rank of SGLang.
+
+    Args:
+        state: the tensors of a Hugging Face checkpoint (its file, where each expert has tensors of its own).
+        ep: expert parallel size; TP ranks that follow each other share experts, cut by TP / EP.
+    """
     slices = Slices()
-    heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, state_head_dim(config)
-    q_rows = heads // tp * dim
-    kv_rows = max(1, groups // tp) * dim
-    kv_rank = rank if groups >= tp else rank // (tp // groups)
-    ffn = config.intermediate_size // tp
-    rows = -(-config.vocab_size // 64) * 64 // tp
+    vocab_rows = -(-config.vocab_size // 64) * 64 // tp
     for name, value in state.items():
         parts = name.split(".")
         kind, tail = parts[-2], parts[-1]
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        start = [0] * value.dim()
         if kind in ("embed_tokens", "lm_head"):
-            piece = value[rank * rows : (rank + 1) * rows]
-            slices.padding[name] = (rows - len(piece)) * value.shape[1]
+            piece = value[rank * vocab_rows : (rank + 1) * vocab_rows]
+            slices.padding[name] = (vocab_rows - len(piece)) * value.shape[1]
             if len(piece):
-                slices.entries.append((name, name, [0, 0], piece))
+                slices.entries.append((name, name, start, piece))
         elif kind in ("q_proj", "k_proj", "v_proj"):
-            local = name.replace(kind, "qkv_proj")
-            start = {"q_proj": 0, "k_proj": q_rows, "v_proj": q_rows + kv_rows}[kind]
-            first, count = (rank * q_rows, q_rows) if kind == "q_proj" else (kv_rank * kv_rows, kv_rows)
-            slices.entries.append(
-                (name, local, [start] + [0] * (value.dim() - 1), value[first : first + count])
-            )
+            slices.entries.append(_attention_slice(name, value, config, tp, rank))
+        elif kind in ("q_a_proj", "kv_a_proj_with_mqa"):
+            start[0] = 0 if kind == "q_a_proj" else config.q_lora_rank
+            slices.entries.append((name, name.replace(kind, "fused_qkv_a_proj_with_mqa"), start, value))
+        elif kind in ("q_b_proj", "kv_b_proj"):
+            slices.entries.append((name, name, start, value.chunk(tp)[rank]))
+        elif "experts" in parts:
+            expert = _expert_slice(name, value, config, tp, rank, ep)
+            slices.entries += [expert] if expert else []
         elif kind in ("gate_proj", "up_proj"):
-            local = name.replace(kind, "gate_up_proj")
-            start = 0 if kind == "gate_proj" else ffn
-            slices.entries.append((name, local, [start, 0], value[rank * ffn : (rank + 1) * ffn]))
+            piece = value.chunk(tp)[rank]
+            start[0] = 0 if kind == "gate_proj" else len(piece)
+            slices.entries.append((name, name.replace(kind, "gate_up_proj"), start, piece))
         elif kind in ("o_proj", "down_proj") and tail == "weight":
-            columns = value.shape[1] // tp
-            slices.entries.append((name, name, [0, 0], value[:, rank * columns : (rank + 1) * columns]))
+            slices.entries.append((name, name, start, value.chunk(tp, dim=1)[rank]))
         else:
-            slices.entries.append((name, name, [0] * value.dim(), value))
+            slices.entries.append((name, name, start, value))
     return slices
+
+
+def _attention_slice(name: str, value: torch.Tensor, config, tp: int, rank: int):
+    """Query heads, then key heads, then value heads; key and value heads are repeated where there are more ranks."""
+    kind = name.split(".")[-2]
+    heads, groups, dim = config.num_attention_heads, config.num_key_value_heads, state_head_dim(config)
+    q_rows = heads // tp * dim
+    kv_rows = max(1, groups // tp) * dim
+    kv_rank = rank if groups >= tp else rank // (tp // groups)
+    begin = {"q_proj": 0, "k_proj": q_rows, "v_proj": q_rows + kv_rows}[kind]
+    first, count = (rank * q_rows, q_rows) if kind == "q_proj" else (kv_rank * kv_rows, kv_rows)
+    start = [begin] + [0] * (value.dim() - 1)
+    return name, name.replace(kind, "qkv_proj"), start, value[first : first + count]
+
+
+def _expert_slice(name: str, value: torch.Tensor, config, tp: int, rank: int, ep: int):
+    """One expert's matrix, if the rank has that expert: gate above up in w13_weight, down in w2_weight."""
+    path, _, rest = name.partition(".experts.")
+    expert, kind, _ = rest.split(".")
+    here = config.num_local_experts // ep
+    expert_tp, index = tp // ep, int(expert) - rank // (tp // ep) * here
+    if not 0 <= index < here:
+        return None
+    piece = value.chunk(expert_tp, dim=1 if kind == "down_proj" else 0)[rank % expert_tp]
+    begin = len(piece) if kind == "up_proj" else 0
+    local = f"{path}.experts.{'w2' if kind == 'down_proj' else 'w13'}_weight"
+    return name, local, [index, begin, 0], piece[None]
 
 
 def state_head_dim(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def write_manifests(
-    folder: Path, state: dict[str, torch.Tensor], config, tp: int, version: int, num_buckets: int = 2
-) -> list[list[Path]]:
-    """Write payloads and manifests; returns manifests[bucket][rank]."""
-    manifests: list[list[Path]] = [[] for _ in range(num_buckets)]
-    for rank in range(tp):
-        slices = rank_slices(state, config, tp, rank)
-        for bucket in range(num_buckets):
-            payload = folder / f"v{version}-b{bucket}-r{rank}.bin"
-            entries = []
-            with payload.open("wb") as file:
-                for tensor, local, start, value in slices.entries[bucket::num_buckets]:
-                    data = value.contiguous().view(torch.uint8).numpy().tobytes()
-                    entries.append(
-                        {
-                            "tensor": tensor,
-                            "local": local,
-                            "start": start,
-                            "size": list(value.shape),
-                            "dtype": str(value.dtype).removeprefix("torch."),
-                            "offset": file.tell(),
-                            "nbytes": len(data),
-                            "crc32": zlib.crc32(data),
-                        }
-                    )
-                    file.write(data)
-            path = folder / f"v{version}-b{bucket}-r{rank}.json"
-            content = {
-                "version": version,
-                "bucket": bucket,
-                "last": bucket == num_buckets - 1,
-                "payload": str(payload),
-                "entries": entries,
-                "padding": slices.padding,
-            }
-            path.write_text(json.dumps(content))
-            manifests[bucket].append(path)
-    return manifests
-
-
-def edit(manifest: Path, change) -> None:
-    """Apply `change(content)` to a manifest's content in place."""
-    content = json.loads(manifest.read_text())
-    change(content)
-    manifest.write_text(json.dumps(content))

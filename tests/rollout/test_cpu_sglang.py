@@ -112,3 +112,36 @@ def test_request_noise_is_murmur3():
         for column, value in zip(columns, row, strict=True):
             block = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
             assert value == murmur3(block)
+
+
+def test_experts_of_other_ranks_add_nothing():
+    """SGLang's plain-torch experts on two ranks of four experts: the ranks' sums are what one rank with all gives."""
+    from types import SimpleNamespace
+    from typing import NamedTuple
+
+    import torch
+
+    from megarl.rollout.cpu_sglang import _present_experts
+
+    class Chosen(NamedTuple):  # the fields of SGLang's StandardTopKOutput
+        topk_weights: torch.Tensor
+        topk_ids: torch.Tensor
+        router_logits: torch.Tensor | None
+
+    def apply_all(layer, x, chosen, config):
+        """As `moe_forward_native`: `layer.scale[expert] * x`, weighted and summed; -1 would be the last expert."""
+        return (layer.scale[chosen.topk_ids] * chosen.topk_weights)[..., None].mul(x[:, None]).sum(1)
+
+    generator = torch.Generator().manual_seed(0)
+    x, scale = torch.randn(5, 3, generator=generator), torch.randn(4, generator=generator)
+    ids = torch.tensor([[0, 1], [2, 3], [1, 2], [0, 3], [3, 2]])
+    weights = torch.rand(5, 2, generator=generator)
+    everywhere = apply_all(SimpleNamespace(scale=scale), x, Chosen(weights, ids, None), None)
+    total = torch.zeros_like(x)
+    for first in (0, 2):
+        local = torch.where((ids >= first) & (ids < first + 2), ids - first, -1)
+        layer = SimpleNamespace(scale=scale[first : first + 2])
+        total += _present_experts(apply_all, layer, x, Chosen(weights, local, None), None)
+    torch.testing.assert_close(total, everywhere)
+    nowhere = Chosen(weights, torch.full_like(ids, -1), None)
+    assert _present_experts(apply_all, SimpleNamespace(scale=scale), x, nowhere, None).count_nonzero() == 0

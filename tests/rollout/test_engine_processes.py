@@ -70,7 +70,7 @@ def test_a_start_that_takes_too_long_ends_with_an_error_and_no_process(model_a, 
     try:
         with pytest.raises(EngineError, match=r"did not start: it took longer than start_timeout=2.0 s"):
             engine.start()
-        assert "starting it once more" in engine.tail()
+        assert "starting it once more" in engine.tail(1000)
         assert not schedulers(psutil.Process(engine.process.pid))
     finally:
         engine.process.kill()
@@ -86,7 +86,7 @@ def test_a_failed_start_is_repeated_and_a_killed_owner_leaves_no_process(model_a
         wait_for(lambda: schedulers(owner), 60)[0].kill()
         assert engine.connection.poll(120), engine.tail()
         assert engine.connection.recv() == (True, None)
-        assert "starting it once more" in engine.tail()
+        assert "starting it once more" in engine.tail(1000)
         assert len(engine.call("generate", [[5, 6, 7]], ["a"], SamplingParams(max_new_tokens=4))) == 1
         children = schedulers(owner)
         assert len(children) == 2

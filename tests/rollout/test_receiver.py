@@ -1,12 +1,17 @@
 """The receiver's rules, on a module of two parameters; test_sglang_engine.py has it inside SGLang."""
 
-import json
-import zlib
+import threading
+import time
 
 import pytest
 import torch
 
-from megarl.rollout.receiver import RefusedError, apply_bucket
+from megarl.layout.boxes import Box
+from megarl.rollout.links import LinkError
+from megarl.rollout.packets import P2P, SHARED
+from megarl.rollout.receiver import Receiver, RefusedError, overlap
+from tests.rollout.manifests import Slices
+from tests.rollout.sender import Sender
 
 
 class Tiny(torch.nn.Module):
@@ -22,133 +27,251 @@ TOP = ("up", "weight", [0, 0], WEIGHT[:2])
 LEFT = ("down", "weight", [2, 0], WEIGHT[2:, :2])
 RIGHT = ("down", "weight", [2, 2], WEIGHT[2:, 2:])
 ALL_BIAS = ("bias", "bias", [0], BIAS)
+ALL = [TOP, LEFT, RIGHT, ALL_BIAS]
 
 
-def manifest(folder, slices, version=1, bucket=0, last=True, **more):
-    payload, entries = folder / "payload", []
-    with payload.open("wb") as file:
-        for tensor, local, start, value in slices:
-            data = value.contiguous().view(torch.uint8).numpy().tobytes()
-            entries.append(
-                {
-                    "tensor": tensor,
-                    "local": local,
-                    "start": start,
-                    "size": list(value.shape),
-                    "dtype": str(value.dtype).removeprefix("torch."),
-                    "offset": file.tell(),
-                    "nbytes": len(data),
-                    "crc32": zlib.crc32(data),
-                }
-            )
-            file.write(data)
-    content = {
-        "version": version,
-        "bucket": bucket,
-        "last": last,
-        "payload": str(payload),
-        "entries": entries,
-    }
-    return json.loads(json.dumps(content | more))
+@pytest.fixture
+def connect(tmp_path):
+    """connect(slices, ...) -> (sender, receiver, model)"""
+    senders = []
+
+    def connect(slices, padding=(), num_buckets=2, transport=SHARED, timeout=10.0):
+        sender = Sender(
+            tmp_path / str(len(senders)),
+            [Slices(list(slices), dict(padding))],
+            num_buckets,
+            transport,
+            timeout,
+        )
+        senders.append(sender)
+        sending, model = sender.send(1), Tiny()  # the two ends meet while they begin
+        receiver = Receiver(model, sender.told[0], "session")
+        return sender, sending, receiver, model
+
+    yield connect
+    for sender in senders:
+        sender.close()
 
 
-def test_writes_slices_of_all_buckets(tmp_path):
-    model = Tiny()
-    assert apply_bucket(model, manifest(tmp_path, [TOP, LEFT], last=False)) == 4 * (12 + 4)
-    assert apply_bucket(model, manifest(tmp_path, [RIGHT, ALL_BIAS], bucket=1)) == 4 * 8 + 2 * 4
+def receive(connect, slices, **more):
+    """A version from its beginning to its end; returns the model."""
+    _, sending, receiver, model = connect(slices, **more)
+    receiver.receive(1)
+    sending.result()
+    return model
+
+
+@pytest.mark.parametrize("transport", [SHARED, P2P])
+@pytest.mark.parametrize("num_buckets", [1, 2, 3, 7])
+def test_writes_slices_of_all_buckets(connect, transport, num_buckets):
+    _, sending, receiver, model = connect(ALL, num_buckets=num_buckets, transport=transport)
+    received = receiver.receive(1)
+    assert received.bytes_written == sending.result().bytes_sent == 4 * 24 + 2 * 4
     assert torch.equal(model.weight, WEIGHT)
     assert torch.equal(model.bias, BIAS)
 
 
-def test_an_empty_bucket_needs_no_payload(tmp_path):
-    model = Tiny()
-    empty = manifest(tmp_path, [], last=False)
-    assert apply_bucket(model, empty) == 0
-    apply_bucket(model, manifest(tmp_path, [TOP, LEFT, RIGHT, ALL_BIAS], bucket=1))
-    assert torch.equal(model.weight, WEIGHT)
+@pytest.mark.parametrize("transport", [SHARED, P2P])
+def test_one_version_after_the_other(connect, transport):
+    sender, sending, receiver, model = connect(ALL, num_buckets=3, transport=transport)
+    receiver.receive(1)
+    sending.result()
+    for name, tensor in sender.parameters.items():
+        sender.parameters[name] = tensor + 7
+    sending = sender.send(2)
+    receiver.receive(2)
+    sending.result()
+    assert torch.equal(model.weight, WEIGHT + 7) and torch.equal(model.bias, BIAS + 7)
 
 
-def test_padding_is_declared_and_left_alone(tmp_path):
-    model = Tiny()
+def test_padding_is_declared_and_left_alone(connect):
     slices = [TOP, LEFT, ALL_BIAS]
     with pytest.raises(RefusedError, match=r"weight: 8 of 24 elements missing, padding is 0"):
-        apply_bucket(model, manifest(tmp_path, slices))
+        receive(connect, slices)
     with pytest.raises(RefusedError, match=r"weight: 8 of 24 elements missing, padding is 9"):
-        apply_bucket(model, manifest(tmp_path, slices, padding={"weight": 9}))
-    apply_bucket(model, manifest(tmp_path, slices, padding={"weight": 8}))
+        receive(connect, slices, padding={"weight": 9})
+    with pytest.raises(RefusedError, match=r"wait: padding of no parameter"):
+        receive(connect, slices, padding={"weight": 8, "wait": 1})
+    model = receive(connect, slices, padding={"weight": 8})
     assert torch.all(model.weight[2:, 2:] == -1)
 
 
-def test_what_comes_twice_does_not_make_up_for_what_is_missing(tmp_path):
+def test_what_comes_twice_does_not_make_up_for_what_is_missing(connect):
     with pytest.raises(RefusedError, match="weight: slices overlap"):
-        apply_bucket(Tiny(), manifest(tmp_path, [TOP, TOP, ALL_BIAS]))
+        receive(connect, [TOP, TOP, ALL_BIAS])
 
 
-def test_a_parameter_that_never_came_is_named(tmp_path):
+def test_a_parameter_that_never_comes_is_named(connect):
     with pytest.raises(RefusedError, match="bias: 4 of 4 elements missing"):
-        apply_bucket(Tiny(), manifest(tmp_path, [TOP, LEFT, RIGHT]))
+        receive(connect, [TOP, LEFT, RIGHT])
 
 
 @pytest.mark.parametrize(
-    ("slices", "message"),
+    ("wrong", "message"),
     [
-        ([("t", "wait", [0], BIAS)], "t: the engine has no parameter 'wait'"),
-        ([("t", "weight", [3, 0], WEIGHT[:2])], r"t: weight has shape \(4, 6\): no place for start \(3, 0\)"),
-        ([("t", "weight", [-1, 0], WEIGHT[:2])], "no place for start"),
-        ([("t", "weight", [0], WEIGHT.flatten())], "no place for start"),
-        ([("t", "bias", [0], BIAS.float())], "t: bias holds torch.bfloat16, not torch.float32"),
+        (("t", "wait", [0], BIAS), "t: the engine has no parameter 'wait'"),
+        (("t", "weight", [3, 0], WEIGHT[:2]), r"t: weight has shape \(4, 6\): no place for start \(3, 0\)"),
+        (("t", "weight", [-1, 0], WEIGHT[:2]), "no place for start"),
+        (("t", "weight", [0], WEIGHT.flatten()), "no place for start"),
+        (("t", "bias", [0], BIAS.float()), "t: bias holds torch.bfloat16, not torch.float32"),
     ],
 )
-def test_a_slice_that_does_not_fit_is_refused(tmp_path, slices, message):
+def test_a_slice_that_does_not_fit_is_refused(connect, wrong, message):
     with pytest.raises(RefusedError, match=message):
-        apply_bucket(Tiny(), manifest(tmp_path, slices))
-
-
-def test_byte_counts_have_to_agree(tmp_path):
-    content = manifest(tmp_path, [TOP])
-    content["entries"][0]["nbytes"] -= 4
-    with pytest.raises(RefusedError, match=r"up: 44 bytes for 12 elements"):
-        apply_bucket(Tiny(), content)
-    content = manifest(tmp_path, [TOP])
-    content["entries"][0]["offset"] = 4
-    with pytest.raises(RefusedError, match=r"up: .*payload ends at 48, needed are 48 bytes at 4"):
-        apply_bucket(Tiny(), content)
+        receive(connect, [*ALL, wrong])
 
 
 @pytest.mark.parametrize("position", [0, 23, 47])
-def test_any_flipped_bit_is_found(tmp_path, position):
-    content = manifest(tmp_path, [TOP])
-    data = bytearray((tmp_path / "payload").read_bytes())
-    data[position] ^= 0x10
-    (tmp_path / "payload").write_bytes(data)
-    with pytest.raises(RefusedError, match=r"up: checksum 0x[0-9a-f]{8} in weight, sent was 0x"):
-        apply_bucket(Tiny(), content)
+@pytest.mark.parametrize("transport", [SHARED, P2P])
+def test_any_flipped_bit_is_found(connect, tmp_path, position, transport):
+    slices = [Slices([TOP, LEFT, RIGHT, ALL_BIAS])]
+    sender = Sender(tmp_path / "s", slices, num_buckets=1, transport=transport)
+
+    def flip(token, packet):
+        packet.data[packet.body + position] ^= 0x10
+
+    sender.outbox.tamper = flip
+    sending = sender.send(1)
+    receiver = Receiver(Tiny(), sender.told[0], "session")
+    with pytest.raises(
+        RefusedError,
+        match=r"up: checksum 0x[0-9a-f]+ in weight, 0x[0-9a-f]+ on trainer rank 0, which sent it",
+    ):
+        receiver.receive(1)
+    sending.result()
+    sender.close()
 
 
-def test_the_checksum_is_of_what_lies_in_the_parameter(tmp_path):
+def test_the_checksum_is_of_what_lies_in_the_parameter(connect):
     """A write that does not reach the parameter is found, though what was sent is intact."""
-    model = Tiny()
-    original = torch.Tensor.copy_
+    _, _, receiver, _ = connect(ALL)
+    original, reader = torch.Tensor.copy_, threading.get_ident()
 
     def lazy_copy(self, source, *args, **kwargs):
-        return original(self, source.clone().zero_(), *args, **kwargs)
+        mine = threading.get_ident() == reader
+        return original(self, source.clone().zero_() if mine else source, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RefusedError, match=r"up: checksum"):
         patch.setattr(torch.Tensor, "copy_", lazy_copy)
-        apply_bucket(model, manifest(tmp_path, [TOP]))
+        receiver.receive(1)
 
 
-@pytest.mark.parametrize(("version", "bucket"), [(1, 2), (2, 1), (1, 1)])
-def test_buckets_come_in_order(tmp_path, version, bucket):
-    model = Tiny()
-    if (version, bucket) != (1, 1):
-        apply_bucket(model, manifest(tmp_path, [TOP], last=False))
-    with pytest.raises(RefusedError, match=f"bucket {bucket} of version {version} came where"):
-        apply_bucket(model, manifest(tmp_path, [LEFT], version=version, bucket=bucket, last=False))
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_packet_is_noticed(tmp_path, lost):
+    sender = Sender(tmp_path / "s", [Slices(ALL)], num_buckets=3)
+    sender.outbox.tamper = lambda token, packet: token[1] != lost
+    sender.send(1)
+    receiver = Receiver(Tiny(), sender.told[0], "session")
+    with pytest.raises(
+        LinkError, match=f"trainer rank 0 is at bucket {lost + 1} .* where bucket {lost} of version 1"
+    ):
+        receiver.receive(1)
+    with pytest.raises(LinkError, match="connected anew"):
+        receiver.receive(2)
+    sender.close()
 
 
-def test_a_new_version_starts_afresh(tmp_path):
-    model = Tiny()
-    apply_bucket(model, manifest(tmp_path, [TOP, LEFT, RIGHT], last=False))
-    with pytest.raises(RefusedError, match="weight: 24 of 24 elements missing"):
-        apply_bucket(model, manifest(tmp_path, [ALL_BIAS], version=2))
+def test_a_packet_of_another_bucket_or_version_is_refused(tmp_path):
+    for identity, found in (((1, 1), "bucket 1 of version 1"), ((0, 0), "bucket 0 of version 0")):
+        sender = Sender(tmp_path / found, [Slices(ALL)], num_buckets=2)
+
+        def stale(token, packet, identity=identity):
+            if token == (1, 0):
+                packet.identity.copy_(torch.tensor(identity))
+
+        sender.outbox.tamper = stale
+        sending = sender.send(1)
+        receiver = Receiver(Tiny(), sender.told[0], "session")
+        with pytest.raises(
+            RefusedError, match=f"trainer rank 0 sent {found} where bucket 0 of version 1 was due"
+        ):
+            receiver.receive(1)
+        sending.result()
+        sender.close()
+
+
+@pytest.mark.parametrize("transport", [SHARED, P2P])
+def test_a_silent_trainer_is_named_within_the_timeout(tmp_path, transport):
+    sender = Sender(tmp_path / "s", [Slices(ALL)], num_buckets=3, transport=transport, timeout=1.0)
+    sender.outbox.tamper = lambda token, packet: token[1] < 2
+    sending = sender.send(1)
+    receiver = Receiver(Tiny(), sender.told[0], "session")
+    begun = time.monotonic()
+    with pytest.raises(LinkError, match="trainer rank 0"):
+        receiver.receive(1)
+    assert time.monotonic() - begun < 5
+    sender.close()
+    del sending
+
+
+def test_an_engine_that_never_comes_is_named(tmp_path):
+    sender = Sender(tmp_path / "s", [Slices(ALL)], timeout=0.5)
+    with pytest.raises(LinkError, match=r"engine rank 0 said nothing for 0.5 s"):
+        sender.send(1).result()
+    with pytest.raises(LinkError, match="connected anew"):
+        sender.send(2).result()
+    sender.close()
+
+
+def test_an_engine_that_goes_away_is_named(tmp_path):
+    sender = Sender(tmp_path / "s", [Slices(ALL)], num_buckets=4)
+    sending = sender.send(1)
+    receiver = Receiver(Tiny(), sender.told[0], "session")
+    receiver.close()
+    with pytest.raises(LinkError, match="engine rank 0 closed its connection"):
+        sending.result()
+    sender.close()
+
+
+@pytest.mark.parametrize("transport", [SHARED, P2P])
+def test_what_did_not_change_stays_and_is_verified(connect, transport):
+    sender, sending, receiver, model = connect(ALL, num_buckets=3, transport=transport)
+    receiver.receive(1)
+    sending.result()
+
+    def update(version, held):
+        sending = sender.send(version, {0: held})
+        try:
+            return receiver.receive(version)
+        finally:
+            sending.result()
+
+    assert update(2, None).bytes_kept == 0  # the first version was sent without a record of its checksums
+    name = next(name for name, tensor in sender.parameters.items() if tensor is LEFT[3])
+    sender.parameters[name] = LEFT[3] * 2
+    received = update(3, 2)
+    assert (received.bytes_written, received.bytes_kept) == (16, 4 * 20 + 2 * 4)
+    assert torch.equal(model.weight[2:, :2], LEFT[3] * 2)
+    assert update(4, None).bytes_kept == 0  # an engine that holds nothing gets everything
+    with torch.no_grad():
+        model.weight[0, 0] += 1
+    with pytest.raises(
+        RefusedError, match=r"up: checksum .* in weight, .* trainer rank 0, which did not send it"
+    ):
+        update(5, 4)
+
+
+def test_parameters_may_move_in_memory(connect):
+    """As they do when an engine's memory is released and taken back."""
+    sender, sending, receiver, model = connect(ALL)
+    receiver.receive(1)
+    sending.result()
+    model.weight.data = torch.zeros(4, 6)
+    sending = sender.send(2)
+    receiver.receive(2)
+    sending.result()
+    assert torch.equal(model.weight, WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "expected"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], False),
+        ([((0, 0), (2, 3)), ((1, 2), (2, 3))], True),
+        ([((0, 0), (9, 1)), ((1, 1), (1, 1)), ((3, 1), (1, 1)), ((8, 0), (1, 1))], True),
+        ([((0, 0), (9, 1)), ((1, 1), (1, 1)), ((3, 1), (1, 1)), ((8, 1), (1, 1))], False),
+    ],
+)
+def test_overlap(boxes, expected):
+    assert overlap([Box(*box) for box in boxes]) is expected
+    assert overlap([Box(*box) for box in reversed(boxes)]) is expected

@@ -1,6 +1,6 @@
 """A real SGLang engine, TP2 in float32 on the CPU, against Hugging Face."""
 
-import json
+from pathlib import Path
 
 import psutil
 import pytest
@@ -9,7 +9,8 @@ import torch
 from megarl.rollout.engine import EngineError, NoValidWeightsError, SamplingParams, WeightSyncError
 from megarl.rollout.sglang_engine import request_seed
 from tests.rollout.conftest import CONTEXT, EOS, OTHER_EOS, TP
-from tests.rollout.manifests import edit, write_manifests
+from tests.rollout.manifests import rank_slices
+from tests.rollout.sender import Sender, sync_state
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9, 8, 20, 30, 40, 50], [329, 328, 200], [11] * 20, [2], [100, 150, 191, 192, 193]]
@@ -50,9 +51,21 @@ def test_serves_nothing_before_a_sync(engine):
         engine.call("generate", PROMPTS, UIDS, GREEDY)
 
 
+def test_shared_memory_has_no_name_that_a_killed_engine_would_leave_behind(engine):
+    mapped = {
+        path
+        for pid in engine.call("pids")
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        for path in [line.partition("/dev/shm/")[2]]
+        if path.startswith("sgl")
+    }
+    assert len(mapped) == 2  # the ranks' message queue, and what rank 0 says of its load
+    assert [path for path in mapped if not path.endswith(" (deleted)")] == []
+
+
 def test_serves_the_synced_weights_and_then_others(engine, sync, model_a, model_b):
     report = sync(model_a, 3)
-    assert (report.version, report.num_buckets) == (3, 2)
+    assert report.version == 3
     num_elements = sum(value.numel() for value in model_a.state.values())
     replicated = sum(value.numel() for name, value in model_a.state.items() if "norm" in name)
     assert sum(report.bytes_written) == 4 * (num_elements + (TP - 1) * replicated)
@@ -138,27 +151,36 @@ def test_refuses_what_would_kill_sglang(engine, sync, model_a, prompts, uids, me
     assert len(engine.call("generate", PROMPTS[:1], UIDS[:1], GREEDY)) == 1
 
 
-def flip_last_byte(content):
-    entry = content["entries"][-1]
-    with open(content["payload"], "r+b") as file:
-        file.seek(entry["offset"] + entry["nbytes"] - 1)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
+@pytest.fixture
+def sender(engine, model_a, tmp_path):
+    """A trainer rank that the engine is connected with."""
+    slices = [rank_slices(model_a.state, model_a.hf.config, TP, rank) for rank in range(TP)]
+    sender = Sender(tmp_path / "sender", slices)
+    engine.call("connect", sender.inboxes)
+    yield sender
+    sender.close()
 
 
-def test_a_flipped_bit_names_tensor_and_rank_and_is_not_served(engine, sync, model_a, tmp_path):
+def test_a_flipped_bit_names_tensor_and_rank_and_is_not_served(engine, sync, sender, model_a):
     sync(model_a, 10)
-    manifests = write_manifests(tmp_path, model_a.state, model_a.hf.config, TP, 11)
-    tensor = json.loads(manifests[1][1].read_text())["entries"][-1]["tensor"]
-    edit(manifests[1][1], flip_last_byte)
-    engine.call("begin_update", 11)
+    engine.call("connect", sender.inboxes)
+    tensors = []
+
+    def flip(token, packet):
+        if token[1] == 1 and packet.parcel.peer == 1:
+            packet.place(packet.parcel.slices[0], packet.body).view(torch.int32).view(-1)[-1] ^= 1
+            tensors.append(packet.parcel.slices[0].tensor)
+
+    sender.outbox.tamper = flip
+    assert engine.call("begin_update", 11) == 10
     with pytest.raises(NoValidWeightsError):
         engine.call("generate", PROMPTS, UIDS, GREEDY)
-    engine.call("receive_bucket", manifests[0])
-    with pytest.raises(WeightSyncError, match=rf"version 11.*{tensor}: checksum .*\(TP rank 1\)") as caught:
-        engine.call("receive_bucket", manifests[1])
+    sent = sender.send(11)
+    with pytest.raises(WeightSyncError, match=r"version 11.*: checksum .*\(TP rank 1\)") as caught:
+        engine.call("receive_weights")
+    assert f"{tensors[0]}: checksum" in str(caught.value)
     assert "TP rank 0" not in str(caught.value)
+    assert sent.result().bytes_sent > 0  # the version was taken to its end
     assert engine.call("weight_version") is None
     with pytest.raises(NoValidWeightsError):
         engine.call("generate", PROMPTS, UIDS, GREEDY)
@@ -169,35 +191,105 @@ def test_a_flipped_bit_names_tensor_and_rank_and_is_not_served(engine, sync, mod
 
 
 def test_an_unknown_parameter_is_an_error(engine, sync, model_a, tmp_path):
-    manifests = write_manifests(tmp_path, model_a.state, model_a.hf.config, TP, 13, num_buckets=1)
-    for rank in range(TP):
-        edit(manifests[0][rank], lambda content: content["entries"][0].update(local="model.embed.weight"))
+    slices = [rank_slices(model_a.state, model_a.hf.config, TP, rank) for rank in range(TP)]
+    for of_rank in slices:
+        tensor, _, start, value = of_rank.entries[0]
+        of_rank.entries[0] = (tensor, "model.embed.weight", start, value)
+    sender = Sender(tmp_path / "sender", slices)
+    engine.call("connect", sender.inboxes)
     engine.call("begin_update", 13)
+    sender.send(13)
     with pytest.raises(WeightSyncError, match=r"no parameter 'model.embed.weight' \(TP rank 0\).*rank 1"):
-        engine.call("receive_bucket", manifests[0])
+        engine.call("receive_weights")
+    sender.close()
     assert engine.call("weight_version") is None
     sync(model_a, 14)
 
 
-def test_a_version_without_its_last_bucket_is_not_served(engine, sync, model_a, tmp_path):
-    manifests = write_manifests(tmp_path, model_a.state, model_a.hf.config, TP, 15)
-    engine.call("begin_update", 15)
-    engine.call("receive_bucket", manifests[0])
-    with pytest.raises(WeightSyncError, match="version 15 is incomplete"):
+def test_a_version_that_did_not_come_is_not_served(engine, sync, model_a):
+    sync(model_a, 15)
+    engine.call("begin_update", 16)
+    with pytest.raises(WeightSyncError, match="version 16 did not come"):
         engine.call("finish_update")
     assert engine.call("weight_version") is None
-    sync(model_a, 16)
+
+
+def test_a_lost_packet_is_an_error(engine, sync, sender, model_a):
+    sender.outbox.tamper = lambda token, packet: token[1] > 0
+    engine.call("begin_update", 17)
+    sender.send(17)
+    with pytest.raises(
+        WeightSyncError, match=r"trainer rank 0 is at bucket 1 of version 17 where bucket 0 .*was due"
+    ):
+        engine.call("receive_weights")
+    sync(model_a, 18)
+    assert_serves(engine, model_a, 18)
+
+
+def test_an_engine_that_is_behind_takes_no_other_version(engine, sync, sender, model_a):
+    engine.call("begin_update", 19)
+    sender.send(20)
+    with pytest.raises(
+        WeightSyncError, match=r"trainer rank 0 is at bucket 0 of version 20 where .* 19 was due"
+    ):
+        engine.call("receive_weights")
+    sync(model_a, 21)
+
+
+def test_a_trainer_that_dies_is_named(engine, sync, sender, model_a):
+    def die(token, packet):
+        if token[1] == 1:
+            raise RuntimeError("the trainer's rank ends here")
+
+    sender.outbox.tamper = die
+    engine.call("begin_update", 22)
+    sent = sender.send(22)
+    with pytest.raises(WeightSyncError, match=r"trainer rank 0 closed its connection"):
+        engine.call("receive_weights")
+    with pytest.raises(RuntimeError, match="ends here"):
+        sent.result()
+    sync(model_a, 23)
+
+
+def test_what_did_not_change_is_not_sent_but_verified(engine, sync, sender, model_a):
+    def update(version, held):
+        assert engine.call("begin_update", version) == held
+        sent = sender.send(version, dict.fromkeys(range(TP), held))
+        engine.call("receive_weights")
+        return sent.result(), engine.call("finish_update")
+
+    engine.call("begin_update", 30)  # what the engine held is given up: nothing may be kept of it
+    sender_first = sender.send(30, dict.fromkeys(range(TP)))
+    engine.call("receive_weights")
+    total = sender_first.result().bytes_sent
+    engine.call("finish_update")
+    sent, report = update(31, 30)
+    assert (sent.bytes_sent, sent.bytes_unchanged) == (0, total) and sum(report.bytes_kept) == total
+    assert_serves(engine, model_a, 31)
+    name = next(iter(sender.parameters))
+    sender.parameters[name] = sender.parameters[name] + 1
+    sent, report = update(32, 31)
+    assert sent.bytes_sent == sender.parameters[name].nbytes == sum(report.bytes_written)
+    assert sent.bytes_unchanged == total - sent.bytes_sent
+
+
+def test_packets_of_another_machine_come_over_gloo(engine, model_a, tmp_path):
+    state, config = model_a.state, model_a.hf.config
+    report = sync_state(engine, tmp_path / "s", state, config, TP, 40, num_buckets=6, p2p=True)
+    for room, written in zip(report.buffer_bytes, report.bytes_written, strict=True):
+        assert 0 < room < written
+    assert_serves(engine, model_a, 40)
 
 
 def test_released_weights_have_to_be_synced_again(engine, sync, model_a):
-    sync(model_a, 17)
+    sync(model_a, 50)
     engine.call("release_memory", ["kv_cache", "weights"])
     engine.call("resume_memory", ["weights"])
     with pytest.raises(NoValidWeightsError):
         engine.call("generate", PROMPTS, UIDS, GREEDY)
-    sync(model_a, 18)
+    sync(model_a, 51)
     engine.call("resume_memory", ["kv_cache"])
-    assert_serves(engine, model_a, 18)
+    assert_serves(engine, model_a, 51)
 
 
 def test_listens_on_loopback_only(engine):

@@ -102,6 +102,53 @@ def test_the_export_answers_as_the_engine_does(ppo_run, task, tmp_path):
     assert scores["score/mean"] == steps(out)[1]["val/score/mean"] and scores["num_problems"] == 16
 
 
+OFFLOAD = ("param_offload", "grad_offload", "optimizer_offload")
+
+
+def test_memory_that_comes_and_goes_changes_no_number(ppo_run, task, tmp_path):
+    """The same run with everything off the devices that a phase does not use."""
+    out, _ = ppo_run
+    printed = succeed(
+        "train", *PPO, *on(task, tmp_path), "trainer.total_training_steps=2", "trainer.test_freq=2",
+        "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.free_cache_engine=true",
+        *(f"{role}.megatron.{key}=true" for role in ("actor_rollout_ref.actor", "critic") for key in OFFLOAD),
+    )  # fmt: skip
+    for expected, found in zip(steps(out), steps(tmp_path), strict=True):
+        measured = {
+            name for name in found if name.startswith(("timing_s/", "perf/", "sync/seconds", "memory/"))
+        }
+        names = set(found) - measured - {"time"}
+        assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+        assert {"actor/grad_norm", "critic/vf_loss", "training/rollout_log_prob_diff_max"} <= names
+        assert_one_copy_and_one_cache(found)
+        assert expected["memory/sync/rollout_kv_cache"] > 0 < expected["memory/generate/actor_gradients"]
+        assert found["memory/update_actor/actor_optimizer"] == expected["memory/update/actor_optimizer"] > 0
+    for name in ("hf/model.safetensors", "rollouts/step-000002.parquet"):
+        assert (out / name).read_bytes() == (tmp_path / name).read_bytes()
+    assert "rollout_kv_cache" in printed and "all of these" in printed
+
+
+def assert_one_copy_and_one_cache(step):
+    """What was measured on the devices, by phase; see `megarl.trainer.memory`."""
+    there = {
+        phase: {
+            name.rpartition("/")[2]
+            for name, value in step.items()
+            if name.startswith(f"memory/{phase}/")
+            and not name.endswith(("_on_host", "_buffers", "/total"))
+            and value
+        }
+        for phase in ("sync", "generate", "evaluate_models", "update_critic", "update_actor")
+    }
+    assert there == {
+        "sync": {"actor_weights", "rollout_weights"},
+        "generate": {"rollout_weights", "rollout_kv_cache"},
+        "evaluate_models": {"actor_weights", "ref_weights", "critic_weights"},
+        "update_critic": {"critic_weights", "critic_gradients", "critic_optimizer"},
+        "update_actor": {"actor_weights", "actor_gradients", "actor_optimizer"},
+    }
+
+
 def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
     """No critic, four samples a prompt, KL as a loss; the reference in another layout and pool than the actor."""
     succeed(
@@ -112,11 +159,13 @@ def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
         "actor_rollout_ref.actor.resource_pool=main", "resource_pools.main.n_gpus_per_node=2",
         "actor_rollout_ref.ref.resource_pool=other", "resource_pools.other.n_gpus_per_node=1",
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=3",
+        "actor_rollout_ref.ref.megatron.param_offload=true",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.rollout.num_engines=2",
         "trainer.total_training_steps=1",
     )  # fmt: skip
     (step,) = steps(tmp_path)
     assert "actor/kl_loss" in step and not any(name.startswith("critic/vf") for name in step)
+    assert step["memory/generate/ref_weights"] == 0 < step["memory/evaluate_models/ref_weights"]
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {
         "actor-rank0.log", "actor-rank1.log", "ref-rank0.log", "rollout-rank0.log", "rollout-rank1.log"
     }  # fmt: skip

@@ -1,0 +1,113 @@
+"""Two checkpoints, of either kind, tensor by tensor: names, shapes, types, values."""
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+
+from megarl.hybrid_engine.convert.moves import Moves
+from megarl.hybrid_engine.convert.run import progress
+from megarl.hybrid_engine.convert.sources import open_source
+from megarl.hybrid_engine.convert.targets import HFTarget
+
+GROUP_BYTES = 256 << 20  # of tensors that are compared at a time; a larger one is alone
+_SLICE = 1 << 22  # elements whose difference is computed at a time
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor differs. `max_abs`: the largest difference of an element; None where shapes differ."""
+
+    tensor: str
+    a: str
+    b: str
+    max_abs: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`num_equal` tensors are equal bit for bit; the others differ, or one checkpoint alone has them."""
+
+    num_equal: int
+    different: tuple[Difference, ...]
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not (self.different or self.only_in_a or self.only_in_b)
+
+    def print(self, console: Console, limit: int = 20) -> None:
+        """A table of what differs, its first `limit` rows, and a sentence."""
+        rows = [(d.tensor, d.a, d.b, "" if d.max_abs is None else f"{d.max_abs:.3g}") for d in self.different]
+        rows += [(name, "present", "missing", "") for name in self.only_in_a]
+        rows += [(name, "missing", "present", "") for name in self.only_in_b]
+        if rows:
+            shown = [("tensor", "first", "second", "max abs difference"), *rows[:limit]]
+            widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+            for row in shown:  # names are long: rather a line that runs on than a name that is cut
+                line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+                console.print(line.rstrip(), soft_wrap=True, markup=False, highlight=False)
+        if len(rows) > limit:
+            console.print(f"... and {len(rows) - limit} more")
+        found = "all" if self.equal else f"{len(rows)} differ or are in one checkpoint only;"
+        console.print(f"{found} {self.num_equal} tensors are equal bit for bit")
+
+
+def compare(
+    a: str,
+    b: str,
+    *,
+    companions: str | None = None,
+    console: Console | None = None,
+) -> Comparison:
+    """Compare two checkpoints by their Hugging Face tensors.
+
+    Args:
+        companions: the Hugging Face folder to take the config from, for a Megatron checkpoint that has none.
+        console: where progress is shown.
+
+    Raises:
+        ValueError: one of them is no checkpoint, or does not fit its own config.
+    """
+    moves = [_as_hf(path, companions) for path in (a, b)]
+    items = [{item.local: item for item in each.target.items} for each in moves]
+    shared = [name for name in items[0] if name in items[1]]
+    different, num_equal = [], 0
+    with progress(console, sum(moves[0].nbytes(items[0][name]) for name in shared), "comparing") as advance:
+        for group in moves[0].files(GROUP_BYTES):
+            names = [item.local for item in group if item.local in items[1]]
+            tensors = [
+                each.assemble([named[name] for name in names])
+                for each, named in zip(moves, items, strict=True)
+            ]
+            for name in names:
+                found = _difference(
+                    name, *(each[named[name]] for each, named in zip(tensors, items, strict=True))
+                )
+                num_equal += found is None
+                different += [found] if found else []
+                advance(moves[0].nbytes(items[0][name]))
+            del tensors  # before the next ones are made
+    return Comparison(
+        num_equal,
+        tuple(different),
+        tuple(name for name in items[0] if name not in items[1]),
+        tuple(name for name in items[1] if name not in items[0]),
+    )
+
+
+def _as_hf(path: str, companions: str | None) -> Moves:
+    source = open_source(path, companions)
+    source.check()
+    return Moves(source, HFTarget(source.config, source.head, source.mtp), None)
+
+
+def _difference(name: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
+    if a.shape != b.shape:
+        return Difference(name, str(tuple(a.shape)), str(tuple(b.shape)), None)
+    types = [str(tensor.dtype).removeprefix("torch.") for tensor in (a, b)]
+    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return None
+    parts = zip(a.flatten().split(_SLICE), b.flatten().split(_SLICE), strict=True)
+    return Difference(name, *types, max((x.double() - y.double()).abs().max().item() for x, y in parts))

@@ -1,0 +1,159 @@
+"""Weights in float8 for the engines: blocks that share a scale, quantised where they are sent from.
+
+The format is that of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3.2), which SGLang serves: e4m3 values,
+for each block of 128 x 128 (or other sizes) the float32 scale amax / 448, and w = value * scale. The scales of a tensor
+are a tensor of their own, named as in these checkpoints (`SCALES` after the weight's name), so they travel as weights do.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from megarl.layout import Box, Layout, Piece, Shard
+
+SCALES = "_scale_inv"
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+STRIP_ELEMENTS = 1 << 20
+# The projections whose weights SGLang's Fp8Config quantises (0.5.21): every linear layer and all experts, but for the
+# router, the embedding and the head.
+_ATTENTION = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+)
+_PROJECTIONS = {*_ATTENTION, "gate_proj", "up_proj", "down_proj"}
+
+Block = tuple[int, int]
+"""Rows and columns that share a scale."""
+
+
+def is_quantised(tensor: str) -> bool:
+    """Whether a weight, by its Hugging Face name, is one that a float8 engine holds in float8."""
+    module, _, kind = tensor.rpartition(".")
+    return kind == "weight" and module.rpartition(".")[2] in _PROJECTIONS
+
+
+def dtype_in_fp8(tensor: str, otherwise: torch.dtype) -> torch.dtype:
+    """The type in which a logical tensor of a layout `with_scales` travels."""
+    if is_quantised(tensor):
+        return FP8
+    return torch.float32 if tensor.endswith(SCALES) else otherwise
+
+
+def with_scales(layout: Layout, shapes: Mapping[str, tuple[int, ...]], block: Block) -> Layout:
+    """The layout of a model in float8: beside each piece of a quantised weight one of the weight's scales.
+
+    Args:
+        shapes: of all logical tensors of `layout`.
+
+    Raises:
+        ValueError (when pieces are listed): a rank's piece begins or ends within a block.
+    """
+
+    def quantised(shard: Shard) -> Shard:
+        def make_pieces() -> list[Piece]:
+            pieces = list(shard.pieces)
+            for piece in shard.pieces:
+                if is_quantised(piece.tensor):
+                    pieces.append(_scales_of(piece, shapes[piece.tensor], block, layout.name, shard.ranks[0]))
+            return pieces
+
+        return Shard(shard.ranks, make_pieces)
+
+    return replace(layout, shards=tuple(quantised(shard) for shard in layout.shards))
+
+
+def _scales_of(piece: Piece, shape: tuple[int, ...], block: Block, layout: str, rank: int) -> Piece:
+    for dim, (start, size, extent, step) in enumerate(
+        zip(piece.box.start, piece.box.size, shape, block, strict=True)
+    ):
+        end, local = start + size, piece.local_box.start[len(piece.local_box.start) - 2 + dim]
+        if start % step or (end % step and end != extent) or local % step:
+            raise ValueError(
+                f"rollout.quantization=fp8: {layout} rank {rank} holds {('rows', 'columns')[dim]} {start} to {end} of "
+                f"{piece.tensor} from {local} of {piece.local}, which cuts a block of {step}; blocks must fit all shards"
+            )
+    return Piece(
+        piece.tensor + SCALES,
+        _in_blocks(piece.box, block),
+        piece.local + SCALES,
+        _in_blocks(piece.local_box, block),
+    )
+
+
+def _in_blocks(box: Box, block: Block) -> Box:
+    """A box of weights, its last two dimensions counted in blocks."""
+    extra = len(box.start) - 2
+    start, size = list(box.start[:extra]), list(box.size[:extra])
+    for first, count, step in zip(box.start[extra:], box.size[extra:], block, strict=True):
+        start.append(first // step)
+        size.append(-(-(first + count) // step) - first // step)
+    return Box(tuple(start), tuple(size))
+
+
+def read_values(parameter: torch.Tensor, box: Box, block: Block, out: torch.Tensor) -> None:
+    """Quantise `box` of a weight [rows, columns] into `out` (float8, of the box's size).
+
+    The box may cut blocks, which the weight has from its first row and column on: their scale is that of all of them.
+    """
+    rows, columns = (_whole_blocks(*ends, step) for *ends, step in _ends(parameter, box, block))
+    row, column = (first - whole.start for first, whole in zip(box.start, (rows, columns), strict=True))
+
+    def strip(values: torch.Tensor, scales: torch.Tensor, first: int) -> None:
+        spread = scales.repeat_interleave(block[0], 0)[: len(values)].repeat_interleave(block[1], 1)
+        quantised = (values / spread[:, : values.shape[1]]).to(FP8)[:, column : column + box.size[1]]
+        low, high = max(first, row), min(first + len(values), row + box.size[0])
+        out[low - row : high - row].copy_(quantised[low - first : high - first])
+
+    _over_strips(parameter[rows, columns], block, strip)
+
+
+def read_scales(parameter: torch.Tensor, box: Box, block: Block, out: torch.Tensor) -> None:
+    """Write the scales of the blocks `box` (counted in blocks) of a weight [rows, columns] into `out` (float32)."""
+    rows, columns = (
+        slice(first * step, (first + count) * step)
+        for first, count, step in zip(box.start, box.size, block, strict=True)
+    )
+
+    def strip(values: torch.Tensor, scales: torch.Tensor, first: int) -> None:
+        out[first // block[0] :][: len(scales)].copy_(scales)
+
+    _over_strips(parameter[rows, columns], block, strip)
+
+
+def _ends(parameter: torch.Tensor, box: Box, block: Block) -> list[tuple[int, int, int, int]]:
+    return list(zip(box.start, box.size, parameter.shape, block, strict=True))
+
+
+def _whole_blocks(first: int, count: int, extent: int, step: int) -> slice:
+    return slice(first // step * step, min(-(-(first + count) // step) * step, extent))
+
+
+def _over_strips(
+    weight: torch.Tensor, block: Block, use: Callable[[torch.Tensor, torch.Tensor, int], None]
+) -> None:
+    """Call use(values, scales, first row) for strips of whole blocks: float32 values, scales a block.
+
+    Strips bound the memory that is taken beside the weight.
+    """
+    height = max(1, STRIP_ELEMENTS // (weight.shape[1] * block[0])) * block[0]
+    for first in range(0, len(weight), height):
+        values = weight[first : first + height].float()
+        use(values, block_scales(values, block), first)
+
+
+def block_scales(values: torch.Tensor, block: Block) -> torch.Tensor:
+    """The scale of each block of `values` [rows, columns]; 1 for blocks of zeros, whose values are 0 with any."""
+    rows, columns = (-(-extent // step) for extent, step in zip(values.shape, block, strict=True))
+    padded = torch.nn.functional.pad(
+        values.abs(), (0, columns * block[1] - values.shape[1], 0, rows * block[0] - values.shape[0])
+    )
+    scales = padded.view(rows, block[0], columns, block[1]).amax((1, 3)) / LARGEST
+    return torch.where(scales > 0, scales, torch.ones_like(scales))

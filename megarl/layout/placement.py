@@ -1,0 +1,132 @@
+"""Which device each rank of the engines gets, so that most of what it serves is there already.
+
+What may be chosen is what processes can be given. An engine has consecutive devices of the pool; a node's part of
+it is a process with consecutive ranks, which may have any order of that node's devices, and several engines
+within a node may share its devices out as they like. So ranks are assigned to the devices of a node, and the parts of an
+engine that spans several nodes to its nodes: assignment problems both, solved exactly.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from megarl.layout.layouts import Layout, RankPlace
+from megarl.layout.plan import Plan, make_plan
+
+
+def place_engines(
+    source: Layout,
+    target: Layout,
+    devices: Sequence[RankPlace],
+    ranks_per_engine: int,
+    itemsize: Callable[[str], int] = lambda tensor: 1,
+) -> tuple[int, ...]:
+    """For each target rank the index in `devices` of the one that it gets.
+
+    The bytes that lie on the device already (in `source`, by its places) are the greatest possible, then those
+    on the node; where it makes no difference rank r has device r.
+
+    Args:
+        target: all ranks of all engines, engine by engine; its own places do not matter.
+        devices: the pool's, those of a node together; at least as many as ranks.
+    """
+    assert len(devices) >= target.num_ranks and target.num_ranks % ranks_per_engine == 0
+    overlap = _Overlap(make_plan(source, target, itemsize), devices)
+    nodes: dict[str, list[int]] = defaultdict(list)
+    for index, place in enumerate(devices):
+        nodes[place.node].append(index)
+    groups: dict[object, list[str]] = defaultdict(
+        list
+    )  # nodes among which parts of an engine may be exchanged
+    for node, indices in nodes.items():
+        engines = {index // ranks_per_engine for index in indices if index < target.num_ranks}
+        alone = len(engines) == 1 and max(indices) < target.num_ranks
+        groups[(engines.pop(), len(indices)) if alone else node].append(node)
+    order = [-1] * target.num_ranks
+    for group in groups.values():
+        parts = [[rank for rank in nodes[node] if rank < target.num_ranks] for node in group]
+        solved = [[overlap.best_order(part, nodes[node]) for node in group] for part in parts]
+        chosen = assign([[value for value, _ in row] for row in solved])
+        for part, row, at in zip(parts, solved, chosen, strict=True):
+            for rank, device in zip(part, row[at][1], strict=True):
+                order[rank] = device
+    return tuple(order)
+
+
+def bytes_there(plan: Plan, shard: int) -> Counter:
+    """Bytes of what a target shard takes, by the places and the nodes of the source that hold them; None: in all."""
+    there: Counter = Counter()
+    for flow in plan.flows(shard):
+        for where in plan.candidates(flow).near:
+            there[where] += flow.nbytes
+    return there
+
+
+class _Overlap:
+    """What of a target rank's weights lies on a device, on its node."""
+
+    def __init__(self, plan: Plan, devices: Sequence[RankPlace]) -> None:
+        self._devices, self._shards_of = devices, plan.target.shards_of
+        self._bytes = [bytes_there(plan, shard) for shard in range(len(plan.target.shards))]
+        held = max(
+            (sum(there[None] for there in self._of(rank)) for rank in range(plan.target.num_ranks)), default=0
+        )
+        # A byte on the device outweighs all that can be on the node, and that one all ranks that stay in place.
+        self._step = plan.target.num_ranks + 1
+        self._local_weight = self._step * (held * plan.target.num_ranks + 1)
+
+    def best_order(self, ranks: Sequence[int], devices: Sequence[int]) -> tuple[int, list[int]]:
+        """The devices (of one node, at least as many) that suit `ranks` best, in their order; and how well they do."""
+        values = [[self._value(rank, device) for device in devices] for rank in ranks]
+        chosen = assign(values)
+        return sum(row[at] for row, at in zip(values, chosen, strict=True)), [devices[at] for at in chosen]
+
+    def _of(self, rank: int) -> list[Counter]:
+        return [self._bytes[shard] for shard in self._shards_of[rank]]
+
+    def _value(self, rank: int, device: int) -> int:
+        place, shards = self._devices[device], self._of(rank)
+        on_device = sum(there[place] for there in shards)
+        on_node = sum(there[place.node] for there in shards)
+        return on_device * self._local_weight + on_node * self._step + (rank == device)
+
+
+def assign(values: Sequence[Sequence[int]]) -> list[int]:
+    """For each row a column of its own (there are as many or more), such that the sum of their values is greatest.
+
+    The Hungarian method with potentials, by shortest augmenting paths: rows^2 x columns steps (H. W. Kuhn, 1955;
+    R. Jonker and A. Volgenant, 1987).
+    """
+    columns = len(values[0]) if values else 0
+    row_potential, column_potential = [0] * len(values), [0] * columns
+    row_of: list[int | None] = [None] * columns
+    for new in range(len(values)):
+        # Dijkstra over the columns, by reduced cost, from the new row to the nearest column that is free.
+        cost: list[int | None] = [None] * columns
+        before: list[int | None] = [None] * columns
+        done: list[int] = []
+        open_columns = list(range(columns))
+        row, at, distance = new, None, 0
+        while True:
+            for column in open_columns:
+                reduced = distance - values[row][column] - row_potential[row] - column_potential[column]
+                if cost[column] is None or reduced < cost[column]:
+                    cost[column], before[column] = reduced, at
+            at = min(open_columns, key=cost.__getitem__)
+            distance = cost[at]
+            open_columns.remove(at)
+            if row_of[at] is None:
+                break
+            done.append(at)
+            row = row_of[at]
+        row_potential[new] += distance
+        for column in done:
+            row_potential[row_of[column]] += distance - cost[column]
+            column_potential[column] -= distance - cost[column]
+        while at is not None:  # along the path each column passes its row on to the one after it
+            row_of[at] = new if before[at] is None else row_of[before[at]]
+            at = before[at]
+    chosen = [0] * len(values)
+    for column, row in enumerate(row_of):
+        if row is not None:
+            chosen[row] = column
+    return chosen

@@ -1,0 +1,181 @@
+"""Device memory of a model that comes and goes: weights and optimizer states move to the host, gradients are dropped.
+
+Memory moves by storages: a storage is emptied and later filled again, so every tensor and view of it stays what it is
+(Megatron's buffers, the parameters within them, the distributed optimizer's shards). Contents come back bit for bit.
+Megatron-core 0.19.2 has functions of that kind. The one for gradients is used here; the others leave the optimizer's
+float32 shards as copies of what were views of the parameters, and on a CPU lose the parameters.
+
+To use a tensor whose storage is empty ends the process, so callers ask `require` or `assert_resident` first. On a CPU numpy
+must never see weights (`tensor.numpy()`): torch then refuses to empty their storages.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from megarl import platform
+from megarl.megatron.build import unwrap
+
+# Pinned memory is allocated in powers of two: in chunks, little more is taken than is needed.
+CHUNK_BYTES = 64 << 20
+
+Chunks = list[GPTModel] | list[DistributedDataParallel]
+
+
+@dataclass
+class Offloadable:
+    """Tensors that are on the device or, all of them, on the host.
+
+    Attributes:
+        tensors: lists those that exist now (Adam's states are made by its first step).
+        excluded: lists others; what shares a storage with one of these does not move.
+        host: by storage, its contents while it is empty, in chunks; kept for the next time where it is pinned.
+    """
+
+    tensors: Callable[[], Iterable[torch.Tensor]]
+    excluded: Callable[[], Iterable[torch.Tensor]] = tuple
+    resident: bool = True
+    host: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def offload(self) -> None:
+        """Move to the host; the device's memory is free afterwards, for other processes too."""
+        assert self.resident
+        storages = self._storages()
+        self.host = {storage._cdata: self._host_chunks(storage) for storage in storages}
+        for storage in storages:
+            for chunk, copy in zip(_chunks(storage), self.host[storage._cdata], strict=True):
+                copy.copy_(chunk, non_blocking=True)
+        torch.cuda.synchronize()
+        for storage in storages:
+            storage.resize_(0)
+        torch.cuda.empty_cache()
+        self.resident = False
+
+    def reload(self) -> None:
+        """Move back to the device."""
+        assert not self.resident
+        for storage in self._storages():
+            copies = self.host[storage._cdata]
+            storage.resize_(sum(copy.numel() for copy in copies))
+            for chunk, copy in zip(_chunks(storage), copies, strict=True):
+                chunk.copy_(copy, non_blocking=True)
+        torch.cuda.synchronize()
+        self.resident = True
+        if not platform.is_cuda():
+            self.host.clear()
+
+    def require(self) -> None:
+        """Assert that the tensors may be used."""
+        assert self.resident, "these tensors are on the host: reload them first"
+
+    def device_bytes(self) -> int:
+        """Of the storages, as they are now."""
+        return sum(storage.nbytes() for storage in self._storages())
+
+    def host_bytes(self) -> int:
+        return sum(copy.numel() for copies in self.host.values() for copy in copies)
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Those of the device, each once."""
+        others = {tensor.untyped_storage()._cdata for tensor in self.excluded()}
+        found = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage()
+            for tensor in self.tensors()
+            if tensor.device.type == platform.device().type
+        }
+        return [storage for key, storage in found.items() if key not in others]
+
+    def _host_chunks(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
+        """Room for its contents: that of the last time, if there is one of the same size."""
+        sizes = [chunk.numel() for chunk in _chunks(storage)]
+        kept = self.host.get(storage._cdata, [])
+        if [copy.numel() for copy in kept] == sizes:
+            return kept
+        pinned = platform.is_cuda()
+        return [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
+
+
+@dataclass
+class Gradients:
+    """The gradient buffers of chunks that are trained: dropped, and back as zeros, as every step begins with them."""
+
+    chunks: list[DistributedDataParallel]
+    resident: bool = True
+
+    def offload(self) -> None:
+        """Free them."""
+        assert self.resident
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers()
+        self.resident = False
+
+    def reload(self) -> None:
+        """Allocate them, as zeros."""
+        assert not self.resident
+        for chunk in self.chunks:
+            chunk.restore_grad_buffers()
+        self.resident = True
+
+    def require(self) -> None:
+        """Assert that they may be used."""
+        assert self.resident, "the gradient buffers are released: reload them first"
+
+    def device_bytes(self) -> int:
+        """Of the buffers, as they are now."""
+        buffers = [
+            buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ]
+        return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+
+    def host_bytes(self) -> int:
+        return 0
+
+
+def weights_of(chunks: Chunks) -> Offloadable:
+    """The parameters of a model, trained or not; buffers (rope frequencies, the routers' biases) stay."""
+    return Offloadable(lambda: _parameters(chunks))
+
+
+def gradients_of(chunks: list[DistributedDataParallel]) -> Gradients:
+    return Gradients(chunks)
+
+
+def optimizer_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Offloadable:
+    """Adam's states and the float32 copies of the parameters, if there are any: shards that are views of the
+    parameters are weights."""
+    return Offloadable(lambda: _optimizer_tensors(optimizer), excluded=lambda: _parameters(chunks))
+
+
+def assert_resident(chunks: Chunks) -> None:
+    """Assert that the model's weights are on the device."""
+    for parameter in _parameters(chunks):
+        assert parameter.numel() == 0 or parameter.untyped_storage().nbytes() > 0, (
+            "the weights are on the host"
+        )
+        return  # they move together
+
+
+def _parameters(chunks: Chunks) -> Iterator[torch.Tensor]:
+    for chunk in unwrap(chunks):
+        yield from chunk.parameters()
+
+
+def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for part in parts:
+        if part.optimizer is None:  # a rank without parameters of this kind
+            continue
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _chunks(storage: torch.UntypedStorage) -> Iterable[torch.Tensor]:
+    """The bytes of a storage, as uint8 views of at most CHUNK_BYTES."""
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole.split(CHUNK_BYTES) if whole.numel() else ()

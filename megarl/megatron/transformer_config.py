@@ -1,0 +1,272 @@
+"""Megatron's TransformerConfig from a model's facts and a layout; refuses what Megatron would compute differently.
+
+Written against megatron-core 0.19.2.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from megarl import platform
+from megarl.layout.grid import ParallelLayout
+from megarl.models import ModelConfig
+
+
+def has_transformer_engine() -> bool:
+    """Whether models are made of Transformer Engine's modules here, rather than of their doubles in torch."""
+    return platform.is_cuda() and gpt_layer_specs.HAVE_TE
+
+
+def transformer_config(
+    config: ModelConfig, layout: ParallelLayout, dtype: torch.dtype, recompute_granularity: str | None
+) -> TransformerConfig:
+    """The settings that all layers share; an MLATransformerConfig where the model has latent attention.
+
+    Raises:
+        ValueError: what `check_layout` raises.
+    """
+    check_layout(config, layout)
+    fused = has_transformer_engine()
+    settings: dict[str, Any] = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_query_groups,
+        "kv_channels": config.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": config.qkv_bias,
+        "qk_layernorm": config.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "perform_initialization": False,  # `build` fills the local shards instead
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": platform.is_cuda()
+        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        # The fused kernel for grouped-query attention leaves out yarn's factor on sine and cosine; the one for
+        # latent attention is yarn's.
+        "apply_rope_fusion": fused and (config.mla is not None) == _is_yarn(config),
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "persist_layer_norm": fused,
+        "masked_softmax_fusion": False,
+    }
+    settings |= _parallel_settings(layout, dtype) | _recompute_settings(recompute_granularity)
+    # The default dispatcher is refused with variable lengths, experts or not.
+    settings["moe_token_dispatcher_type"] = "alltoall"
+    if config.moe is not None:
+        settings |= _moe_settings(config)
+    if config.mla is not None:
+        return MLATransformerConfig(**settings | _mla_settings(config))
+    result = TransformerConfig(**settings)
+    if _is_yarn(config):
+        for name, value in _yarn_settings(config).items():
+            # GPTModel reads these as attributes that TransformerConfig has no fields for.
+            setattr(result, f"yarn_{name}", value)
+    return result
+
+
+def rope_arguments(config: ModelConfig) -> dict[str, Any]:
+    """GPTModel's arguments for grouped-query attention's rotary embedding (latent attention has its own)."""
+    scaling = config.rope_scaling
+    llama3 = scaling is not None and scaling["rope_type"] == "llama3"
+    return {
+        "position_embedding_type": "yarn" if _is_yarn(config) and config.mla is None else "rope",
+        "rotary_base": config.rope_theta,
+        "rotary_percent": config.rotary_percent,
+        "rope_scaling": llama3,
+        "rope_scaling_factor": scaling["factor"] if llama3 else 1.0,
+    }
+
+
+def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
+    """Refuse a layout that the model does not divide by, and facts that Megatron computes differently.
+
+    Raises:
+        ValueError: names the fact, and the key of the layout.
+    """
+    _check_divisible(config, layout)
+    if layout.tp > 1 and not layout.sp and (config.mla is not None or config.moe is not None):
+        # Latent attention: each rank would add only its heads' part to the gradient of the rotary key, which
+        # all heads share. Experts: Megatron refuses it, since ranks would compute the same tokens.
+        kind = "latent attention" if config.mla is not None else "experts"
+        raise ValueError(
+            f"a model with {kind} and megatron.tensor_model_parallel_size={layout.tp} needs "
+            "megatron.sequence_parallel=true"
+        )
+    if _is_yarn(config):
+        _check_yarn(config)
+    if config.moe is not None:
+        _check_routing(config)
+
+
+def _check_divisible(config: ModelConfig, layout: ParallelLayout) -> None:
+    key = "tensor_model_parallel_size"
+    sizes = [("attention heads", config.num_attention_heads, key, layout.tp)]
+    if config.mla is None:
+        sizes.append(("key/value heads", config.num_query_groups, key, layout.tp))
+    moe = config.moe
+    if moe is None or moe.dense_layers:
+        sizes.append(("MLP width", config.ffn_hidden_size, key, layout.tp))
+    if moe is not None:
+        sizes.append(("shared experts' width", moe.shared_ffn_hidden_size, key, layout.tp))
+        sizes.append(("number of experts", moe.num_experts, "expert_model_parallel_size", layout.ep))
+        sizes.append(("experts' width", moe.ffn_hidden_size, "expert_tensor_parallel_size", layout.etp))
+    elif layout.ep > 1 or layout.etp > 1:
+        raise ValueError(
+            f"megatron.expert_model_parallel_size={layout.ep} and expert_tensor_parallel_size={layout.etp} must "
+            "be 1: the model has no experts"
+        )
+    for fact, value, name, size in sizes:
+        if value % size:
+            raise ValueError(f"the model's {fact} ({value}) cannot be divided by megatron.{name}={size}")
+
+
+def _check_yarn(config: ModelConfig) -> None:
+    scaling = config.rope_scaling
+    assert scaling is not None
+    if scaling.get("mscale_all_dim") and not scaling.get("mscale"):
+        raise ValueError(
+            f"rope scaling with mscale_all_dim={scaling['mscale_all_dim']} but no mscale is not supported; "
+            "both or neither are"
+        )
+    if config.mla is None and config.rotary_percent != 1:
+        raise ValueError(
+            f"rope type 'yarn' with a partial rotary factor of {config.rotary_percent} is not supported; 1 is"
+        )
+
+
+def _check_routing(config: ModelConfig) -> None:
+    """Megatron always divides sigmoid scores by their sum, but for a single expert; Hugging Face is told to."""
+    moe = config.moe
+    assert moe is not None
+    if moe.scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"router scores {moe.scoring!r} are not supported; softmax and sigmoid are")
+    normalised = moe.norm_topk_prob
+    if (normalised and moe.top_k == 1) or (not normalised and moe.top_k > 1 and moe.scoring == "sigmoid"):
+        raise ValueError(
+            f"norm_topk_prob={normalised} with {moe.scoring} scores and num_experts_per_tok={moe.top_k} is not "
+            "supported"
+        )
+    if moe.scoring == "softmax" and (moe.expert_bias or _is_grouped(config)):
+        raise ValueError("softmax router scores with an expert bias or with expert groups are not supported")
+    if not _is_grouped(config):
+        return
+    if moe.num_experts % moe.num_groups:
+        raise ValueError(f"the {moe.num_experts} experts cannot be divided by n_group={moe.num_groups}")
+    if moe.top_k // moe.topk_group != 2:
+        # Megatron ranks groups by their best top_k // topk_group experts, DeepSeek-V3 by their best two.
+        raise ValueError(
+            f"num_experts_per_tok={moe.top_k} with topk_group={moe.topk_group} is not supported: there must be "
+            "two experts a group"
+        )
+
+
+def _is_yarn(config: ModelConfig) -> bool:
+    return config.rope_scaling is not None and config.rope_scaling["rope_type"] == "yarn"
+
+
+def _is_grouped(config: ModelConfig) -> bool:
+    """Whether the choice of experts is limited to some groups."""
+    return config.moe is not None and config.moe.topk_group < config.moe.num_groups
+
+
+def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "num_layers_in_first_pipeline_stage": layout.first_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_layers,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sp,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,
+        # With two stages the interleaved schedule's batched send/receive pairs up wrong chunks: wrong losses
+        # without an error. Megatron's own command line sets the same two.
+        "overlap_p2p_comm": layout.vpp is not None,
+        "batch_p2p_comm": layout.vpp is None,
+        "deallocate_pipeline_outputs": True,  # a stage's output is freed once it is sent
+    }
+
+
+def _recompute_settings(granularity: str | None) -> dict[str, Any]:
+    if granularity is None:
+        return {}
+    if granularity == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": granularity}
+
+
+def _moe_settings(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    assert moe is not None
+    settings: dict[str, Any] = {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_layer_freq": [int(layer not in moe.dense_layers) for layer in range(config.num_layers)],
+        "moe_grouped_gemm": True,
+        "moe_router_topk": moe.top_k,
+        "moe_router_score_function": moe.scoring,
+        # A softmax over the chosen experts' logits is one over all experts' divided by the chosen ones' sum.
+        "moe_router_pre_softmax": moe.scoring == "softmax" and not moe.norm_topk_prob,
+        "moe_router_topk_scaling_factor": moe.scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": 0.0,  # the bias is a weight like others; Megatron would balance loads
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    if _is_grouped(config):
+        settings["moe_router_num_groups"] = moe.num_groups
+        settings["moe_router_group_topk"] = moe.topk_group
+    return settings
+
+
+def _mla_settings(config: ModelConfig) -> dict[str, Any]:
+    mla = config.mla
+    assert mla is not None
+    settings = {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "num_query_groups": config.num_attention_heads,
+        "qk_layernorm": True,  # of the compressed queries, keys and values
+        "rotary_base": config.rope_theta,
+    }
+    if not _is_yarn(config):
+        # The scaling factor is yarn's, but attention's scale depends on it for any type.
+        return settings | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    yarn = _yarn_settings(config)
+    del yarn["correction_range_round_to_int"]  # not an option here, and always true
+    return settings | {"rope_type": "yarn"} | yarn
+
+
+def _yarn_settings(config: ModelConfig) -> dict[str, Any]:
+    """As Hugging Face reads them: without `mscale_all_dim`, `mscale` is taken for 1."""
+    scaling = config.rope_scaling
+    assert scaling is not None
+    all_dim = scaling.get("mscale_all_dim") or 0.0
+    return {
+        "rotary_scaling_factor": scaling["factor"],
+        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "beta_fast": scaling.get("beta_fast") or 32.0,
+        "beta_slow": scaling.get("beta_slow") or 1.0,
+        "mscale": scaling["mscale"] if all_dim else 1.0,
+        "mscale_all_dim": all_dim,
+        "correction_range_round_to_int": True,
+    }

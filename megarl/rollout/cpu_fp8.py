@@ -1,0 +1,80 @@
+"""Weights in float8 blocks on a CPU without SGLang's compiled kernels: multiplied out, then used as any others.
+
+SGLang 0.5.21 asserts AMX kernels for them. Here a layer's weights are dequantised each time they are used, which is
+slow and exact: the answers are those of a model with the dequantised weights. (On a GPU the activations are
+quantised, too.) Parameters keep SGLang's names and layout.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+FP8 = "sglang.srt.layers.quantization.fp8"
+
+
+def register() -> None:
+    """Register with SGLang's hooks; called in each of its processes before it builds a model."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import cpu_has_amx_support
+
+    if cpu_has_amx_support():  # of SGLang's compiled kernels, not of the CPU alone
+        return
+    for target, replacement in {
+        f"{FP8}.dispatch_w8a8_block_fp8_linear": _choose_linear,
+        f"{FP8}.Fp8LinearMethod.process_weights_after_loading_block_quant": _leave_as_loaded,
+        f"{FP8}.Fp8MoEMethod.process_weights_after_loading_block_quant": _leave_as_loaded,
+        f"{FP8}.Fp8MoEMethod.apply": _apply_experts,
+        "sglang.srt.models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant": _absorbed,
+    }.items():
+        HookRegistry.register(target, replacement, HookType.REPLACE)
+    HookRegistry.register(f"{FP8}.Fp8Config.get_supported_act_dtypes", _add_float32, HookType.AFTER)
+
+
+def _add_float32(result, *args, **kwargs):
+    return [*result, torch.float32]
+
+
+def _leave_as_loaded(self, layer) -> None:
+    """In place of packing for the compiled kernels."""
+
+
+def _choose_linear(weight_block_size=None, act_scale_ue8m0=False):
+    return _linear
+
+
+def _linear(input, weight, block_size, weight_scale, input_scale=None, bias=None):
+    """input: [tokens, columns]; weight: [rows, columns] float8; weight_scale: [row blocks, column blocks]."""
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    assert input_scale is None, "activations are not quantised on a CPU"
+    weight = block_quant_dequant(weight, weight_scale, block_size, input.dtype)
+    return torch.nn.functional.linear(input, weight, bias)
+
+
+def _apply_experts(self, layer, dispatch_output):
+    """As SGLang's `UnquantizedFusedMoEMethod.forward_cpu` for the layer's experts, multiplied out."""
+    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    x, block = dispatch_output.hidden_states, self.quant_config.weight_block_size
+    plain = SimpleNamespace(
+        num_experts=layer.num_experts,
+        w13_weight=block_quant_dequant(layer.w13_weight, layer.w13_weight_scale_inv, block, x.dtype),
+        w2_weight=block_quant_dequant(layer.w2_weight, layer.w2_weight_scale_inv, block, x.dtype),
+    )
+    output = fused_moe_native.moe_forward_native(
+        plain, x, dispatch_output.topk_output, self.moe_runner_config
+    )
+    return StandardCombineInput(hidden_states=output)
+
+
+def _absorbed(weight, scales, block_size):
+    """The weight that latent attention's absorbed projections are made of, and its scale.
+
+    SGLang quantises it again, by one scale for all of it, and multiplies in bfloat16. On GPUs, and here, it is
+    multiplied out: `post_load_weights` then takes it as a weight that never was quantised.
+    """
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    return block_quant_dequant(weight, scales, block_size, torch.get_default_dtype()), 1.0

@@ -1,0 +1,86 @@
+"""How much device memory an engine's weights and KV cache take: measured inside SGLang, on each of its ranks.
+
+SGLang answers with rank 0's figures, as they were at the start, in GiB; so its answer (`get_internal_state`) is given
+another entry, which the ranks gather (0.5.21).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megarl.rollout.receiver import RECEIVER
+
+KEY = "megarl_memory"
+_POOLS = "sglang.srt.mem_cache."
+
+
+def register() -> None:
+    """Called in each scheduler process before SGLang runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state", _with_memory, HookType.AFTER
+    )
+
+
+def _with_memory(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every rank gets the request, in the same order as all others; rank 0's answer is the one that is sent."""
+    ranks: list[Any] = [None] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
+    torch.distributed.all_gather_object(ranks, measure(scheduler), group=scheduler.tp_cpu_group)
+    result.internal_state[KEY] = ranks
+    return result
+
+
+def measure(scheduler: Any) -> dict[str, int]:
+    """{"weights", "kv_cache", "sync_buffers"}: bytes on the device of this rank, by the storages of the tensors.
+
+    What is released counts as nothing: the memory saver takes the pages from under the storages, which stay.
+    """
+    model = scheduler.tp_worker.model_runner.model
+    allocator = scheduler.token_to_kv_pool_allocator
+    tensors = {
+        "weights": _model_tensors(model),
+        "kv_cache": _pool_tensors([allocator.get_kvcache(), scheduler.req_to_token_pool], set()),
+    }
+    released = scheduler.weight_updater.offload_tags
+    receiver = getattr(model, RECEIVER, None)
+    return {
+        **{tag: 0 if tag in released else _num_bytes(found) for tag, found in tensors.items()},
+        "sync_buffers": receiver.buffer_bytes if receiver is not None else 0,
+    }
+
+
+def _model_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and what SGLang derives from them and keeps as plain attributes (DeepSeek's `w_kc`)."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+
+
+def _pool_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All tensors that SGLang's memory pools hold, in attributes, lists and dictionaries of any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, list | tuple):
+        children = list(value)
+    elif isinstance(value, dict):
+        children = list(value.values())
+    elif type(value).__module__.startswith(_POOLS):
+        children = list(getattr(value, "__dict__", {}).values())  # an enum of theirs has none
+    else:
+        return
+    for child in children:
+        yield from _pool_tensors(child, seen)
+
+
+def _num_bytes(tensors: Iterator[torch.Tensor]) -> int:
+    """Bytes of their storages on the device, each counted once."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

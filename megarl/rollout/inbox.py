@@ -1,0 +1,214 @@
+"""Where an engine rank finds the packets of a weight sync, bucket by bucket, however they come.
+
+From a trainer rank on the same machine they are read where they were packed: in memory that both processes map (CPU) or
+on the device that both use (CUDA IPC). From others they come into two slots of the engine rank's own, one bucket
+ahead of the one that is being written.
+"""
+
+import mmap
+import pickle
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from megarl.rollout.links import Line, LinkError, Pair, Token
+from megarl.rollout.packets import P2P, Address, Parcel, SyncShare
+
+RANK = struct.Struct("<q")
+SLOTS = struct.Struct("<qq")  # how many, bytes of each
+
+
+class Inbox:
+    """The links of one engine rank to all trainer ranks that send to it.
+
+    Raises:
+        LinkError: a trainer rank could not be reached, here or in any method.
+    """
+
+    def __init__(
+        self, share: SyncShare, addresses: Mapping[int, Address], device: str, timeout: float
+    ) -> None:
+        self._share, self._closed = share, False
+        by_way = sorted(share.transports.items(), key=lambda item: (item[1] == P2P, item[0]))
+        self._mapped: dict[int, MappedSource] = {}
+        pairs = {}
+        for source, transport in by_way:
+            if transport == P2P:
+                pairs[source] = Pair(call(addresses[source], share.rank, transport, timeout), 1, device)
+            else:
+                line = call(addresses[source], share.rank, transport, timeout)
+                self._mapped[source] = MappedSource(line)
+        self._remote = RemoteSources(share, pairs, device) if pairs else None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of memory that this rank has for the packets; what it maps is the trainer's."""
+        return self._remote.buffer_bytes if self._remote is not None else 0
+
+    def begin(self) -> None:
+        """A version is about to come."""
+        if self._closed:
+            raise LinkError(
+                "the connection was given up after an error: trainer and engine have to be connected anew"
+            )
+        if self._remote is not None:
+            self._remote.begin()
+
+    def take(self, version: int, bucket: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The packets of a bucket as they arrive: which parcel, and its bytes (uint8). Valid until `release`."""
+        token, waiting = (version, bucket), {}
+        for index, parcel in enumerate(self._share.buckets[bucket]):
+            if parcel.peer in self._mapped:
+                yield index, self._mapped[parcel.peer].take(token, parcel)
+            else:
+                waiting[parcel.peer] = index
+        if waiting:
+            assert self._remote is not None
+            packets = self._remote.take(bucket)
+            for peer, index in waiting.items():
+                yield index, packets[peer]
+
+    def release(self, version: int, bucket: int) -> None:
+        """The packets of a bucket are no longer needed."""
+        for parcel in self._share.buckets[bucket]:
+            if parcel.peer in self._mapped:
+                self._mapped[parcel.peer].release((version, bucket))
+        if self._remote is not None and any(
+            parcel.peer not in self._mapped for parcel in self._share.buckets[bucket]
+        ):
+            self._remote.release()
+
+    def close(self) -> None:
+        self._closed = True
+        for source in self._mapped.values():
+            source.close()
+        if self._remote is not None:
+            self._remote.close()
+        self._mapped, self._remote = {}, None
+
+
+def call(address: Address, target: int, transport: str, timeout: float) -> Line:
+    """Connect to a trainer rank, and say who is there."""
+    peer = f"trainer rank {address.rank}"
+    place = (address.host, address.port) if transport == P2P else address.socket
+    try:
+        if transport == P2P:
+            connection = socket.create_connection(place, timeout)
+        else:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(place)
+    except OSError as error:
+        raise LinkError(f"{peer} could not be reached at {place}: {error}") from None
+    line = Line(connection, peer, timeout)
+    line.send(RANK.pack(target))
+    return line
+
+
+class MappedSource:
+    """A trainer rank whose slots this process maps."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        count, size = SLOTS.unpack(line.receive(SLOTS.size))
+        if size >= 0:
+            self._slots = [_map(file, size) for file in line.receive_files(count)]
+        else:  # on a device; -size bytes describe how it is opened
+            self._slots = [open_device_buffer(handle) for handle in pickle.loads(line.receive(-size))]
+
+    def take(self, token: Token, parcel: Parcel) -> torch.Tensor:
+        self._line.expect(token)
+        slot = self._slots[token[1] % len(self._slots)]
+        return slot[parcel.start : parcel.start + parcel.nbytes]
+
+    def release(self, token: Token) -> None:
+        self._line.say(token)
+
+    def close(self) -> None:
+        self._line.close()
+
+
+def _map(file: int, size: int) -> torch.Tensor:
+    with open(file, "r+b", buffering=0) as memory:
+        return torch.frombuffer(mmap.mmap(memory.fileno(), size), dtype=torch.uint8)
+
+
+def open_device_buffer(handle: tuple) -> torch.Tensor:
+    """A tensor of another process on a GPU, from what `share_device_buffer` said of it.
+
+    The two processes may count GPUs differently (CUDA_VISIBLE_DEVICES), so the GPU is found by its UUID.
+    """
+    uuid, rebuild, arguments, place = handle
+    found = [
+        index for index in range(torch.cuda.device_count())
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid
+    ]  # fmt: skip
+    if not found:
+        raise LinkError(f"the trainer's GPU {uuid} is not visible to the engine's process")
+    return rebuild(*arguments[:place], found[0], *arguments[place + 1 :])
+
+
+class RemoteSources:
+    """Trainer ranks of other machines; a thread receives one bucket while another is written."""
+
+    def __init__(self, share: SyncShare, pairs: dict[int, Pair], device: str) -> None:
+        self._pairs, self._device = pairs, device
+        self._buckets = [
+            (bucket, [parcel for parcel in parcels if parcel.peer in pairs])
+            for bucket, parcels in enumerate(share.buckets)
+        ]
+        self._buckets = [(bucket, parcels) for bucket, parcels in self._buckets if parcels]
+        size = max(sum(parcel.nbytes for parcel in parcels) for _, parcels in self._buckets)
+        self._slots = [
+            torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(self._buckets)))
+        ]
+        self._arrived: queue.Queue = queue.Queue()
+        self._free = threading.Semaphore(0)
+        self._closed = False
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(slot.nbytes for slot in self._slots)
+
+    def begin(self) -> None:
+        self._arrived, self._free = queue.Queue(), threading.Semaphore(len(self._slots))
+        threading.Thread(target=self._receive, name="weights", daemon=True).start()
+
+    def take(self, bucket: int) -> dict[int, torch.Tensor]:
+        """By trainer rank, the bytes of its packet."""
+        found, packets = self._arrived.get()
+        if isinstance(packets, Exception):
+            raise packets
+        assert found == bucket, (found, bucket)
+        return packets
+
+    def release(self) -> None:
+        self._free.release()
+
+    def close(self) -> None:
+        self._closed = True
+        self._free.release()
+
+    def _receive(self) -> None:
+        arrived, free = self._arrived, self._free
+        bucket = -1
+        try:
+            if self._device != "cpu":
+                torch.cuda.set_device(self._slots[0].device)  # a thread begins with the first GPU
+            for index, (bucket, parcels) in enumerate(self._buckets):
+                free.acquire()
+                if self._closed:
+                    return
+                slot, at, packets = self._slots[index % len(self._slots)], 0, {}
+                for parcel in parcels:
+                    room = slot[at : at + parcel.nbytes]
+                    packets[parcel.peer] = self._pairs[parcel.peer].receive(room)
+                    at += parcel.nbytes
+                if self._device != "cpu":
+                    torch.cuda.current_stream().synchronize()
+                arrived.put((bucket, packets))
+        except Exception as error:  # raised where it is waited for
+            arrived.put((bucket, error))

@@ -1,0 +1,268 @@
+"""What is on the devices in each phase of a step, and the account of it.
+
+Where a model and the rollout engines share devices, each phase of a step has there what it uses and nothing else:
+
+    sync              the actor's weights, the engines' weights
+    generate          the engines' weights and KV cache
+    evaluate_models   the weights of actor, reference and critic
+    update            weights, gradients and optimizer states of actor and critic, one after the other where they
+                      share devices
+
+So the engines' KV cache comes only after their weights are synced, and is never there beside any weights but theirs;
+where both copies of the weights are, there is neither a cache nor an optimizer. What leaves goes before anything comes.
+What does not share devices, and on a CPU what is not asked for, stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from megarl.cluster import Device, WorkerGroup
+    from megarl.config import MegatronConfig, TrainConfig
+    from megarl.trainer.roles import Role
+    from megarl.trainer.run import Run
+
+MIB = 1 << 20
+ACCOUNT_EVERY = 10  # steps: asking all processes takes some 20 ms a phase
+ALL_OF = {
+    role: tuple(f"{role}_{part}" for part in ("weights", "gradients", "optimizer"))
+    for role in ("actor", "critic")
+}
+NEEDS: dict[str, tuple[str, ...]] = {
+    "sync": ("actor_weights", "rollout_weights"),
+    "generate": ("rollout_weights", "rollout_kv_cache"),
+    "evaluate_models": ("actor_weights", "ref_weights", "critic_weights"),
+    "update": ALL_OF["critic"] + ALL_OF["actor"],
+    "update_critic": ALL_OF["critic"],
+    "update_actor": ALL_OF["actor"],
+    "export": ("actor_weights",),
+}
+
+Account = dict[str, dict["Device", int]]
+"""Owner -> device -> bytes."""
+
+
+@dataclass
+class Owner:
+    """Memory that is on the devices of a group, or is not, as a whole.
+
+    Attributes:
+        name: as in NEEDS.
+        part: as the group's processes call it.
+        movable: whether it leaves the devices in phases that do not need it.
+        resident: whether it is there now (it may be empty: buffers of a transport that has none).
+    """
+
+    name: str
+    group: WorkerGroup
+    part: str
+    movable: bool
+    resident: bool = True
+
+
+@dataclass
+class DeviceMemory:
+    """Moves what the phases of a step need onto the devices, and says what is there."""
+
+    run: Run
+    owners: list[Owner]
+    phases: dict[str, Account] = field(default_factory=dict)
+    steps: int = 0
+    printed: list[list[str]] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """As `held`; what is done within is timed as a phase of the step."""
+        with self.held(name), self.run.timed(name):
+            yield
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Have what the phase `name` needs on the devices, and nothing else of what is movable.
+
+        At its end, when all that it makes is there, it is accounted for, in the first two steps (the optimizer's states
+        are made in the first one) and in every `ACCOUNT_EVERY`th.
+        """
+        with self.run.timed("memory"):
+            self._enter(name)
+        yield
+        if self.steps < 2 or (self.steps + 1) % ACCOUNT_EVERY == 0:
+            with self.run.timed("memory"):
+                self.phases[name] = self._measure()
+
+    def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+        """In which phases `roles` are updated: (phase, roles), all at once unless they make room for each other."""
+        movable = {owner.group.role for owner in self.owners if owner.movable}
+        groups = [owner.group for owner in self.owners if owner.group.role in roles]
+        shared = any(
+            one is not other and set(_devices(one)) & set(_devices(other))
+            for one in groups
+            for other in groups
+        )
+        if len(roles) == 1 or (shared and movable & set(roles)):
+            return [(f"update_{role}", (role,)) for role in roles]
+        return [("update", tuple(roles))]
+
+    def report(self) -> dict[str, float]:
+        """At the end of a step: its account as metrics, in bytes: of the fullest device for each owner, and in all.
+
+        Prints it as a table where it is not that of the last time.
+        """
+        self.steps += 1
+        if not self.phases:
+            return {}
+        totals = {
+            phase: max(_totals(account, self._names()).values()) for phase, account in self.phases.items()
+        }
+        metrics = {f"memory/{phase}/total": float(total) for phase, total in totals.items()}
+        for phase, account in self.phases.items():
+            metrics |= {f"memory/{phase}/{name}": float(max(by.values())) for name, by in account.items()}
+        rows = self._rows(totals)
+        if rows != self.printed:
+            self.printed = rows
+            self._print(rows)
+        self.phases = {}
+        return metrics
+
+    def _enter(self, name: str) -> None:
+        needed = NEEDS[name]
+        leaving = [
+            owner for owner in self.owners if owner.movable and owner.resident and owner.name not in needed
+        ]
+        coming = [owner for owner in self.owners if not owner.resident and owner.name in needed]
+        self._move("release_memory", leaving)
+        self._move("resume_memory", coming)
+
+    def _move(self, method: str, owners: list[Owner]) -> None:
+        groups = {owner.group.role: owner.group for owner in owners}
+        refs = []
+        for role, group in groups.items():
+            parts = [owner.part for owner in owners if owner.group.role == role]
+            refs += group.call(method, parts)
+        self.run.wait(refs)
+        for owner in owners:
+            owner.resident = method == "resume_memory"
+
+    def _measure(self) -> Account:
+        """What every process says that it has; parts that are no owner's are named after their group."""
+        names = {(owner.group.role, owner.part): owner.name for owner in self.owners}
+        groups = {owner.group.role: owner.group for owner in self.owners}
+        calls = {role: group.call("memory") for role, group in groups.items()}
+        account: Account = {}
+        for role, group in groups.items():
+            processes = self.run.wait(calls[role])
+            found = [entry for process in processes for entry in process]
+            for device, entry in zip(_devices(group), found, strict=True):
+                for part, num_bytes in entry.items():
+                    name = names.get((role, part), f"{role}_{part}")
+                    account.setdefault(name, {})[device] = num_bytes
+        return account
+
+    def _names(self) -> set[str]:
+        return {owner.name for owner in self.owners}
+
+    def _rows(self, totals: dict[str, int]) -> list[list[str]]:
+        """A header, the owners in their order, their sum, and what is not on the devices or is counted otherwise."""
+        own = [owner.name for owner in self.owners]
+        others = sorted({name for account in self.phases.values() for name in account} - set(own))
+        rows = [["MiB", *self.phases]]
+        for name in own:
+            rows.append([name, *(_cell(account.get(name, {})) for account in self.phases.values())])
+        rows.append(["all of these", *(f"{total / MIB:,.1f}" for total in totals.values())])
+        for name in others:
+            rows.append([name, *(_cell(account.get(name, {})) for account in self.phases.values())])
+        return rows
+
+    def _print(self, rows: list[list[str]]) -> None:
+        header, *body = rows
+        table = Table(
+            title="device memory: the fullest device",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        for index, name in enumerate(header):
+            table.add_column(name, justify="right" if index else "left")
+        for row in body:
+            table.add_row(*row)
+        self.run.console.print(table)
+
+
+def _cell(by_device: dict[Device, int]) -> str:
+    return f"{max(by_device.values(), default=0) / MIB:,.1f}"
+
+
+def _totals(account: Account, names: set[str]) -> dict[Device, int]:
+    """By device, the bytes of the owners `names` together."""
+    totals: dict[Device, int] = {}
+    for name in names & set(account):
+        for device, num_bytes in account[name].items():
+            totals[device] = totals.get(device, 0) + num_bytes
+    return totals
+
+
+def _devices(group: WorkerGroup) -> list[Device]:
+    """The devices of all ranks of all processes, in their order."""
+    return [device for devices in group.devices for device in devices]
+
+
+def frees_engines(config: TrainConfig, run: Run) -> bool:
+    """Whether the engines' memory is released while models are trained."""
+    policy = config.actor_rollout_ref
+    if policy.rollout.free_cache_engine is not None:
+        return policy.rollout.free_cache_engine
+    roles = [policy.actor, policy.ref, *([config.critic] if config.critic is not None else [])]
+    return any(_shares_gpus(config, run, role.resource_pool) for role in roles)
+
+
+def device_memory(
+    config: TrainConfig, run: Run, actor: Role, engines: WorkerGroup, critic: Role | None, ref: Role | None
+) -> DeviceMemory:
+    """The owners of a run's memory; engines that are freed have been released already."""
+    policy = config.actor_rollout_ref
+    owners = _trained(config, run, "actor", actor, policy.actor.megatron, policy.actor.resource_pool)
+    if ref is not None:
+        movable = _movable(config, run, policy.ref.megatron.param_offload, policy.ref.resource_pool)
+        owners.append(
+            Owner("ref_weights", ref.group, "reference" if ref.group is actor.group else "weights", movable)
+        )
+    if critic is not None:
+        owners += _trained(config, run, "critic", critic, config.critic.megatron, config.critic.resource_pool)
+    freed = frees_engines(config, run)
+    owners += [
+        Owner(f"rollout_{part}", engines, part, movable=freed, resident=not freed)
+        for part in ("weights", "kv_cache")
+    ]
+    owners += [
+        Owner(f"{group.role}_sync_buffers", group, "sync_buffers", False) for group in (actor.group, engines)
+    ]
+    return DeviceMemory(run, owners)
+
+
+def _trained(
+    config: TrainConfig, run: Run, name: str, role: Role, megatron: MegatronConfig, pool: str
+) -> list[Owner]:
+    switches = {
+        "weights": megatron.param_offload,
+        "gradients": megatron.grad_offload,
+        "optimizer": megatron.optimizer_offload,
+    }
+    return [
+        Owner(f"{name}_{part}", role.group, part, _movable(config, run, switch, pool))
+        for part, switch in switches.items()
+    ]
+
+
+def _movable(config: TrainConfig, run: Run, switch: bool | None, pool: str) -> bool:
+    return _shares_gpus(config, run, pool) if switch is None else switch
+
+
+def _shares_gpus(config: TrainConfig, run: Run, pool: str) -> bool:
+    return pool == config.actor_rollout_ref.rollout.resource_pool and run.pools[pool].use_gpu

@@ -1,0 +1,96 @@
+"""The actor's weights into all engines: connected once, sent before every rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.hybrid_engine import Sent, SyncPlan
+from megarl.rollout.engine import SyncReport
+
+if TYPE_CHECKING:
+    from megarl.cluster import WorkerGroup
+    from megarl.trainer.roles import Roles
+    from megarl.trainer.run import Run
+
+
+@dataclass(frozen=True)
+class SyncFacts:
+    """What is known of a sync before it runs.
+
+    Attributes:
+        account: bytes by link, in all, and the most for a rank (`SyncPlan.account`).
+        received: what each engine rank shall receive, in bytes.
+        engine_ranks: of one engine.
+        skip_unchanged: whether slices are sent that have not changed since the version that an engine holds.
+    """
+
+    account: dict[str, int]
+    received: tuple[int, ...]
+    num_buckets: int
+    engine_ranks: int
+    skip_unchanged: bool
+
+
+def connect(
+    run: Run, actor: WorkerGroup, engines: WorkerGroup, plan: SyncPlan, timeout: float, skip_unchanged: bool
+) -> SyncFacts:
+    """Work the plan out, give each rank its share of it, and tell the engines where the actor's ranks are.
+
+    To be called again when an engine was started anew.
+
+    Args:
+        timeout: seconds that the two sides wait for each other.
+    """
+    sources, targets = plan.shares()
+    one_machine = len({*actor.hosts, *engines.hosts}) == 1
+    hosts = ["127.0.0.1" if one_machine else host for host in actor.hosts]
+    per_rank = [(share, host, timeout) for share, host in zip(sources, hosts, strict=True)]
+    addresses = run.wait(actor.call_each("open_outbox", per_rank))
+    tp = plan.engines.tp
+    of_engines = [targets[first : first + tp] for first in range(0, len(targets), tp)]
+    run.wait(engines.call_each("connect", [(shares, addresses, timeout) for shares in of_engines]))
+    return SyncFacts(plan.account(), tuple(plan.plan.bytes_received()), len(plan.buckets), tp, skip_unchanged)
+
+
+def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
+    """Give every engine the actor's weights as `version`; nothing is served in between.
+
+    Returns: bytes by link, memory, and the time that each part took, as metrics.
+    """
+    engines, actor, facts = roles.engines, roles.actor.group, roles.sync
+    with run.timed("sync_begin"):
+        held = run.wait(engines.call("begin_update", version))
+    held_by_rank = dict(enumerate(engine for engine in held for _ in range(facts.engine_ranks)))
+    with run.timed("sync_send"):
+        sending = actor.call("send_weights", version, held_by_rank if facts.skip_unchanged else None)
+        results = run.wait([*sending, *engines.call("receive_weights")])
+    with run.timed("sync_finish"):
+        reports = run.wait(engines.call("finish_update"))
+    return sync_metrics(facts, results[: len(sending)], reports)
+
+
+def sync_metrics(facts: SyncFacts, sent: list[Sent], reports: list[SyncReport]) -> dict[str, float]:
+    """The plan's bytes, and what the ranks measured: bytes, memory, and seconds of the slowest rank in each phase."""
+    written = [count for report in reports for count in report.bytes_written]
+    kept = [count for report in reports for count in report.bytes_kept]
+    for rank, (planned, *found) in enumerate(zip(facts.received, written, kept, strict=True)):
+        if planned != sum(found):
+            raise RuntimeError(f"engine rank {rank} took {sum(found)} bytes, the plan has {planned} for it")
+    seconds = {name: max(one.seconds[name] for one in sent) for name in sent[0].seconds}
+    received = {
+        name: max(max(report.phase_seconds[name]) for report in reports) for name in reports[0].phase_seconds
+    }
+    return {
+        **{f"sync/{name}": float(value) for name, value in facts.account.items()},
+        "sync/bytes_unchanged": float(sum(kept)),
+        "sync/bytes_written_max_per_rank": float(max(written)),
+        "sync/trainer_buffer_bytes_max": float(max(one.buffer_bytes for one in sent)),
+        "sync/engine_buffer_bytes_max": float(max(max(report.buffer_bytes) for report in reports)),
+        "sync/buckets": float(facts.num_buckets),
+        "sync/seconds_pack": seconds["pack"],
+        "sync/seconds_wait_for_engine": seconds["wait"],
+        "sync/seconds_wait_for_trainer": received["wait"],
+        "sync/seconds_write": received["write"],
+        "sync/seconds_verify": received["verify"],
+    }

@@ -1,0 +1,102 @@
+"""SGLang 0.5.21's parameters on one rank, cut and fused by hand as its model files do it: an oracle of the weight tables."""
+
+from typing import Any
+
+import torch
+
+State = dict[str, torch.Tensor]
+
+
+class Rank:
+    """Rank `rank` of an engine of `tp` ranks, `ep` of them sharing the experts, with `dp` parts of attention."""
+
+    def __init__(self, rank: int, tp: int, ep: int = 1, dp: int = 1) -> None:
+        self.whole = (tp, rank)
+        self.attention = (tp // dp, rank % (tp // dp))
+        self.expert_share = (ep, rank // (tp // ep))
+        self.inside_expert = (tp // ep, rank % (tp // ep))
+
+
+def expected_sglang(state: State, hf: dict[str, Any], rank: Rank) -> State:
+    """Parameters by name; the vocabulary without its padding rows, and not at all where a rank has none but these."""
+    out = {"model.norm.weight": state["model.norm.weight"]}
+    rows = -(-hf["vocab_size"] // 64) * 64
+    for name, (parts, index) in (
+        ("model.embed_tokens.weight", rank.attention),
+        ("lm_head.weight", rank.whole),
+    ):
+        share = rows // parts
+        if name in state and len(state[name]) > index * share:
+            out[name] = state[name][index * share : (index + 1) * share]
+    for layer in range(hf["num_hidden_layers"]):
+        p = f"model.layers.{layer}."
+        for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            out[p + norm] = state[p + norm]
+        latent = p + "self_attn.kv_b_proj.weight" in state
+        out |= (_latent if latent else _grouped)(state, hf, rank, p + "self_attn.")
+        routed = p + "mlp.gate.weight" in state
+        out |= _mixture(state, hf, rank, p + "mlp.") if routed else _gated(state, rank.whole, p + "mlp.")
+    return out
+
+
+def _rows(tensor: torch.Tensor, cut: tuple[int, int]) -> torch.Tensor:
+    return tensor.chunk(cut[0], 0)[cut[1]]
+
+
+def _columns(tensor: torch.Tensor, cut: tuple[int, int]) -> torch.Tensor:
+    return tensor.chunk(cut[0], 1)[cut[1]]
+
+
+def _grouped(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
+    tp, index = rank.attention
+    replicas = max(1, tp // hf["num_key_value_heads"])
+    kv = (tp // replicas, index // replicas)
+    out = {p + "o_proj.weight": _columns(state[p + "o_proj.weight"], rank.attention)}
+    for kind in ("weight", "bias"):
+        if f"{p}q_proj.{kind}" in state:
+            q, k, v = (state[f"{p}{x}_proj.{kind}"] for x in "qkv")
+            out[f"{p}qkv_proj.{kind}"] = torch.cat([_rows(q, rank.attention), _rows(k, kv), _rows(v, kv)])
+    for norm in ("q_norm.weight", "k_norm.weight"):
+        if p + norm in state:
+            out[p + norm] = state[p + norm]
+    return out
+
+
+def _latent(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
+    out = {
+        p + "kv_a_layernorm.weight": state[p + "kv_a_layernorm.weight"],
+        p + "kv_b_proj.weight": _rows(state[p + "kv_b_proj.weight"], rank.attention),
+        p + "o_proj.weight": _columns(state[p + "o_proj.weight"], rank.attention),
+    }
+    if hf["q_lora_rank"] is None:
+        out[p + "q_proj.weight"] = _rows(state[p + "q_proj.weight"], rank.attention)
+        out[p + "kv_a_proj_with_mqa.weight"] = state[p + "kv_a_proj_with_mqa.weight"]
+        return out
+    fused = torch.cat([state[p + "q_a_proj.weight"], state[p + "kv_a_proj_with_mqa.weight"]])
+    out[p + "fused_qkv_a_proj_with_mqa.weight"] = fused
+    out[p + "q_a_layernorm.weight"] = state[p + "q_a_layernorm.weight"]
+    out[p + "q_b_proj.weight"] = _rows(state[p + "q_b_proj.weight"], rank.attention)
+    return out
+
+
+def _gated(state: State, cut: tuple[int, int], p: str) -> State:
+    gate, up = (_rows(state[f"{p}{kind}_proj.weight"], cut) for kind in ("gate", "up"))
+    return {
+        p + "gate_up_proj.weight": torch.cat([gate, up]),
+        p + "down_proj.weight": _columns(state[p + "down_proj.weight"], cut),
+    }
+
+
+def _mixture(state: State, hf: dict[str, Any], rank: Rank, p: str) -> State:
+    out = {p + "gate.weight": state[p + "gate.weight"]}
+    if p + "gate.e_score_correction_bias" in state:
+        out[p + "gate.e_score_correction_bias"] = state[p + "gate.e_score_correction_bias"]
+    if p + "shared_experts.up_proj.weight" in state:
+        out |= _gated(state, rank.whole, p + "shared_experts.")
+    numbers = torch.arange(len(state[p + "gate.weight"])).chunk(rank.expert_share[0])[rank.expert_share[1]]
+    experts = [_gated(state, rank.inside_expert, f"{p}experts.{number}.") for number in numbers.tolist()]
+    stacked = {"w13_weight": "gate_up_proj.weight", "w2_weight": "down_proj.weight"}
+    for ours, theirs in stacked.items():
+        parts = [tensor for expert in experts for name, tensor in expert.items() if name.endswith(theirs)]
+        out[f"{p}experts.{ours}"] = torch.stack(parts)
+    return out

@@ -1,0 +1,149 @@
+"""Training as an oracle sees it: two optimizer steps of a Hugging Face model, and of Megatron in a layout."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from megarl.config.schema import OptimConfig
+from megarl.hybrid_engine import load_hf_weights
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.logprobs import lm_head
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.packed import PackedBatch, pack_sequences
+from megarl.megatron.parallel import coords, init_parallel
+from megarl.megatron.step import train_step
+from megarl.models import read_model_config
+from tests.ranks import RankPool
+
+TOLERANCE = 1e-5
+VOCAB = 500  # Megatron pads it to 512, or to 768 where two ranks share it
+LENGTHS = (5, 31, 12, 40, 7, 23, 17, 9)
+NUM_TARGETS = sum(LENGTHS) - len(LENGTHS)
+
+
+OPTIM = OptimConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), clip_grad=0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's folder and what Hugging Face makes of it."""
+
+    folder: str
+    expected: list[tuple[float, float]]  # (loss, gradient norm) of two steps
+    optim: OptimConfig = OPTIM
+
+
+def sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def train_hugging_face(model: PreTrainedModel, optim: OptimConfig = OPTIM) -> list[tuple[float, float]]:
+    """Two steps over all sequences, one at a time, with torch's own AdamW."""
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    adam = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": optim.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+    )
+    history = []
+    for _ in range(2):
+        adam.zero_grad()
+        total = loss_and_gradients(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad)
+        adam.step()
+        history.append((total, norm.item()))
+    return history
+
+
+def loss_and_gradients(model: PreTrainedModel) -> float:
+    """The mean loss of all targets; its gradients are added to the parameters', one sequence at a time."""
+    total = 0.0
+    for tokens in sequences():
+        ids = torch.tensor([tokens])
+        logits = model(ids).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / NUM_TARGETS
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def batches(layout: ParallelLayout) -> list[PackedBatch]:
+    """This data parallel rank's micro-batches, two sequences each."""
+    place = coords()
+    tokens = sequences()
+    table = pa.table(
+        {"input_ids": tokens, "loss_mask": [[False] + [True] * (len(ids) - 1) for ids in tokens]}
+    )
+    rows = list(range(place.dp, len(tokens), layout.dp))
+    return [
+        pack_sequences(
+            table,
+            rows[start : start + 2],
+            tp=layout.tp,
+            cp=layout.cp,
+            cp_rank=place.cp,
+            sequence_parallel=layout.sp,
+        )
+        for start in range(0, len(rows), 2)
+    ]
+
+
+def loss_of(log_probs: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = -(log_probs[:, 0] * batch.mask).sum() / NUM_TARGETS
+    return loss, {"loss": loss}
+
+
+def _train(
+    rank: int, world: int, case: Case, sizes: dict[str, Any], options: dict[str, Any]
+) -> list[tuple[float, float]]:
+    """Two steps on this rank. Returns: (global loss, gradient norm) of each."""
+    layout = ParallelLayout(world=world, **sizes)
+    init_parallel(layout, rank, world)
+    wrapping = {"use_distributed_optimizer": options.pop("distributed", True)}
+    wrapping["overlap_grad_reduce"] = options.pop("overlap", False)
+    config = read_model_config(case.folder)
+    chunks = build_model(config, layout, **{"dtype": torch.float32, **options})
+    load_hf_weights(case.folder, config, layout, rank, local_parameters(chunks))
+    biases = expert_biases(chunks)
+    chunks = wrap_for_training(chunks, **wrapping)
+    optimizer, scheduler = build_optimizer(chunks, case.optim)
+    head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
+    history = []
+    for _ in range(2):
+        result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
+        assert result.ok
+        history.append((result.stats["loss"], result.grad_norm))
+    for name, bias in expert_biases(chunks).items():
+        assert torch.equal(bias, biases[name]), f"{name} is no parameter, and was changed"
+    return history
+
+
+def expert_biases(chunks: list) -> dict[str, torch.Tensor]:
+    """What the routers add to their scores for the choice alone."""
+    tensors = local_parameters(chunks)
+    return {name: tensor.clone() for name, tensor in tensors.items() if name.endswith("expert_bias")}
+
+
+def check(
+    ranks: RankPool,
+    case: Case,
+    world: int,
+    sizes: dict[str, Any],
+    tolerance: float = TOLERANCE,
+    **options: Any,
+) -> None:
+    for history in ranks.run(_train, case, sizes, options, world=world):
+        for (loss, norm), (expected_loss, expected_norm) in zip(history, case.expected, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=tolerance)
+            assert norm == pytest.approx(expected_norm, rel=tolerance)

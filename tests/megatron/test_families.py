@@ -1,0 +1,247 @@
+"""Every family computes what Hugging Face's model computes, in every kind of layout that it can have."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import (
+    DeepseekV3ForCausalLM,
+    Glm4MoeForCausalLM,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+
+from megarl.hybrid_engine import load_hf_weights
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.build import build_model, local_parameters
+from megarl.megatron.logprobs import lm_head
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.packed import pack_sequences
+from megarl.megatron.parallel import init_parallel
+from megarl.megatron.step import train_step
+from megarl.models import read_model_config
+from megarl.models.tiny import make_tiny_model
+from tests.megatron.hf import check_gradients, place_model
+from tests.megatron.parity import (
+    OPTIM,
+    VOCAB,
+    Case,
+    batches,
+    check,
+    loss_and_gradients,
+    loss_of,
+    sequences,
+    train_hugging_face,
+)
+from tests.ranks import RankPool
+
+# The first step divides by a gradient's size + eps: where that is rounding alone, the default eps would let it
+# grow until it changes which experts are chosen.
+STEADY = replace(OPTIM, eps=1e-6)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is built: the family, its Hugging Face class, and fields that differ from the tiny model's own."""
+
+    name: str
+    model_class: type[PreTrainedModel]
+    fields: dict[str, Any]
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+}
+FAMILIES = {
+    "qwen3": Family("qwen3", Qwen3ForCausalLM, {}),
+    "qwen3 with yarn": Family("qwen3", Qwen3ForCausalLM, {"rope_parameters": YARN}),
+    "qwen3_moe": Family("qwen3_moe", Qwen3MoeForCausalLM, {"num_experts_per_tok": 3}),
+    "qwen3_moe with plain scores": Family("qwen3_moe", Qwen3MoeForCausalLM, {"norm_topk_prob": False}),
+    "glm4_moe": Family("glm4_moe", Glm4MoeForCausalLM, {"rms_norm_eps": 1e-5, "n_shared_experts": 2}),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        DeepseekV3ForCausalLM,
+        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek_v3 without low rank queries": Family(
+        "deepseek_v3",
+        DeepseekV3ForCausalLM,
+        {"q_lora_rank": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "kimi_k2": Family("kimi_k2", DeepseekV3ForCausalLM, {}),
+}
+
+
+def hugging_face(folder: str, family: Family) -> PreTrainedModel:
+    config = json.loads(Path(folder, "config.json").read_text())
+    if family.name == "kimi_k2":  # DeepSeek-V3's model under a name that transformers does not know
+        known = Path(folder, "known")
+        shutil.copytree(folder, known, ignore=shutil.ignore_patterns("known"), dirs_exist_ok=True)
+        (known / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
+        folder = str(known)
+    return family.model_class.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """From a family to its tiny model and what Hugging Face makes of it, made once."""
+
+    @cache
+    def make(name: str) -> Case:
+        family, folder = FAMILIES[name], tmp_path_factory.mktemp("family")
+        make_tiny_model(
+            folder,
+            ["two words"],
+            vocab_size=VOCAB,
+            hidden_size=64,
+            ffn_hidden_size=96,
+            num_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            family=family.name,
+            fields={"initializer_range": 0.1, **family.fields},
+            seed=5,
+        )
+        history = train_hugging_face(hugging_face(str(folder), family), STEADY)
+        case = Case(str(folder), history, STEADY)
+        assert case.expected[0][1] > STEADY.clip_grad, "a wrong norm must show in the next loss"
+        return case
+
+    return make
+
+
+def _logits(rank: int, world: int, folder: str, sizes: dict[str, Any]) -> tuple[torch.Tensor, list[int]]:
+    """This rank's part of the logits [tokens, vocabulary/tp], and the bounds of the packed sequences."""
+    layout = ParallelLayout(world=world, **sizes)
+    init_parallel(layout, rank, world)
+    config = read_model_config(folder)
+    (model,) = build_model(config, layout, dtype=torch.float32, trainable=False)
+    load_hf_weights(folder, config, layout, rank, local_parameters([model]))
+    tokens = sequences()
+    table = pa.table({"input_ids": tokens, "loss_mask": [[True] * len(ids) for ids in tokens]})
+    batch = pack_sequences(table, range(len(tokens)), tp=layout.tp, sequence_parallel=layout.sp)
+    with torch.no_grad():
+        logits = model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,
+            packed_seq_params=batch.packed_seq_params(),
+        )
+    return logits[0], batch.cu_seqlens.tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_hugging_faces(
+    ranks: RankPool, case_of: Callable[[str], Case], name: str, world: int
+) -> None:
+    folder = case_of(name).folder
+    sizes: dict[str, Any] = {"tp": 2, "sp": True} if world == 2 else {}
+    if world == 2 and read_model_config(folder).moe is not None:
+        sizes["ep"] = 2
+    results = ranks.run(_logits, folder, sizes, world=world)
+    logits, bounds = torch.cat([part for part, _ in results], dim=-1), results[0][1]
+    assert 0.5 < logits[:, :VOCAB].std() < 10, "too weak or too strong to compare"
+    model = hugging_face(folder, FAMILIES[name])
+    for start, tokens in zip(bounds, sequences(), strict=False):
+        with torch.no_grad():
+            expected = model(torch.tensor([tokens])).logits[0]
+        found = logits[start : start + len(tokens), :VOCAB]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+DENSE_GRID = {
+    "tp2": (2, {"tp": 2}),
+    "tp2_sp_cp2": (4, {"tp": 2, "sp": True, "cp": 2}),
+    "uneven_pp3": (3, {"pp": 3, "first_layers": 1, "last_layers": 1}),
+}
+EXPERT_GRID = {
+    "one": (1, {}),
+    "ep2": (2, {"ep": 2}),
+    "tp2_sp": (2, {"tp": 2, "sp": True}),
+    "tp2_sp_ep2": (2, {"tp": 2, "sp": True, "ep": 2}),
+    "tp2_sp_etp2": (2, {"tp": 2, "sp": True, "etp": 2}),
+    "etp2": (2, {"etp": 2}),
+    "cp2_ep2": (2, {"cp": 2, "ep": 2}),
+    "uneven_pp2": (2, {"pp": 2, "first_layers": 1}),
+    "pp2_vpp2_ep2": (4, {"pp": 2, "vpp": 2, "ep": 2}),
+    "ep2_dp4": (4, {"ep": 2}),
+    "tp2_sp_ep2_etp2": (4, {"tp": 2, "sp": True, "ep": 2, "etp": 2}),
+    "tp2_sp_cp2_ep4": (4, {"tp": 2, "sp": True, "cp": 2, "ep": 4}),
+    "tp2_sp_pp2_ep4_dp2": (8, {"tp": 2, "sp": True, "pp": 2, "ep": 4}),
+}
+TRAINED = [
+    *[("qwen3", layout) for layout in DENSE_GRID],
+    ("qwen3 with yarn", "tp2"),
+    *[("deepseek_v3", layout) for layout in EXPERT_GRID],
+    *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "pp2_vpp2_ep2", "tp2_sp_cp2_ep4")],
+    *[("glm4_moe", layout) for layout in ("tp2_sp_ep2", "cp2_ep2", "uneven_pp2")],
+    ("qwen3_moe with plain scores", "ep2"),
+    ("deepseek_v3 without low rank queries", "tp2_sp_ep2"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), TRAINED)
+def test_every_layout_trains_as_hugging_face_does(
+    ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
+) -> None:
+    """Loss and gradient norm of two steps; experts' biases stay as they are."""
+    world, sizes = {**DENSE_GRID, **EXPERT_GRID}[layout]
+    check(ranks, case_of(name), world, sizes)
+
+
+def _gradients(rank: int, world: int, sizes: dict[str, Any], folder: str) -> list:
+    place = place_model(rank, world, sizes, folder)
+    optimizer, scheduler = build_optimizer(place.chunks, replace(OPTIM, clip_grad=1e9))
+    head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
+    assert train_step(place.chunks, optimizer, scheduler, batches(place.layout), head, loss_of).ok
+    return place.gradients()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("layout", ["tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4"])
+def test_every_gradient_is_hugging_faces(
+    ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
+) -> None:
+    """On every rank that holds a replica or a part, whatever it is a replica or a part of."""
+    world, sizes = EXPERT_GRID[layout]
+    folder = case_of(name).folder
+    model = hugging_face(folder, FAMILIES[name])
+    loss_and_gradients(model)
+    check_gradients(model, ranks.run(_gradients, sizes, folder, world=world))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"distributed": False},
+        {"overlap": True},
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "selective"},
+    ],
+    ids=str,
+)
+def test_how_experts_are_trained_changes_nothing(
+    ranks: RankPool, case_of: Callable[[str], Case], options: dict[str, Any]
+) -> None:
+    check(ranks, case_of("deepseek_v3"), 4, {"tp": 2, "sp": True, "ep": 2}, **options)
+
+
+def test_bfloat16_comes_close(ranks: RankPool, case_of: Callable[[str], Case]) -> None:
+    """8 bits of mantissa, 2**-8 a rounding: some tokens go to other experts, and the loss is a mean over all."""
+    layout = {"tp": 2, "sp": True, "ep": 2}
+    check(ranks, case_of("deepseek_v3"), 2, layout, tolerance=5e-2, dtype=torch.bfloat16)

@@ -1,0 +1,154 @@
+"""Training with its memory moved away and back between steps: the same bits, and the memory really is gone."""
+
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megarl.config.schema import OptimConfig
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron import offload
+from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.logprobs import lm_head
+from megarl.megatron.offload import Offloadable, gradients_of, optimizer_of, weights_of
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.packed import pack_trajectories
+from megarl.megatron.parallel import coords, init_parallel
+from megarl.megatron.step import forward_only, train_step
+from tests.megatron.hf import make_table
+from tests.megatron.test_build import CONFIG, EXPERTS
+from tests.megatron.test_step import PLANS, weighted_loss
+from tests.ranks import RankPool
+
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1)
+
+
+def _train(rank: int, world: int, options: dict[str, Any], away: bool) -> dict[str, Any]:
+    """Two steps and a forward pass; with `away` all memory leaves the device between them.
+
+    Returns: norms, this rank's weights, outputs, and the bytes of each part before, while away and after.
+    """
+    layout = ParallelLayout(world=world, **options.get("layout", {}))
+    init_parallel(layout, rank, world)
+    dtype = options.get("dtype", torch.float32)
+    chunks = wrap_for_training(
+        build_model(replace(CONFIG, moe=options.get("moe")), layout, dtype=dtype),
+        use_distributed_optimizer=options.get("distributed", True),
+    )
+    optimizer, scheduler = build_optimizer(chunks, OPTIM, num_steps=2)
+    parts = [weights_of(chunks), gradients_of(chunks), optimizer_of(chunks, optimizer)]
+    head = lm_head(vocab_size=CONFIG.vocab_size, temperature=1.0, chunk_tokens=16, with_entropy=True)
+    shape = {"tp": layout.tp, "cp": 1, "cp_rank": 0, "sequence_parallel": layout.sp}
+    plan = PLANS[layout.dp][1][coords().dp]
+    batches = [pack_trajectories(make_table(), rows, ["advantages"], **shape) for rows in plan]
+    norms, sizes = [], []
+    for _ in range(2):
+        norms.append(train_step(chunks, optimizer, scheduler, batches, head, weighted_loss).grad_norm)
+        if away:
+            sizes.append(_take_away_and_back(parts))
+    outputs = [output for output in forward_only(chunks, batches, head) if output is not None]
+    weights = {name: tensor.clone() for name, tensor in local_parameters(chunks).items()}
+    return {"norms": norms, "weights": weights, "outputs": outputs, "sizes": sizes}
+
+
+def _take_away_and_back(parts: list[Any]) -> list[list[int]]:
+    """By part: device bytes before, away and after; host bytes away."""
+    before = [part.device_bytes() for part in parts]
+    for part in parts:
+        part.offload()
+        with pytest.raises(AssertionError, match="reload"):
+            part.require()
+    away = [part.device_bytes() for part in parts]
+    host = [part.host_bytes() for part in parts]
+    for part in reversed(parts):
+        part.reload()
+        part.require()
+    return [before, away, [part.device_bytes() for part in parts], host]
+
+
+OPTIONS = [
+    (1, {}),
+    (2, {}),
+    (2, {"distributed": False}),
+    (2, {"dtype": torch.bfloat16}),
+    (2, {"dtype": torch.bfloat16, "distributed": False}),
+    (4, {"layout": {"tp": 2, "sp": True, "pp": 2, "vpp": 2}}),
+]
+
+
+# Experts have buffers and an optimizer of their own.
+MIXTURE = (2, {"layout": {"ep": 2}, "moe": EXPERTS})
+
+
+@pytest.mark.parametrize(("world", "options"), [*OPTIONS, MIXTURE])
+def test_training_is_the_same_bit_for_bit(ranks: RankPool, world: int, options: dict[str, Any]) -> None:
+    stayed = ranks.run(_train, options, False, world=world)
+    for found, expected in zip(ranks.run(_train, options, True, world=world), stayed, strict=True):
+        assert found["norms"] == expected["norms"]
+        for name, tensor in expected["weights"].items():
+            assert torch.equal(found["weights"][name], tensor), name
+        for output, wanted in zip(found["outputs"], expected["outputs"], strict=True):
+            assert torch.equal(output, wanted)
+        for before, away, after, _ in found["sizes"]:
+            assert min(before) > 0 and away == [0, 0, 0] and after == before
+
+
+@pytest.mark.parametrize(("world", "options"), OPTIONS)
+def test_the_bytes_are_those_of_the_tensors(ranks: RankPool, world: int, options: dict[str, Any]) -> None:
+    """Adam's two states and, beside bfloat16 weights, float32 copies: of a rank's part where it is distributed."""
+    half = options.get("dtype") == torch.bfloat16
+    shared = world // ParallelLayout(world=world, **options.get("layout", {})).dp if world > 1 else 1
+    dp = world // shared if options.get("distributed", True) else 1
+    for found in ranks.run(_train, options, True, world=world):
+        count = sum(tensor.numel() for tensor in found["weights"].values())
+        for before, _, _, host in found["sizes"]:
+            weights, gradients, optimizer = before
+            padding = 4096  # elements: buffers are padded to even shares
+            assert 0 <= weights - count * (2 if half else 4) <= 4 * padding
+            assert 0 <= gradients - count * 4 <= 4 * padding
+            assert abs(optimizer * dp - count * (12 if half else 8)) <= 12 * dp * padding
+            assert host == [weights, 0, optimizer]
+
+
+def test_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor and a view of it, in several chunks; what is shared with an excluded tensor stays.
+
+    Chunks of more than 32 MiB: glibc keeps no freed memory of that size (mallopt(3), M_MMAP_THRESHOLD).
+    """
+    monkeypatch.setattr(offload, "CHUNK_BYTES", 44_000_003)
+    whole, kept = torch.arange(40 << 20, dtype=torch.float32), torch.ones(1000)
+    view = whole[5:-5].view(-1, 2)
+    tensors = Offloadable(lambda: [whole, view, kept[10:]], excluded=lambda: [kept])
+    expected = view.sum()
+    before = psutil.Process().memory_info().rss
+    tensors.offload()
+    assert len(tensors.host) == 1 and len(next(iter(tensors.host.values()))) == 4
+    assert (tensors.device_bytes(), tensors.host_bytes()) == (0, 160 << 20)
+    tensors.host.clear()  # on a CPU the copy takes the place of what was freed
+    assert before - psutil.Process().memory_info().rss > 140 << 20
+    whole.untyped_storage().resize_(160 << 20)
+    torch.arange(40 << 20, dtype=torch.float32, out=whole)
+    tensors.resident = True
+    tensors.offload()
+    tensors.reload()
+    assert torch.equal(view.sum(), expected) and tensors.host_bytes() == 0
+    assert kept.sum() == 1000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none")
+def test_a_gpus_memory_is_free_for_other_processes() -> None:
+    tensors = [torch.randn(64 << 20, device="cuda"), torch.randn(1000, device="cuda")]
+    part = Offloadable(lambda: [*tensors, tensors[0][1:]])
+    expected = [tensor.cpu() for tensor in tensors]
+    for _ in range(2):
+        free, _ = torch.cuda.mem_get_info()
+        part.offload()
+        assert torch.cuda.mem_get_info()[0] - free > 200 << 20
+        addresses = [copy.data_ptr() for copies in part.host.values() for copy in copies if copy.is_pinned()]
+        part.reload()
+        for tensor, wanted in zip(tensors, expected, strict=True):
+            assert torch.equal(tensor.cpu(), wanted)
+    assert addresses == [copy.data_ptr() for copies in part.host.values() for copy in copies]

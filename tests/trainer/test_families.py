@@ -1,0 +1,142 @@
+"""Whole runs of every family: what the engines answer after the last update is what transformers answers with the
+exported model.
+
+A run takes about a minute. Two always run; `pytest --slow` takes the others, too.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.data.arithmetic import arithmetic_texts
+from megarl.data.trajectories import read_trajectories
+from megarl.models.tiny import make_tiny_model
+from tests.trainer.conftest import PPO, on, steps, succeed
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+GRPO = [
+    "critic=null",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    f"{ROLLOUT}.n=2",
+]
+# Answers of a random model are never right: advantages need scores that differ.
+REWARD = "def compute_score(solution_str, **rest):\n    return sum(map(ord, solution_str)) % 7 / 7\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, and the devices, layouts and ways to sync that its run has."""
+
+    family: str
+    layers: int
+    overrides: tuple[str, ...]
+    num_mtp_layers: int = 0
+
+
+CASES = [
+    # a critic of experts over data parallel ranks, unequal stages, weights point to point, a kept MTP layer
+    Case(
+        "deepseek_v3", 3,
+        (
+            "trainer.n_gpus_per_node=4", f"{ACTOR}.expert_model_parallel_size=2",
+            f"{ACTOR}.num_layers_in_first_pipeline_stage=2", "critic.megatron.expert_model_parallel_size=2",
+            "critic.megatron.num_layers_in_last_pipeline_stage=2", f"{ROLLOUT}.expert_parallel_size=2",
+            f"{ROLLOUT}.sync_transport=p2p", "actor_rollout_ref.model.mtp=keep",
+        ),
+        num_mtp_layers=1,
+    ),
+    # everything leaves the devices while it is not used
+    Case(
+        "glm4_moe", 2,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.pipeline_model_parallel_size=1",
+            f"{ACTOR}.expert_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2",
+            f"{ROLLOUT}.free_cache_engine=true", f"{ACTOR}.param_offload=true", f"{ACTOR}.grad_offload=true",
+            f"{ACTOR}.optimizer_offload=true",
+        ),
+    ),
+    # experts over data parallel ranks, two engines
+    Case(
+        "qwen3_moe", 2,
+        (
+            *GRPO, "trainer.n_gpus_per_node=2", f"{ACTOR}.tensor_model_parallel_size=1",
+            f"{ACTOR}.pipeline_model_parallel_size=1", f"{ACTOR}.expert_model_parallel_size=2",
+            f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.num_engines=2",
+        ),
+    ),
+    Case(
+        "qwen3", 2,
+        (
+            "trainer.n_gpus_per_node=2", f"{ACTOR}.tensor_model_parallel_size=1",
+            "critic.megatron.pipeline_model_parallel_size=1", "critic.megatron.tensor_model_parallel_size=2",
+        ),
+    ),
+]  # fmt: skip
+ALWAYS = ("deepseek_v3", "glm4_moe")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.family, marks=() if case.family in ALWAYS else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+def test_engines_answer_as_transformers_with_the_trained_model(case, task, tmp_path):
+    model = make_tiny_model(
+        tmp_path / "model", arithmetic_texts(), family=case.family, hidden_size=64, ffn_hidden_size=128,
+        num_layers=case.layers, num_mtp_layers=case.num_mtp_layers, fields={"initializer_range": 0.2},
+    )  # fmt: skip
+    (tmp_path / "reward.py").write_text(REWARD)
+    out = tmp_path / "run"
+    succeed(
+        "train", *PPO, *on(task, out), f"actor_rollout_ref.model.path={model}",
+        f"custom_reward_function.path={tmp_path}/reward.py", "trainer.total_training_steps=2",
+        "trainer.test_freq=2", "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0", *case.overrides,
+    )  # fmt: skip
+    for step in steps(out):
+        assert (step["actor/ratio_mean"], step["actor/ppo_kl"], step["actor/pg_clipfrac"]) == (1.0, 0.0, 0.0)
+        assert step["training/rollout_log_prob_diff_max"] < 2e-5
+    assert_trained(model, out / "hf", case.layers)
+    answers = read_trajectories(out / "rollouts" / "val-000002.parquet")
+    assert set(answers["weight_version"].to_pylist()) == {3}
+    assert greedy_differences(out / "hf", answers) == (0, pytest.approx(0.0, abs=1e-4))
+    different, _ = greedy_differences(model, answers)
+    assert different > 0  # they are those of the trained model
+
+
+def assert_trained(before: Path, after: Path, layers: int) -> None:
+    """Every weight moved, but for the bias of the routers' choice and MTP layers, which are not trained."""
+    old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
+    assert old.keys() == new.keys()
+    same = {name for name in old if torch.equal(old[name], new[name])}
+    repeated = (f"layers.{layers}.embed_tokens.weight", f"layers.{layers}.shared_head.head.weight")
+    assert same == {
+        name
+        for name in old
+        if name.endswith("e_score_correction_bias")
+        or (name.startswith(f"model.layers.{layers}.") and not name.endswith(repeated))
+    }
+
+
+@torch.no_grad()
+def greedy_differences(folder, answers):
+    """(tokens that are not transformers' greedy choice, largest difference of a log-prob) over all answers."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    different, largest = 0, 0.0
+    columns = (answers[name].to_pylist() for name in ("prompt_ids", "response_ids", "rollout_log_probs"))
+    for prompt, response, log_probs in zip(*columns, strict=True):
+        expected = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        chosen = torch.tensor(response)
+        different += int((expected.argmax(-1) != chosen).sum())
+        found = expected.gather(1, chosen[:, None])[:, 0] - torch.tensor(log_probs)
+        largest = max(largest, float(found.abs().max()))
+    return different, largest

@@ -1,0 +1,154 @@
+"""What moves to and from the devices between the phases of a step, and how it is accounted for."""
+
+import contextlib
+import io
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from rich.console import Console
+
+from megarl.trainer.memory import MIB, NEEDS, DeviceMemory, Owner
+
+STEP = ("sync", "generate", "evaluate_models", "update_critic", "update_actor")
+SIZES = {"weights": 4, "gradients": 8, "optimizer": 24, "reference": 4, "kv_cache": 50}
+
+
+@dataclass
+class Group:
+    """Two processes of a device each; `log` records what is on the devices after each call."""
+
+    role: str
+    parts: list[str]
+    devices: list[tuple[str, ...]]
+    log: list[set[str]]
+    everything: set[str]
+    away: set[str] = field(default_factory=set)
+
+    def call(self, method, parts=()):
+        for part in parts:
+            name = f"{self.role}_{part}"
+            assert (name in self.everything) == (method == "release_memory"), (method, name)
+            self.everything ^= {name}
+            self.log.append(set(self.everything))
+        return [[self.memory(rank)] for rank in range(len(self.devices))]
+
+    def memory(self, rank):
+        here = {part: f"{self.role}_{part}" in self.everything for part in self.parts}
+        return {part: SIZES[part] * MIB * (rank + 1) * there for part, there in here.items()} | {"on_host": 7}
+
+
+@dataclass
+class FakeRun:
+    console: Console
+    seconds: list[str] = field(default_factory=list)
+
+    def wait(self, refs):
+        return refs
+
+    @contextlib.contextmanager
+    def timed(self, phase):
+        self.seconds.append(phase)
+        yield
+
+
+PARTS = {
+    "actor": ["weights", "gradients", "optimizer", "reference"],
+    "critic": ["weights", "gradients", "optimizer"],
+    "rollout": ["weights", "kv_cache"],
+}
+
+
+def make(movable=True, critic_devices=("d0", "d1")):
+    """All on two devices, d0 and d1, if the critic is not elsewhere; engines released as at a run's start."""
+    everything, log, owners = set(), [], []
+    for role, parts in PARTS.items():
+        devices = critic_devices if role == "critic" else ("d0", "d1")
+        group = Group(role, parts, [(device,) for device in devices], log, everything)
+        everything |= {f"{role}_{part}" for part in parts if role != "rollout" or not movable}
+        for part in parts:
+            name = "ref_weights" if part == "reference" else f"{role}_{part}"
+            owners.append(Owner(name, group, part, movable, resident=role != "rollout" or not movable))
+    text = io.StringIO()
+    return DeviceMemory(FakeRun(Console(file=text, width=120)), owners), log, text
+
+
+def test_never_both_copies_and_both_caches():
+    """Over any order of phases, between any two moves."""
+    for order in itertools.permutations(STEP):
+        memory, log, _ = make()
+        for phase in (*order, *order[:1]):
+            with memory.held(phase):
+                here = log[-1]
+                renamed = {name.replace("actor_reference", "ref_weights") for name in here}
+                assert renamed == set(NEEDS[phase])
+    # The order of a run: a cache comes after the weights were synced.
+    memory, log, _ = make()
+    for phase in (*STEP, *STEP, "sync", "generate", "export"):
+        with memory.held(phase):
+            pass
+    training_state = {f"{role}_{part}" for role in ("actor", "critic") for part in ("gradients", "optimizer")}
+    for here in log[len(PARTS["actor"]) + len(PARTS["critic"]) :]:
+        if "rollout_kv_cache" in here:
+            assert here <= {"rollout_weights", "rollout_kv_cache"}
+        if {"actor_weights", "rollout_weights"} <= here:
+            assert not here & (training_state | {"rollout_kv_cache"})
+        assert not ({"actor_optimizer", "critic_optimizer"} <= here)
+
+
+def test_what_cannot_move_stays_and_is_not_called():
+    memory, log, _ = make(movable=False)
+    for phase in STEP:
+        with memory.held(phase):
+            pass
+    assert log == []
+
+
+@pytest.mark.parametrize(
+    ("movable", "critic_devices", "expected"),
+    [
+        (True, ("d0", "d1"), [("update_critic", ("critic",)), ("update_actor", ("actor",))]),
+        (True, ("d1", "d2"), [("update_critic", ("critic",)), ("update_actor", ("actor",))]),
+        (True, ("d2", "d3"), [("update", ("critic", "actor"))]),
+        (False, ("d0", "d1"), [("update", ("critic", "actor"))]),
+    ],
+)
+def test_updates_take_turns_only_to_make_room(movable, critic_devices, expected):
+    memory, _, _ = make(movable, critic_devices)
+    assert memory.turns(["critic", "actor"]) == expected
+
+
+def test_only_those_who_train_are_given_room():
+    memory, _, _ = make()
+    assert memory.turns(["critic"]) == [("update_critic", ("critic",))]
+
+
+def test_the_account_is_of_the_fullest_device():
+    memory, _, text = make(critic_devices=("d1", "d2"))
+    with memory.phase("sync"):
+        pass
+    with memory.phase("evaluate_models"):
+        pass
+    metrics = memory.report()
+    assert metrics["memory/sync/actor_weights"] == 8 * MIB
+    assert metrics["memory/sync/total"] == 8 * MIB + 8 * MIB  # on d1
+    # d1 has the actor's and the reference's second parts and the critic's first one
+    assert metrics["memory/evaluate_models/total"] == (8 + 8 + 4) * MIB
+    assert metrics["memory/sync/rollout_kv_cache"] == metrics["memory/sync/actor_optimizer"] == 0
+    assert metrics["memory/sync/actor_on_host"] == 7  # counted, but not on the device
+    assert memory.run.seconds.count("sync") == 1
+    rows = {line.split()[0]: line.split()[1:] for line in text.getvalue().splitlines() if line.strip()}
+    assert rows["actor_weights"] == ["8.0", "8.0"] and rows["ref_weights"] == ["0.0", "8.0"]
+    assert rows["all"] == ["of", "these", "16.0", "20.0"]
+
+
+def test_the_account_is_taken_now_and_then_and_printed_when_it_changes():
+    memory, _, text = make()
+    taken = []
+    for step in range(1, 22):
+        with memory.held("sync" if step < 20 else "generate"):
+            pass
+        if memory.report():
+            taken.append(step)
+    assert taken == [1, 2, 10, 20]
+    assert text.getvalue().count("device memory") == 2

@@ -16,6 +16,7 @@ MAX_LINES = 400
 # docs/architecture.md shows the same table to readers. A room imports only from rooms on floors below its own.
 FLOORS = {
     "files": 0,
+    "plugins": 0,
     "config": 1,
     "platform": 1,
     "data": 2,
@@ -37,6 +38,7 @@ FORBIDDEN = {
     "config": HEAVY,
     "platform": {"transformers", "ray", "sglang"},
     "files": HEAVY,
+    "plugins": HEAVY,
     "data": {"ray", "megatron", "sglang"},
     "algorithms": {"transformers", "ray", "megatron", "sglang"},
     "rewards": {"ray", "megatron", "sglang"},

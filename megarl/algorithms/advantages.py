@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.ragged import check_ragged, live_offsets, reverse_scan, segment_ids, segment_sum
+from megarl.plugins import Registry
 
 
 @dataclass(frozen=True)
@@ -45,24 +46,8 @@ class AdvantageResult:
 
 
 Estimator = Callable[[AdvantageBatch, AdvantageOptions], AdvantageResult]
-_ESTIMATORS: dict[str, Estimator] = {}  # filled by `register_advantage` while modules are imported
-
-
-def register_advantage(name: str) -> Callable[[Estimator], Estimator]:
-    """Decorator: make an estimator known as `algorithm.adv_estimator=<name>`."""
-
-    def register(estimator: Estimator) -> Estimator:
-        if name in _ESTIMATORS:
-            raise ValueError(f"advantage estimator {name!r} is already registered ({_ESTIMATORS[name]})")
-        _ESTIMATORS[name] = estimator
-        return estimator
-
-    return register
-
-
-def advantage_estimators() -> list[str]:
-    """The registered names, sorted."""
-    return sorted(_ESTIMATORS)
+ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", "algorithm.adv_estimator")
+register_advantage = ESTIMATORS.register
 
 
 def compute_advantages(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
@@ -70,10 +55,7 @@ def compute_advantages(name: str, batch: AdvantageBatch, options: AdvantageOptio
 
     ValueError: unknown name; an input that the estimator needs is missing; a reward stands on a masked token.
     """
-    if name not in _ESTIMATORS:
-        raise ValueError(
-            f"algorithm.adv_estimator={name!r} is unknown; known: {', '.join(advantage_estimators())}"
-        )
+    estimate = ESTIMATORS[name]
     check_ragged(batch.offsets, batch.token_level_rewards, batch.mask)
     lost = int((batch.token_level_rewards[~batch.mask] != 0).sum())
     if lost:
@@ -81,7 +63,7 @@ def compute_advantages(name: str, batch: AdvantageBatch, options: AdvantageOptio
             f"{lost} non-zero token level rewards stand on masked tokens, where no advantage would see them; "
             "put each on the last unmasked token before it"
         )
-    return _ESTIMATORS[name](batch, options)
+    return estimate(batch, options)
 
 
 def gae(

@@ -13,6 +13,7 @@ that do not fit each other, the devices or the files, `check_models` for layouts
 What it must not know: torch, or any other room.
 """
 
+from megarl.config.algorithm_sections import AlgorithmConfig, KLControlConfig
 from megarl.config.batches import (
     BatchPlan,
     RolePlan,
@@ -24,21 +25,19 @@ from megarl.config.batches import (
     save_batch_plan,
 )
 from megarl.config.check import check_config
+from megarl.config.data_sections import DataConfig
 from megarl.config.load import load_config, save_config, to_dict
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
 from megarl.config.resolve import needs_reference, pool_devices, reference_in_actor, resolve
+from megarl.config.reward_sections import CustomRewardConfig
 from megarl.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
-    AlgorithmConfig,
     CriticConfig,
     CriticModelConfig,
-    CustomRewardConfig,
-    DataConfig,
     EvalConfig,
     EvalDataConfig,
     EvalTrainerConfig,
-    KLControlConfig,
     MegatronConfig,
     ModelPathConfig,
     OptimConfig,

@@ -3,19 +3,20 @@
 Guarantee: one call reports every violation it can find, each with the full keys and what would be right.
 """
 
-import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.check_algorithm import algorithm_problems
+from megarl.config.check_data import data_problems, file_problems
 from megarl.config.check_layout import engine_problems, layout_problems, pool_problems, update_problems
+from megarl.config.check_rewards import reward_problems
 from megarl.config.options import walk_values
 from megarl.config.problems import did_you_mean, raise_if_any
 from megarl.config.resolve import GLOBAL_POOL, resolve
 from megarl.config.schema import EvalConfig, OptimConfig, RolloutConfig, SFTConfig, TrainConfig
 
 _POLICY = "actor_rollout_ref"
-_GLOB_CHARACTERS = "*?["
 
 
 def check_config(config: TrainConfig | SFTConfig | EvalConfig, data_files: bool = True) -> None:
@@ -78,7 +79,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from update_problems(full)
     yield from engine_problems(full)
     yield from _training_sampling_problems(policy.rollout)
-    yield from _algorithm_problems(full)
+    yield from algorithm_problems(full)
     yield from _optim_problems(f"{_POLICY}.actor.optim", policy.actor.optim)
     yield from _model_problems(f"{_POLICY}.model.path", policy.model.path)
     yield from _tokenizer_problems(
@@ -88,16 +89,8 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
         yield from _optim_problems("critic.optim", full.critic.optim)
         if full.critic.model.path != policy.model.path:
             yield from _model_problems("critic.model.path", full.critic.model.path)
-    if data_files:
-        yield from _file_problems("data.train_files", full.data.train_files)
-        yield from _file_problems("data.val_files", full.data.val_files)
-    yield from _reward_problems(full)
-    trainer = full.trainer
-    if full.data.val_files is None:
-        if trainer.test_freq > 0:
-            yield f"trainer.test_freq={trainer.test_freq} needs data.val_files"
-        if trainer.val_before_train:
-            yield "trainer.val_before_train=true needs data.val_files"
+    yield from data_problems(full, data_files)
+    yield from reward_problems(full)
 
 
 def _sft_problems(config: SFTConfig) -> Iterator[str]:
@@ -109,8 +102,8 @@ def _sft_problems(config: SFTConfig) -> Iterator[str]:
             yield f"megatron.{name} is for runs with rollout engines: fine-tuning uses all it has all the time; leave it out"
     yield from _model_problems("model.path", config.model.path)
     yield from _tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
-    yield from _file_problems("data.train_files", config.data.train_files)
-    yield from _file_problems("data.val_files", config.data.val_files)
+    yield from file_problems("data.train_files", config.data.train_files)
+    yield from file_problems("data.val_files", config.data.val_files)
     if config.data.val_files is None and config.trainer.test_freq > 0:
         yield f"trainer.test_freq={config.trainer.test_freq} needs data.val_files"
 
@@ -127,8 +120,8 @@ def _eval_problems(config: EvalConfig) -> Iterator[str]:
         yield f"rollout.resource_pool={config.rollout.resource_pool!r}: evaluation has one pool; leave it out"
     yield from _model_problems("model.path", config.model.path)
     yield from _tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
-    yield from _file_problems("data.val_files", config.data.val_files)
-    yield from _reward_problems(config)
+    yield from file_problems("data.val_files", config.data.val_files)
+    yield from reward_problems(config)
 
 
 def _training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
@@ -140,34 +133,6 @@ def _training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
                 "because the trainer's log-probs are those of the whole distribution, not of the cut one "
                 f"(rollout.val_kwargs.{name} may be set)"
             )
-
-
-def _algorithm_problems(config: TrainConfig) -> Iterator[str]:
-    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    if algorithm.adv_estimator == "gae" and config.critic is None:
-        yield (
-            "critic.optim.lr is required: algorithm.adv_estimator='gae' trains a critic, but there is no section critic "
-            "(grpo needs none)"
-        )
-    if algorithm.adv_estimator == "grpo":
-        if rollout.n < 2:
-            yield (
-                f"{_POLICY}.rollout.n={rollout.n}: algorithm.adv_estimator='grpo' compares the responses to one "
-                "prompt and needs at least 2"
-            )
-        if config.critic is not None:
-            yield "critic: algorithm.adv_estimator='grpo' has no critic; leave the section out (or critic=null)"
-    control, trajectories = algorithm.kl_ctrl, config.data.train_batch_size * rollout.n
-    # Its factor of one step, 1 - 0.2 * trajectories / horizon, must stay positive.
-    if (
-        algorithm.use_kl_in_reward
-        and control.type == "adaptive"
-        and 0.2 * trajectories >= control.horizon > 0
-    ):
-        yield (
-            f"algorithm.kl_ctrl.horizon={control.horizon:g} is too short for {trajectories} trajectories a step: the "
-            f"coefficient could change sign; it must be over {0.2 * trajectories:g}"
-        )
 
 
 def _optim_problems(key: str, optim: OptimConfig) -> Iterator[str]:
@@ -195,31 +160,3 @@ def _model_problems(key: str, path: str | None) -> Iterator[str]:
 def _tokenizer_problems(key: str, path: str | None) -> Iterator[str]:
     if path is not None and not Path(path).expanduser().is_dir():
         yield f"{key}: {path} is no folder (working directory {Path.cwd()})"
-
-
-def _file_problems(key: str, files: str | Sequence[str] | None) -> Iterator[str]:
-    if files is None:
-        return
-    patterns = [files] if isinstance(files, str) else list(files)
-    if not patterns:
-        yield f"{key} is an empty list; give at least one file"
-    for pattern in patterns:
-        path = Path(pattern).expanduser()
-        if path.is_file():
-            continue
-        if path.is_dir():
-            yield f"{key}: {pattern} is a folder; give the files in it, for example {pattern.rstrip('/')}/*.parquet"
-        elif not any(character in pattern for character in _GLOB_CHARACTERS):
-            yield f"{key}: the file {pattern} does not exist (working directory {Path.cwd()})"
-        elif not any(Path(match).is_file() for match in glob.iglob(str(path), recursive=True)):
-            yield f"{key}: no file matches {pattern} (working directory {Path.cwd()})"
-
-
-def _reward_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
-    path = config.custom_reward_function.path
-    if path is None:
-        return
-    if not Path(path).expanduser().is_file():
-        yield f"custom_reward_function.path: the file {path} does not exist (working directory {Path.cwd()})"
-    elif not path.endswith(".py"):
-        yield f"custom_reward_function.path: {path} is no .py file"

@@ -9,11 +9,12 @@ sizes on one device.
 
 from dataclasses import dataclass
 
+from megarl.config.algorithm_sections import KL_KINDS, LOSS_AGG_MODES, AlgorithmConfig
+from megarl.config.data_sections import DataConfig
 from megarl.config.options import option, optional_section, section
+from megarl.config.reward_sections import CustomRewardConfig
 from megarl.config.sections import (
     LOGGERS,
-    TRUNCATIONS,
-    CustomRewardConfig,
     MegatronConfig,
     ModelPathConfig,
     OptimConfig,
@@ -21,29 +22,6 @@ from megarl.config.sections import (
     RolloutConfig,
     TrainedModelConfig,
 )
-
-ADV_ESTIMATORS = ("gae", "grpo")
-KL_KINDS = ("kl", "abs", "mse", "low_var_kl")
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Prompts."""
-
-    train_files: str | tuple[str, ...] = option("Parquet files: a path, a glob, or a list.", is_path=True)
-    val_files: str | tuple[str, ...] | None = option(
-        "The same for validation; null: no validation.", None, is_path=True
-    )
-    prompt_key: str = option("Column of the chat messages.", "prompt")
-    train_batch_size: int = option("Prompts a step.", ge=1)
-    val_batch_size: int | None = option("Prompts that validation generates at a time; null: all.", None, ge=1)
-    max_prompt_length: int = option("Tokens of a prompt, chat template included.", ge=1)
-    max_response_length: int = option("Most tokens of a response.", ge=1)
-    filter_overlong_prompts: bool = option("Leave prompts over max_prompt_length out.", False)
-    truncation: str = option("What happens to those that are not left out.", "error", choices=TRUNCATIONS)
-    shuffle: bool = option("A new order each epoch.", True)
-    seed: int = option("Of that order.", 1, ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,30 +98,6 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLControlConfig:
-    """The coefficient of the KL in the reward."""
-
-    type: str = option("Constant, or steered towards target_kl.", "fixed", choices=("fixed", "adaptive"))
-    kl_coef: float = option("The coefficient (adaptive: the first one).", 0.001, ge=0)
-    target_kl: float = option("adaptive: the KL to reach, nats a token.", 0.1, gt=0)
-    horizon: float = option("adaptive: trajectories over which it adapts.", 10000.0, gt=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    """Advantages and the KL in the reward."""
-
-    adv_estimator: str = option("gae has a critic, grpo compares responses.", "gae", choices=ADV_ESTIMATORS)
-    gamma: float = option("gae: discount of a later reward, a token.", 1.0, ge=0, le=1)
-    lam: float = option("gae: 1: returns as they came, 0: the critic alone.", 1.0, ge=0, le=1)
-    whiten_advantages: bool = option("gae: mean 0 and variance 1 over the step.", True)
-    norm_adv_by_std_in_grpo: bool = option("grpo: divide by the group's standard deviation.", True)
-    use_kl_in_reward: bool = option("Take the KL to the reference policy off the reward.", False)
-    kl_penalty: str = option("Its estimator.", "kl", choices=KL_KINDS)
-    kl_ctrl: KLControlConfig = section("Its coefficient.", KLControlConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """The run."""
 
@@ -184,6 +138,11 @@ class TrainConfig:
         "Sets of devices by name; null: one, `global`, of trainer.nnodes x trainer.n_gpus_per_node.", None
     )
     trainer: TrainerConfig = section("The run.", TrainerConfig)
+    plugins: tuple[str, ...] = option(
+        "Python files that are imported first; what they register becomes known by its name.",
+        (),
+        is_path=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,3 +230,8 @@ class EvalConfig:
         "A reward function of one's own.", CustomRewardConfig
     )
     trainer: EvalTrainerConfig = section("The run.", EvalTrainerConfig)
+    plugins: tuple[str, ...] = option(
+        "Python files that are imported first; what they register becomes known by its name.",
+        (),
+        is_path=True,
+    )

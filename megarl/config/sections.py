@@ -13,7 +13,6 @@ LOGGERS = ("console", "tensorboard")
 ROLLOUT_ENGINES = ("sglang",)
 MTP_CHOICES = ("drop", "keep")
 SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p")
-TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,16 +162,6 @@ class RolloutConfig:
     )
     sync_skip_unchanged: bool = option("Send no weights that the engine holds already.", False)
     resource_pool: str | None = option("Where the engines live; null: with the actor.", None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomRewardConfig:
-    """A reward function of the user's."""
-
-    path: str | None = option(
-        "A .py file; null: the rule that belongs to each row's data_source.", None, is_path=True
-    )
-    name: str = option("The function in it.", "compute_score")
 
 
 @dataclass(frozen=True, kw_only=True)

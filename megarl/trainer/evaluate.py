@@ -19,8 +19,9 @@ from megarl.rewards.registry import reward_functions
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.inputs import load_reward
 from megarl.trainer.roles import open_pools, start_engines
+from megarl.trainer.rollouts import generate, mean_scores
 from megarl.trainer.run import open_engine_run
-from megarl.trainer.stages import generate, mean_scores, score
+from megarl.trainer.scoring import score
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:

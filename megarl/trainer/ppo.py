@@ -1,4 +1,4 @@
-"""PPO and GRPO: the loop. Each line is a stage; how it is done is in `stages`, where it runs in `roles`."""
+"""PPO and GRPO: the loop. Each line is a stage; where it runs is in `roles`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from megarl.algorithms.kl import make_kl_controller
 from megarl.config import TrainConfig
 from megarl.data.loader import TableLoader
 from megarl.rollout.engine import SamplingParams
-from megarl.trainer import stages
+from megarl.trainer import rollouts, scoring
+from megarl.trainer.advantages import compute_batch_advantages
 from megarl.trainer.export import export_hf
 from megarl.trainer.inputs import TrainInputs, load_train_inputs
 from megarl.trainer.roles import Roles, start_roles
 from megarl.trainer.run import Run, open_run
+from megarl.trainer.stages import evaluate_models, throughput
 from megarl.trainer.sync import sync_weights
+from megarl.trainer.updates import update
 
 
 def train(config: TrainConfig) -> str:
@@ -44,17 +47,17 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
                 metrics |= sync_weights(run, roles, version=step)
             with phase("generate"):
                 sampling = rollout_sampling(config, step)
-                batch = stages.generate(run, roles.engines, prompts, sampling, rollout.n)
+                batch = rollouts.generate(run, roles.engines, prompts, sampling, rollout.n)
             with run.timed("reward"):
-                batch, extra = stages.score(batch, inputs.tokenizer, inputs.reward)
+                batch, extra = scoring.score(batch, inputs.tokenizer, inputs.reward)
             with phase("evaluate_models"):
-                batch = stages.evaluate_models(run, roles, batch, seed)
+                batch = evaluate_models(run, roles, batch, seed)
             with run.timed("advantages"):
-                batch, more = stages.compute_batch_advantages(batch, algorithm, kl)
+                batch, more = compute_batch_advantages(batch, algorithm, kl)
             with run.timed("update"):
-                metrics |= extra | more | stages.update(run, roles, batch, config, step, seed)
+                metrics |= extra | more | update(run, roles, batch, config, step, seed)
             run.save_trajectories(batch, "step", step)
-            metrics |= stages.throughput(batch, run.seconds)
+            metrics |= throughput(batch, run.seconds)
             if due(config.trainer.test_freq, step, inputs.num_steps):
                 metrics |= sync_and_validate(config, run, roles, inputs, step)
             metrics |= roles.memory.report()
@@ -107,7 +110,7 @@ def sync_and_validate(
         with roles.memory.held("sync"):
             synced = sync_weights(run, roles, version=step + 1)
         with roles.memory.held("generate"):
-            answers, metrics = stages.validate(
+            answers, metrics = rollouts.validate(
                 run, roles.engines, inputs.validation, sampling, val.n, inputs.tokenizer, inputs.reward,
                 config.data.val_batch_size,
             )  # fmt: skip

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.advantages import (
+    ESTIMATORS,
     AdvantageBatch,
     AdvantageOptions,
-    advantage_estimators,
     compute_advantages,
     gae,
     grpo,
@@ -195,4 +195,4 @@ def test_refusals_name_what_is_wrong():
         compute_advantages("grpo", lost, AdvantageOptions())
     with pytest.raises(ValueError, match="'gae' is already registered"):
         register_advantage("gae")(lambda batch, options: None)
-    assert advantage_estimators() == ["gae", "grpo"]
+    assert {"gae", "grpo"} <= set(ESTIMATORS.names())

@@ -36,6 +36,8 @@ CORE = [
     "rich==15.0.0",
     "tensorboard==2.21.0",
     "isal==1.9.1",
+    "math-verify[antlr4_13_2]==0.9.0",  # the reward rule for mathematics
+    "httpx==0.28.1",  # the reward rule that asks a judge
 ]
 ROLLOUT = ["sglang==0.5.21"]
 GPU = [

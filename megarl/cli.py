@@ -1,4 +1,4 @@
-"""The `megarl` command: `train`, `sft`, `eval`, `make-task`, `verify`, `convert`, `plan`.
+"""The `megarl` command: `train`, `sft`, `eval`, `config`, `make-task`, `verify`, `convert`, `plan`.
 
 A mistake of the user's ends in one message without a traceback and exit code 2; a run that fails in one that
 names the process, with exit code 1.
@@ -7,20 +7,40 @@ names the process, with exit code 1.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from megarl import __version__
-from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, load_config, resolve
+from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, resolve
+from megarl.config.foreign import COMMANDS, flag_advice
+from megarl.config.hub import fetch_models
+from megarl.config.load import load_with_origins
+from megarl.config.notes import notes, said_here
+from megarl.config.reference import reference
 from megarl.config.sections import DTYPES
+from megarl.config.show import resolved_keys, yaml_text
+from megarl.plugins import load_plugins
 
 C = TypeVar("C", TrainConfig, SFTConfig, EvalConfig)
+
+SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "eval": EvalConfig}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in COMMANDS:
+        print(f"error: megarl has no command {arguments[0]!r}: {COMMANDS[arguments[0]]}", file=sys.stderr)
+        return 2
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        advice = [text for text in map(flag_advice, unknown) if text is not None]
+        parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice]))
     try:
         options.run(options)
     except ValueError as error:
@@ -50,21 +70,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, run, text in (
-        ("train", _train, "PPO or GRPO"),
+        ("train", _train, "reinforcement learning: PPO, GRPO and their kin"),
         ("sft", _sft, "supervised fine-tuning"),
         ("eval", _eval, "accuracy of a model on held-out problems"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("recipe", help="YAML file")
+        command.add_argument("recipe", help="YAML file (or the first key=value, without a file)")
         command.add_argument(
             "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
         )
         command.set_defaults(run=run)
+    _add_config(commands)
     _add_make_task(commands)
     _add_verify(commands)
     _add_convert(commands)
     _add_plan(commands)
     return parser
+
+
+def _add_config(commands: argparse._SubParsersAction) -> None:
+    text = "print the resolved configuration: every key, its value, and where that comes from; start nothing"
+    command = commands.add_parser("config", help=text, description=text)
+    command.add_argument("recipe", nargs="?", help="YAML file (or the first key=value, without a file)")
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
+    )
+    command.add_argument(
+        "--command", choices=tuple(SCHEMAS), default="train", help="whose recipe it is (default: train)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "--reference", action="store_true", help="print the page docs/config.md: all keys of all commands"
+    )
+    command.set_defaults(run=_config)
 
 
 def _add_make_task(commands: argparse._SubParsersAction) -> None:
@@ -81,6 +119,8 @@ def _add_make_task(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--num-test", type=int, default=300, help="held-out problems")
     command.add_argument("--hidden-size", type=int, default=128)
     command.add_argument("--num-layers", type=int, default=2)
+    text = "the sft rows get chats with a calculator, too (recipes/calculator_cpu.yaml)"
+    command.add_argument("--calculator", action="store_true", help=text)
     command.set_defaults(run=_make_task)
 
 
@@ -156,10 +196,45 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(run=_plan)
 
 
+def _read(schema: type[C], options: argparse.Namespace) -> tuple[C, dict[str, str]]:
+    recipe, overrides = options.recipe, options.overrides
+    if "=" in recipe and not Path(recipe).exists():
+        recipe, overrides = None, [recipe, *overrides]
+    return load_with_origins(schema, recipe, overrides)
+
+
 def _configured(schema: type[C], options: argparse.Namespace) -> C:
-    config = load_config(schema, options.recipe, options.overrides)
+    """The resolved configuration, with the user's own files imported and models on this machine."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "torchrun started several copies of this command, each of which would start all processes of the run: "
+            "run it once, without torchrun; trainer.nnodes and trainer.n_gpus_per_node say how many devices there are"
+        )
+    config, origins = _read(schema, options)
     check_config(config)
-    return resolve(config)
+    for note in notes(config, said_here(origins, options.recipe)):
+        print(f"note: {note}")
+    if not isinstance(config, SFTConfig):
+        load_plugins(config.plugins)
+    return fetch_models(resolve(config))
+
+
+def _config(options: argparse.Namespace) -> None:
+    if options.reference:
+        print(reference(), end="")
+        return
+    if options.recipe is None:
+        raise ValueError("megarl config needs a recipe, key=value, or --reference")
+    config, origins = _read(SCHEMAS[options.command], options)
+    keys, remarks = resolved_keys(config, origins), notes(config, said_here(origins, options.recipe))
+    if options.json:
+        values = {key: {"value": value, "from": origin} for key, (value, origin) in keys.items()}
+        print(json.dumps({"keys": values, "notes": remarks}, indent=2))
+    else:
+        print(yaml_text(keys), end="")
+        for remark in remarks:
+            print(f"# note: {remark}")
+    check_config(config)  # last, so that what is wrong can be looked up above
 
 
 # The commands import what they need when they run: `megarl --help` and a mistyped key answer at once.
@@ -199,6 +274,7 @@ def _make_task(options: argparse.Namespace) -> None:
         num_test=options.num_test,
         hidden_size=options.hidden_size,
         num_layers=options.num_layers,
+        calculator=options.calculator,
     )
 
 

@@ -67,3 +67,27 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(building, ignore_errors=True)
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, such as `s3://bucket/train.parquet`."""
+    return "://" in path
+
+
+def check_url(url: str) -> None:
+    """Check, without a network, that the files of a URL's protocol can be opened here.
+
+    Raises:
+        ValueError: the protocol is unknown, or needs a package that is not installed, which is named.
+    """
+    from fsspec import get_filesystem_class  # takes a moment; most runs have no URL
+
+    protocol = url.partition("://")[0].rpartition("::")[2]
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        raise ValueError(f"{url}: {protocol}:// needs a package that is not installed: {error}") from error
+    except ValueError:
+        raise ValueError(
+            f"{url}: the protocol {protocol}:// is unknown; s3://, gs://, hf://, https:// and others are known"
+        ) from None

@@ -59,7 +59,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{name!r} is not a floating point dtype; float32 and bfloat16 are")
+        raise ValueError(f"{name!r} is not a floating point dtype; float32, bfloat16 and float16 are")
     return dtype
 
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
     "--hidden-size=64",
@@ -26,6 +28,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_megatron_step_measures_layouts_on_the_same_work(tmp_path: Path) -> None:
     result = run(*SMALL, "--out", str(tmp_path / "step.json"), "--layouts", "1", "pp2")
     assert result.returncode == 0, result.stderr

@@ -119,7 +119,7 @@ def test_a_recipe_that_is_none(tmp_path, capsys, content, words) -> None:
         ("algorithm.kl_coef=0.1", ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef")),
         ("trainer.n_gpus_per_node=four", ('trainer.n_gpus_per_node: expected an integer, found "four"',)),
         ("algorithm.adv_estimator=gea", ("algorithm.adv_estimator='gea'", "did you mean gae?")),
-        ("actor_rollout_ref.rollout.name=vllm", ("rollout.name='vllm' is unknown; megarl has sglang",)),
+        ("actor_rollout_ref.rollout.name=vllm", ("rollout.name=vllm: megarl generates with SGLang: write sglang",)),
         (
             f"{ACTOR}.ppo_mini_batch_size=48",
             (f"{ACTOR}.ppo_mini_batch_size=48 does not divide data.train_batch_size=128",),
@@ -278,3 +278,44 @@ def test_a_folder_that_cannot_be_made_is_named(capsys) -> None:
     """Not the user's text but the machine is at fault: exit code 1."""
     assert main(["make-task", "/proc/task"]) == 1
     assert "/proc/task" in capsys.readouterr().err
+
+
+def test_overrides_alone_need_no_recipe(capsys) -> None:
+    """As verl is started; `+key` and `++key` are Hydra's."""
+    assert main(["train", "++data.train_batch_size=8", "+trainer.total_epochs=1"]) == 2
+    message = capsys.readouterr().err
+    assert "data.train_batch_size" not in message and "trainer.total_epochs" not in message
+    assert "data.max_prompt_length is required" in message
+
+
+def test_several_copies_by_torchrun_are_refused(refuse, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    message = refuse("train")
+    assert "run it once, without torchrun; trainer.nnodes and trainer.n_gpus_per_node say how many" in message
+
+
+def test_notes_and_plugins_come_before_the_run(refuse, task, tmp_path, capsys) -> None:
+    """A name that a plugin adds is known; one that neither megarl nor the plugin has is not."""
+    (tmp_path / "mine.py").write_text(
+        "from megarl.algorithms.advantages import ESTIMATORS\n\n"
+        "@ESTIMATORS.register('cli_test_estimator')\n"
+        "def estimate(batch, options):\n    raise AssertionError('not reached')\n"
+    )
+    plugin = [f"plugins=[{tmp_path}/mine.py]", "critic=null"]
+    message = refuse("train", *plugin, "algorithm.adv_estimator=cli_test_estimator2")
+    assert "cli_test_estimator2" in message and "cli_test_estimator" in message.replace("estimator2", "")
+    message = refuse(
+        "train", *plugin, "algorithm.adv_estimator=cli_test_estimator", "data.max_prompt_length=1"
+    )
+    assert "cli_test_estimator" not in message  # the prompts are too long: the next thing that is looked at
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    message = refuse("train", f"plugins=[{tmp_path}/bad.py]")
+    assert "importing it failed with ZeroDivisionError" in message
+
+
+def test_python_dash_m() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "megarl", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, f"megarl {__version__}\n")

@@ -3,18 +3,25 @@
 Guarantees
 - Masked tokens (an environment's words inside a response, say) are no steps: a token's successor is the next
   live token of the same trajectory. They get advantage 0 and return 0.
+- A trajectory without a live token takes no part: no mean, deviation or baseline of others knows of it.
 - Groups are given by ids; the order of the trajectories never matters.
 - Everything is computed in float64 and returned in the input's dtype.
+
+One's own estimator, in a file that the configuration names in `plugins`:
+
+    @register_advantage("mine")
+    def mine(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult: ...
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.ragged import check_ragged, live_offsets, reverse_scan, segment_ids, segment_sum
+from megarl.algorithms.groups import centred, gpg, grpo, grpo_passk, opo, rloo
+from megarl.algorithms.ragged import check_ragged, segment_ids, segment_sum
+from megarl.algorithms.returns import gae, masked_whiten, reward_to_go
 from megarl.plugins import Registry
 
 
@@ -27,16 +34,17 @@ class AdvantageBatch:
     offsets: Tensor  # int64 [n + 1]
     values: Tensor | None = None  # [tokens], the critic's; for estimators with a critic
     prompt_uids: Sequence[str] | None = None  # [n]; for estimators that compare answers to one prompt
+    baselines: Tensor | None = None  # [n], the score of the prompt's greedy answer; for remax
 
 
 @dataclass(frozen=True)
 class AdvantageOptions:
     """The settings of all estimators; each reads its own."""
 
-    gamma: float = 1.0  # gae
+    gamma: float = 1.0  # gae, reinforce_plus_plus
     lam: float = 1.0  # gae
-    whiten: bool = True  # gae
-    norm_by_std: bool = True  # grpo
+    whiten: bool = True  # gae, reinforce_plus_plus, reinforce_plus_plus_baseline
+    norm_by_std: bool = True  # grpo, grpo_passk
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ register_advantage = ESTIMATORS.register
 def compute_advantages(name: str, batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
     """Advantages (and returns) of a train batch by the estimator `name`.
 
-    ValueError: unknown name; an input that the estimator needs is missing; a reward stands on a masked token.
+    ValueError: unknown name; an input that the estimator needs is missing; a reward stands on a masked token; the
+    estimator's result does not fit the batch.
     """
     estimate = ESTIMATORS[name]
     check_ragged(batch.offsets, batch.token_level_rewards, batch.mask)
@@ -63,83 +72,14 @@ def compute_advantages(name: str, batch: AdvantageBatch, options: AdvantageOptio
             f"{lost} non-zero token level rewards stand on masked tokens, where no advantage would see them; "
             "put each on the last unmasked token before it"
         )
-    return estimate(batch, options)
-
-
-def gae(
-    token_level_rewards: Tensor, values: Tensor, mask: Tensor, offsets: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation, arXiv:1506.02438.
-
-    delta_t = r_t + gamma V_{t+1} - V_t (eq. 11) and A_t = sum_l (gamma lam)^l delta_{t+l} (eq. 16), over the live
-    tokens of each trajectory; V after the last one is 0, for truncated trajectories too.
-
-    Args: token_level_rewards, values: [tokens]; mask: bool [tokens]; offsets: int64 [n + 1].
-    Returns: advantages (not whitened) and returns = advantages + values, both [tokens], 0 on masked tokens.
-    """
-    check_ragged(offsets, token_level_rewards, values, mask)
-    live = mask.nonzero().squeeze(1)
-    bounds = live_offsets(mask, offsets)
-    rewards, live_values = token_level_rewards[live].double(), values[live].double()
-
-    next_values = torch.cat([live_values[1:], live_values.new_zeros(1)])[: live.numel()]
-    next_values[bounds[1:][bounds.diff() > 0] - 1] = 0.0
-    deltas = rewards + gamma * next_values - live_values
-    live_advantages = reverse_scan(deltas, bounds, gamma * lam)
-
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    advantages[live] = live_advantages.to(values.dtype)
-    returns[live] = (live_advantages + live_values).to(values.dtype)
-    return advantages, returns
-
-
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """`x` scaled to variance 1, and with `shift_mean` to mean 0, over ALL live tokens given; 0 on masked ones.
-
-    The variance is the unbiased one (divided by count - 1) and 1e-8 is added to it: the rule of verl and TRL,
-    so that runs compare; at thousands of tokens the population variance differs by nothing that shows. Fewer
-    than two live tokens have no spread and become 0 (their mean without `shift_mean`).
-    Call it on the whole train batch: on a rank's share it would whiten with that share's moments.
-
-    Args: x [tokens], mask bool [tokens]. Returns: [tokens], x's dtype.
-    """
-    live = x[mask].double()
-    out = torch.zeros_like(x)
-    if live.numel() == 0:
-        return out
-    mean = live.mean()
-    centred = live - mean
-    variance = centred.square().sum() / max(live.numel() - 1, 1)
-    whitened = centred * (variance + 1e-8).rsqrt()
-    out[mask] = (whitened if shift_mean else whitened + mean).to(x.dtype)
-    return out
-
-
-def grpo(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantage of each trajectory, [n].
-
-    (score - mean of its group) / (std of its group + eps): DeepSeekMath, arXiv:2402.03300, section 4.1.2
-    (outcome supervision), with the unbiased std as verl and TRL compute it. `norm_by_std=False` leaves the
-    division out (Dr. GRPO, arXiv:2503.20783).
-    A group of one says nothing about its answer: advantage 0. (verl takes the score itself there, which is
-    REINFORCE without a baseline, on another scale than the groups beside it.)
-
-    Args: scores [n]; group_ids: n prompt ids, in any order.
-    """
-    assert len(group_ids) == scores.numel(), f"{len(group_ids)} group ids for {scores.numel()} scores"
-    if scores.numel() == 0:
-        return scores.clone()
-    _, inverse = np.unique(np.asarray(group_ids), return_inverse=True)
-    group = torch.from_numpy(inverse.astype(np.int64)).to(scores.device)
-    size = torch.bincount(group).double()
-
-    values = scores.double()
-    mean = torch.zeros_like(size).index_add_(0, group, values) / size
-    centred = torch.where(size[group] > 1, values - mean[group], 0.0)
-    if norm_by_std:
-        variance = torch.zeros_like(size).index_add_(0, group, centred.square()) / (size - 1).clamp(min=1)
-        centred = centred / (variance.sqrt()[group] + eps)
-    return centred.to(scores.dtype)
+    result = estimate(batch, options)
+    for field, values in (("advantages", result.advantages), ("returns", result.returns)):
+        if values is not None and values.shape != batch.mask.shape:
+            raise ValueError(
+                f"algorithm.adv_estimator={name!r} returned {field} of shape {list(values.shape)} for a batch of "
+                f"{batch.mask.numel()} tokens; it must be one number a token"
+            )
+    return result
 
 
 @register_advantage("gae")
@@ -154,15 +94,90 @@ def _estimate_gae(batch: AdvantageBatch, options: AdvantageOptions) -> Advantage
     return AdvantageResult(advantages, returns)
 
 
-@register_advantage("grpo")
-def _estimate_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    if batch.prompt_uids is None:
+@register_advantage("reinforce_plus_plus")
+def _estimate_reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+    """REINFORCE++, arXiv:2501.03262: rewards to go (the KL penalty in them), normalised over the whole batch."""
+    advantages = reward_to_go(batch.token_level_rewards, batch.mask, batch.offsets, options.gamma)
+    if options.whiten:
+        advantages = masked_whiten(advantages, batch.mask)
+    return AdvantageResult(advantages, None)
+
+
+@register_advantage("reinforce_plus_plus_baseline")
+def _estimate_reinforce_plus_plus_baseline(
+    batch: AdvantageBatch, options: AdvantageOptions
+) -> AdvantageResult:
+    """REINFORCE++-baseline, arXiv:2501.03262: score - mean of its group, normalised over all tokens of the batch."""
+    advantages = _per_group(
+        batch, "reinforce_plus_plus_baseline", lambda scores, ids, _: centred(scores, ids)
+    )
+    if options.whiten:
+        advantages = masked_whiten(advantages, batch.mask)
+    return AdvantageResult(advantages, None)
+
+
+@register_advantage("remax")
+def _estimate_remax(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+    """ReMax, arXiv:2310.10505, algorithm 1: the rewards to go minus the score of the prompt's greedy response."""
+    if batch.baselines is None:
         raise ValueError(
-            "algorithm.adv_estimator='grpo' needs the prompt of each trajectory; the batch has none"
+            "algorithm.adv_estimator='remax' needs the score of each prompt's greedy response; the batch has none"
         )
     rewards = batch.token_level_rewards
+    to_go = reward_to_go(rewards.double(), batch.mask, batch.offsets, gamma=1.0)
+    difference = to_go - batch.baselines.double()[segment_ids(batch.offsets)]
+    return AdvantageResult(torch.where(batch.mask, difference, 0.0).to(rewards.dtype), None)
+
+
+@register_advantage("grpo")
+def _estimate_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+    advantages = _per_group(batch, "grpo", lambda scores, ids, _: grpo(scores, ids, options.norm_by_std))
+    return AdvantageResult(advantages, None)
+
+
+@register_advantage("grpo_passk")
+def _estimate_grpo_passk(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+    advantages = _per_group(
+        batch, "grpo_passk", lambda scores, ids, _: grpo_passk(scores, ids, options.norm_by_std)
+    )
+    return AdvantageResult(advantages, None)
+
+
+@register_advantage("rloo")
+def _estimate_rloo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+    return AdvantageResult(_per_group(batch, "rloo", lambda scores, ids, _: rloo(scores, ids)), None)
+
+
+@register_advantage("opo")
+def _estimate_opo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+    return AdvantageResult(_per_group(batch, "opo", opo), None)
+
+
+@register_advantage("gpg")
+def _estimate_gpg(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+    return AdvantageResult(_per_group(batch, "gpg", lambda scores, ids, _: gpg(scores, ids)), None)
+
+
+def _per_group(
+    batch: AdvantageBatch, name: str, compare: Callable[[Tensor, Sequence[str], Tensor], Tensor]
+) -> Tensor:
+    """One advantage a trajectory, on each of its live tokens: [tokens].
+
+    Args:
+        compare: (scores, prompt uids, numbers of live tokens) of the trajectories that have a live token, [trained]
+            each, to their advantages.
+    """
+    if batch.prompt_uids is None:
+        raise ValueError(
+            f"algorithm.adv_estimator={name!r} needs the prompt of each trajectory; the batch has none"
+        )
+    rewards = batch.token_level_rewards
+    lengths = segment_sum(batch.mask, batch.offsets)
+    trained = (lengths > 0).nonzero().squeeze(1)
     # The sum, not the score alone: it holds the KL penalty where that is part of the reward.
     scores = segment_sum(rewards.double(), batch.offsets)
-    per_trajectory = grpo(scores, batch.prompt_uids, options.norm_by_std).to(rewards.dtype)
-    advantages = torch.where(batch.mask, per_trajectory[segment_ids(batch.offsets)], 0.0)
-    return AdvantageResult(advantages, None)
+    uids = [batch.prompt_uids[row] for row in trained.tolist()]
+    per_trajectory = torch.zeros_like(scores)
+    per_trajectory[trained] = compare(scores[trained], uids, lengths[trained])
+    spread = per_trajectory[segment_ids(batch.offsets)]
+    return torch.where(batch.mask, spread, 0.0).to(rewards.dtype)

@@ -13,7 +13,27 @@ from torch import Tensor
 
 from megarl.algorithms.ragged import check_ragged, segment_ids, segment_sum
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+@dataclass(frozen=True)
+class LossAggregation:
+    """How token losses become a mini-batch's loss.
+
+    Attributes:
+        mode: one of LOSS_AGG_MODES.
+        scale_factor: of "seq-mean-token-sum-norm", what a trajectory's sum is divided by (Dr. GRPO,
+            arXiv:2503.20783: a constant, the longest possible response); the other modes ignore it.
+    """
+
+    mode: str
+    scale_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -33,12 +53,13 @@ def loss_counts(mask: Tensor, offsets: Tensor) -> LossCounts:
     return LossCounts(int(mask.sum()), int((segment_sum(mask, offsets) > 0).sum()))
 
 
-def token_weights(mode: str, mask: Tensor, offsets: Tensor, counts: LossCounts) -> Tensor:
+def token_weights(agg: LossAggregation, mask: Tensor, offsets: Tensor, counts: LossCounts) -> Tensor:
     """float32 [tokens]: what each token's loss is multiplied with before it is summed; 0 on masked tokens.
 
-    "token-mean": the mean over all live tokens. "seq-mean-token-sum": the sum over a trajectory's live tokens,
-    then the mean over trajectories. "seq-mean-token-mean": the mean over each, then over trajectories.
-    Trajectories without a live token are not counted.
+    "token-mean": the mean over all live tokens. "token-sum": their sum (a larger batch is a larger gradient).
+    "seq-mean-token-sum": the sum over a trajectory's live tokens, then the mean over trajectories.
+    "seq-mean-token-mean": the mean over each, then over trajectories. "seq-mean-token-sum-norm": as
+    "seq-mean-token-sum", divided by `scale_factor`. Trajectories without a live token are not counted.
 
     `mask` and `offsets` may be any part of the mini-batch in WHOLE trajectories (before context parallelism
     slices them); `counts` are those of the whole mini-batch over all ranks.
@@ -48,13 +69,18 @@ def token_weights(mode: str, mask: Tensor, offsets: Tensor, counts: LossCounts) 
     assert local.tokens <= counts.tokens and local.trajectories <= counts.trajectories, (
         f"the part ({local}) is larger than the mini-batch ({counts}): counts must be those of all ranks"
     )
-    if mode == "token-mean":
+    if agg.mode == "token-mean":
         weight = mask.double() / max(counts.tokens, 1)
-    elif mode == "seq-mean-token-sum":
+    elif agg.mode == "token-sum":
+        weight = mask.double()
+    elif agg.mode == "seq-mean-token-sum":
         weight = mask.double() / max(counts.trajectories, 1)
-    elif mode == "seq-mean-token-mean":
+    elif agg.mode == "seq-mean-token-sum-norm":
+        assert agg.scale_factor is not None and agg.scale_factor > 0, agg
+        weight = mask.double() / (max(counts.trajectories, 1) * agg.scale_factor)
+    elif agg.mode == "seq-mean-token-mean":
         lengths = segment_sum(mask, offsets).clamp(min=1)
         weight = mask.double() / (lengths[segment_ids(offsets)] * max(counts.trajectories, 1))
     else:
-        raise ValueError(f"loss_agg_mode={mode!r} is unknown; known: {', '.join(LOSS_AGG_MODES)}")
+        raise ValueError(f"loss_agg_mode={agg.mode!r} is unknown; known: {', '.join(LOSS_AGG_MODES)}")
     return weight.to(torch.float32)

@@ -1,28 +1,32 @@
-"""KL to the reference policy: per-token estimators, the penalty in the reward, and its coefficient."""
-
-import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+"""KL to the reference policy: per-token estimators, and the penalty in the reward."""
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.ragged import check_ragged, live_offsets, segment_sum
 
-KL_KINDS = ("kl", "abs", "mse", "low_var_kl")
+KL_KINDS = ("kl", "k1", "k1+", "abs", "mse", "k2", "low_var_kl", "k3", "k3+")
+FULL_KL = "full"  # no estimate: KL(policy || reference) over the whole vocabulary, which the models compute
+_SAME = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy || reference) in nats at each token, from tokens that the policy sampled; any shape.
 
     With r = log_probs - ref_log_probs (J. Schulman, "Approximating KL divergence", 2020):
-    "kl" (k1): r, unbiased, may be negative; "abs": |r|; "mse" (k2): r^2 / 2, biased, low variance;
-    "low_var_kl" (k3): exp(-r) - 1 + r, unbiased and >= 0 (DeepSeekMath eq. 4).
+    "kl" or "k1": r, unbiased, may be negative; "abs": |r|; "mse" or "k2": r^2 / 2, biased, low variance;
+    "low_var_kl" or "k3": exp(-r) - 1 + r, unbiased and >= 0 (DeepSeekMath eq. 4).
     k3 is clamped where verl clamps it: r to +-20 before the exponential, the estimate to at most 10; a clamped
     token passes no gradient.
     As a LOSS on the policy's own samples the kinds differ by their expected gradients: k1's is zero (it pulls
-    nowhere), k2's is that of KL(policy || reference), k3's that of KL(reference || policy).
+    nowhere), k2's is that of KL(policy || reference), k3's that of KL(reference || policy). "k1+" and "k3+" have the
+    value of k1 and k3 with the gradient of k2.
     """
+    kind = _SAME.get(kind, kind)
+    if kind in ("k1+", "k3+"):
+        value = kl_estimate(log_probs, ref_log_probs, kind[:2])
+        steered = kl_estimate(log_probs, ref_log_probs, "mse")
+        return value.detach() + (steered - steered.detach())
     log_ratio = log_probs - ref_log_probs
     if kind == "kl":
         return log_ratio
@@ -63,16 +67,23 @@ def apply_kl_penalty(
     offsets: Tensor,
     coef: float,
     kind: str,
+    full_kl: Tensor | None = None,
 ) -> tuple[Tensor, float]:
     """Rewards with the KL to the reference taken off at every live token (Ziegler et al. 2019, section 2.2).
 
-    Args: scores [n]; log-probs [tokens]; mask bool [tokens]; offsets int64 [n + 1]; coef: the controller's.
+    Args: scores [n]; log-probs [tokens]; mask bool [tokens]; offsets int64 [n + 1]; coef: the controller's; full_kl
+    [tokens]: the exact KL, needed for the kind FULL_KL.
     Returns: token level rewards [tokens] (score on the last live token, minus coef * KL), and the KL for the
     controller and the log: nats a token, mean over live tokens of each trajectory, then over trajectories with
     a live token (verl's definition, so `target_kl` means the same).
     """
     check_ragged(offsets, old_log_probs, ref_log_probs, mask)
-    kl = torch.where(mask, kl_estimate(old_log_probs, ref_log_probs, kind), 0.0)
+    if kind == FULL_KL:
+        assert full_kl is not None, "the exact KL comes with the log-probs"
+        each = full_kl
+    else:
+        each = kl_estimate(old_log_probs, ref_log_probs, kind)
+    kl = torch.where(mask, each, 0.0)
     rewards = place_scores(scores, mask, offsets) - coef * kl
     lengths = segment_sum(mask, offsets)
     trained = lengths > 0
@@ -80,85 +91,3 @@ def apply_kl_penalty(
         return rewards, 0.0
     mean_kl = (segment_sum(kl.double(), offsets)[trained] / lengths[trained]).mean()
     return rewards, float(mean_kl)
-
-
-@dataclass
-class FixedKLController:
-    """A constant coefficient. It does not evolve, so after a resume the configuration's value holds."""
-
-    kind: ClassVar[str] = "fixed"
-    coef: float
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to do; here so that callers need not ask which controller they hold."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"type": self.kind}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_type(self.kind, state)
-
-
-@dataclass
-class AdaptiveKLController:
-    """A coefficient that steers the KL to a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
-
-    coef <- coef * (1 + clip((kl - target) / target, -0.2, 0.2) * n_steps / horizon); their K_beta is
-    n_steps / horizon. The coefficient is part of a checkpoint: a resume that starts again from the
-    configuration's value is another run.
-    """
-
-    kind: ClassVar[str] = "adaptive"
-    coef: float
-    target_kl: float  # nats, in the unit of `apply_kl_penalty`'s mean
-    horizon: float  # trajectories
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapt after a train batch of `n_steps` trajectories whose mean KL was `current_kl`.
-
-        ValueError: a KL that is not finite (it would stick in the coefficient for ever); a batch so large
-        against the horizon that the coefficient could reach zero or change sign.
-        """
-        if not math.isfinite(current_kl):
-            raise ValueError(
-                f"the KL to the reference policy is {current_kl}; the coefficient cannot follow it"
-            )
-        if 0.2 * n_steps >= self.horizon:
-            raise ValueError(
-                f"algorithm.kl_ctrl.horizon={self.horizon} is too short for {n_steps} trajectories a step: "
-                f"the KL coefficient could change sign; it must be over {0.2 * n_steps:g}"
-            )
-        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
-        self.coef *= 1.0 + error * n_steps / self.horizon
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"type": self.kind, "coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_type(self.kind, state)
-        self.coef = float(state["coef"])
-
-
-KLController = FixedKLController | AdaptiveKLController
-
-
-def make_kl_controller(kind: str, kl_coef: float, target_kl: float, horizon: float) -> KLController:
-    """The controller that `algorithm.kl_ctrl` asks for. ValueError names the key."""
-    if kind == "fixed":
-        return FixedKLController(kl_coef)
-    if kind == "adaptive":
-        for key, value in (("target_kl", target_kl), ("horizon", horizon)):
-            if not value > 0:
-                raise ValueError(
-                    f"algorithm.kl_ctrl.{key} is {value}; an adaptive KL coefficient needs it above 0"
-                )
-        return AdaptiveKLController(kl_coef, target_kl, horizon)
-    raise ValueError(f"algorithm.kl_ctrl.type={kind!r} is unknown; known: fixed, adaptive")
-
-
-def _check_type(kind: str, state: dict[str, Any]) -> None:
-    if state["type"] != kind:
-        raise ValueError(
-            f"the checkpoint holds a {state['type']!r} KL controller, but algorithm.kl_ctrl.type is {kind!r}; "
-            "resume with the type that the run was started with"
-        )

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.ragged import check_ragged, segment_sum
 
 # Already divided by one mini-batch's denominator: their sum counts the updates.
 _PER_UPDATE = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "critic/vf_loss")
-# Plain sums over live tokens, and the logged name of each.
+# Plain sums over live tokens, and the logged name of each; other sums of the actor (a policy loss's own) keep theirs.
 _PER_TOKEN = {
     "actor/ppo_kl": "actor/ppo_kl",
     "actor/ratio": "actor/ratio_mean",
@@ -44,10 +45,13 @@ def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> 
     """
     values = {name: float(value) for name, value in sums.items()}
     out = {name: values[name] / num_updates for name in _PER_UPDATE if name in values}
-    for name, logged in _PER_TOKEN.items():
+    own = [
+        name for name in values if name.startswith("actor/") and name not in (*_PER_UPDATE, "actor/tokens")
+    ]
+    for name in dict.fromkeys([*_PER_TOKEN, *own]):
         tokens = values.get(name.split("/")[0] + "/tokens", 0.0)
         if name in values and tokens > 0:
-            out[logged] = values[name] / tokens
+            out[_PER_TOKEN.get(name, name)] = values[name] / tokens
     explained = _explained_variance(values)
     if explained is not None:
         out["critic/vf_explained_var"] = explained
@@ -82,13 +86,16 @@ def batch_metrics(
 ) -> dict[str, float]:
     """What a train batch looked like, on the controller.
 
-    Args: scores [n]; the others flat [tokens] with offsets [n + 1]; truncated bool [n]: ended by length.
-    Returns mean/max/min of critic/score and critic/rewards (per trajectory), of critic/advantages, critic/returns
-    and critic/values (per live token), of response_length (tokens), and response_length/clip_ratio.
+    Args: scores: those of the trajectories that have one; the others flat [tokens] with offsets [n + 1]; truncated
+    bool [n]: ended by length.
+    Returns mean/max/min of critic/score and critic/rewards (per trajectory; rewards: of those with a live token), of
+    critic/advantages, critic/returns and critic/values (per live token), of response_length (tokens), and
+    response_length/clip_ratio.
     """
     check_ragged(offsets, token_level_rewards, advantages, mask)
     out = _spread("critic/score", scores)
-    out |= _spread("critic/rewards", segment_sum(token_level_rewards.double(), offsets))
+    trained = segment_sum(mask, offsets) > 0
+    out |= _spread("critic/rewards", segment_sum(token_level_rewards.double(), offsets)[trained])
     out |= _spread("critic/advantages", advantages[mask])
     if returns is not None:
         out |= _spread("critic/returns", returns[mask])
@@ -104,8 +111,10 @@ def rollout_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
     """How far the trainer's log-probs are from the engine's on live tokens (flat [tokens]).
 
     training/rollout_log_prob_diff_{mean,max}: |difference| in nats; training/rollout_probs_diff_{mean,max}:
-    |difference| of the probabilities; training/rollout_kl: mean of engine - trainer log-prob, the k1 estimate of
-    KL(engine || trainer). Beyond the precision's rounding they mean that the engine serves other weights.
+    |difference| of the probabilities; training/rollout_kl and training/rollout_k3_kl: the k1 and k3 estimates of
+    KL(engine || trainer), means of d and exp(-d) - 1 + d with d = engine - trainer log-prob; training/rollout_ppl_ratio:
+    the trainer's perplexity of the responses / the engine's. Beyond the precision's rounding they mean that the engine
+    serves other weights.
     """
     trainer, engine = old_log_probs[mask].double(), rollout_log_probs[mask].double()
     if trainer.numel() == 0:
@@ -118,6 +127,8 @@ def rollout_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
         "training/rollout_probs_diff_mean": float(probabilities.mean()),
         "training/rollout_probs_diff_max": float(probabilities.max()),
         "training/rollout_kl": float((engine - trainer).mean()),
+        "training/rollout_k3_kl": float(kl_estimate(engine, trainer, "k3").mean()),
+        "training/rollout_ppl_ratio": float((engine - trainer).mean().exp()),
     }
 
 

@@ -5,57 +5,50 @@ Guarantees
   tokens are added, never averaged.
 - What stands on a masked token (NaN included) changes neither value nor gradient.
 - With log_probs equal to old_log_probs every ratio is exactly 1 and the KL exactly 0.
+
+One's own policy loss, in a file that the configuration names in `plugins` (see `loss_inputs.PolicyLoss`):
+
+    @register_policy_loss("mine")
+    def mine(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]: ...
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import kl_estimate
+from megarl.algorithms.kl import FULL_KL, kl_estimate
+from megarl.algorithms.loss_inputs import (
+    POLICY_LOSSES,
+    PolicyLossOptions,
+    PolicyTokens,
+    Sequences,
+    Sums,
+    register_policy_loss,
+)
+from megarl.algorithms.policy_losses import log_ratio
 
-Sums = dict[str, Tensor]  # metric name -> float64 scalar without gradient; see megarl/algorithms/metrics.py
-
-
-@dataclass(frozen=True)
-class PolicyTokens:
-    """One micro-batch's inputs on a rank, each [tokens] and aligned with the log-probs."""
-
-    mask: Tensor  # bool; True where a response token is predicted and trained
-    weights: Tensor  # float32, from aggregate.token_weights
-    old_log_probs: Tensor
-    advantages: Tensor
-    ref_log_probs: Tensor | None = None  # needed for the KL loss
-
-
-@dataclass(frozen=True)
-class PolicyLossOptions:
-    clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float
-    clip_c: float | None  # dual clip bound for negative advantages, > 1; None: no such bound
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_kind: str | None = None  # one of kl.KL_KINDS; None: no KL loss
+__all__ = [
+    "POLICY_LOSSES",
+    "PolicyLossOptions",
+    "PolicyTokens",
+    "Sequences",
+    "Sums",
+    "actor_loss",
+    "policy_loss",
+    "register_policy_loss",
+]
 
 
 def actor_loss(
     log_probs: Tensor, entropy: Tensor | None, tokens: PolicyTokens, options: PolicyLossOptions
 ) -> tuple[Tensor, Sums]:
-    """The actor's whole loss: PPO, minus the entropy bonus, plus the KL loss.
+    """The actor's whole loss: the policy loss, minus the entropy bonus, plus the KL loss.
 
     Args: log_probs [tokens] and entropy [tokens] (or None: not measured; only with entropy_coef 0) carry the
     gradient. Returns: the loss as a scalar sum, ready for backward(), and the sums for the metrics.
     """
-    loss, sums = ppo_loss(
-        log_probs,
-        tokens.old_log_probs,
-        tokens.advantages,
-        tokens.mask,
-        tokens.weights,
-        options.clip_low,
-        options.clip_high,
-        options.clip_c,
-    )
+    loss, sums = policy_loss(log_probs, tokens, options)
     if entropy is not None:
         bonus, entropy_sums = entropy_bonus(entropy, tokens.mask, tokens.weights)
         sums |= entropy_sums
@@ -64,60 +57,36 @@ def actor_loss(
     else:
         assert options.entropy_coef == 0.0, "an entropy bonus needs the entropy"
     if options.kl_kind is not None:
-        assert tokens.ref_log_probs is not None, "a KL loss needs the reference policy's log-probs"
-        kl, kl_sums = kl_loss(log_probs, tokens.ref_log_probs, tokens.mask, tokens.weights, options.kl_kind)
+        kl, kl_sums = kl_loss(log_probs, tokens, options.kl_kind)
         sums |= kl_sums
         loss = loss + options.kl_coef * kl
     sums["actor/loss"] = loss.detach().double()
     return loss, sums
 
 
-def ppo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    weights: Tensor,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float | None,
-) -> tuple[Tensor, Sums]:
-    """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347 eq. 7), negated, summed with `weights`.
-
-    A token's loss is max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)); for A < 0 at most -A clip_c
-    (dual clip, Ye et al. 2020, arXiv:1912.09729). log ratio is clamped to +-20 so that one broken token cannot
-    make the loss infinite (it then passes no gradient).
+def policy_loss(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]:
+    """The policy loss `options.loss_mode`, summed with the weights (and importance weights, if there are).
 
     Sums: actor/pg_loss (weighted loss); over live tokens: actor/tokens, actor/ppo_kl (old - new log-prob),
-    actor/ratio, actor/pg_clipfrac (the clipped branch was the larger), actor/pg_clipfrac_lower (dual clip held).
+    actor/ratio, and those of the loss itself.
     """
-    assert clip_c is None or clip_c > 1.0, f"the dual clip bound {clip_c} must be above 1"
-    zero = log_probs.new_zeros(())
-    # `where` before the arithmetic, not a product after it: 0 * NaN would be NaN.
-    log_ratio = torch.where(mask, log_probs - old_log_probs, zero).clamp(-20.0, 20.0)
-    advantages = torch.where(mask, advantages, zero)
-    weights = torch.where(mask, weights, zero)
-
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    losses = torch.maximum(unclipped, clipped)
-    dual = torch.zeros_like(mask)
-    if clip_c is not None:
-        bound = -advantages * clip_c
-        dual = (losses > bound) & (advantages < 0)
-        losses = torch.where(dual, bound, losses)
-    loss = (weights * losses).sum()
-
-    sums = {
+    mask, zero = tokens.mask, log_probs.new_zeros(())
+    log_probs = torch.where(mask, log_probs, zero)
+    clean = _without_masked(tokens)
+    losses, own_sums = POLICY_LOSSES[options.loss_mode](log_probs, clean, options)
+    assert losses.shape == mask.shape, f"a loss of shape {list(losses.shape)} for {mask.numel()} tokens"
+    weights = clean.weights
+    if clean.rollout_is_weights is not None:
+        weights = weights * clean.rollout_is_weights
+    loss = (weights * torch.where(mask, losses, zero)).sum()
+    change = log_ratio(log_probs.detach(), clean)
+    return loss, {
         "actor/pg_loss": loss.detach().double(),
         "actor/tokens": mask.sum().double(),
-        "actor/ppo_kl": _total(-log_ratio),
-        "actor/ratio": _total(torch.where(mask, ratio, zero)),
-        "actor/pg_clipfrac": (mask & (clipped > unclipped)).sum().double(),
-        "actor/pg_clipfrac_lower": dual.sum().double(),
+        "actor/ppo_kl": _total(-change),
+        "actor/ratio": _total(torch.where(mask, change.exp(), zero)),
+        **own_sums,
     }
-    return loss, sums
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tensor, Sums]:
@@ -130,17 +99,38 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, weights: Tensor) -> tuple[Tenso
     return (torch.where(mask, weights, zero) * entropy).sum(), {"actor/entropy": _total(entropy)}
 
 
-def kl_loss(
-    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, weights: Tensor, kind: str
-) -> tuple[Tensor, Sums]:
-    """The weighted sum of the KL estimate to the reference (see kl.kl_estimate), before its coefficient.
+def kl_loss(log_probs: Tensor, tokens: PolicyTokens, kind: str) -> tuple[Tensor, Sums]:
+    """The weighted sum of the KL to the reference, before its coefficient: of `tokens.full_kl` (kind kl.FULL_KL), else of
+    its estimate (see kl.kl_estimate).
 
     Sums: actor/kl_loss, the weighted sum itself.
     """
-    zero = log_probs.new_zeros(())
-    estimate = kl_estimate(torch.where(mask, log_probs, zero), torch.where(mask, ref_log_probs, zero), kind)
+    mask, weights, zero = tokens.mask, tokens.weights, log_probs.new_zeros(())
+    if kind == FULL_KL:
+        assert tokens.full_kl is not None, "the exact KL comes with the log-probs"
+        estimate = torch.where(mask, tokens.full_kl, zero)
+    else:
+        assert tokens.ref_log_probs is not None, "a KL loss needs the reference policy's log-probs"
+        ref_log_probs = torch.where(mask, tokens.ref_log_probs, zero)
+        estimate = kl_estimate(torch.where(mask, log_probs, zero), ref_log_probs, kind)
     loss = (torch.where(mask, weights, zero) * estimate).sum()
     return loss, {"actor/kl_loss": loss.detach().double()}
+
+
+def _without_masked(tokens: PolicyTokens) -> PolicyTokens:
+    """The inputs of the policy loss with 0 on masked tokens: multiplied by 0 a NaN would stay one."""
+
+    def clean(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.where(tokens.mask, x, x.new_zeros(()))
+
+    return replace(
+        tokens,
+        weights=clean(tokens.weights),
+        old_log_probs=clean(tokens.old_log_probs),
+        advantages=clean(tokens.advantages),
+        rollout_is_weights=clean(tokens.rollout_is_weights),
+        selected=clean(tokens.selected),
+    )
 
 
 def _total(x: Tensor) -> Tensor:

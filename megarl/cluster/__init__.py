@@ -5,7 +5,7 @@ What the room promises:
 - one process per rank, placed on the devices of a `ResourcePool`; several `WorkerGroup`s may share a pool;
 - user methods run in the main thread of their process, one at a time, in the order in which they were called;
 - arguments that are `ObjectRef`s are resolved from the shared object store without a copy;
-- `wait` raises within seconds when any process of any group it watches dies, also when the others hang, and
+- `wait` and `stream` raise within seconds when any process of any group they watch dies, also when the others hang, and
   names role, rank, host, cause and the last lines of that process's own log;
 - nothing outlives the controller: neither workers nor what the workers started, even after `kill -9`.
 
@@ -18,7 +18,7 @@ controller's handle on all ranks of a role, `failure` waits and explains, `guard
 """
 
 from megarl.cluster.cluster import Cluster, start_cluster, stop_cluster
-from megarl.cluster.failure import WaitTimeout, WorkerDied, WorkerFailed, wait
+from megarl.cluster.failure import WaitTimeout, WorkerDied, WorkerFailed, stream, wait
 from megarl.cluster.group import WorkerGroup
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.worker import RankInfo
@@ -34,5 +34,6 @@ __all__ = [
     "WorkerGroup",
     "start_cluster",
     "stop_cluster",
+    "stream",
     "wait",
 ]

@@ -6,7 +6,8 @@ Guarantees:
   the calls and whether or not the other ranks hang in a collective;
 - the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by
   peer"), and of several exceptions the earliest;
-- an exception ends the wait although other ranks still run.
+- an exception ends the wait although other ranks still run;
+- `stream` does the same for what generator methods yield, and keeps none of it.
 
 How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a
 SIGKILL, Ray 2.60), and the owner's library keeps that state; asking it costs 0.3 us a process, no message and no
@@ -16,7 +17,7 @@ check.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ _GRACE_SECONDS = 1.5
 _EXIT_LINE_SECONDS = 2.0
 _NODE_SECONDS = 5.0
 _DEAD = 4  # ActorTableData.ActorState.DEAD
+
+Source = ray.ObjectRef | ray.ObjectRefGenerator
+"""A call's result, or the stream of a generator method."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +123,7 @@ def wait(
         WorkerFailed: a call raised.
         WaitTimeout: calls were not answered within `timeout`.
     """
-    processes = {process.actor._actor_id: process for group in groups for process in group.processes}
-    strangers = [ref for ref in refs if _actor_id(ref) not in processes]
-    assert not strangers, (
-        f"these calls are not on a process of the groups {[g.role for g in groups]}: {strangers}"
-    )
+    processes = _processes(refs, groups)
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[ray.ObjectRef, Any] = {}
     pending = list(dict.fromkeys(refs))
@@ -134,9 +134,7 @@ def wait(
                 results[ref] = ray.get(ref)
             except ray.exceptions.RayError as error:
                 raise _root_cause(ref, error, pending, processes) from None
-        dead = [process for process in processes.values() if is_dead(process)]
-        if dead:
-            raise _died(dead[0], None, [f"{process} died, too" for process in dead[1:]])
+        _refuse_deaths(processes)
         if not pending:
             return [results[ref] for ref in refs]
         if deadline is not None and time.monotonic() >= deadline:
@@ -145,9 +143,52 @@ def wait(
             raise WaitTimeout(timeout, silent, len(refs))
 
 
-def _next_ready(
-    pending: list[ray.ObjectRef], deadline: float | None
-) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+def stream(streams: Sequence[ray.ObjectRefGenerator], groups: Sequence["WorkerGroup"]) -> Iterator[Any]:
+    """What the streams of `stream_each` yield, as it comes, from any rank, until all have ended.
+
+    Processes are watched while this waits for the next value, not while the caller works on the last one.
+
+    Raises:
+        WorkerDied: a process of `groups` died, or did before.
+        WorkerFailed: a generator raised.
+    """
+    processes = _processes(streams, groups)
+    pending = list(streams)
+    _refuse_deaths(processes)
+    while pending:
+        ready, _ = _next_ready(pending, None)
+        for source in ready:
+            ref = next(source, None)
+            if ref is None:
+                pending.remove(source)
+                continue
+            try:
+                value = ray.get(ref)
+            except ray.exceptions.RayError as error:
+                others = [other for other in pending if other is not source]
+                raise _root_cause(source, error, others, processes) from None
+            del ref  # the store may free what the caller drops
+            yield value
+        _refuse_deaths(processes)
+
+
+def _processes(sources: Sequence[Source], groups: Sequence["WorkerGroup"]) -> dict[Any, RankProcess]:
+    """The processes of `groups` by Ray's id of their actors, which must include those of `sources`."""
+    processes = {process.actor._actor_id: process for group in groups for process in group.processes}
+    strangers = [source for source in sources if _actor_id(source) not in processes]
+    assert not strangers, (
+        f"these calls are not on a process of the groups {[g.role for g in groups]}: {strangers}"
+    )
+    return processes
+
+
+def _refuse_deaths(processes: dict[Any, RankProcess]) -> None:
+    dead = [process for process in processes.values() if is_dead(process)]
+    if dead:
+        raise _died(dead[0], None, [f"{process} died, too" for process in dead[1:]])
+
+
+def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Source], list[Source]]:
     """(ready, still pending) after at most _POLL_SECONDS; as soon as one is ready, all that are."""
     if not pending:
         return [], []
@@ -157,10 +198,10 @@ def _next_ready(
 
 
 def _root_cause(
-    ref: ray.ObjectRef, error: Exception, pending: list[ray.ObjectRef], processes: dict[Any, RankProcess]
+    source: Source, error: Exception, pending: list[Source], processes: dict[Any, RankProcess]
 ) -> Exception:
-    """What to report when `ref` ended in `error`: looks a little longer for what may have caused it."""
-    errors = {_actor_id(ref): error}
+    """What to report when `source` ended in `error`: looks a little longer for what may have caused it."""
+    errors = {_actor_id(source): error}
     deadline = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < deadline and not any(is_dead(process) for process in processes.values()):
         if not pending:
@@ -168,7 +209,7 @@ def _root_cause(
         ready, pending = _next_ready(pending, deadline)
         for other in ready:
             try:
-                ray.get(other)
+                ray.get(next(other, []) if isinstance(other, ray.ObjectRefGenerator) else other)
             except ray.exceptions.RayError as other_error:
                 errors.setdefault(_actor_id(other), other_error)
     reports = {
@@ -224,7 +265,8 @@ def _dump_stacks(silent: Sequence[RankProcess]) -> None:
         on_node(node_id, _NODE_SECONDS, dump_stacks, pids)
 
 
-def _actor_id(ref: ray.ObjectRef) -> Any:
+def _actor_id(source: Source) -> Any:
+    ref = source.completed() if isinstance(source, ray.ObjectRefGenerator) else source
     return ref.task_id().actor_id()
 
 

@@ -136,6 +136,21 @@ class WorkerGroup:
         assert len(per_rank_args) == self.world_size, (method, len(per_rank_args), self.world_size)
         return self._invoke(method, per_rank_args, {}, num_returns)
 
+    def stream_each(
+        self, method: str, per_rank_args: Sequence[tuple[Any, ...]]
+    ) -> list[ray.ObjectRefGenerator]:
+        """As `call_each` of a generator method: one stream a rank of what it yields; read them by `stream`.
+
+        A rank goes on to its generator's end, whether or not its stream is read to it.
+        """
+        assert len(per_rank_args) == self.world_size, (method, len(per_rank_args), self.world_size)
+        return [
+            process.actor.stream.options(
+                name=f"{self.role}-rank{process.rank}.{method}", num_returns="streaming"
+            ).remote(method, *args)
+            for process, args in zip(self.processes, per_rank_args, strict=True)
+        ]
+
     def shutdown(self, timeout: float = 10.0) -> None:
         """Ends all processes with all that they started; may be called again, or after the group has failed.
 

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class RankError(Exception):
 
 
 class Worker:
-    """The Ray actor of one rank: `setup`, then `start`, then `invoke` any number of times."""
+    """The Ray actor of one rank: `setup`, then `start`, then `invoke` and `stream` any number of times."""
 
     def __init__(self) -> None:
         self._user: Any = None
@@ -130,15 +131,13 @@ class Worker:
         Raises:
             RankError: the import or the constructor raised.
         """
-        self._reporting(self._start, info, worker_class, init_kwargs)
-
-    def _start(self, info: RankInfo, worker_class: str, init_kwargs: dict[str, Any]) -> None:
         module, _, name = worker_class.partition(":")
-        constructor = getattr(importlib.import_module(module), name)
-        if self._port_holder is not None:
-            self._port_holder.close()
-            self._port_holder = None
-        self._user = constructor(info, **init_kwargs)
+        with self._reporting():
+            constructor = getattr(importlib.import_module(module), name)
+            if self._port_holder is not None:
+                self._port_holder.close()
+                self._port_holder = None
+            self._user = constructor(info, **init_kwargs)
 
     def invoke(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the user's object.
@@ -146,13 +145,24 @@ class Worker:
         Raises:
             RankError: the method raised, or the object was never made.
         """
+        self._require_start()
+        with self._reporting():
+            return getattr(self._user, method)(*args, **kwargs)
+
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """What a generator method of the user's object yields, as it comes. Raises as `invoke` does."""
+        self._require_start()
+        with self._reporting():
+            yield from getattr(self._user, method)(*args, **kwargs)
+
+    def _require_start(self) -> None:
         if self._user is None:
             raise RankError("RuntimeError", "the worker never started", "", time.time(), "")
-        return self._reporting(getattr(self._user, method), *args, **kwargs)
 
-    def _reporting(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
         try:
-            return function(*args, **kwargs)
+            yield
         except Exception as error:
             when, tail = time.time(), log_tail(self._log_path)[0]
             text = traceback.format_exc()

@@ -13,7 +13,13 @@ that do not fit each other, the devices or the files, `check_models` for layouts
 What it must not know: torch, or any other room.
 """
 
-from megarl.config.algorithm_sections import AlgorithmConfig, KLControlConfig
+from megarl.config.algorithm_sections import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
+)
 from megarl.config.batches import (
     BatchPlan,
     RolePlan,
@@ -26,10 +32,28 @@ from megarl.config.batches import (
 )
 from megarl.config.check import check_config
 from megarl.config.data_sections import DataConfig
+from megarl.config.health_section import HealthConfig
 from megarl.config.load import load_config, save_config, to_dict
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
-from megarl.config.resolve import needs_reference, pool_devices, reference_in_actor, resolve
-from megarl.config.reward_sections import CustomRewardConfig
+from megarl.config.resolve import (
+    full_kl_in_loss,
+    full_kl_in_reward,
+    needs_old_log_probs,
+    needs_ref_log_probs,
+    needs_reference,
+    needs_rules,
+    pool_devices,
+    reference_in_actor,
+    resolve,
+)
+from megarl.config.reward_sections import (
+    CodeRewardConfig,
+    CustomRewardConfig,
+    JudgeConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
 from megarl.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -52,12 +76,14 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.config.sections import SamplingConfig
+from megarl.config.validation_sections import ValSetConfig, val_set_sampling
 
 __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",
     "BatchPlan",
+    "CodeRewardConfig",
     "CriticConfig",
     "CriticModelConfig",
     "CustomRewardConfig",
@@ -65,14 +91,22 @@ __all__ = [
     "EvalConfig",
     "EvalDataConfig",
     "EvalTrainerConfig",
+    "FilterGroupsConfig",
+    "HealthConfig",
+    "JudgeConfig",
     "KLControlConfig",
     "MegatronConfig",
     "ModelPathConfig",
     "OptimConfig",
+    "OverlongBufferConfig",
+    "PolicyLossConfig",
     "PoolConfig",
     "RefConfig",
+    "RewardConfig",
+    "RewardModelConfig",
     "RolePlan",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RolloutPlan",
     "SFTBatchPlan",
     "SFTConfig",
@@ -83,13 +117,19 @@ __all__ = [
     "TrainedModelConfig",
     "TrainerConfig",
     "UpdatePlan",
+    "ValSetConfig",
     "batch_table",
     "check_config",
     "check_model",
     "check_models",
     "check_rollout_model",
+    "full_kl_in_loss",
+    "full_kl_in_reward",
     "load_config",
+    "needs_old_log_probs",
+    "needs_ref_log_probs",
     "needs_reference",
+    "needs_rules",
     "pool_devices",
     "reference_in_actor",
     "resolve",
@@ -97,4 +137,5 @@ __all__ = [
     "save_batch_plan",
     "save_config",
     "to_dict",
+    "val_set_sampling",
 ]

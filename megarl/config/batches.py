@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import overload
 
 from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, reference_in_actor, resolve
+from megarl.config.reward_sections import RewardModelConfig
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -82,8 +83,11 @@ class BatchPlan:
     critic_update: UpdatePlan | None
     ref: RolePlan | None  # None: the run has no reference policy
     ref_in_actor: bool  # it lives in the actor's processes
-    ref_micro_batch_tokens: int | None
+    ref_micro_batch_tokens: int | None  # at most; with a reference one of this and the next is not None
+    ref_micro_batch_sequences: int | None
     rollout: RolloutPlan
+    reward_model: RolePlan | None = None  # None: the run has none
+    reward_model_micro_batch: str | None = None  # "2048 tokens" or "8 trajectories", at most
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,16 @@ def batch_table(plan: BatchPlan | SFTBatchPlan) -> list[tuple[str, ...]]:
         ("trajectories a step", plan.trajectories_per_step),
         ("longest trajectory, tokens", plan.max_tokens_per_trajectory),
     )
-    trained = [(*row, "") for row in _update_rows(columns, "trajectories")]
+    evaluated = {}
     if plan.ref is not None:
-        at = list(columns).index("reference") + 1
-        trained[-1] = (*trained[-1][:at], f"{plan.ref_micro_batch_tokens} tokens", "")
+        tokens, sequences = plan.ref_micro_batch_tokens, plan.ref_micro_batch_sequences
+        evaluated["reference"] = f"{sequences} trajectories" if tokens is None else f"{tokens} tokens"
+    if plan.reward_model is not None:
+        columns["reward model"] = (plan.reward_model, None)
+        evaluated["reward model"] = plan.reward_model_micro_batch
+    trained = [(*row, "") for row in _update_rows(columns, "trajectories")]
+    micro_batch = zip(("", *columns, ""), trained[-1], strict=True)
+    trained[-1] = tuple(evaluated.get(column, cell) for column, cell in micro_batch)
     return [
         ("", *columns, "rollout"),
         *((name, *("" for _ in columns), str(value)) for name, value in step),
@@ -151,7 +161,7 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
     trajectories = config.data.train_batch_size * rollout.n
     actor_role = _role(actor, config.resource_pools)
     critic_role = None if critic is None else _role(critic, config.resource_pools)
-    with_ref = needs_reference(config)
+    with_ref, reward = needs_reference(config), config.reward_model
     assert rollout.resource_pool is not None and rollout.num_engines is not None, "resolved"
     return BatchPlan(
         devices=sum(pool.nnodes * pool.n_gpus_per_node for pool in (config.resource_pools or {}).values()),
@@ -166,6 +176,7 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
         ref=_role(ref, config.resource_pools) if with_ref else None,
         ref_in_actor=with_ref and reference_in_actor(config),
         ref_micro_batch_tokens=ref.log_prob_max_token_len_per_gpu if with_ref else None,
+        ref_micro_batch_sequences=ref.log_prob_micro_batch_size_per_gpu if with_ref else None,
         rollout=RolloutPlan(
             pool=rollout.resource_pool,
             engines=rollout.num_engines,
@@ -175,6 +186,12 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
             max_num_seqs=rollout.max_num_seqs,
             ep=rollout.expert_parallel_size,
         ),
+        reward_model=_role(reward, config.resource_pools) if reward.enable else None,
+        reward_model_micro_batch=_micro_batch_size(
+            reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu, "trajectories"
+        )
+        if reward.enable
+        else None,
     )
 
 
@@ -190,7 +207,9 @@ def _sft_plan(config: SFTConfig) -> SFTBatchPlan:
     )
 
 
-def _role(section: ActorConfig | CriticConfig | RefConfig, pools: dict[str, PoolConfig] | None) -> RolePlan:
+def _role(
+    section: ActorConfig | CriticConfig | RefConfig | RewardModelConfig, pools: dict[str, PoolConfig] | None
+) -> RolePlan:
     devices = pool_devices(pools, section.resource_pool)
     assert devices is not None and section.resource_pool is not None and section.megatron is not None, (
         "resolved"
@@ -270,6 +289,8 @@ def _update_rows(columns: _Columns, noun: str) -> list[tuple[str, ...]]:
 
 
 def _micro_batch(update: UpdatePlan, noun: str) -> str:
-    if update.micro_batch_tokens is not None:
-        return f"{update.micro_batch_tokens} tokens"
-    return f"{update.micro_batch_sequences} {noun}"
+    return _micro_batch_size(update.micro_batch_tokens, update.micro_batch_sequences, noun)
+
+
+def _micro_batch_size(tokens: int | None, sequences: int | None, noun: str) -> str:
+    return f"{tokens} tokens" if tokens is not None else f"{sequences} {noun}"

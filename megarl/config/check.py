@@ -8,13 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.check_algorithm import algorithm_problems
-from megarl.config.check_data import data_problems, file_problems
+from megarl.config.check_data import (
+    data_problems,
+    file_problems,
+    template_problems,
+    tokenizer_name_problems,
+)
 from megarl.config.check_layout import engine_problems, layout_problems, pool_problems, update_problems
+from megarl.config.check_numerics import numerics_problems
+from megarl.config.check_reward_model import reward_model_problems
 from megarl.config.check_rewards import reward_problems
+from megarl.config.check_rollouts import rollout_problems, val_set_problems
+from megarl.config.check_sampling import (
+    evaluation_sampling_problems,
+    multi_turn_problems,
+    training_sampling_problems,
+)
+from megarl.config.hub import model_problems, tokenizer_problems
 from megarl.config.options import walk_values
 from megarl.config.problems import did_you_mean, raise_if_any
 from megarl.config.resolve import GLOBAL_POOL, resolve
-from megarl.config.schema import EvalConfig, OptimConfig, RolloutConfig, SFTConfig, TrainConfig
+from megarl.config.schema import (
+    EvalConfig,
+    MegatronConfig,
+    OptimConfig,
+    SFTConfig,
+    TrainConfig,
+)
 
 _POLICY = "actor_rollout_ref"
 
@@ -25,7 +45,7 @@ def check_config(config: TrainConfig | SFTConfig | EvalConfig, data_files: bool 
     What depends on the model's sizes is checked by `check_models`.
 
     Args:
-        data_files: whether those of a TrainConfig must be there.
+        data_files: whether a TrainConfig must name any, and they must be there.
 
     Raises:
         ValueError: all violations in one message.
@@ -53,8 +73,8 @@ def _value_problems(config: Any) -> Iterator[str]:
                 yield f"{key}={item!r} is unknown; megarl has {', '.join(choices)}{hint}"
             yield from _bound_problems(key, item, rules)
         last = key.rpartition(".")[2]
-        if last in ("test_freq", "top_k") and value == 0:
-            meaning = "-1 (never)" if last == "test_freq" else "-1 (all)"
+        if last in ("test_freq", "save_freq", "top_k") and value == 0:
+            meaning = "-1 (all)" if last == "top_k" else "-1 (never)"
             yield f"{key}=0: it must be {meaning} or at least 1"
 
 
@@ -74,65 +94,105 @@ def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:
 def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     full = resolve(config)
     policy = full.actor_rollout_ref
+    yield from _plugin_problems(config)
     yield from pool_problems(config)
+    yield from _checkpointing_problems(
+        f"{_POLICY}.model",
+        f"{_POLICY}.actor",
+        config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        config.actor_rollout_ref.actor.megatron,
+    )
+    if config.critic is not None:
+        yield from _checkpointing_problems(
+            "critic.model",
+            "critic",
+            config.critic.model.enable_gradient_checkpointing,
+            config.critic.megatron,
+        )
     yield from layout_problems(full)
     yield from update_problems(full)
     yield from engine_problems(full)
-    yield from _training_sampling_problems(policy.rollout)
+    yield from training_sampling_problems(policy.rollout)
+    yield from multi_turn_problems(full)
     yield from algorithm_problems(full)
+    yield from rollout_problems(full)
+    yield from val_set_problems(full, data_files)
     yield from _optim_problems(f"{_POLICY}.actor.optim", policy.actor.optim)
-    yield from _model_problems(f"{_POLICY}.model.path", policy.model.path)
-    yield from _tokenizer_problems(
+    yield from model_problems(f"{_POLICY}.model.path", policy.model.path)
+    yield from tokenizer_problems(
         f"{_POLICY}.model.tokenizer_path", config.actor_rollout_ref.model.tokenizer_path
     )
+    yield from tokenizer_problems("data.tokenizer", config.data.tokenizer)
+    yield from tokenizer_name_problems(config)
     if full.critic is not None:
         yield from _optim_problems("critic.optim", full.critic.optim)
         if full.critic.model.path != policy.model.path:
-            yield from _model_problems("critic.model.path", full.critic.model.path)
+            yield from model_problems("critic.model.path", full.critic.model.path)
+    if full.reward_model.enable:
+        reward = full.reward_model.model
+        if reward.path is not None:
+            yield from model_problems("reward_model.model.path", reward.path)
+        yield from tokenizer_problems("reward_model.model.input_tokenizer", reward.input_tokenizer)
+    yield from reward_model_problems(full)
+    yield from numerics_problems(full)
     yield from data_problems(full, data_files)
     yield from reward_problems(full)
 
 
+def _plugin_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
+    for path in config.plugins:
+        if not Path(path).is_file() or not path.endswith(".py"):
+            yield f"plugins: {path} is no .py file that is there (working directory {Path.cwd()})"
+
+
+def _checkpointing_problems(
+    model_key: str, role_key: str, checkpointing: bool | None, megatron: MegatronConfig | None
+) -> Iterator[str]:
+    """enable_gradient_checkpointing and recompute_granularity (of the same model, unresolved) must not contradict."""
+    granularity = None if megatron is None else megatron.recompute_granularity
+    if granularity is not None and checkpointing is not None and checkpointing != (granularity == "full"):
+        key = f"{role_key}.megatron" if role_key else "megatron"
+        yield (
+            f"{model_key}.enable_gradient_checkpointing={str(checkpointing).lower()} contradicts "
+            f"{key}.recompute_granularity={granularity}; give one of them"
+        )
+
+
 def _sft_problems(config: SFTConfig) -> Iterator[str]:
+    yield from _checkpointing_problems(
+        "model", "", config.model.enable_gradient_checkpointing, config.megatron
+    )
     yield from layout_problems(config)
     yield from update_problems(config)
     yield from _optim_problems("optim", config.optim)
+    yield from numerics_problems(config)
     for name in ("param_offload", "grad_offload", "optimizer_offload"):
         if getattr(config.megatron, name) is not None:
             yield f"megatron.{name} is for runs with rollout engines: fine-tuning uses all it has all the time; leave it out"
-    yield from _model_problems("model.path", config.model.path)
-    yield from _tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
+    yield from model_problems("model.path", config.model.path)
+    yield from tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
     yield from file_problems("data.train_files", config.data.train_files)
     yield from file_problems("data.val_files", config.data.val_files)
+    yield from template_problems("data.apply_chat_template_kwargs", config.data.apply_chat_template_kwargs)
     if config.data.val_files is None and config.trainer.test_freq > 0:
         yield f"trainer.test_freq={config.trainer.test_freq} needs data.val_files"
 
 
 def _eval_problems(config: EvalConfig) -> Iterator[str]:
+    yield from _plugin_problems(config)
     yield from engine_problems(resolve(config))
-    for name in ("n", "temperature", "top_p", "top_k"):
-        value = getattr(config.rollout, name)
-        if value != getattr(RolloutConfig(), name):
-            yield f"rollout.{name}={value} is of training rollouts; evaluation reads rollout.val_kwargs.{name}"
+    yield from evaluation_sampling_problems(config.rollout)
+    yield from multi_turn_problems(config)
     if config.rollout.free_cache_engine is not None:
         yield "rollout.free_cache_engine: evaluation trains nothing that could use the memory; leave it out"
     if config.rollout.resource_pool not in (None, GLOBAL_POOL):
         yield f"rollout.resource_pool={config.rollout.resource_pool!r}: evaluation has one pool; leave it out"
-    yield from _model_problems("model.path", config.model.path)
-    yield from _tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
+    yield from model_problems("model.path", config.model.path)
+    yield from tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
     yield from file_problems("data.val_files", config.data.val_files)
+    yield from template_problems("data.apply_chat_template_kwargs", config.data.apply_chat_template_kwargs)
+    yield from val_set_problems(config, True)
     yield from reward_problems(config)
-
-
-def _training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
-    for name, allowed in (("top_p", 1.0), ("top_k", -1)):
-        value = getattr(rollout, name)
-        if value != allowed:
-            yield (
-                f"{_POLICY}.rollout.{name}={value}: training rollouts must sample from all tokens ({name}={allowed:g}), "
-                "because the trainer's log-probs are those of the whole distribution, not of the cut one "
-                f"(rollout.val_kwargs.{name} may be set)"
-            )
 
 
 def _optim_problems(key: str, optim: OptimConfig) -> Iterator[str]:
@@ -143,20 +203,3 @@ def _optim_problems(key: str, optim: OptimConfig) -> Iterator[str]:
             f"{key}.lr_warmup_steps={optim.lr_warmup_steps} must be less than "
             f"{key}.lr_decay_steps={optim.lr_decay_steps}"
         )
-
-
-def _model_problems(key: str, path: str | None) -> Iterator[str]:
-    assert path is not None, "resolved"
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        yield (
-            f"{key}: {path} is no folder (working directory {Path.cwd()}); give the folder of a downloaded "
-            "Hugging Face model"
-        )
-    elif not (folder / "config.json").is_file():
-        yield f"{key}: the folder {path} has no config.json, so it is no Hugging Face model"
-
-
-def _tokenizer_problems(key: str, path: str | None) -> Iterator[str]:
-    if path is not None and not Path(path).expanduser().is_dir():
-        yield f"{key}: {path} is no folder (working directory {Path.cwd()})"

@@ -38,6 +38,8 @@ def pool_problems(config: TrainConfig) -> Iterator[str]:
     }
     if config.critic is not None:
         given["critic"] = config.critic.resource_pool
+    if config.reward_model.enable:
+        given["reward_model"] = config.reward_model.resource_pool
     for role, name in given.items():
         if name is not None and name not in pools:
             hint = did_you_mean(name, pools)
@@ -105,6 +107,8 @@ def _roles(config: TrainConfig | SFTConfig) -> list[_Role]:
         sections[f"{_POLICY}.ref"] = policy.ref
     if config.critic is not None:
         sections["critic"] = config.critic
+    if config.reward_model.enable:
+        sections["reward_model"] = config.reward_model
     roles = []
     for key, section in sections.items():
         assert section.megatron is not None, "resolved"
@@ -192,6 +196,9 @@ def update_problems(config: TrainConfig | SFTConfig) -> Iterator[str]:
         what = f"data.train_batch_size={prompts} x {_POLICY}.rollout.n={n} = {prompts * n} trajectories"
         yield from _share_problems(what, prompts * n, roles[f"{_POLICY}.ref"])
         tokens = ref.log_prob_max_token_len_per_gpu
+        if tokens is not None and ref.log_prob_micro_batch_size_per_gpu is not None:
+            names = "log_prob_max_token_len_per_gpu and log_prob_micro_batch_size_per_gpu"
+            yield f"{_POLICY}.ref: {names} are both set; give one of them, or log_prob_use_dynamic_bsz"
         if tokens is not None and tokens != actor.ppo_max_token_len_per_gpu:
             yield from _budget_problems(f"{_POLICY}.ref.log_prob_max_token_len_per_gpu", tokens, config)
 
@@ -231,9 +238,20 @@ def _micro_batch_problems(key: str, role: ActorConfig | CriticConfig, config: Tr
     tokens, trajectories = _micro_batch(role)
     keys = f"{key}.ppo_max_token_len_per_gpu and {key}.ppo_micro_batch_size_per_gpu"
     if tokens is None and trajectories is None:
-        yield f"one of {keys} is required: the size of a micro-batch in tokens or in trajectories"
+        if role.use_dynamic_bsz is None:
+            yield f"one of {keys} is required: the size of a micro-batch in tokens or in trajectories"
+        else:
+            name, dynamic = (
+                ("ppo_max_token_len_per_gpu", "true")
+                if role.use_dynamic_bsz
+                else ("ppo_micro_batch_size_per_gpu", "false")
+            )
+            yield f"{key}.use_dynamic_bsz={dynamic} needs {key}.{name}"
     elif tokens is not None and trajectories is not None:
-        yield f"{keys} are both set ({tokens} tokens, {trajectories} trajectories); give one of them"
+        yield (
+            f"{keys} are both set ({tokens} tokens, {trajectories} trajectories); give one of them, or say by "
+            f"{key}.use_dynamic_bsz which counts (true: tokens)"
+        )
     elif tokens is not None:
         yield from _budget_problems(f"{key}.ppo_max_token_len_per_gpu", tokens, config)
 

@@ -5,6 +5,7 @@ text. A key that stands twice in a mapping is an error; so is everything that YA
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,12 +201,19 @@ def merge(below: Tree, above: Tree) -> Tree:
 def parse_override(text: str) -> Tree:
     """The tree of `a.b.c=value`; the value is YAML, so `null`, `[1, 2]` and `{x: 1}` mean what they say.
 
+    Hydra's `+key` and `++key` (add; add or replace) are `key`: keys are known here, so nothing is added.
+
     Raises:
         ValueError: no `=`, an empty part in the key, no value, a value that is not YAML.
     """
     where = f"override {text!r}"
     key, equals, value = text.partition("=")
+    key = re.sub(r"^\s*\+{1,2}", "", key)
     names = key.strip().split(".")
+    if key.startswith("~"):
+        raise ValueError(
+            f"{where}: keys are not deleted; write {key.lstrip('~')}=null, or the value that it shall have"
+        )
     if not equals:
         raise ValueError(f"{where}: an override is written key=value")
     if not all(names):
@@ -217,6 +225,15 @@ def parse_override(text: str) -> Tree:
         tree = {name: tree}
     assert isinstance(tree, dict)
     return tree
+
+
+def entries(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Entry]]:
+    """(dotted key, entry) of every value in a tree."""
+    for name, value in tree.items():
+        if isinstance(value, Entry):
+            yield f"{prefix}{name}", value
+        else:
+            yield from entries(value, f"{prefix}{name}.")
 
 
 def plain(tree: Tree | Entry) -> Any:

@@ -9,7 +9,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,14 +21,17 @@ from megarl.config.document import (
     Entry,
     Tree,
     YamlDumper,
+    entries,
     interpolate,
     merge,
     parse_override,
     plain,
     read_file,
 )
+from megarl.config.foreign import SAME_THING, key_advice
 from megarl.config.options import (
     field_types,
+    is_free,
     is_required,
     members,
     section_type,
@@ -50,12 +53,21 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
     Args:
         schema: the dataclass of the command, such as TrainConfig.
         path: the file; None: overrides alone.
-        overrides: `a.b.c=value` each, later ones win; the value is YAML.
+        overrides: `a.b.c=value` each, later ones win; the value is YAML. Hydra's `+` and `++` before the key change
+            nothing.
 
     Raises:
         ValueError: a missing file, text that is not YAML, or, all in one message: unknown keys with the nearest
-            valid ones, values of a wrong type, missing required keys, interpolations that lead nowhere.
+            valid ones (or, for keys of other trainers, what to write instead), values of a wrong type, missing required
+            keys, two keys that say the same thing, interpolations that lead nowhere.
     """
+    return load_with_origins(schema, path, overrides)[0]
+
+
+def load_with_origins(
+    schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()
+) -> tuple[T, dict[str, str]]:
+    """`load_config`, and where each value that was given stands: dotted key -> file and line, or override."""
     tree = read_file(Path(path)) if path is not None else {}
     problems: list[str] = []
     for override in overrides:
@@ -66,13 +78,23 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
     tree = interpolate(tree, _defaults(schema, tree), problems)
     builder = _Builder([key for key, _, _ in walk(schema)], problems)
     config = builder.section(schema, tree, "")
+    origins = {key: entry.where for key, entry in entries(tree)}
+    problems += _said_twice(tree)
     raise_if_any(f"configuration {path}" if path is not None else "configuration", problems)
-    return config
+    return config, origins
+
+
+def _said_twice(tree: Tree) -> Iterator[str]:
+    """Keys that say the same thing and were both given (null is not given)."""
+    given = {key: entry.where for key, entry in entries(tree) if entry.value is not None}
+    for one, other in SAME_THING:
+        if one in given and other in given:
+            yield f"{given[one]}: {one} and {other} ({given[other]}) say the same thing; give one of them"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A configuration as nested dicts, lists and scalars."""
-    return {member.name: _to_plain(getattr(config, member.name)) for member in fields(config)}
+    return {member.name: plain_value(getattr(config, member.name)) for member in fields(config)}
 
 
 def save_config(config: Any, path: str | Path) -> Path:
@@ -83,11 +105,11 @@ def save_config(config: Any, path: str | Path) -> Path:
     return Path(path)
 
 
-def _to_plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     if is_dataclass(value):
         return to_dict(value)
     if isinstance(value, dict):
-        return {name: _to_plain(item) for name, item in value.items()}
+        return {name: plain_value(item) for name, item in value.items()}
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -100,7 +122,7 @@ def _defaults(schema: type, tree: Tree) -> dict[str, Any]:
         if inner is not None and (member.default is not None or isinstance(given, dict)):
             values[member.name] = _defaults(inner, given if isinstance(given, dict) else {})
         elif member.default is not MISSING:
-            values[member.name] = _to_plain(member.default)
+            values[member.name] = plain_value(member.default)
     return values
 
 
@@ -134,6 +156,8 @@ class _Builder:
                 return self.section(inner, value, f"{key}.")
             if table is not None:
                 return self._table(table, value, f"{key}.")
+            if is_free(kind):
+                return plain(value)
             self._misplaced(value, key, kind)
             return None
         if value.value is UNRESOLVED:
@@ -145,6 +169,10 @@ class _Builder:
             self._problems.append(
                 f"{value.where}: {key}: expected {type_text(kind)}, found {_show(value)}{hint}"
             )
+            return None
+        refused = member.metadata.get("refused") or {}
+        if converted in refused:
+            self._problems.append(f"{value.where}: {key}={value.text}: {refused[converted]}")
             return None
         return _expand(converted) if member.metadata.get("is_path") else converted
 
@@ -182,6 +210,10 @@ class _Builder:
             return
         place = f"{value.where}: " if isinstance(value, Entry) else ""
         near = nearest_keys(key, self._keys)
+        advice = key_advice(key)
+        if advice is not None:
+            self._problems.append(f"{place}{key} is no key of megarl: {advice}")
+            return
         if near == [key]:  # a dot in the name of a key: `trainer.seed: 1` in a file
             hint = "in a file it is written as a key inside of sections, not with dots"
         elif near:

@@ -53,13 +53,17 @@ def check_rollout_model(rollout: RolloutConfig, model: ModelFacts, key: str = RO
 
 
 def check_models(
-    config: TrainConfig | SFTConfig | EvalConfig, model: ModelFacts, critic: ModelFacts | None = None
+    config: TrainConfig | SFTConfig | EvalConfig,
+    model: ModelFacts,
+    critic: ModelFacts | None = None,
+    reward_model: ModelFacts | None = None,
 ) -> None:
     """`check_model` for every role of a run, all problems in one ValueError.
 
     Args:
         model: facts of the model that is trained or evaluated.
         critic: those of critic.model.path; None: the same.
+        reward_model: those of reward_model.model.path; None: it is not checked.
     """
     config = resolve(config)
     megatrons: list[tuple[str, MegatronConfig | None, ModelFacts]] = []
@@ -73,6 +77,8 @@ def check_models(
             megatrons.append(("actor_rollout_ref.ref.megatron", policy.ref.megatron, model))
         if config.critic is not None:
             megatrons.append(("critic.megatron", config.critic.megatron, critic or model))
+        if reward_model is not None:
+            megatrons.append(("reward_model.megatron", config.reward_model.megatron, reward_model))
         rollout = (ROLLOUT_KEY, policy.rollout)
     else:
         rollout = ("rollout", config.rollout)

@@ -7,7 +7,7 @@ documentation; it is written nowhere else.
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any
 
@@ -22,13 +22,27 @@ def option(
     lt: float | None = None,
     le: float | None = None,
     is_path: bool = False,
+    formula: str | None = None,
+    refused: Mapping[Any, str] | None = None,
 ) -> Any:
     """A key: what it means (with its unit), its default (without one it is required), and its valid values.
 
     Bounds and choices hold for each element of a list; null, where the type allows it, is always valid.
     `is_path`: a leading `~` is expanded when the configuration is read.
+    `formula`: what is computed with the key, for the reference page.
+    `refused`: values that other trainers have and megarl refuses while it reads them, each with what to do instead.
     """
-    metadata = {"help": help, "choices": choices, "gt": gt, "ge": ge, "lt": lt, "le": le, "is_path": is_path}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "gt": gt,
+        "ge": ge,
+        "lt": lt,
+        "le": le,
+        "is_path": is_path,
+        "formula": formula,
+        "refused": refused,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -61,8 +75,16 @@ def table_type(kind: Any) -> type | None:
     """The dataclass of the values where a key is a mapping of free names to sections; else None."""
     for member in members(kind):
         if typing.get_origin(member) is dict:
-            return typing.get_args(member)[1]
+            inner = typing.get_args(member)[1]
+            return inner if is_dataclass(inner) else None
     return None
+
+
+def is_free(kind: Any) -> bool:
+    """Whether a key is a mapping whose names and values are its reader's: `dict[str, Any]`."""
+    return any(
+        typing.get_args(member) == (str, Any) for member in members(kind) if typing.get_origin(member) is dict
+    )
 
 
 def type_text(kind: Any) -> str:
@@ -77,7 +99,7 @@ def type_text(kind: Any) -> str:
             items = {str: "texts", int: "integers", float: "numbers"}[args[0]]
             texts.append(f"a list of {items}" if Ellipsis in args else f"a list of {len(args)} {items}")
         elif typing.get_origin(member) is dict:
-            texts.append("named sections")
+            texts.append("free keys" if is_free(member) else "named sections")
         else:
             texts.append("a section of keys")
     return " or ".join(texts)
@@ -106,11 +128,12 @@ def walk(schema: type, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
 
 def walk_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
     """Every key of a configuration: (dotted key, field, value); sections that are null have none."""
+    kinds = field_types(type(config))
     for member in fields(config):
         key, value = f"{prefix}{member.name}", getattr(config, member.name)
         if is_dataclass(value):
             yield from walk_values(value, f"{key}.")
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and not is_free(kinds[member.name]):
             for name, entry in value.items():
                 yield from walk_values(entry, f"{key}.{name}.")
         else:

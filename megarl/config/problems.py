@@ -17,9 +17,14 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
     """Up to three of the dotted `keys` that `key` may have been meant as, best first; perhaps none.
 
     Last parts must be alike (in any order of their words); among those the sections decide. So a key in the
-    wrong section and a misspelt one in the right section are both found.
+    wrong section and a misspelt one in the right section are both found. A name without a section stands for the
+    keys of that name, in the order of `keys`.
     """
+    keys = list(keys)
     *sections, last = key.split(".")
+    named = [candidate for candidate in keys if candidate.rpartition(".")[2] == last.lower()]
+    if named and not sections:
+        return named[:NUM_SUGGESTIONS]
     scored = []
     for candidate in keys:
         *others, other = candidate.split(".")

@@ -3,12 +3,15 @@
 from dataclasses import replace
 from typing import TypeVar
 
+from megarl.config.algorithm_sections import SEQUENCE_LOSSES
+from megarl.config.reward_sections import RewardModelConfig
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
     EvalConfig,
     MegatronConfig,
     ModelPathConfig,
+    OptimConfig,
     PoolConfig,
     RefConfig,
     RolloutConfig,
@@ -26,8 +29,11 @@ C = TypeVar("C", TrainConfig, SFTConfig, EvalConfig)
 def resolve(config: C) -> C:
     """The configuration with its derived nulls filled in; one that is filled in comes back equal.
 
-    Filled: tokenizer_path, sequence_parallel, clip ratios, the critic's and the reference's settings that are the
-    actor's, resource pools and the pool of each role, num_engines, run folder and rollout folder.
+    Filled: tokenizer_path, sequence_parallel, clip ratios, loss aggregation, the settings of critic, reference and reward model that are
+    the actor's, gen_batch_size, resource pools and the pool of each role, num_engines, run folder and rollout folder.
+    Where two keys say one thing (grad_clip and optim.clip_grad, clip_range and clip ratios, data.tokenizer and tokenizer_path,
+    enable_gradient_checkpointing and recompute_granularity) the value moves to the second; a size of micro-batches
+    that use_dynamic_bsz overrules becomes null.
     Null remain what only a later stage knows: dtypes and what is offloaded (the devices), lr_decay_steps and
     total_training_steps (the data), max_total_tokens (the engine), val_batch_size and max_samples (null means all),
     ray_address.
@@ -40,7 +46,9 @@ def resolve(config: C) -> C:
         return replace(
             config,
             model=_with_tokenizer(config.model),
-            megatron=_with_sequence_parallel(config.megatron),
+            megatron=_with_recompute(
+                _with_sequence_parallel(config.megatron), config.model.enable_gradient_checkpointing
+            ),
             trainer=replace(trainer, default_local_dir=trainer.default_local_dir or _run_folder(trainer)),
         )
     assert isinstance(config, EvalConfig), type(config)
@@ -63,10 +71,39 @@ def needs_reference(config: TrainConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
+def needs_old_log_probs(config: TrainConfig) -> bool:
+    """Whether the actor computes the log-probs before the update; else the engine's stand for them."""
+    return not config.algorithm.rollout_correction.bypass_mode
+
+
+def full_kl_in_reward(config: TrainConfig) -> bool:
+    """Whether rewards have the exact KL to the reference, which then comes with the policy's log-probs."""
+    return config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
+
+
+def full_kl_in_loss(config: TrainConfig) -> bool:
+    """Whether the actor's loss has the exact KL to the reference, whose weights updates then need."""
+    actor = config.actor_rollout_ref.actor
+    return actor.use_kl_loss and actor.kl_loss_type == "full"
+
+
+def needs_ref_log_probs(config: TrainConfig) -> bool:
+    """Whether the reference is run by itself before the updates, for its log-probs of the responses."""
+    in_loss = config.actor_rollout_ref.actor.use_kl_loss and not full_kl_in_loss(config)
+    return not full_kl_in_reward(config) and (config.algorithm.use_kl_in_reward or in_loss)
+
+
 def reference_in_actor(config: TrainConfig) -> bool:
     """Whether the reference (of a resolved configuration) lives in the actor's processes: same layout, same pool."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     return ref.megatron == actor.megatron and ref.resource_pool == actor.resource_pool
+
+
+def needs_rules(config: TrainConfig | EvalConfig) -> bool:
+    """Whether scores are made by rules or the user's reward function, alone or beside a reward model's."""
+    return not (
+        isinstance(config, TrainConfig) and config.reward_model.enable and not config.reward_model.rule_weight
+    )
 
 
 def _resolve_train(config: TrainConfig) -> TrainConfig:
@@ -74,8 +111,12 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
     pools = config.resource_pools
     if pools is None:
         pools = {GLOBAL_POOL: PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)}
-    model = _with_tokenizer(policy.model)
-    actor = _resolve_actor(policy.actor, pools)
+    model = replace(policy.model, tokenizer_path=policy.model.tokenizer_path or config.data.tokenizer)
+    model = _with_tokenizer(model)
+    actor = _with_aggregation(
+        _resolve_actor(policy.actor, pools, model.enable_gradient_checkpointing),
+        config.data.max_response_length,
+    )
     longest = config.data.max_prompt_length + config.data.max_response_length
     ref = _resolve_ref(policy.ref, actor, longest)
     rollout = replace(policy.rollout, resource_pool=policy.rollout.resource_pool or actor.resource_pool)
@@ -84,9 +125,15 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
     folder = trainer.default_local_dir or _run_folder(trainer)
     return replace(
         config,
+        data=replace(
+            config.data,
+            gen_batch_size=config.data.gen_batch_size or config.data.train_batch_size,
+            tokenizer=None,
+        ),
         resource_pools=pools,
         actor_rollout_ref=replace(policy, model=model, actor=actor, ref=ref, rollout=rollout),
         critic=None if critic is None else _resolve_critic(critic, actor, model.path),
+        reward_model=_resolve_reward_model(config.reward_model, actor, longest),
         trainer=replace(
             trainer,
             default_local_dir=folder,
@@ -95,42 +142,110 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
     )
 
 
-def _resolve_actor(actor: ActorConfig, pools: dict[str, PoolConfig]) -> ActorConfig:
+def _resolve_actor(
+    actor: ActorConfig, pools: dict[str, PoolConfig], checkpointing: bool | None
+) -> ActorConfig:
     pool = actor.resource_pool
     if pool is None:
         pool = GLOBAL_POOL if GLOBAL_POOL in pools else next(iter(pools)) if len(pools) == 1 else None
+    low, high = actor.clip_range or (actor.clip_ratio_low, actor.clip_ratio_high)
+    tokens, trajectories = _one_size(
+        actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    )
     return replace(
         actor,
         resource_pool=pool,
-        megatron=_with_sequence_parallel(actor.megatron),
-        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        optim=_with_clip(actor.optim, actor.grad_clip),
+        grad_clip=None,
+        megatron=_with_recompute(_with_sequence_parallel(actor.megatron), checkpointing),
+        clip_range=None,
+        clip_ratio_low=actor.clip_ratio if low is None else low,
+        clip_ratio_high=actor.clip_ratio if high is None else high,
+        ppo_max_token_len_per_gpu=tokens,
+        ppo_micro_batch_size_per_gpu=trajectories,
     )
 
 
+def _one_size(
+    dynamic: bool | None, tokens: int | None, trajectories: int | None
+) -> tuple[int | None, int | None]:
+    """Sizes of a micro-batch in tokens and in trajectories, without the one that `dynamic` overrules."""
+    if dynamic is None:
+        return tokens, trajectories
+    return (tokens, None) if dynamic else (None, trajectories)
+
+
+def _with_clip(optim: OptimConfig, grad_clip: float | None) -> OptimConfig:
+    return optim if grad_clip is None else replace(optim, clip_grad=grad_clip)
+
+
+def _with_aggregation(actor: ActorConfig, max_response_length: int) -> ActorConfig:
+    mode = actor.loss_agg_mode
+    if mode is None:
+        mode = "seq-mean-token-mean" if actor.policy_loss.loss_mode in SEQUENCE_LOSSES else "token-mean"
+    scale = actor.loss_scale_factor
+    if mode == "seq-mean-token-sum-norm" and scale is None:
+        scale = float(max_response_length)
+    return replace(actor, loss_agg_mode=mode, loss_scale_factor=scale)
+
+
 def _resolve_ref(ref: RefConfig, actor: ActorConfig, longest: int) -> RefConfig:
-    tokens = ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    dynamic = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
+    tokens, trajectories = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
+    if dynamic is False:
+        trajectories = trajectories or actor.ppo_micro_batch_size_per_gpu
+    elif dynamic or trajectories is None:
+        tokens = tokens or actor.ppo_max_token_len_per_gpu
+        tokens = tokens or (actor.ppo_micro_batch_size_per_gpu or 1) * longest
+    tokens, trajectories = _one_size(dynamic, tokens, trajectories)
     return replace(
         ref,
-        log_prob_max_token_len_per_gpu=tokens or (actor.ppo_micro_batch_size_per_gpu or 1) * longest,
+        log_prob_use_dynamic_bsz=dynamic,
+        log_prob_max_token_len_per_gpu=tokens,
+        log_prob_micro_batch_size_per_gpu=trajectories,
         megatron=actor.megatron if ref.megatron is None else _with_sequence_parallel(ref.megatron),
         resource_pool=ref.resource_pool or actor.resource_pool,
     )
 
 
 def _resolve_critic(critic: CriticConfig, actor: ActorConfig, actor_model: str) -> CriticConfig:
-    tokens, trajectories = critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+    dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+    tokens, trajectories = _one_size(
+        dynamic, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
+    )
     if tokens is None and trajectories is None:
         tokens, trajectories = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
     return replace(
         critic,
         model=replace(critic.model, path=critic.model.path or actor_model),
-        megatron=actor.megatron if critic.megatron is None else _with_sequence_parallel(critic.megatron),
+        megatron=_with_recompute(
+            _with_sequence_parallel(critic.megatron or actor.megatron),
+            critic.model.enable_gradient_checkpointing,
+        ),
+        use_dynamic_bsz=dynamic,
+        optim=_with_clip(critic.optim, critic.grad_clip),
+        grad_clip=None,
         ppo_mini_batch_size=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
         ppo_max_token_len_per_gpu=tokens,
         ppo_micro_batch_size_per_gpu=trajectories,
         ppo_epochs=critic.ppo_epochs or actor.ppo_epochs,
         resource_pool=critic.resource_pool or actor.resource_pool,
+    )
+
+
+def _resolve_reward_model(reward: RewardModelConfig, actor: ActorConfig, longest: int) -> RewardModelConfig:
+    if not reward.enable:
+        return reward
+    tokens, trajectories = reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu
+    if tokens is None and trajectories is None:
+        tokens, trajectories = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    return replace(
+        reward,
+        max_length=reward.max_length or longest,
+        megatron=actor.megatron if reward.megatron is None else _with_sequence_parallel(reward.megatron),
+        max_token_len_per_gpu=tokens,
+        micro_batch_size_per_gpu=trajectories,
+        resource_pool=reward.resource_pool or actor.resource_pool,
     )
 
 
@@ -142,6 +257,13 @@ def _with_sequence_parallel(megatron: MegatronConfig) -> MegatronConfig:
     if megatron.sequence_parallel is not None:
         return megatron
     return replace(megatron, sequence_parallel=megatron.tensor_model_parallel_size > 1)
+
+
+def _with_recompute(megatron: MegatronConfig, checkpointing: bool | None) -> MegatronConfig:
+    """`checkpointing`: the model's enable_gradient_checkpointing."""
+    if checkpointing is None:
+        return megatron
+    return replace(megatron, recompute_granularity="full" if checkpointing else None)
 
 
 def _with_engines(rollout: RolloutConfig, devices: int | None) -> RolloutConfig:

@@ -8,12 +8,17 @@ sizes on one device.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
+from typing import Any
 
-from megarl.config.algorithm_sections import KL_KINDS, LOSS_AGG_MODES, AlgorithmConfig
+from megarl.config.algorithm_sections import KL_KINDS, LOSS_AGG_MODES, AlgorithmConfig, PolicyLossConfig
 from megarl.config.data_sections import DataConfig
+from megarl.config.foreign import NO_HYBRID_ENGINE, NO_OTHER_STRATEGY, NO_PADDING
+from megarl.config.health_section import HealthConfig
 from megarl.config.options import option, optional_section, section
-from megarl.config.reward_sections import CustomRewardConfig
+from megarl.config.reward_sections import CustomRewardConfig, RewardConfig, RewardModelConfig
 from megarl.config.sections import (
+    DEFAULT_LOGGERS,
+    LOGGER_HELP,
     LOGGERS,
     MegatronConfig,
     ModelPathConfig,
@@ -22,29 +27,73 @@ from megarl.config.sections import (
     RolloutConfig,
     TrainedModelConfig,
 )
+from megarl.config.validation_sections import ValSetConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """The policy that is trained."""
 
+    strategy: str = option("What trains it.", "megatron", choices=("megatron",), refused=NO_OTHER_STRATEGY)
     ppo_mini_batch_size: int = option(
         "Prompts of a mini-batch (an optimizer step); divides train_batch_size.", ge=1
     )
     ppo_max_token_len_per_gpu: int | None = option("Tokens of a micro-batch (or the next key).", None, ge=1)
     ppo_micro_batch_size_per_gpu: int | None = option("Trajectories of a micro-batch.", None, ge=1)
+    use_dynamic_bsz: bool | None = option(
+        "true: micro-batches are cut by tokens, false: by trajectories, whatever the other size says; "
+        "null: by the one that is given.",
+        None,
+    )
     ppo_epochs: int = option("Passes over a step's trajectories.", 1, ge=1)
     shuffle: bool = option("A new order of the trajectories for each pass.", False)
-    clip_ratio: float = option("The probability ratio is clipped to 1 -+ this.", 0.2, gt=0)
+    clip_ratio: float = option(
+        "The probability ratio is clipped to 1 -+ this.",
+        0.2,
+        gt=0,
+        formula="max(-A ratio, -A clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high))",
+    )
     clip_ratio_low: float | None = option("The lower side of it; null: clip_ratio.", None, gt=0)
     clip_ratio_high: float | None = option("The upper side of it; null: clip_ratio.", None, gt=0)
-    clip_ratio_c: float = option("Bound of the ratio at negative advantages (dual clip).", 3.0, gt=1)
-    loss_agg_mode: str = option("What the loss is a mean of.", "token-mean", choices=LOSS_AGG_MODES)
-    entropy_coeff: float = option("Weight of the entropy bonus.", 0.0)
+    clip_range: tuple[float, float] | None = option(
+        "clip_ratio_low and clip_ratio_high in one; null: as these say.", None, gt=0
+    )
+    clip_ratio_c: float = option(
+        "Bound of the ratio at negative advantages (dual clip).",
+        3.0,
+        gt=1,
+        formula="where A < 0, the loss is at most -A clip_ratio_c",
+    )
+    policy_loss: PolicyLossConfig = section("The objective.", PolicyLossConfig)
+    tau_pos: float = option("sapo: sharpness of the gate at positive advantages.", 1.0, gt=0)
+    tau_neg: float = option("sapo: at negative ones.", 1.05, gt=0)
+    loss_agg_mode: str | None = option(
+        "What the loss is a mean of; null: token-mean, of gspo, gmpo and sapo seq-mean-token-mean. token-sum: no mean. "
+        "seq-mean-token-sum-norm: the mean over trajectories of their sums, divided by loss_scale_factor.",
+        None,
+        choices=LOSS_AGG_MODES,
+    )
+    loss_scale_factor: float | None = option(
+        "seq-mean-token-sum-norm: what the sums are divided by; null: data.max_response_length.", None, gt=0
+    )
+    target_kl: float | None = option(
+        "The step's remaining updates of the actor are left out once ppo_kl (nats a token) of a mini-batch is over "
+        "this; null: never.",
+        None,
+        gt=0,
+    )
+    entropy_coeff: float = option(
+        "Weight of the entropy bonus.", 0.0, formula="loss - entropy_coeff entropy + kl_loss_coef KL"
+    )
     use_kl_loss: bool = option("Add the KL to the reference policy to the loss.", False)
     kl_loss_coef: float = option("Its weight.", 0.001, ge=0)
+    kl_loss_end_coef: float | None = option(
+        "The weight moves from kl_loss_coef to this on a straight line; null: it stays.", None, ge=0
+    )
+    kl_loss_schedule_steps: int | None = option("Steps of that line; null: the run.", None, ge=1)
     kl_loss_type: str = option("Its estimator.", "low_var_kl", choices=KL_KINDS)
     resource_pool: str | None = option("Where it lives; null: the only pool, or the one named global.", None)
+    grad_clip: float | None = option("Another name of optim.clip_grad; null: as that says.", None, ge=0)
     optim: OptimConfig = section("The optimizer.")
     megatron: MegatronConfig = section("The layout.", MegatronConfig)
 
@@ -53,8 +102,17 @@ class ActorConfig:
 class RefConfig:
     """The reference policy, made where a KL to it is used: the actor's weights before the run."""
 
+    strategy: str = option("What runs it.", "megatron", choices=("megatron",), refused=NO_OTHER_STRATEGY)
     log_prob_max_token_len_per_gpu: int | None = option(
-        "Tokens of a micro-batch; null: as many as one of the actor may have.", None, ge=1
+        "Tokens of a micro-batch; null here and in the next key: as many as one of the actor may have.",
+        None,
+        ge=1,
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = option(
+        "Trajectories of a micro-batch (instead of tokens).", None, ge=1
+    )
+    log_prob_use_dynamic_bsz: bool | None = option(
+        "As the actor's use_dynamic_bsz, for these two sizes; null: the actor's, if that is given.", None
     )
     megatron: MegatronConfig | None = optional_section(
         "The layout; null: the actor's. With the actor's layout and pool it lives in the actor's processes."
@@ -66,6 +124,11 @@ class RefConfig:
 class ActorRolloutRefConfig:
     """The policy: its model, its training, its rollouts, its reference."""
 
+    hybrid_engine: bool = option(
+        "The actor's weights go into the engines shard to shard, before every rollout.",
+        True,
+        refused={False: NO_HYBRID_ENGINE},
+    )
     model: TrainedModelConfig = section("The model that is trained.")
     actor: ActorConfig = section("The policy that is trained.")
     ref: RefConfig = section("The reference policy.", RefConfig)
@@ -76,14 +139,22 @@ class ActorRolloutRefConfig:
 class CriticModelConfig:
     """The critic's first weights."""
 
-    path: str | None = option("Folder of a Hugging Face model; null: the actor's.", None, is_path=True)
+    path: str | None = option(
+        "Folder of a Hugging Face model, or its id on the Hub; null: the actor's.", None, is_path=True
+    )
+    use_remove_padding: bool = option("Sequences are packed.", True, refused={False: NO_PADDING})
+    enable_gradient_checkpointing: bool | None = option(
+        "true: megatron.recompute_granularity=full, false: null; null: as that says.", None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     """The value model (adv_estimator gae)."""
 
+    strategy: str = option("What trains it.", "megatron", choices=("megatron",), refused=NO_OTHER_STRATEGY)
     model: CriticModelConfig = section("The critic's first weights.", CriticModelConfig)
+    grad_clip: float | None = option("Another name of optim.clip_grad; null: as that says.", None, ge=0)
     optim: OptimConfig = section("The optimizer.")
     megatron: MegatronConfig | None = optional_section("The layout; null: the actor's.")
     ppo_mini_batch_size: int | None = option("As the actor's; null: the actor's.", None, ge=1)
@@ -91,8 +162,21 @@ class CriticConfig:
         "As the actor's; null here and in the next key: the actor's.", None, ge=1
     )
     ppo_micro_batch_size_per_gpu: int | None = option("As the actor's.", None, ge=1)
+    use_dynamic_bsz: bool | None = option("As the actor's; null: the actor's, if that is given.", None)
     ppo_epochs: int | None = option("As the actor's; null: the actor's.", None, ge=1)
-    cliprange_value: float = option("Values may move this far from the old ones.", 0.5, gt=0)
+    cliprange_value: float = option(
+        "Values may move this far from the old ones.",
+        0.5,
+        gt=0,
+        formula="0.5 max((v - R)^2, (clip(v, v_old - cliprange_value, v_old + cliprange_value) - R)^2)",
+    )
+    vf_coef: float = option(
+        "Factor of the critic's loss, and so of its gradient, which clip_grad then sees; AdamW's step alone does not "
+        "change with it.",
+        1.0,
+        gt=0,
+        formula="vf_coef x loss",
+    )
     warmup_steps: int = option("First steps in which the critic alone is trained.", 0, ge=0)
     resource_pool: str | None = option("Where it lives; null: with the actor.", None)
 
@@ -111,8 +195,19 @@ class TrainerConfig:
     nnodes: int = option("Nodes.", 1, ge=1)
     n_gpus_per_node: int = option("Devices a node: GPUs, or processes where there are none.", 1, ge=1)
     test_freq: int = option("Validate every so many steps; -1: never.", -1, ge=-1)
+    save_freq: int = option(
+        "Every so many steps the policy is written as a Hugging Face model into <run folder>/checkpoints/step-<n>/hf, "
+        "whole or not at all; -1: never. It has no optimizer state: a run cannot be resumed from it.",
+        -1,
+        ge=-1,
+    )
     val_before_train: bool = option("Validate before the first step.", False)
-    logger: tuple[str, ...] = option("Where metrics go, besides metrics.jsonl.", LOGGERS, choices=LOGGERS)
+    logger: tuple[str, ...] = option(LOGGER_HELP, DEFAULT_LOGGERS, choices=LOGGERS)
+    log_val_generations: int = option(
+        "Answers of each validation that tensorboard, wandb, mlflow and swanlab are given to show; 0: none.",
+        0,
+        ge=0,
+    )
     seed: int = option("Of everything that has no seed of its own.", 1, ge=0)
     ray_address: str | None = option("A running Ray cluster; null: one is started.", None)
     rollout_data_dir: str | None = option(
@@ -125,7 +220,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """`megarl train`: PPO and GRPO."""
+    """`megarl train`: PPO, GRPO and their kin."""
 
     data: DataConfig = section("Prompts.")
     actor_rollout_ref: ActorRolloutRefConfig = section("The policy.")
@@ -134,10 +229,13 @@ class TrainConfig:
     custom_reward_function: CustomRewardConfig = section(
         "A reward function of one's own.", CustomRewardConfig
     )
+    reward: RewardConfig = section("Rule rewards, and where rewards run.", RewardConfig)
+    reward_model: RewardModelConfig = section("A model that scores trajectories.", RewardModelConfig)
     resource_pools: dict[str, PoolConfig] | None = option(
         "Sets of devices by name; null: one, `global`, of trainer.nnodes x trainer.n_gpus_per_node.", None
     )
     trainer: TrainerConfig = section("The run.", TrainerConfig)
+    health: HealthConfig = section("When the run is warned about, stopped or steered.", HealthConfig)
     plugins: tuple[str, ...] = option(
         "Python files that are imported first; what they register becomes known by its name.",
         (),
@@ -150,7 +248,8 @@ class SFTDataConfig:
     """Examples."""
 
     train_files: str | tuple[str, ...] = option(
-        "Parquet or JSON lines files: a path, a glob, or a list.", is_path=True
+        "Parquet or JSON lines files: a path, a glob, a URL that fsspec can open, or a list of them.",
+        is_path=True,
     )
     val_files: str | tuple[str, ...] | None = option(
         "The same for validation; null: no validation.", None, is_path=True
@@ -161,6 +260,9 @@ class SFTDataConfig:
     prompt_key: str = option("Column of the prompt (with response_key).", "prompt")
     response_key: str | None = option(
         "Column of the response; null: the assistant's messages in the column messages.", None
+    )
+    apply_chat_template_kwargs: dict[str, Any] | None = option(
+        "What the chat template is given besides the messages, for example enable_thinking: false.", None
     )
     shuffle: bool = option("A new order each epoch.", True)
     seed: int = option("Of that order.", 1, ge=0)
@@ -180,7 +282,7 @@ class SFTTrainerConfig:
     nnodes: int = option("Nodes.", 1, ge=1)
     n_gpus_per_node: int = option("Devices a node: GPUs, or processes where there are none.", 1, ge=1)
     test_freq: int = option("Validate every so many steps; -1: never.", -1, ge=-1)
-    logger: tuple[str, ...] = option("Where metrics go, besides metrics.jsonl.", LOGGERS, choices=LOGGERS)
+    logger: tuple[str, ...] = option(LOGGER_HELP, DEFAULT_LOGGERS, choices=LOGGERS)
     seed: int = option("Of everything that has no seed of its own.", 1, ge=0)
     ray_address: str | None = option("A running Ray cluster; null: one is started.", None)
     collective_timeout: float = option("Seconds that ranks wait for each other.", 600.0, gt=0)
@@ -202,8 +304,19 @@ class SFTConfig:
 class EvalDataConfig:
     """Problems."""
 
-    val_files: str | tuple[str, ...] = option("Parquet files: a path, a glob, or a list.", is_path=True)
+    val_files: str | tuple[str, ...] | None = option(
+        "Parquet or JSON lines files: a path, a glob, a URL that fsspec can open, or a list of them; null: val_sets alone.",
+        None,
+        is_path=True,
+    )
+    val_sets: dict[str, ValSetConfig] | None = option(
+        "More problems by name, each set with its own sampling; their scores are <name>/...", None
+    )
     prompt_key: str = option("Column of the chat messages.", "prompt")
+    reward_fn_key: str = option("Column of the data source, by which a reward rule is chosen.", "data_source")
+    apply_chat_template_kwargs: dict[str, Any] | None = option(
+        "What the chat template is given besides the messages, for example enable_thinking: false.", None
+    )
     max_prompt_length: int = option("Tokens of a prompt, chat template included.", ge=1)
     max_response_length: int = option("Most tokens of a response.", ge=1)
     max_samples: int | None = option("The first so many problems; null: all.", None, ge=1)
@@ -229,6 +342,7 @@ class EvalConfig:
     custom_reward_function: CustomRewardConfig = section(
         "A reward function of one's own.", CustomRewardConfig
     )
+    reward: RewardConfig = section("Rule rewards, and where rewards run.", RewardConfig)
     trainer: EvalTrainerConfig = section("The run.", EvalTrainerConfig)
     plugins: tuple[str, ...] = option(
         "Python files that are imported first; what they register becomes known by its name.",

@@ -5,11 +5,25 @@
 
 from dataclasses import dataclass
 
+from megarl.config.foreign import NO_OTHER_ENGINE, NO_PADDING
+from megarl.config.multi_turn_sections import MultiTurnConfig
 from megarl.config.options import option, section
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 LR_DECAY_STYLES = ("constant", "linear", "cosine")
-LOGGERS = ("console", "tensorboard")
+# Beside the console and the run folder: packages that must be installed, each with how it is.
+TRACKERS = {
+    "wandb": "pip install wandb",
+    "mlflow": "pip install mlflow",
+    "swanlab": "pip install 'swanlab>=0.10'",
+}
+LOGGERS = ("console", "tensorboard", "file", *TRACKERS)
+DEFAULT_LOGGERS = ("console", "tensorboard")
+LOGGER_HELP = (
+    "Where metrics go. console: a line a step. tensorboard: <run folder>/tensorboard. file: metrics.jsonl in the run "
+    "folder, which is written in any case. wandb, mlflow, swanlab: to these, where they are installed, under "
+    "project_name and experiment_name."
+)
 ROLLOUT_ENGINES = ("sglang",)
 MTP_CHOICES = ("drop", "keep")
 SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p")
@@ -19,9 +33,12 @@ SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p")
 class ModelPathConfig:
     """A Hugging Face model."""
 
-    path: str = option("Folder with config.json, weights (safetensors) and tokenizer.", is_path=True)
+    path: str = option(
+        "Folder with config.json, weights (safetensors) and tokenizer; or the model's id on the Hugging Face Hub.",
+        is_path=True,
+    )
     tokenizer_path: str | None = option(
-        "Folder of the tokenizer; null: that of the model.", None, is_path=True
+        "Folder of the tokenizer, or an id on the Hub; null: that of the model.", None, is_path=True
     )
     trust_remote_code: bool = option("Run Python code that comes with the tokenizer.", False)
 
@@ -30,6 +47,10 @@ class ModelPathConfig:
 class TrainedModelConfig(ModelPathConfig):
     """A Hugging Face model that is trained."""
 
+    use_remove_padding: bool = option("Sequences are packed.", True, refused={False: NO_PADDING})
+    enable_gradient_checkpointing: bool | None = option(
+        "true: megatron.recompute_granularity=full, false: null; null: as that says.", None
+    )
     mtp: str = option(
         "Its multi-token prediction layers, which are not trained: left out of the exported model, or kept as they are.",
         "drop",
@@ -58,6 +79,18 @@ class OptimConfig:
     )
     eps: float = option("Added to the root of the second moment.", 1e-8, gt=0)
     clip_grad: float = option("Largest norm of the whole gradient; 0: not clipped.", 1.0, ge=0)
+    initial_loss_scale: float = option(
+        "float16: what the loss is multiplied with at first, so that small gradients do not vanish.",
+        65536.0,
+        gt=0,
+    )
+    min_loss_scale: float = option("float16: the least it may fall to.", 1.0, gt=0)
+    loss_scale_window: int = option(
+        "float16: updates without an overflow after which it doubles.", 1000, ge=1
+    )
+    hysteresis: int = option(
+        "float16: overflows after which it is halved; each one skips its update.", 2, ge=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +141,35 @@ class SamplingConfig:
     temperature: float = option("0: greedy.", 0.0, ge=0)
     top_p: float = option("Probability mass that is sampled from; 1: all.", 1.0, gt=0, le=1)
     top_k: int = option("Most probable tokens that are sampled from; -1: all.", -1, ge=-1)
-    n: int = option("Responses a prompt.", 1, ge=1)
+    min_p: float = option(
+        "Tokens of less than this part of the most probable one's probability are left out; 0: none.",
+        0.0,
+        ge=0,
+        le=1,
+    )
+    repetition_penalty: float = option(
+        "The logits of tokens that occurred in the response are divided by it (negative ones multiplied); 1: not.",
+        1.0,
+        gt=0,
+        le=2,
+    )
+    frequency_penalty: float = option(
+        "Taken from a token's logit for each time that it occurred in the response.", 0.0, ge=-2, le=2
+    )
+    presence_penalty: float = option(
+        "Taken from a token's logit if it occurred in the response.", 0.0, ge=-2, le=2
+    )
+    n: int = option(
+        "Responses a prompt; over 1: the scores are also given as mean@n, best@n, pass@k and maj@n.", 1, ge=1
+    )
+    pass_threshold: float = option("Score from which on an answer passes (pass@k).", 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """The engines that generate responses."""
 
-    name: str = option("The engine.", "sglang", choices=ROLLOUT_ENGINES)
+    name: str = option("The engine.", "sglang", choices=ROLLOUT_ENGINES, refused=NO_OTHER_ENGINE)
     tensor_model_parallel_size: int = option("Devices that share one engine's model.", 1, ge=1)
     expert_parallel_size: int = option(
         "Groups of an engine's devices that share the experts (SGLang's ep_size).", 1, ge=1
@@ -128,6 +182,13 @@ class RolloutConfig:
     temperature: float = option("Of training rollouts.", 1.0, gt=0)
     top_p: float = option("Of training rollouts: 1 (all) only.", 1.0)
     top_k: int = option("Of training rollouts: -1 (all) only.", -1)
+    min_p: float = option("Of training rollouts: 0 (all) only.", 0.0)
+    repetition_penalty: float = option("Of training rollouts: 1 (none) only.", 1.0)
+    frequency_penalty: float = option("Of training rollouts: 0 (none) only.", 0.0)
+    presence_penalty: float = option("Of training rollouts: 0 (none) only.", 0.0)
+    stop_token_ids: tuple[int, ...] = option(
+        "Tokens that end a response, and are part of it, besides the model's end tokens.", ()
+    )
     dtype: str | None = option(
         "Of the weights; null: bfloat16 on GPUs, float32 on CPUs.", None, choices=DTYPES
     )
@@ -144,8 +205,15 @@ class RolloutConfig:
     )
     seed: int = option("Of the sampling.", 1, ge=0)
     start_timeout: float = option("Seconds that the start of an engine may take.", 300.0, gt=0)
-    request_timeout: float = option("Seconds that one call of an engine may take.", 600.0, gt=0)
+    request_timeout: float = option(
+        "Seconds within which an engine must bring the next of its responses, and answer any other call.",
+        600.0,
+        gt=0,
+    )
     val_kwargs: SamplingConfig = section("How validation samples.", SamplingConfig)
+    multi_turn: MultiTurnConfig = section(
+        "Trajectories of several turns, with an environment that answers the policy.", MultiTurnConfig
+    )
     quantization: str | None = option(
         "fp8: the engines hold linear layers and experts in float8, quantised before they are sent; null: in dtype.",
         None,

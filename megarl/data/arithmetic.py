@@ -49,6 +49,22 @@ class Problem:
         work = f"{self.a} {SIGNS[self.op]} {self.b} = {result} " if show_work else ""
         return f"{work}#### {result}"
 
+    def tool_chat(self, wrong: bool) -> list[dict[str, str]]:
+        """The teacher's chat with a calculator that answers `<<3+4>>` (the environment of this name).
+
+        Args:
+            wrong: the teacher adds where it should subtract, or subtracts, and believes the calculator.
+        """
+        adds = (self.op == "add") != wrong
+        result = self.a + self.b if adds else self.a - self.b
+        call = f"<<{self.a}{SIGNS['add' if adds else 'sub']}{self.b}>>"
+        return [
+            {"role": "user", "content": self.prompt},
+            {"role": "assistant", "content": call},
+            {"role": "tool", "content": str(result)},
+            {"role": "assistant", "content": f"#### {result}"},
+        ]
+
 
 def make_problems(
     num: int, *, seed: int, max_operand: int = 9, ops: Sequence[str] = ("add", "sub")
@@ -114,6 +130,7 @@ def write_arithmetic(
     ops: Sequence[str] = ("add", "sub"),
     show_work: bool = False,
     teacher_errors: float = 0.0,
+    calculator: bool = False,
 ) -> dict[str, Path]:
     """Write sft.parquet, train.parquet and test.parquet (all in GSM8K's schema, no problem twice in them).
 
@@ -123,6 +140,8 @@ def write_arithmetic(
         teacher_errors: the part of the sft rows, from 0 to 1, whose answer is one too many: a model that learns
             from such a teacher learns the numbers and the mistake, which reinforcement can then correct.
             `ground_truth` is always right.
+        calculator: give the sft rows a column `messages`, too: chats in which the teacher uses a calculator, and whose
+            mistake is the wrong sign.
 
     Returns:
         Split ("sft", "train", "test") -> file.
@@ -143,6 +162,10 @@ def write_arithmetic(
             for index, problem in enumerate(problems[start : start + size])
         ]
         table = pa.Table.from_pylist(rows, schema=WORD_PROBLEM_SCHEMA)
+        if calculator and split == "sft":
+            part = problems[start : start + size]
+            chats = [problem.tool_chat(bool(error)) for problem, error in zip(part, wrong, strict=True)]
+            table = table.append_column("messages", pa.array(chats, WORD_PROBLEM_SCHEMA.field("prompt").type))
         paths[split] = write_parquet(table, Path(out_dir) / f"{split}.parquet")
         start += size
     return paths
@@ -161,12 +184,24 @@ def _row(problem: Problem, split: str, index: int, show_work: bool, error: int) 
 
 
 def arithmetic_texts(
-    num: int = 2000, *, seed: int = 0, max_operand: int = 9, ops: Sequence[str] = ("add", "sub")
+    num: int = 2000,
+    *,
+    seed: int = 0,
+    max_operand: int = 9,
+    ops: Sequence[str] = ("add", "sub"),
+    calculator: bool = False,
 ) -> list[str]:
-    """Prompts and answers, with and without work, from which a tokenizer for this task can be trained."""
+    """Prompts and answers, with and without work (and calls of a calculator), from which a tokenizer for this task can be
+    trained."""
     problems = make_problems(num, seed=seed, max_operand=max_operand, ops=ops)
-    return [
+    texts = [
         text
         for problem in problems
         for text in (problem.prompt, problem.answer(show_work=True), problem.answer(show_work=False))
+    ]
+    if not calculator:
+        return texts
+    chats = [problem.tool_chat(wrong) for problem in problems for wrong in (False, True)]
+    return texts + [
+        text for chat in chats for message in chat[1:] for text in (message["role"], message["content"])
     ]

@@ -1,55 +1,23 @@
 """Reading rows from Parquet and JSON lines, and writing Parquet; errors name the file and the row."""
 
-import glob
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.data.sources import DataFile
 from megarl.files import whole_file
 
 READ_BLOCK_ROWS = 1024
 NUM_ERRORS_SHOWN = 5
 
-_GLOB_CHARACTERS = "*?["
 
-
-def resolve_files(files: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Expand one path, one glob or a list of both into existing files, globs in sorted order.
-
-    Raises:
-        ValueError: a file is missing, a glob matches nothing, nothing is given, or a file is given twice.
-    """
-    patterns = [files] if isinstance(files, str | Path) else list(files)
-    if not patterns:
-        raise ValueError("no data files given: a path, a glob or a list of them is needed")
-    resolved: list[Path] = []
-    for pattern in map(str, patterns):
-        path = Path(pattern).expanduser()
-        if path.is_file():
-            resolved.append(path)
-        elif path.is_dir():
-            raise ValueError(
-                f"data file {pattern} is a folder; give the files in it, for example {pattern}/*.parquet"
-            )
-        elif any(character in pattern for character in _GLOB_CHARACTERS):
-            matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-            matches = [match for match in matches if match.is_file()]
-            if not matches:
-                raise ValueError(f"no file matches the pattern {pattern} (working directory {Path.cwd()})")
-            resolved.extend(matches)
-        else:
-            raise ValueError(f"data file {pattern} does not exist (working directory {Path.cwd()})")
-    twice = [path for position, path in enumerate(resolved) if path in resolved[:position]]
-    if twice:
-        raise ValueError(f"data file {twice[0]} is given more than once")
-    return resolved
-
-
-def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def iter_rows(
+    path: DataFile | Path, columns: Sequence[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (row number from 0, row as a dict) of a Parquet or JSON lines (`.jsonl`, `.json`) file.
 
     Args:
@@ -59,54 +27,78 @@ def iter_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tupl
         ValueError: unknown suffix, unreadable file, or a line that is no JSON object (named by its row
             number).
     """
-    if path.suffix == ".parquet":
+    if is_parquet(path):
         yield from _iter_parquet(path, columns)
-    elif path.suffix in (".jsonl", ".json"):
-        yield from _iter_json_lines(path)
     else:
-        raise ValueError(
-            f"data file {path}: unknown suffix {path.suffix!r}; known are .parquet, .jsonl and .json"
-        )
+        yield from _iter_json_lines(path)
 
 
-def open_parquet(path: Path) -> pq.ParquetFile:
+def is_parquet(path: DataFile | Path) -> bool:
+    """Whether a file is Parquet, by its suffix; else it is JSON lines. ValueError: it is neither."""
+    if path.suffix in (".parquet", ".jsonl", ".json"):
+        return path.suffix == ".parquet"
+    raise ValueError(
+        f"data file {path}: unknown suffix {path.suffix!r}; known are .parquet, .jsonl and .json"
+    )
+
+
+def open_parquet(path: DataFile | Path) -> pq.ParquetFile:
     """Open a Parquet file; ValueError if it is none."""
+    remote = isinstance(path, DataFile) and path.is_remote
+    source = path.open() if remote else str(path)
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(source)
     except pa.ArrowInvalid as error:
         raise ValueError(f"data file {path} is no valid Parquet file: {error}") from error
+    except ValueError as error:  # fsspec's, of a server that does not serve parts of files
+        raise ValueError(
+            f"data file {path} cannot be read: {error} (simplecache::{path} reads a copy of the whole file)"
+        ) from error
 
 
-def _iter_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+def open_lines(path: DataFile | Path) -> BinaryIO:
+    """Open a file of lines as bytes."""
+    return path.open() if isinstance(path, DataFile) else path.open("rb")
+
+
+def chosen_columns(file: pq.ParquetFile, columns: Sequence[str] | None) -> list[str]:
+    """Those of `columns` (null: all) that a Parquet file has."""
+    present = file.schema_arrow.names
+    return present if columns is None else [name for name in columns if name in present]
+
+
+def _iter_parquet(
+    path: DataFile | Path, columns: Sequence[str] | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_parquet(path) as file:
-        present = file.schema_arrow.names
-        chosen = present if columns is None else [name for name in columns if name in present]
         number = 0
-        for block in file.iter_batches(batch_size=READ_BLOCK_ROWS, columns=chosen):
+        for block in file.iter_batches(batch_size=READ_BLOCK_ROWS, columns=chosen_columns(file, columns)):
             for row in block.to_pylist():
                 yield number, row
                 number += 1
 
 
-def _iter_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
-        number = 0
-        for line in file:
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} row {number}: not valid JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path} row {number}: expected a JSON object, found {type(row).__name__}")
-            yield number, row
-            number += 1
+def _iter_json_lines(path: DataFile | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open_lines(path) as file:
+        lines = (line for line in file if line.strip())
+        for number, line in enumerate(lines):
+            yield number, parse_line(line, path, number)
 
 
-def num_rows(path: Path) -> int | None:
+def parse_line(line: bytes, path: DataFile | Path, number: int) -> dict[str, Any]:
+    """The row of a line. ValueError: it is no JSON object; names file and row."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{path} row {number}: not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{path} row {number}: expected a JSON object, found {type(row).__name__}")
+    return row
+
+
+def num_rows(path: DataFile | Path) -> int | None:
     """Rows of a Parquet file from its footer; None for other files (counting would read them)."""
-    if path.suffix != ".parquet":
+    if not is_parquet(path):
         return None
     with open_parquet(path) as file:
         return file.metadata.num_rows
@@ -160,7 +152,7 @@ class RowErrors:
         self._messages: list[str] = []
         self._count = 0
 
-    def add(self, path: Path, row: int, problem: str) -> None:
+    def add(self, path: DataFile | Path, row: int, problem: str) -> None:
         self._count += 1
         if len(self._messages) < NUM_ERRORS_SHOWN:
             self._messages.append(f"{path} row {row}: {problem}")

@@ -1,10 +1,22 @@
-"""Batches of a table's rows: their order depends on (seed, epoch) alone, and their position can be resumed."""
+"""Batches of rows that come from a feed, and their position, which can be resumed.
 
-from collections.abc import Iterator
+Guarantees, each asserted by a test:
+
+- the same data, batch size and seed give the same batches, whether or not a run was interrupted between them;
+- an epoch of a table has every row once, but for those at its end that fill no batch;
+- what a sampler learns from scores moves only rows that the epoch has not had yet.
+"""
+
+import base64
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+
+from megarl.config.data_sections import SamplerConfig
+from megarl.data.samplers import Sampler, epoch_order, make_sampler
 
 
 class HasTable(Protocol):
@@ -13,7 +25,39 @@ class HasTable(Protocol):
     table: pa.Table
 
 
-class TableLoader:
+class Feed(Protocol):
+    """Rows in the order of an epoch, and of the next one when that is over."""
+
+    num_rows: int  # of an epoch
+    epoch: int  # from 0
+
+    @property
+    def left(self) -> int:
+        """Rows that are still to come in the epoch, at most."""
+        ...
+
+    def take(self, count: int) -> pa.Table | None:
+        """The next `count` rows of the epoch; None: it has not as many left."""
+        ...
+
+    def next_epoch(self) -> None:
+        """Go to the beginning of the next epoch."""
+        ...
+
+    def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
+        """Tell what the rows of these uids, which may be another feed's, scored [trajectories]."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it depends on, as JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position. ValueError: it was saved with other data or another order."""
+        ...
+
+
+class BatchLoader:
     """Yields the batches of one epoch each time it is iterated, as tables.
 
     A batch counts as consumed once it is yielded: `state_dict()` taken while batch k is in use makes a new
@@ -22,76 +66,77 @@ class TableLoader:
     right after a resume too.
     """
 
-    def __init__(
-        self, dataset: HasTable, batch_size: int, shuffle: bool, seed: int, drop_last: bool = True
-    ) -> None:
+    def __init__(self, feed: Feed, batch_size: int, drop_last: bool = True) -> None:
         """
         Args:
-            dataset: anything with a `table`.
             batch_size: rows of a batch.
-            shuffle: a new order each epoch; else table order.
-            seed: non-negative; with the epoch it determines the order.
             drop_last: leave out the rows at the end of an epoch that fill no batch (others take their place
                 next epoch); else they come as a smaller batch.
 
         Raises:
-            ValueError: the dataset has fewer rows than one batch (drop_last), or none.
+            ValueError: the feed has fewer rows than one batch (drop_last), or none.
         """
-        self._table = dataset.table.combine_chunks()
         if batch_size < 1:
             raise ValueError(f"batch size must be at least 1, found {batch_size}")
-        if seed < 0:
-            raise ValueError(f"data seed must not be negative, found {seed}")
-        num_rows = self._table.num_rows
-        if num_rows < (batch_size if drop_last else 1):
+        if feed.num_rows < (batch_size if drop_last else 1):
             raise ValueError(
-                f"the dataset has {num_rows} rows, too few for one batch of {batch_size}: "
+                f"the dataset has {feed.num_rows} rows, too few for one batch of {batch_size}: "
                 "lower data.train_batch_size or give more data"
             )
+        self._feed = feed
         self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
         self._drop_last = drop_last
-        self._epoch = 0
-        self._batch = 0  # the next batch of the epoch
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
-        full, rest = divmod(self._table.num_rows, self._batch_size)
+        """Batches of an epoch; at most, where rows that are read later may be left out."""
+        full, rest = divmod(self._feed.num_rows, self._batch_size)
         return full if self._drop_last else full + bool(rest)
 
     @property
     def epoch(self) -> int:
-        return self._epoch
+        return self._feed.epoch
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch; at most, where rows that are read later may be left out."""
+        return self._feed.num_rows
 
     def __iter__(self) -> Iterator[pa.Table]:
-        """The batches of the current epoch that are still to come."""
-        epoch = self._epoch
-        order = self._order(epoch)
-        for batch in range(self._batch, len(self)):
-            last = batch + 1 == len(self)
-            self._epoch, self._batch = (epoch + 1, 0) if last else (epoch, batch + 1)
-            rows = order[batch * self._batch_size : (batch + 1) * self._batch_size]
-            yield self._table.take(pa.array(rows))
+        """The batches of the current epoch that are still to come.
 
-    def _order(self, epoch: int) -> np.ndarray:
-        num_rows = self._table.num_rows
-        if not self._shuffle:
-            return np.arange(num_rows)
-        return np.random.default_rng((self._seed, epoch)).permutation(num_rows)
+        Raises:
+            ValueError: a whole epoch gives no batch; what the feed raises.
+        """
+        feed, least = self._feed, self._batch_size if self._drop_last else 1
+        epoch, whole, num_batches = feed.epoch, feed.left == feed.num_rows, 0
+        while feed.epoch == epoch:
+            batch = feed.take(max(least, min(self._batch_size, feed.left)))
+            if batch is None or feed.left < least:
+                feed.next_epoch()
+            if batch is not None:
+                num_batches += 1
+                yield batch
+        if whole and not num_batches:
+            raise ValueError(
+                f"of the {feed.num_rows} rows of an epoch fewer than one batch of {self._batch_size} are left: the "
+                "others are longer than data.max_prompt_length"
+            )
+
+    def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
+        """Tell the samplers what a step's trajectories scored.
+
+        Args:
+            uids: of each trajectory its prompt's.
+            scores: of each trajectory [trajectories].
+        """
+        self._feed.report(uids, scores)
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "num_rows": self._table.num_rows,
-            "batch_size": self._batch_size,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-            "drop_last": self._drop_last,
-        }
+        return {"batch_size": self._batch_size, "drop_last": self._drop_last}
 
     def state_dict(self) -> dict[str, Any]:
         """Position, and what the order depends on (JSON values)."""
-        return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
+        return {**self._identity(), "feed": self._feed.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.
@@ -100,10 +145,95 @@ class TableLoader:
             ValueError: the position was saved with other data, batch size or order, in which it means other
                 rows.
         """
-        for key, value in self._identity().items():
-            if state[key] != value:
-                raise ValueError(
-                    f"the data position was saved with {key} = {state[key]}, this run has {value}: "
-                    "it can only be resumed with the same data, batch size, shuffle and seed"
-                )
-        self._epoch, self._batch = state["epoch"], state["batch"]
+        check_identity(state, self._identity())
+        self._feed.load_state_dict(state["feed"])
+
+
+def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """ValueError: a position was saved where something was different."""
+    for key, value in identity.items():
+        if state.get(key) != value:
+            raise ValueError(
+                f"the data position was saved with {key} = {state.get(key)}, this run has {value}: "
+                "it can only be resumed with the same data, batch size, shuffle, sampler and seed"
+            )
+
+
+class TableFeed:
+    """Rows of a table in the order of a sampler (see Feed)."""
+
+    def __init__(self, table: pa.Table, sampler: Sampler, seed: int) -> None:
+        """`seed`: non-negative; with the epoch it determines the order, unless the sampler learns."""
+        if seed < 0:
+            raise ValueError(f"data seed must not be negative, found {seed}")
+        self.num_rows = table.num_rows
+        self.epoch = 0
+        self._table = table.combine_chunks()
+        self._sampler = sampler
+        self._seed = seed
+        self._taken = np.zeros(table.num_rows, dtype=np.bool_)  # rows that the epoch has had
+        self._coming: np.ndarray | None = None  # the others in their order; None: to be asked for
+        self._uids = frozenset(table["uid"].to_pylist()) if sampler.learns else frozenset()
+
+    @property
+    def left(self) -> int:
+        return self.num_rows - int(self._taken.sum())
+
+    def take(self, count: int) -> pa.Table | None:
+        if count > self.left:
+            return None
+        if self._coming is None:
+            order = epoch_order(self._sampler, self._table, self._seed, self.epoch)
+            self._coming = order[~self._taken[order]]
+        rows, self._coming = self._coming[:count], self._coming[count:]
+        self._taken[rows] = True
+        return self._table.take(pa.array(rows))
+
+    def next_epoch(self) -> None:
+        self.epoch += 1
+        self._taken[:] = False
+        self._coming = None
+
+    def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
+        own = [row for row, uid in enumerate(uids) if uid in self._uids]
+        if own:
+            self._sampler.update([uids[row] for row in own], np.asarray(scores)[own])
+            self._coming = None
+
+    def _identity(self) -> dict[str, Any]:
+        return {"num_rows": self.num_rows, "seed": self._seed, "sampler": asdict(self._sampler.config)}
+
+    def state_dict(self) -> dict[str, Any]:
+        taken = base64.b64encode(np.packbits(self._taken).tobytes()).decode()
+        return {
+            **self._identity(),
+            "epoch": self.epoch,
+            "taken": taken,
+            "sampler_state": self._sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_identity(state, self._identity())
+        packed = np.frombuffer(base64.b64decode(state["taken"]), dtype=np.uint8)
+        self._sampler.load_state_dict(state["sampler_state"])
+        self.epoch = state["epoch"]
+        self._taken = np.unpackbits(packed, count=self.num_rows).astype(np.bool_)
+        self._coming = None
+
+
+class TableLoader(BatchLoader):
+    """Batches of a dataset's table, in random or in table order (see BatchLoader)."""
+
+    def __init__(
+        self, dataset: HasTable, batch_size: int, shuffle: bool, seed: int, drop_last: bool = True
+    ) -> None:
+        """
+        Args:
+            shuffle: a new order each epoch; else table order.
+            seed: non-negative; with the epoch it determines the order.
+
+        Raises:
+            ValueError: as BatchLoader; a negative seed.
+        """
+        config = SamplerConfig(name="random" if shuffle else "sequential")
+        super().__init__(TableFeed(dataset.table, make_sampler(config, shuffle), seed), batch_size, drop_last)

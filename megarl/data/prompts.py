@@ -1,11 +1,13 @@
-"""Prompts from Parquet files in the GSM8K schema that verl's users have.
+"""Prompts from Parquet or JSON lines files in the GSM8K schema that verl's users have.
 
 Columns: `data_source` string; `prompt` list of {role, content}; `reward_model` struct {style, ground_truth};
 `extra_info` struct (optional, whatever it holds; kept as JSON).
 """
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +15,10 @@ import pyarrow as pa
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.files import RowErrors, check_messages, iter_rows, lookup, num_rows, resolve_files
-from megarl.data.loader import TableLoader
+from megarl.data.files import RowErrors, check_messages, iter_rows, lookup, num_rows
+from megarl.data.sources import DataFile, resolve_files
 from megarl.data.tokenizer import encode_texts, render_text
-from megarl.data.trajectories import PROMPT_SCHEMA
+from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA
 
 Truncation = Literal["error", "left", "right", "middle"]
 TRUNCATIONS: tuple[str, ...] = ("error", "left", "right", "middle")
@@ -25,12 +27,136 @@ TOKENIZE_BLOCK_ROWS = 1024
 PROGRESS_FROM_ROWS = 20_000  # below this, tokenising takes a few seconds
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row as it stands in a file, and where."""
+
+    file: DataFile
+    number: int  # in the file, from 0
+    uid: str
+    values: dict[str, Any]
+
+
+class PromptReader:
+    """Makes prompt tables of rows, and collects what is wrong with them.
+
+    Attributes:
+        schema: of the tables: `PROMPT_SCHEMA`, and MESSAGES with keep_messages.
+        errors: the wrong rows so far.
+        num_filtered: rows left out so far as longer than `max_prompt_length`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_length: int,
+        prompt_key: str = "prompt",
+        data_source_key: str = "data_source",
+        truncation: Truncation = "error",
+        filter_overlong_prompts: bool = False,
+        keep_messages: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            max_prompt_length: tokens, chat template included.
+            prompt_key: the column of the messages; may be dotted.
+            data_source_key: the column that becomes `data_source`; may be dotted.
+            truncation: what is done with longer prompts: "error" refuses, "left" / "right" / "middle" cuts
+                there.
+            filter_overlong_prompts: leave longer prompts out instead.
+            keep_messages: give the table a further column, MESSAGES: the chat messages as JSON.
+            chat_template_kwargs: what the chat template is given besides the messages.
+
+        Raises:
+            ValueError: an unknown truncation, or a length below 1.
+        """
+        if truncation not in TRUNCATIONS:
+            raise ValueError(f"truncation must be one of {', '.join(TRUNCATIONS)}, found {truncation!r}")
+        if max_prompt_length < 1:
+            raise ValueError(f"max_prompt_length must be at least 1, found {max_prompt_length}")
+        self._tokenizer = tokenizer
+        self._prompt_key = prompt_key
+        self._source_key = data_source_key
+        self.max_length = max_prompt_length
+        self._truncation = truncation
+        self._filter = filter_overlong_prompts
+        self._template_kwargs = chat_template_kwargs
+        self.schema = (
+            PROMPT_SCHEMA.append(pa.field(MESSAGES, pa.string())) if keep_messages else PROMPT_SCHEMA
+        )
+        self.errors = RowErrors()
+        self.num_filtered = 0
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of a file that are read, as far as it has them."""
+        keys = (self._prompt_key, self._source_key, "reward_model", "extra_info")
+        return list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
+
+    def table(self, rows: Sequence[Row]) -> pa.Table:
+        """The prompt table of the rows that are neither wrong nor left out, in their order."""
+        parsed = [(row, fields) for row in rows if (fields := self._parse(row)) is not None]
+        encoded = encode_texts(self._tokenizer, [fields["text"] for _, fields in parsed])
+        kept = []
+        for (row, fields), ids in zip(parsed, encoded, strict=True):
+            prompt = self._fit(row, ids)
+            if prompt is not None:
+                kept.append({"uid": row.uid, "prompt_ids": prompt, **fields})
+        return pa.table({name: [row[name] for row in kept] for name in self.schema.names}, schema=self.schema)
+
+    def _parse(self, row: Row) -> dict[str, str] | None:
+        """One row with its prompt rendered to `text`, or None after noting what is wrong with it."""
+        try:
+            data_source = lookup(row.values, self._source_key)
+            if not isinstance(data_source, str) or not data_source:
+                raise ValueError(f"{self._source_key!r} must be a string, found {data_source!r}")
+            messages = check_messages(lookup(row.values, self._prompt_key), self._prompt_key)
+            return {
+                "data_source": data_source,
+                "ground_truth": _ground_truth(row.values),
+                "extra_info": _to_json(row.values.get("extra_info") or {}, "extra_info"),
+                "text": render_text(
+                    self._tokenizer,
+                    messages,
+                    add_generation_prompt=True,
+                    template_kwargs=self._template_kwargs,
+                ),
+                MESSAGES: _to_json(messages, self._prompt_key),
+            }
+        except ValueError as error:
+            self.errors.add(row.file, row.number, str(error))
+            return None
+
+    def _fit(self, row: Row, ids: list[int]) -> list[int] | None:
+        """The prompt's tokens, cut if need be; None for a row that is left out, or wrong."""
+        if not ids:
+            # an engine given an empty prompt does not answer with an error, it dies
+            self.errors.add(row.file, row.number, "the chat template renders the prompt to no tokens")
+            return None
+        if len(ids) <= self.max_length:
+            return ids
+        if self._filter:
+            self.num_filtered += 1
+            return None
+        if self._truncation != "error":
+            return truncate(ids, self.max_length, self._truncation)
+        self.errors.add(
+            row.file,
+            row.number,
+            f"the prompt has {len(ids)} tokens, more than max_prompt_length {self.max_length}; "
+            "raise it, set filter_overlong_prompts, or choose a truncation",
+        )
+        return None
+
+
 class PromptDataset:
     """All prompts of some files, tokenised when the dataset is made: a wrong row ends a run before it starts.
 
     Attributes:
-        table: the prompt table (`PROMPT_SCHEMA`), rows in file order. `uid` is "<file stem>:<row in file>"; a
-            second file of the same stem gets "<stem>#2".
+        table: the prompt table (the reader's `schema`), rows in file order. `uid` is
+            "<prefix><file stem>:<row in file>"; a second file of the same stem gets "<stem>#2".
         num_filtered: rows left out as longer than `max_prompt_length`.
     """
 
@@ -39,42 +165,29 @@ class PromptDataset:
         files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
         *,
-        max_prompt_length: int,
-        prompt_key: str = "prompt",
-        truncation: Truncation = "error",
-        filter_overlong_prompts: bool = False,
+        max_samples: int | None = None,
+        uid_prefix: str = "",
+        **reading: Any,
     ) -> None:
         """
         Args:
-            files: a path, a glob or a list of both.
-            max_prompt_length: tokens, chat template included.
-            prompt_key: the column of the messages; may be dotted.
-            truncation: what is done with longer prompts: "error" refuses, "left" / "right" / "middle" cuts
-                there.
-            filter_overlong_prompts: leave longer prompts out instead.
+            files: a path, a glob, a URL or a list of them.
+            max_samples: the first so many rows; None: all.
+            reading: the keywords of `PromptReader`.
 
         Raises:
             ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows left.
         """
-        if truncation not in TRUNCATIONS:
-            raise ValueError(f"truncation must be one of {', '.join(TRUNCATIONS)}, found {truncation!r}")
-        if max_prompt_length < 1:
-            raise ValueError(f"max_prompt_length must be at least 1, found {max_prompt_length}")
-        self._tokenizer = tokenizer
-        self._prompt_key = prompt_key
-        self._max_length = max_prompt_length
-        self._truncation = truncation
-        self._filter = filter_overlong_prompts
-        self._errors = RowErrors()
-        self.num_filtered = 0
-        paths = resolve_files(files)
-        self.table = self._read(paths)
-        self._errors.raise_if_any()
+        reader = PromptReader(tokenizer, **reading)
+        found = resolve_files(files)
+        self.table = _read_all(found, reader, max_samples, uid_prefix)
+        self.num_filtered = reader.num_filtered
+        reader.errors.raise_if_any()
         if not self.table.num_rows:
             raise ValueError(
-                f"no prompts in {', '.join(map(str, paths))}"
+                f"no prompts in {', '.join(map(str, found))}"
                 + (
-                    f": all {self.num_filtered} rows are longer than max_prompt_length {max_prompt_length}"
+                    f": all {self.num_filtered} rows are longer than max_prompt_length {reader.max_length}"
                     if self.num_filtered
                     else ": the files have no rows"
                 )
@@ -83,77 +196,28 @@ class PromptDataset:
     def __len__(self) -> int:
         return self.table.num_rows
 
-    def _read(self, paths: list[Path]) -> pa.Table:
-        total = sum(num_rows(path) or 0 for path in paths)
-        columns = [
-            *{self._prompt_key, self._prompt_key.split(".")[0]},
-            "data_source",
-            "reward_model",
-            "extra_info",
-        ]
-        columns = list(dict.fromkeys(columns))
-        tables = [PROMPT_SCHEMA.empty_table()]
-        with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
-            task = progress.add_task("tokenising prompts", total=total)
-            for path, name in zip(paths, unique_stems(paths), strict=True):
-                block: list[dict[str, Any]] = []
-                for number, row in iter_rows(path, columns):
-                    parsed = self._parse(path, number, row)
-                    if parsed is not None:
-                        block.append({"uid": f"{name}:{number}", "path": path, "row": number, **parsed})
-                    if len(block) == TOKENIZE_BLOCK_ROWS:
-                        tables.append(self._tokenize(block))
-                        progress.advance(task, len(block))
-                        block = []
-                tables.append(self._tokenize(block))
-                progress.advance(task, len(block))
-        return pa.concat_tables(tables).combine_chunks()
 
-    def _parse(self, path: Path, number: int, row: dict[str, Any]) -> dict[str, str] | None:
-        """One row with its prompt rendered to `text`, or None after noting what is wrong with it."""
-        try:
-            data_source = lookup(row, "data_source")
-            if not isinstance(data_source, str) or not data_source:
-                raise ValueError(f"'data_source' must be a string, found {data_source!r}")
-            messages = check_messages(lookup(row, self._prompt_key), self._prompt_key)
-            return {
-                "data_source": data_source,
-                "ground_truth": _ground_truth(lookup(row, "reward_model.ground_truth")),
-                "extra_info": _to_json(row.get("extra_info") or {}, "extra_info"),
-                "text": render_text(self._tokenizer, messages, add_generation_prompt=True),
-            }
-        except ValueError as error:
-            self._errors.add(path, number, str(error))
-            return None
-
-    def _tokenize(self, block: list[dict[str, Any]]) -> pa.Table:
-        kept = []
-        for row, ids in zip(
-            block, encode_texts(self._tokenizer, [row["text"] for row in block]), strict=True
-        ):
-            if not ids:
-                # an engine given an empty prompt does not answer with an error, it dies
-                self._errors.add(row["path"], row["row"], "the chat template renders the prompt to no tokens")
-            elif len(ids) <= self._max_length:
-                kept.append({**row, "prompt_ids": ids})
-            elif self._filter:
-                self.num_filtered += 1
-            elif self._truncation == "error":
-                self._errors.add(
-                    row["path"],
-                    row["row"],
-                    f"the prompt has {len(ids)} tokens, more than max_prompt_length {self._max_length}; "
-                    "raise it, set filter_overlong_prompts, or choose a truncation",
-                )
-            else:
-                kept.append({**row, "prompt_ids": truncate(ids, self._max_length, self._truncation)})
-        return pa.table(
-            {name: [row[name] for row in kept] for name in PROMPT_SCHEMA.names}, schema=PROMPT_SCHEMA
-        )
-
-
-class PromptLoader(TableLoader):
-    """Batches of prompts: tables of `PROMPT_SCHEMA` (see TableLoader)."""
+def _read_all(
+    files: Sequence[DataFile], reader: PromptReader, max_samples: int | None, uid_prefix: str
+) -> pa.Table:
+    total = sum(num_rows(file) or 0 for file in files)
+    total = total if max_samples is None else min(total, max_samples)
+    left = max_samples
+    tables = [reader.schema.empty_table()]
+    with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
+        task = progress.add_task("tokenising prompts", total=total)
+        for file, name in zip(files, unique_stems(files), strict=True):
+            block: list[Row] = []
+            for number, values in itertools.islice(iter_rows(file, reader.columns), left):
+                block.append(Row(file, number, f"{uid_prefix}{name}:{number}", values))
+                if len(block) == TOKENIZE_BLOCK_ROWS:
+                    tables.append(reader.table(block))
+                    progress.advance(task, len(block))
+                    block = []
+                left = None if left is None else left - 1
+            tables.append(reader.table(block))
+            progress.advance(task, len(block))
+    return pa.concat_tables(tables).combine_chunks()
 
 
 def truncate(ids: list[int], max_length: int, truncation: Truncation) -> list[int]:
@@ -169,7 +233,7 @@ def truncate(ids: list[int], max_length: int, truncation: Truncation) -> list[in
     return ids[:head] + ids[len(ids) - (max_length - head) :]
 
 
-def unique_stems(paths: Sequence[Path]) -> list[str]:
+def unique_stems(paths: Sequence[Path | DataFile]) -> list[str]:
     """File names without suffix, with "#2", "#3", ... after the second, third, ... of the same name."""
     seen: dict[str, int] = {}
     names = []
@@ -179,8 +243,13 @@ def unique_stems(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def _ground_truth(value: Any) -> str:
-    """Strings as they are, other values (numbers, lists of accepted answers) as JSON."""
+def _ground_truth(row: dict[str, Any]) -> str:
+    """Strings as they are, other values (numbers, lists of accepted answers) as JSON. A row that a reward model scores
+    (`reward_model.style` is "model") may have none: empty text."""
+    facts = row.get("reward_model")
+    if isinstance(facts, dict) and facts.get("style") == "model" and facts.get("ground_truth") is None:
+        return ""
+    value = lookup(row, "reward_model.ground_truth")
     if value is None:
         raise ValueError("'reward_model.ground_truth' is null")
     return value if isinstance(value, str) else _to_json(value, "reward_model.ground_truth")

@@ -7,7 +7,7 @@ the whole, which is checked for every row.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +15,10 @@ import pyarrow as pa
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.files import RowErrors, check_messages, iter_rows, lookup, num_rows, resolve_files
+from megarl.data.files import RowErrors, check_messages, iter_rows, lookup, num_rows
 from megarl.data.loader import TableLoader
 from megarl.data.prompts import PROGRESS_FROM_ROWS, unique_stems
+from megarl.data.sources import DataFile, resolve_files
 from megarl.data.tokenizer import encode_texts, render_text
 
 SFT_SCHEMA = pa.schema(
@@ -48,6 +49,7 @@ class SftDataset:
         prompt_key: str = "prompt",
         response_key: str | None = None,
         truncation: Literal["error", "right"] = "error",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -58,6 +60,7 @@ class SftDataset:
             response_key: the column of the response, a string; both keys may be dotted ("extra_info.answer").
                 Null: the column `messages` holds whole chats, of which every assistant message is learnt.
             truncation: what is done with longer examples: "error" refuses, "right" cuts their end.
+            chat_template_kwargs: what the chat template is given besides the messages.
 
         Raises:
             ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
@@ -69,6 +72,7 @@ class SftDataset:
         self._response_key = response_key
         self._max_length = max_length
         self._truncation = truncation
+        self._template_kwargs = chat_template_kwargs
         self._errors = RowErrors()
         self.num_truncated = 0
         paths = resolve_files(files)
@@ -80,7 +84,7 @@ class SftDataset:
     def __len__(self) -> int:
         return self.table.num_rows
 
-    def _read(self, paths: list[Path]) -> pa.Table:
+    def _read(self, paths: list[DataFile]) -> pa.Table:
         keys = [MESSAGES_KEY] if self._response_key is None else [self._prompt_key, self._response_key]
         columns = list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
         rows: dict[str, list[Any]] = {name: [] for name in SFT_SCHEMA.names}
@@ -101,7 +105,7 @@ class SftDataset:
         return pa.table(rows, schema=SFT_SCHEMA)
 
     def _example(self, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        ids, mask = tokenize_chat(self._tokenizer, self._messages(row))
+        ids, mask = tokenize_chat(self._tokenizer, self._messages(row), self._template_kwargs)
         if len(ids) > self._max_length:
             if self._truncation == "error":
                 raise ValueError(
@@ -131,7 +135,9 @@ class SftLoader(TableLoader):
 
 
 def tokenize_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, str]],
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Token ids of a chat up to the last learnt token, and for each whether it is learnt.
 
@@ -146,8 +152,8 @@ def tokenize_chat(
         raise ValueError("the first message is the assistant's: there is no prompt")
     texts = []
     for turn in turns:
-        texts.append(render_text(tokenizer, messages[:turn], add_generation_prompt=True))
-        texts.append(render_text(tokenizer, messages[: turn + 1], add_generation_prompt=False))
+        texts.append(render_text(tokenizer, messages[:turn], True, template_kwargs))
+        texts.append(render_text(tokenizer, messages[: turn + 1], False, template_kwargs))
     encoded = encode_texts(tokenizer, texts)
     ids = encoded[-1]  # what follows the last assistant message teaches nothing
     mask = [False] * len(ids)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from tokenizers import Regex, Tokenizer, normalizers
@@ -132,16 +133,25 @@ def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def render_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    add_generation_prompt: bool,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Messages as the text of the tokenizer's chat template.
+
+    Args:
+        template_kwargs: what the template is given besides, such as enable_thinking.
 
     Raises:
         ValueError: the template refuses the messages (for example roles that do not alternate).
     """
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **(template_kwargs or {}),
         )
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error

@@ -9,10 +9,14 @@ Guarantees, each asserted by a test:
   length of its `response_ids`;
 - `ragged` gives views of the Arrow buffers, not copies (booleans excepted: Arrow packs them in bits).
 
+A token of a response that the policy did not choose, an environment's, is false in `response_mask` and 0 in
+`rollout_log_probs`.
+
 Later stages append columns: `score` (float32, one a row) and the lists (float32) `token_level_rewards`,
-`old_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`.
+`old_log_probs`, `ref_log_probs`, `full_kl` (the exact KL to the reference), `values`, `advantages`, `returns`.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +51,9 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("rollout_log_probs", pa.list_(pa.float32())),
         ("finish_reason", pa.string()),
         ("weight_version", pa.int64()),
+        ("num_turns", pa.int64()),  # of the policy: 1 without an environment
+        ("environment_score", pa.float32()),  # NaN: the environment gave none, or there is none
+        ("environment_notes", pa.string()),  # JSON: {"numbers": {...}, "error": text or null}; {} without one
     ]
 )
 # a prompt table whose prompts are repeated, one row for each sample to be generated
@@ -54,6 +61,9 @@ REQUEST_SCHEMA = pa.schema(
     [PROMPT_SCHEMA.field("uid"), ("prompt_uid", pa.string()), *list(PROMPT_SCHEMA)[1:]]
 )
 FINISH_REASONS = ("stop", "length")
+MESSAGES = (
+    "messages"  # prompts' chat messages as JSON: a column of all these tables if the prompt table has it
+)
 
 Ragged = tuple[np.ndarray, np.ndarray]
 """(flat values [total], offsets int64 [rows + 1]): row i is flat[offsets[i] : offsets[i + 1]]."""
@@ -61,7 +71,7 @@ Ragged = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Generation:
-    """What an engine answered to one request."""
+    """What an engine answered to one request; the fields with a default are of trajectories with an environment."""
 
     uid: str
     response_ids: Sequence[int] | np.ndarray  # [response]
@@ -70,6 +80,11 @@ class Generation:
     )  # [response], of the sampled tokens under the policy that was sampled
     finish_reason: str  # "stop" or "length"
     weight_version: int
+    response_mask: Sequence[bool] | np.ndarray | None = None  # [response]; None: the policy chose every token
+    num_turns: int = 1
+    environment_score: float | None = None
+    environment_notes: str = "{}"  # JSON
+    prompt_ids: Sequence[int] | None = None  # None: those of the request
 
 
 def expand_prompts(prompts: pa.Table, n: int) -> pa.Table:
@@ -83,7 +98,8 @@ def expand_prompts(prompts: pa.Table, n: int) -> pa.Table:
         "uid": uids,
         "prompt_uid": prompt_uids,
     }
-    return pa.table([columns[name] for name in REQUEST_SCHEMA.names], schema=REQUEST_SCHEMA)
+    requests = pa.table([columns[name] for name in REQUEST_SCHEMA.names], schema=REQUEST_SCHEMA)
+    return with_messages(requests, expanded)
 
 
 def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) -> pa.Table:
@@ -113,16 +129,60 @@ def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) ->
     ordered = [by_uid[uid] for uid in uids]
     ids = from_lists([generation.response_ids for generation in ordered], np.int32)
     log_probs = from_lists([generation.log_probs for generation in ordered], np.float32)
+    masks = from_lists([_response_mask(generation) for generation in ordered], np.bool_)
     columns = {name: requests[name] for name in REQUEST_SCHEMA.names} | {
+        "prompt_ids": _prompts(requests, ordered),
         "response_ids": from_ragged(*ids),
-        "response_mask": from_ragged(np.ones(len(ids[0]), dtype=np.bool_), ids[1]),
+        "response_mask": from_ragged(*masks),
         "rollout_log_probs": from_ragged(*log_probs),
         "finish_reason": [generation.finish_reason for generation in ordered],
         "weight_version": [generation.weight_version for generation in ordered],
+        "num_turns": [generation.num_turns for generation in ordered],
+        "environment_score": [
+            float("nan") if generation.environment_score is None else generation.environment_score
+            for generation in ordered
+        ],
+        "environment_notes": [generation.environment_notes for generation in ordered],
     }
     table = pa.table([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
     validate_trajectories(table)
-    return table
+    return with_messages(table, requests)
+
+
+def _response_mask(generation: Generation) -> Sequence[bool] | np.ndarray:
+    if generation.response_mask is None:
+        return np.ones(len(generation.response_ids), dtype=np.bool_)
+    return generation.response_mask
+
+
+def _prompts(requests: pa.Table, generations: Sequence[Generation]) -> pa.ChunkedArray | pa.ListArray:
+    """The column prompt_ids: the requests', unless an environment has added to a prompt."""
+    if all(generation.prompt_ids is None for generation in generations):
+        return requests["prompt_ids"]
+    asked = requests["prompt_ids"].to_pylist()
+    ids = [ids if g.prompt_ids is None else g.prompt_ids for ids, g in zip(asked, generations, strict=True)]
+    return from_ragged(*from_lists(ids, np.int32))
+
+
+@dataclass(frozen=True)
+class EnvironmentNotes:
+    """What the environment of a trajectory said besides a score; `error`: why it cost the trajectory."""
+
+    numbers: dict[str, float]
+    error: str | None
+
+
+def environment_notes(table: pa.Table) -> list[EnvironmentNotes]:
+    """Of each row; empty ones where no environment took part."""
+    if "environment_notes" not in table.column_names:
+        return [EnvironmentNotes({}, None)] * table.num_rows
+    notes = [json.loads(text) for text in table["environment_notes"].to_pylist()]
+    return [EnvironmentNotes(note.get("numbers", {}), note.get("error")) for note in notes]
+
+
+def with_messages(table: pa.Table, source: pa.Table) -> pa.Table:
+    """`table` with the column MESSAGES of `source`, whose rows are the same, if that has one."""
+    return table.append_column(MESSAGES, source[MESSAGES]) if MESSAGES in source.column_names else table
 
 
 def validate_trajectories(table: pa.Table) -> None:
@@ -246,6 +306,13 @@ def append_column(table: pa.Table, name: str, values: Ragged | np.ndarray) -> pa
         return table.append_column(name, from_ragged(np.asarray(flat, dtype=np.float32), offsets))
     assert values.shape == (table.num_rows,), (name, values.shape, table.num_rows)
     return table.append_column(name, pa.array(np.asarray(values, dtype=np.float32)))
+
+
+def replace_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    """Other values in the place of a column's, of the same type."""
+    at = table.schema.get_field_index(name)
+    assert at >= 0 and values.type.equals(table.schema.field(name).type), (name, values.type)
+    return table.set_column(at, table.schema.field(name), values)
 
 
 def take(table: pa.Table, indices: Sequence[int] | np.ndarray) -> pa.Table:

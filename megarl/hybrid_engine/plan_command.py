@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import TrainConfig, check_config, load_config, resolve
+from megarl.config.hub import fetch_models
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
 from megarl.config.sections import MegatronConfig, PoolConfig, RolloutConfig
 from megarl.hybrid_engine.layouts import EngineLayout, sglang_layout
@@ -71,7 +72,7 @@ def _from_recipe(options: argparse.Namespace) -> SyncPlan:
         raise ValueError(f"{', '.join(given)} beside the recipe {options.recipe}: give key=value instead")
     config = load_config(TrainConfig, options.recipe, options.overrides)
     check_config(config, data_files=False)
-    config = resolve(config)
+    config = fetch_models(resolve(config), weights=False)
     policy, pools = config.actor_rollout_ref, config.resource_pools
     model = read_model_config(policy.model.path)
     check_models(config, model, critic=model)

@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
 
+from megarl.megatron.full_kl import token_full_kl
 from megarl.megatron.packed import PackedBatch
+from megarl.megatron.vocab import chunk_logits, owned_labels, vocab_share
 
 
 def token_log_probs(
@@ -49,9 +52,7 @@ def token_log_probs(
     Returns: float32 [tokens, 2] (log-probability, entropy in nats), or [tokens, 1] without entropy; the same
         on all tensor-parallel ranks.
     """
-    share = weight.shape[0]
-    start = tp_group.rank() * share
-    rows = min(max(vocab_size - start, 0), share)
+    start, rows = vocab_share(weight, vocab_size, tp_group)
     return _TokenLogProbs.apply(
         hidden, weight, labels, start, rows, temperature, chunk_tokens, tp_group, with_entropy
     )
@@ -82,8 +83,8 @@ class _TokenLogProbs(torch.autograd.Function):
         real = weight[:rows]
         for first in range(0, tokens, chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
-            logits = _logits(hidden[chunk], real, temperature)
-            local, owned = _own(labels[chunk], start, rows)
+            logits = chunk_logits(hidden[chunk], real, temperature)
+            local, owned = owned_labels(labels[chunk], start, rows)
             peak, sums = _reduce_chunk(logits, local, owned, tp_group, with_entropy)
             log_sum = sums[0].log()
             log_norm[chunk] = peak + log_sum
@@ -105,13 +106,13 @@ class _TokenLogProbs(torch.autograd.Function):
         for first in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             grad_logits = _grad_logits(
-                _logits(hidden[chunk], real, temperature),
+                chunk_logits(hidden[chunk], real, temperature),
                 log_norm[chunk],
                 grad[chunk, 0],
                 grad[chunk, 1] if with_entropy else None,
                 output[chunk, 1] if with_entropy else None,
             )
-            local, owned = _own(labels[chunk], start, rows)
+            local, owned = owned_labels(labels[chunk], start, rows)
             if rows:
                 grad_logits.scatter_add_(1, local[:, None], (grad[chunk, 0] * owned)[:, None])
             grad_logits = grad_logits.div_(temperature).to(weight.dtype)
@@ -121,18 +122,6 @@ class _TokenLogProbs(torch.autograd.Function):
             else:
                 grad_weight[:rows] += grad_logits.t() @ hidden[chunk]
         return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """float32 [chunk, rows]; the product itself runs in the model's dtype, as in Megatron and SGLang."""
-    return (hidden @ weight.t()).float().div_(temperature)
-
-
-def _own(labels: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Row of each label on this rank (0 where it is another rank's), and whether it is this rank's."""
-    local = labels - start
-    owned = (local >= 0) & (local < rows)
-    return local.masked_fill(~owned, 0), owned
 
 
 def _reduce_chunk(
@@ -192,10 +181,28 @@ def lm_output_processor(
         output_weight: the shared embedding's weight where embeddings are tied; None: the layer's own.
         context: the batch, and the model chunk.
 
-    Returns: float32 [tokens, 2 or 1], as `token_log_probs`; 0 where the batch's mask is false.
+    Returns: float32 [tokens, 2 or 1], as `token_log_probs`, and, where the batch has another model's head, 2 more
+        columns: the exact KL to it and its log-probability of the label (`token_full_kl`). 0 where the batch's mask is
+        false.
     """
     batch, _ = context
     weight = output_layer.weight if output_weight is None else output_weight
+    hidden, labels = _live_hidden(hidden_states, output_layer, batch), batch.labels[batch.live]
+    settings = {
+        "vocab_size": vocab_size,
+        "temperature": temperature,
+        "chunk_tokens": chunk_tokens,
+        "tp_group": output_layer.tp_group,
+    }
+    found = token_log_probs(hidden, weight, labels, with_entropy=with_entropy, **settings)
+    if batch.other is not None:
+        compared = token_full_kl(hidden, weight, batch.other.hidden, batch.other.weight, labels, **settings)
+        found = torch.cat([found, compared], dim=1)
+    return found.new_zeros(batch.num_tokens, found.shape[1]).index_copy(0, batch.live, found)
+
+
+def _live_hidden(hidden_states: Tensor, output_layer: torch.nn.Module, batch: PackedBatch) -> Tensor:
+    """[live, hidden], the same on all tensor-parallel ranks, which sum its gradient."""
     group = output_layer.tp_group
     if output_layer.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(
@@ -203,17 +210,24 @@ def lm_output_processor(
         )
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-    found = token_log_probs(
-        hidden.flatten(0, 1).index_select(0, batch.live),
-        weight,
-        batch.labels[batch.live],
-        vocab_size=vocab_size,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        tp_group=group,
-        with_entropy=with_entropy,
+    return hidden.flatten(0, 1).index_select(0, batch.live)
+
+
+def hidden_head(
+    *, hidden_states: Tensor, output_layer: torch.nn.Module, context: tuple[PackedBatch, Any], **unused: Any
+) -> Tensor:
+    """What `step.forward_only` takes as `head` to get the last hidden states of a packed batch's live positions,
+    [live, hidden], for `OtherHead`."""
+    return _live_hidden(hidden_states, output_layer, context[0])
+
+
+def head_weight(model: GPTModel) -> Tensor:
+    """This rank's rows of the output weight of a model chunk that has the head, [padded vocab/tp, hidden]."""
+    return (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
     )
-    return found.new_zeros(batch.num_tokens, found.shape[1]).index_copy(0, batch.live, found)
 
 
 def lm_head(

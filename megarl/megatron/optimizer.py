@@ -1,12 +1,17 @@
-"""Megatron's Adam (distributed or not), its learning rate schedule, and one guarded step.
+"""Megatron's Adam (distributed or not), its learning rate schedule, loss scaling, and one guarded step.
 
-Guarantee: a step whose gradients are not finite changes nothing and is reported.
+Guarantees:
+- A step whose gradients are not finite changes no weight, no state and no learning rate, and is reported.
+- With float16 weights losses are scaled before the backward pass and gradients divided by the same number after it, so
+  that small gradients do not vanish (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). Norm, clipping and update
+  are those of the unscaled gradients; the scale falls where they overflow and rises where they do not.
 """
 
 import math
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
+    ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
@@ -24,8 +29,8 @@ def build_optimizer(
     """AdamW with decoupled weight decay, none on 1-D weights (norms, biases), and its schedule.
 
     Whether it is distributed over data parallel ranks is what `wrap_for_training` was told. With bfloat16
-    parameters it keeps float32 copies, taken here: load weights before, or call
-    `optimizer.reload_model_params()` after.
+    or float16 parameters it keeps float32 copies, taken here: load weights before, or call
+    `optimizer.reload_model_params()` after. With float16 it also has the chunks' losses scaled from now on.
 
     Args:
         num_steps: optimizer steps of the whole run, where `optim.lr_decay_steps` is null.
@@ -45,12 +50,25 @@ def build_optimizer(
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
         bf16=transformer_config.bf16,
+        fp16=transformer_config.fp16,
+        initial_loss_scale=optim.initial_loss_scale,
+        min_loss_scale=optim.min_loss_scale,
+        loss_scale_window=optim.loss_scale_window,
+        hysteresis=optim.hysteresis,
         params_dtype=transformer_config.params_dtype,
         use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
     )
     schedule = _schedule_arguments(optim, num_steps)
     optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
+    if config.fp16:
+        # The schedules scale the last stage's losses by what this returns; all chunks share the settings.
+        transformer_config.grad_scale_func = optimizer.scale_loss
     return optimizer, OptimizerParamScheduler(optimizer, **schedule)
+
+
+def loss_scale(optimizer: MegatronOptimizer) -> float | None:
+    """What losses are multiplied with at present; None where they are not (float32, bfloat16)."""
+    return float(optimizer.get_loss_scale()) if optimizer.config.fp16 else None
 
 
 def zero_gradients(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
@@ -66,17 +84,40 @@ def optimizer_step(
     """Clip, update, advance the schedule by one step; every rank calls it.
 
     Returns: (norm of the whole gradient before clipping, whether the step was taken, the learning rate
-    that it had). With a norm that is not finite nothing is changed, the schedule neither: megatron-core
-    looks for such gradients only in float16, and clipping would spread them over all weights.
+    that it had). With a gradient that is not finite nothing is changed, the schedule neither (but the loss scale);
+    the norm then is NaN or infinite.
     """
     learning_rate = float(get_canonical_lr_for_logging(optimizer.param_groups))
-    optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):
-        return grad_norm, False, learning_rate
-    taken, _, _ = optimizer.step()
-    scheduler.step(1)
+    if optimizer.config.fp16:
+        # Megatron looks for such gradients itself where it unscales them, which must be done once only.
+        taken, grad_norm, _ = optimizer.step()
+        grad_norm = float(grad_norm) if taken else math.nan
+        _agree_on_scale(optimizer)
+    else:
+        # megatron-core looks for them only in float16, and clipping would spread them over all weights.
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        taken = math.isfinite(grad_norm) and optimizer.step()[0]
+    if taken:
+        scheduler.step(1)
     return grad_norm, taken, learning_rate
+
+
+def _agree_on_scale(optimizer: ChainedOptimizer) -> None:
+    """Give the optimizers of dense and of expert weights the same loss scale again.
+
+    megatron-core 0.19.2 lets each one lower its own where its own gradients overflow, but scales the loss by the first
+    one's alone: after an overflow of one of them the others' gradients would be divided by another number.
+    """
+    scalers = [part.grad_scaler for part in optimizer.chained_optimizers]
+    states = [scaler.state_dict() for scaler in scalers]
+    # The one that saw an overflow: its scale or its patience has fallen, or its count of good steps.
+    lowest = min(
+        states,
+        key=lambda state: (float(state["scale"]), state["hysteresis_tracker"], state["growth_tracker"]),
+    )
+    for scaler in scalers:
+        scaler.load_state_dict(lowest)
 
 
 def _schedule_arguments(optim: OptimConfig, num_steps: int | None) -> dict[str, object]:

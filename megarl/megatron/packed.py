@@ -26,6 +26,19 @@ from megarl import platform
 
 
 @dataclass(frozen=True, eq=False)
+class OtherHead:
+    """What makes the logits of another model, with the layout of the one that is run, at a batch's live positions.
+
+    Attributes:
+        hidden: [live, hidden]; its last hidden states.
+        weight: [padded vocab/tp, hidden]; this rank's rows of its output weight.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class PackedBatch:
     """One rank's share of a packed micro-batch; `tokens` counts this rank's tokens.
 
@@ -41,6 +54,7 @@ class PackedBatch:
         first, counts: int64 [sequences]; sequence i's predicted tokens belong to the `counts[i]` packed
             positions (over all context-parallel ranks) from `first[i]`.
         cp, cp_rank: context-parallel size and this rank in it.
+        other: another model's head on the live positions, to be compared with; None: there is none.
     """
 
     input_ids: Tensor
@@ -56,6 +70,7 @@ class PackedBatch:
     counts: np.ndarray
     cp: int
     cp_rank: int
+    other: OtherHead | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -164,6 +179,36 @@ def pack_sequences(
     predicted[np.cumsum(lengths) - lengths] = False
     mask = np.zeros(places.size, bool)
     mask[_spans(places.first, places.counts)] = values[predicted]
+    return _shard(ids, mask, {}, places, cp, cp_rank, device)
+
+
+def pack_texts(
+    table: pa.Table,
+    rows: Sequence[int],
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
+    sequence_parallel: bool = False,
+    device: torch.device | None = None,
+) -> PackedBatch:
+    """Pack the sequences `rows` of `table` for one number each, at its last token: the mask is true there alone, and
+    `unpack` gives that one value.
+
+    Args:
+        table: column `input_ids`, one list a row.
+        device: where the tensors are put; None: this process's device.
+
+    Raises:
+        ValueError: the column is missing or has nulls; an empty sequence.
+    """
+    tokens, lengths = _ragged(table, rows, "input_ids")
+    if not lengths.all():
+        raise ValueError(f"row {rows[int(np.argmin(lengths))]} has an empty input_ids")
+    places = _place(lengths, lengths - 1, np.ones_like(lengths), tp, cp, sequence_parallel)
+    ids, mask = np.zeros(places.size, np.int64), np.zeros(places.size, bool)
+    ids[_spans(places.starts, lengths)] = tokens
+    mask[places.first] = True
     return _shard(ids, mask, {}, places, cp, cp_rank, device)
 
 

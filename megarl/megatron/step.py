@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megarl import platform
 from megarl.megatron.build import unwrap
-from megarl.megatron.optimizer import optimizer_step, zero_gradients
+from megarl.megatron.optimizer import loss_scale, optimizer_step, zero_gradients
 from megarl.megatron.packed import PackedBatch
 
 # GPTModel's `output_processor`, settings bound (`logprobs.lm_head(...)`, `value.value_head`): it turns the last
@@ -46,12 +46,14 @@ class StepResult:
         lr: the learning rate of this step.
         stats: the losses' sums over micro-batches, data and context parallel ranks.
         ok: False if the step was left out because the gradient was not finite.
+        loss_scale: what the loss was multiplied with for the backward pass (float16); None: it was not.
     """
 
     grad_norm: float
     lr: float
     stats: dict[str, float]
     ok: bool
+    loss_scale: float | None = None
 
 
 @torch.no_grad()
@@ -82,10 +84,11 @@ def train_step(
     loss: Loss,
 ) -> StepResult:
     """Sum the gradients of `loss` over all micro-batches of all ranks, and take one optimizer step."""
+    scale = loss_scale(optimizer)
     zero_gradients(chunks, optimizer)
     stats = _reduce_stats(_run_schedule(chunks, micro_batches, head, loss))
     grad_norm, ok, lr = optimizer_step(optimizer, scheduler)
-    return StepResult(grad_norm=grad_norm, lr=lr, stats=stats, ok=ok)
+    return StepResult(grad_norm=grad_norm, lr=lr, stats=stats, ok=ok, loss_scale=scale)
 
 
 def _run_schedule(

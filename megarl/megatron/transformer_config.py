@@ -48,6 +48,7 @@ def transformer_config(
         "attention_dropout": 0.0,
         "perform_initialization": False,  # `build` fills the local shards instead
         "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": platform.is_cuda()

@@ -16,13 +16,16 @@ from transformers import (
     Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -51,6 +54,11 @@ _FAMILIES = {
     # The same model as DeepSeek-V3; transformers has no class of its own for it.
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
+_CLASSIFIERS = {
+    "qwen2": Qwen2ForSequenceClassification,
+    "llama": LlamaForSequenceClassification,
+    "qwen3": Qwen3ForSequenceClassification,
+}
 _LATENT = ("deepseek_v3", "kimi_k2")
 _NUM_BASE_TOKENS = 3 + 256  # special tokens and bytes
 _BIAS_STD = 0.1
@@ -71,6 +79,7 @@ def make_tiny_model(
     max_position_embeddings: int = 1024,
     family: Literal["qwen2", "llama", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2"] = "qwen2",
     num_mtp_layers: int = 0,
+    head: Literal["lm", "score"] = "lm",
     seed: int = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
     fields: dict[str, Any] | None = None,
@@ -86,11 +95,14 @@ def make_tiny_model(
         vocab_size: rows of the embedding; the tokenizer has this many tokens or fewer.
         num_mtp_layers: multi-token prediction layers, written as DeepSeek-V3's and GLM-4.5's checkpoints have them
             (transformers ignores them).
+        head: "lm" for a language model; "score" for a reward model: one label's weight (`score.weight`) in place of
+            the output layer, for the families that have no experts.
         fields: further fields of the Hugging Face config, in place of the family's usual ones.
 
     Raises:
         ValueError: unknown family or dtype, sizes that do not go together, a vocabulary without room for all
-            bytes, MTP layers for a family without a mixture of experts after dense layers.
+            bytes, MTP layers for a family without a mixture of experts after dense layers, a head that the family
+            does not come with.
     """
     _check(family, dtype, num_layers, num_mtp_layers)
     if hidden_size % num_attention_heads or num_attention_heads % num_key_value_heads:
@@ -122,6 +134,11 @@ def make_tiny_model(
         family, hidden_size // num_attention_heads, ffn_hidden_size, max_position_embeddings
     )
     config_class, model_class = _FAMILIES[family]
+    assert head in ("lm", "score"), head
+    if head == "score":
+        if family not in _CLASSIFIERS:
+            raise ValueError(f"head 'score' is there for {', '.join(_CLASSIFIERS)}, found {family!r}")
+        model_class, sizes["num_labels"] = _CLASSIFIERS[family], 1
     config = config_class(**{**sizes, **usual, **(fields or {})})
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -202,8 +219,9 @@ def _random_model(model_class: type, config: Any, dtype: str) -> PreTrainedModel
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    if model.can_generate():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
 

@@ -1,9 +1,9 @@
 """Rewards: from a decoded response to a number.
 
-What this room promises: a reward is a plain function `compute_score(data_source, solution_str, ground_truth,
-extra_info)`, either the rule of its data source (`registry`) or the user's own from a .py file (`custom`);
-`scoring.score_trajectories` calls it once a trajectory, in order, and turns whatever goes wrong there into one
-ValueError that names the trajectory.
+What this room promises: a reward is a function `compute_score(data_source, solution_str, ground_truth, extra_info)`,
+plain or async: the rule of its data source (`registry`) or the user's own (`custom`). `scorer.Scorer` runs them in
+processes of their own while other trajectories are still generated; a reward that raises, hangs or kills its process
+costs its sample and nothing else. Programs of the model run in a sandbox (`sandbox`, `jail`).
 
-What it must not know: torch, Megatron, Ray, token ids, the configuration's tree.
+What it must not know: torch, Megatron, Ray, token ids.
 """

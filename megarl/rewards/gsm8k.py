@@ -33,9 +33,17 @@ def compute_score(
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
     method: str = "strict",
-) -> float:
-    """1.0 if the extracted answer is `ground_truth` (as text, commas and "$" aside), else 0.0."""
-    return float(extract_answer(solution_str, method) == _plain(ground_truth.strip()))
+) -> dict[str, Any]:
+    """Score 1.0 if the extracted answer is `ground_truth` (as text, commas and "$" aside), else 0.0; `pred` is it."""
+    answer = extract_answer(solution_str, method)
+    return {"score": float(answer == _plain(ground_truth.strip())), "pred": answer}
+
+
+def compute_score_flexible(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The same with the last number, whatever stands before it."""
+    return compute_score(data_source, solution_str, ground_truth, extra_info, "flexible")
 
 
 def _plain(number: str) -> str:

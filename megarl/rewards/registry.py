@@ -1,35 +1,80 @@
-"""Which rule scores which data source."""
+"""Reward rules by name, and which of them scores which data source.
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any
+    @register_reward("length", data_sources=["mine/essays"])
+    def length(data_source, solution_str, ground_truth, extra_info):
+        return min(len(solution_str), 1000) / 1000
 
-from megarl.rewards import gsm8k
+in a file that the recipe names in `plugins` makes `reward.rule=length` known, and the rule of rows from `mine/essays`.
+"""
 
-RewardFunction = Callable[..., Any]  # (data_source, solution_str, ground_truth, extra_info) -> number or dict
+from collections.abc import Callable, Iterable, Sequence
 
-RULES: Mapping[str, RewardFunction] = MappingProxyType(
-    {
-        "openai/gsm8k": gsm8k.compute_score,
-        "megarl/arithmetic": gsm8k.compute_score,
-    }
-)
+from megarl.plugins import Registry
+from megarl.rewards import code_tests, gsm8k, judge, math_boxed, math_dapo, text
+from megarl.rewards.custom import RewardFunction
+
+REWARDS: Registry[RewardFunction] = Registry("reward rule", "reward.rule")
+_RULE_OF: dict[str, str] = {}  # data source, or its beginning if it ends in "*"
 
 
-def reward_functions(
-    data_sources: Iterable[str], custom: RewardFunction | None = None
-) -> dict[str, RewardFunction]:
-    """The function of each data source: `custom` for all where given, else its rule.
+def register_reward(
+    name: str, data_sources: Sequence[str] = ()
+) -> Callable[[RewardFunction], RewardFunction]:
+    """Decorator: make a reward function known as `reward.rule=<name>`, and as the rule of data sources.
 
-    ValueError: a data source without a rule. Call it with a data set's sources before a run is started.
+    `data_sources`: their names; one that ends in `*` stands for all that begin so.
+    ValueError: the name or a data source is taken.
     """
-    sources = sorted(set(data_sources))
-    if custom is not None:
-        return dict.fromkeys(sources, custom)
-    unknown = [source for source in sources if source not in RULES]
+
+    def register(function: RewardFunction) -> RewardFunction:
+        for source in data_sources:
+            if source in _RULE_OF:
+                raise ValueError(f"data source {source!r} already has the reward rule {_RULE_OF[source]!r}")
+        REWARDS.register(name)(function)
+        _RULE_OF.update(dict.fromkeys(data_sources, name))
+        return function
+
+    return register
+
+
+def rules_of(data_sources: Iterable[str]) -> dict[str, str]:
+    """Data source -> the name of its rule: that of its own name, else of the longest beginning.
+
+    ValueError: names all that have none.
+    """
+    rules = {source: _rule_of(source) for source in sorted(set(data_sources))}
+    unknown = [source for source, rule in rules.items() if rule is None]
     if unknown:
         raise ValueError(
-            f"no reward rule for data_source {', '.join(map(repr, unknown))}; known: {', '.join(sorted(RULES))}. "
-            "For others set custom_reward_function.path"
+            f"no reward rule for data_source {', '.join(map(repr, unknown))}; known: {', '.join(sorted(_RULE_OF))}. "
+            f"For others set custom_reward_function.path, or reward.rule to one of {', '.join(REWARDS.names())}"
         )
-    return {source: RULES[source] for source in sources}
+    return rules
+
+
+def _rule_of(data_source: str) -> str | None:
+    if data_source in _RULE_OF:
+        return _RULE_OF[data_source]
+    beginnings = [key for key in _RULE_OF if key.endswith("*") and data_source.startswith(key[:-1])]
+    return _RULE_OF[max(beginnings, key=len)] if beginnings else None
+
+
+# The data sources are those that verl's converters of these data sets write.
+register_reward("gsm8k", ["openai/gsm8k", "megarl/arithmetic"])(gsm8k.compute_score)
+register_reward("gsm8k_flexible")(gsm8k.compute_score_flexible)
+register_reward(
+    "math",
+    [
+        "lighteval/MATH",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "HuggingFaceH4/MATH-500",
+        "numina_*",
+    ],
+)(math_boxed.compute_score)
+register_reward("math_dapo", ["math_dapo*", "aime*"])(math_dapo.compute_score)
+register_reward("code", ["codecontests", "apps", "codeforces", "taco"])(code_tests.compute_score)
+register_reward("multiple_choice", ["cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa", "allenai/ai2_arc"])(
+    text.multiple_choice
+)
+register_reward("exact_match")(text.exact_match)
+register_reward("llm_judge")(judge.compute_score)

@@ -6,10 +6,10 @@ and the last of these it holds no valid weights, and `generate` refuses; so it d
 and after a version that failed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from megarl.data.trajectories import Generation
 
@@ -23,6 +23,7 @@ __all__ = [
     "SyncReport",
     "WeightSyncError",
 ]
+Result = TypeVar("Result")
 
 
 class EngineError(RuntimeError):
@@ -46,7 +47,7 @@ class EngineConfig:
         expert_parallel_size: parts that the experts of a mixture are dealt to; it divides `tensor_parallel_size`,
             and the ranks of a part cut each of its experts.
         device: "cpu" or "cuda".
-        dtype: "float32" or "bfloat16"; log-probs equal the trainer's to rounding in float32 only.
+        dtype: "float32", "bfloat16" or "float16"; log-probs equal the trainer's to rounding in float32 only.
         fp8_block: rows and columns of a block of weights that share a scale, of an engine that holds its linear layers
             and experts in float8; None: it holds them in `dtype` (with load_format "auto": as the folder has them).
         load_format: "dummy": weights come by sync, nothing is served before; "auto": the folder's weights
@@ -60,7 +61,8 @@ class EngineConfig:
         first_device: index of the first visible GPU to use.
         start_timeout: seconds for one start; a start that fails or takes longer is repeated once.
         allow_unknown_version: start an SGLang of a version that megarl was not tried with.
-        request_timeout: seconds that one call of `generate` or one version of the weights may take.
+        stop_token_ids: tokens that end a response, and are part of it, besides the model's end tokens.
+        request_timeout: seconds within which requests must bring the next response, and calls end.
     """
 
     model_path: str
@@ -80,6 +82,7 @@ class EngineConfig:
     start_timeout: float = 300.0
     allow_unknown_version: bool = False
     request_timeout: float = 600.0
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,12 +95,24 @@ class SamplingParams:
     Attributes:
         temperature: 0 is greedy.
         top_k: -1: all tokens.
+        min_p: tokens of less than this part of the most probable one's probability are left out.
+        repetition_penalty: what occurred in the response (in SGLang not in the prompt) has its logit divided (or, if negative,
+            multiplied) by it.
+        frequency_penalty, presence_penalty: taken from a token's logit, for each time and once, if it occurred in
+            the response.
         max_new_tokens: most tokens of a response, its end token included.
+
+    A generation's log-probs are those of the distribution after temperature and penalties, and before top_p, top_k
+    and min_p cut it (temperature 0: at temperature 1).
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     max_new_tokens: int = 128
     seed: int = 1
     ignore_eos: bool = False
@@ -146,7 +161,28 @@ class RolloutEngine(Protocol):
         Raises:
             NoValidWeightsError: no verified version is held.
             ValueError: an empty prompt, one that leaves no room in the context, an unknown token id.
-            EngineError: no answer within `request_timeout`.
+            EngineError: none of them was answered within `request_timeout` of the one before.
+        """
+
+    def generate_stream(
+        self, prompt_ids: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingParams
+    ) -> Iterator[list[Generation]]:
+        """As `generate`, but as they finish: each time all that have since the last, at least one.
+
+        All requests are in flight at once; those that are when the iterator is closed are aborted.
+        """
+
+    def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raises what `generate` would at once."""
+
+    async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """One response, for coroutines that `as_completed` runs."""
+
+    def as_completed(self, coroutines: Sequence[Coroutine[Any, Any, Result]]) -> Iterator[list[Result]]:
+        """Run coroutines together on the engine's loop; each time the results of all that ended since the last.
+
+        Raises:
+            EngineError: none ended, and no request was answered, for `request_timeout`.
         """
 
     def connect(self, inboxes: Sequence[Path]) -> None:

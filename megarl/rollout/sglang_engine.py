@@ -17,18 +17,18 @@ repeated.
 """
 
 import asyncio
-import hashlib
 import json
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.rollout import engine_memory
+from megarl.rollout.completions import NothingCompleted, as_completed
 from megarl.rollout.engine import (
     EngineConfig,
     EngineError,
@@ -40,6 +40,7 @@ from megarl.rollout.engine import (
 )
 from megarl.rollout.receiver import LOADER, request_tensor, result_path
 from megarl.rollout.sglang_model import read_model
+from megarl.rollout.sglang_requests import ask, check_prompt, read_answer, request_seed
 from megarl.rollout.sglang_start import (
     check_version,
     end_with_children,
@@ -56,11 +57,6 @@ Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
 
 
-def request_seed(seed: int, uid: str) -> int:
-    """The seed of one response: 63 bits of (seed, uid)."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{uid}".encode()).digest()[:8]) >> 1
-
-
 class SGLangEngine:
     """See `RolloutEngine`."""
 
@@ -74,6 +70,7 @@ class SGLangEngine:
         self._update: _Update | None = None
         self._inboxes: list[Path] = []
         self._session = ""
+        self._last_answer = 0.0
 
     @property
     def weight_version(self) -> int | None:
@@ -102,22 +99,47 @@ class SGLangEngine:
     def generate(
         self, prompt_ids: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingParams
     ) -> list[Generation]:
+        generations = [g for part in self.generate_stream(prompt_ids, uids, sampling) for g in part]
+        by_uid = {generation.uid: generation for generation in generations}
+        return [by_uid[uid] for uid in uids]
+
+    def generate_stream(
+        self, prompt_ids: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingParams
+    ) -> Iterator[list[Generation]]:
         self._require_version()
         if len(prompt_ids) != len(uids) or len(set(uids)) != len(uids):
             raise ValueError(f"{len(prompt_ids)} prompts need as many different uids, got {len(set(uids))}")
-        if not uids:
-            return []
         for uid, ids in zip(uids, prompt_ids, strict=True):
-            self._check_prompt(uid, ids, sampling)
-        answers = self._call(
-            self._engine.async_generate(
-                input_ids=[list(ids) for ids in prompt_ids],
-                sampling_params=[_sglang_sampling(sampling, uid) for uid in uids],
-                return_logprob=True,
-            ),
-            f"{len(uids)} requests",
+            self.check_request(uid, ids, sampling)
+        answers = [self._answer(uid, ids, sampling) for uid, ids in zip(uids, prompt_ids, strict=True)]
+        yield from self.as_completed(answers)
+
+    def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
+        self._require_version()
+        context, vocab_size = self._engine.tokenizer_manager.context_len, self._model["vocab_size"]
+        check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
+
+    async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        self.check_request(uid, prompt_ids, sampling)
+        return await self._answer(uid, prompt_ids, sampling)
+
+    async def _answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        answer = await ask(
+            self._engine.tokenizer_manager, prompt_ids, sampling, uid, self.config.stop_token_ids
         )
-        return [self._generation(uid, answer) for uid, answer in zip(uids, answers, strict=True)]
+        self._last_answer = time.monotonic()
+        return read_answer(uid, answer, self._version)
+
+    def as_completed(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> Iterator[list[Answer]]:
+        timeout = self.config.request_timeout
+        try:
+            # A trajectory of several turns may take longer than that: every answer counts.
+            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self._last_answer)
+        except NothingCompleted:
+            self._version = None
+            raise EngineError(
+                f"SGLang did not answer any request within request_timeout={timeout} s"
+            ) from None
 
     def begin_update(self, version: int) -> int | None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
@@ -220,30 +242,6 @@ class SGLangEngine:
             raise EngineError("no update was begun, or it has failed: call begin_update first")
         return self._update
 
-    def _check_prompt(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
-        limit = self._engine.tokenizer_manager.context_len
-        if len(ids) == 0:
-            raise ValueError(f"{uid}: the prompt is empty")
-        if len(ids) + sampling.max_new_tokens > limit:
-            raise ValueError(
-                f"{uid}: {len(ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} "
-                f"do not fit the context of {limit} tokens"
-            )
-        if min(ids) < 0 or max(ids) >= self._model["vocab_size"]:
-            raise ValueError(
-                f"{uid}: token ids {min(ids)} to {max(ids)}, the vocabulary has {self._model['vocab_size']}"
-            )
-
-    def _generation(self, uid: str, answer: dict) -> Generation:
-        meta = answer["meta_info"]
-        reason = meta["finish_reason"]["type"]
-        versions = {int(span["version"]) for span in meta["weight_versions"]}
-        if reason not in ("stop", "length") or versions != {self._version}:
-            raise EngineError(f"{uid}: finished by {meta['finish_reason']}, served by versions {versions}")
-        log_probs = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
-        assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
-        return Generation(uid, answer["output_ids"], log_probs, reason, self._version)
-
     def _load(self, version: int) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -315,14 +313,3 @@ class _Update:
             phase_seconds={name: tuple(rank[name] for rank in phases) for name in phases[0]},
             seconds=time.perf_counter() - self._begun,
         )
-
-
-def _sglang_sampling(sampling: SamplingParams, uid: str) -> dict[str, object]:
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "sampling_seed": request_seed(sampling.seed, uid),
-    }

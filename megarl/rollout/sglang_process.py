@@ -39,6 +39,11 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
         _with_request_seeds,
         HookType.AFTER,
     )
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        cut_by_min_p,
+        HookType.AROUND,
+    )
     engine_memory.register()
     if server_args.device == "cpu":
         from megarl.rollout import sglang_attention
@@ -104,6 +109,23 @@ def _with_request_seeds(result, cls, batch, *args, **kwargs):
     if all(seed is not None for seed in seeds):
         result.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(result.device, non_blocking=True)
     return result
+
+
+def cut_by_min_p(
+    original, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **kwargs
+):
+    """Sample from probabilities [batch, vocabulary] with min_p and seeds, too.
+
+    SGLang asserts that not both are given, since what is left after the cut is not normalised (0.5.21). Its sampling by
+    seed adds Gumbel noise to the logarithms and takes the largest, for which that makes no difference. Cut first, what
+    top_k and top_p leave is the same: they count from the most probable token on.
+    """
+    import torch
+
+    if need_min_p_sampling and sampling_seed is not None:
+        least = probs.amax(-1, keepdim=True) * min_ps.view(-1, 1)
+        probs, need_min_p_sampling = torch.where(probs < least, 0.0, probs), False
+    return original(probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **kwargs)
 
 
 class TokenEngine(Engine):

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import torch
 
 from megarl import platform
-from megarl.algorithms.aggregate import LossCounts, token_weights
-from megarl.algorithms.policy_loss import PolicyLossOptions, PolicyTokens, actor_loss
+from megarl.algorithms.aggregate import LossAggregation, LossCounts, token_weights
+from megarl.algorithms.covariance import ClipCov, KLCov, select_tokens
+from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.policy_loss import PolicyTokens, Sequences, actor_loss
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
 from megarl.hybrid_engine import Outbox, Sent
 from megarl.megatron.build import local_parameters
-from megarl.megatron.offload import weights_of
-from megarl.megatron.packed import PackedBatch
+from megarl.megatron.logprobs import head_weight, hidden_head
+from megarl.megatron.offload import assert_resident, weights_of
+from megarl.megatron.packed import OtherHead, PackedBatch
+from megarl.megatron.parallel import context_parallel_group
+from megarl.megatron.sequences import sequence_ids, sum_over_ranks
+from megarl.megatron.step import forward_only
 from megarl.rollout.packets import Address, SyncShare
-from megarl.trainer.model_worker import ModelWorker, RowColumns, Share
-from megarl.trainer.specs import ModelSpec
+from megarl.trainer.model_worker import ModelWorker, RowColumns, Share, step_numbers
+from megarl.trainer.specs import ModelSpec, PolicyUpdate
 
 
 class ActorWorker(ModelWorker):
@@ -53,6 +61,27 @@ class ActorWorker(ModelWorker):
         assert self.reference is not None
         return self._log_probs(self.reference, table, shares, column)
 
+    def compute_full_kl(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
+        """The policy's log-probs of the responses as `column`, the exact KL to the reference at each token as `full_kl` and
+        the reference's log-probs as `ref_log_probs`, all at the sampling temperature."""
+        share = shares[self.coords.dp]
+        batches = self.beside_reference(self.pack_share(table, share))
+        head = self.lm_head(temperature=self.temperature)
+        return self.forward_columns(self.chunks, batches, share, head, [column, "full_kl", "ref_log_probs"])
+
+    def beside_reference(self, batches: list[PackedBatch]) -> list[PackedBatch]:
+        """The batches with the reference's head, which the exact KL to it needs where log-probs are made."""
+        assert self.reference is not None
+        assert_resident(self.reference)
+        hidden = forward_only(self.reference, batches, hidden_head)
+        if self.coords.pp != self.layout.pp - 1:
+            return batches
+        weight = head_weight(self.reference[-1])
+        return [
+            replace(batch, other=OtherHead(states, weight))
+            for batch, states in zip(batches, hidden, strict=True)
+        ]
+
     def _log_probs(
         self, chunks: list[torch.nn.Module], table: pa.Table, shares: list[Share], column: str
     ) -> RowColumns | None:
@@ -67,10 +96,12 @@ class ActorWorker(ModelWorker):
         table: pa.Table,
         plan: list[list[Share]],
         counts: list[LossCounts],
-        loss_agg_mode: str,
-        options: PolicyLossOptions,
+        how: PolicyUpdate,
     ) -> list[dict[str, float]]:
         """One optimizer step for each mini-batch of `plan`; returns each step's sums, gradient norm and lr.
+
+        A mini-batch without a live token is left out. So are those after one whose ppo_kl is over `how.target_kl`, which
+        is measured before that one's own step; the last step then has `stopped_early` 1.
 
         Args:
             plan: by mini-batch, by data parallel rank, the rows of each micro-batch.
@@ -78,8 +109,13 @@ class ActorWorker(ModelWorker):
         """
         head = self.lm_head(temperature=self.temperature, with_entropy=True)
         fields = ["old_log_probs", "advantages", "loss_weights"]
-        if options.kl_kind is not None:
+        full_kl = how.options.kl_kind == FULL_KL
+        if how.options.kl_kind is not None and not full_kl:
             fields.append("ref_log_probs")
+        if "rollout_is_weights" in table.column_names:
+            fields.append("rollout_is_weights")
+        if how.select is not None:
+            fields.append("selected")
 
         def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             tokens = PolicyTokens(
@@ -88,14 +124,31 @@ class ActorWorker(ModelWorker):
                 old_log_probs=batch.fields["old_log_probs"],
                 advantages=batch.fields["advantages"],
                 ref_log_probs=batch.fields.get("ref_log_probs"),
+                full_kl=output[:, 2] if full_kl else None,
+                rollout_is_weights=batch.fields.get("rollout_is_weights"),
+                selected=batch.fields["selected"] > 0 if how.select is not None else None,
+                sequences=whole_sequences(batch),
             )
-            return actor_loss(output[:, 0], output[:, 1], tokens, options)
+            return actor_loss(output[:, 0], output[:, 1], tokens, how.options)
 
-        steps = []
-        for shares, count in zip(plan, counts, strict=True):
-            batches = pack_weighted(self, table, shares[self.coords.dp], fields, loss_agg_mode, count)
+        steps: list[dict[str, float]] = []
+        for number, (shares, count) in enumerate(zip(plan, counts, strict=True)):
+            if count.tokens == 0:
+                continue
+            source = table
+            if how.select is not None:
+                rows = [row for share in shares for micro in share for row in micro]
+                source = with_selection(table, rows, how.select, seed=how.seed * 4096 + number)
+            batches = pack_weighted(self, source, shares[self.coords.dp], fields, how.aggregation, count)
+            if full_kl:
+                batches = self.beside_reference(batches)
             result = self.train(batches, head, loss)
-            steps.append({**result.stats, "grad_norm": result.grad_norm, "lr": result.lr})
+            steps.append({**result.stats, **step_numbers(result)})
+            if how.target_kl is not None:
+                change = result.stats["actor/ppo_kl"] / result.stats["actor/tokens"]
+                steps[-1]["stopped_early"] = float(on_any_rank(change > how.target_kl))
+                if steps[-1]["stopped_early"]:
+                    break
         return steps
 
     def open_outbox(self, share: SyncShare, host: str, timeout: float) -> Address:
@@ -120,15 +173,50 @@ def pack_weighted(
     table: pa.Table,
     share: Share,
     fields: Sequence[str],
-    loss_agg_mode: str,
+    aggregation: LossAggregation,
     counts: LossCounts,
 ) -> list[PackedBatch]:
     """Pack a share with each token's weight in the mini-batch's loss as the field `loss_weights`."""
     rows = [row for micro in share for row in micro]
     local = take(table, rows)
     mask, offsets = ragged(local, "response_mask")
-    weights = token_weights(loss_agg_mode, torch.tensor(mask), torch.from_numpy(offsets), counts)
+    weights = token_weights(aggregation, torch.tensor(mask), torch.from_numpy(offsets), counts)
     local = append_column(local, "loss_weights", (weights.numpy(), offsets))
     starts = iter(range(len(rows)))
     renumbered = [[next(starts) for _ in micro] for micro in share]
     return worker.pack_share(local, renumbered, fields)
+
+
+def whole_sequences(batch: PackedBatch) -> Sequences:
+    """The trajectories of a micro-batch, also where each context parallel rank holds a part of them."""
+    ids, count = sequence_ids(batch), len(batch.lengths)
+    if batch.cp == 1:
+        return Sequences(ids, count)
+    group = context_parallel_group()
+    return Sequences(ids, count, lambda total: sum_over_ranks(total, group))
+
+
+def with_selection(table: pa.Table, rows: Sequence[int], rule: ClipCov | KLCov, seed: int) -> pa.Table:
+    """`table` with the tokens that `rule` chooses of the mini-batch `rows` as column `selected`.
+
+    The rows are gone through in the table's order, so that it does not matter how ranks share them.
+    """
+    chosen = np.sort(np.asarray(rows, dtype=np.int64))
+    mini = take(table, chosen)
+    old, advantages, mask = (
+        torch.tensor(ragged(mini, name)[0]) for name in ("old_log_probs", "advantages", "response_mask")
+    )
+    selected = select_tokens(rule, old, advantages, mask, seed).numpy()
+    _, offsets = ragged(table, "response_mask")
+    flags = np.zeros(offsets[-1], dtype=np.float32)
+    lengths = np.diff(offsets)[chosen]
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    flags[np.repeat(offsets[:-1][chosen], lengths) + within] = selected
+    return append_column(table, "selected", (flags, offsets))
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank: one answer for all, though sums may differ in their last bit."""
+    found = torch.tensor(int(flag), device=platform.device())
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return bool(found)

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 import torch
 
 from megarl.algorithms.advantages import AdvantageBatch, AdvantageOptions, compute_advantages
-from megarl.algorithms.kl import KLController, apply_kl_penalty, place_scores
+from megarl.algorithms.kl import apply_kl_penalty, place_scores
+from megarl.algorithms.kl_control import KLController
 from megarl.algorithms.metrics import batch_metrics, rollout_difference
+from megarl.algorithms.ragged import segment_sum
+from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
 from megarl.config import AlgorithmConfig
-from megarl.data.trajectories import append_column, ragged
+from megarl.data.trajectories import append_column, from_ragged, ragged
 
 
 def compute_batch_advantages(
     batch: pa.Table, algorithm: AlgorithmConfig, kl: KLController
 ) -> tuple[pa.Table, dict[str, float]]:
-    """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapts the KL coefficient."""
-    column = {
-        name: torch.tensor(ragged(batch, name)[0])
-        for name in ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "values")
-        if name in batch.column_names
-    }
+    """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapts the KL coefficient.
+
+    With `algorithm.rollout_correction` what it rejects leaves `response_mask`, and its weights are appended as
+    `rollout_is_weights`. A trajectory without a live token (a failed reward, say) takes no part in any statistic.
+
+    Args:
+        batch: columns `score`, `old_log_probs`, and those that the estimator and the KL need: `ref_log_probs`,
+            `values`, `baseline_score`.
+    """
+    names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
+    column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
     offsets = torch.from_numpy(ragged(batch, "response_mask")[1])
     mask, scores = column["response_mask"], torch.tensor(batch["score"].to_numpy())
-    metrics = rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
+    scored = segment_sum(mask, offsets) > 0
+    metrics: dict[str, float] = {}
+    if not algorithm.rollout_correction.bypass_mode:
+        metrics |= rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
+        batch, mask, found = _correct(batch, column, mask, offsets, algorithm)
+        metrics |= found
     if algorithm.use_kl_in_reward:
         rewards, mean_kl = apply_kl_penalty(
             scores,
@@ -33,24 +47,64 @@ def compute_batch_advantages(
             offsets,
             kl.coef,
             algorithm.kl_penalty,
+            column.get("full_kl"),
         )
         metrics |= {"actor/ref_kl": mean_kl, "actor/kl_coef": kl.coef}
         kl.update(mean_kl, batch.num_rows)
     else:
         rewards = place_scores(scores, mask, offsets)
+    baselines = None
+    if "baseline_score" in batch.column_names:
+        baselines = torch.tensor(batch["baseline_score"].to_numpy())
     result = compute_advantages(
         algorithm.adv_estimator,
-        AdvantageBatch(rewards, mask, offsets, column.get("values"), batch["prompt_uid"].to_pylist()),
+        AdvantageBatch(
+            rewards, mask, offsets, column.get("values"), batch["prompt_uid"].to_pylist(), baselines
+        ),
         AdvantageOptions(
             algorithm.gamma, algorithm.lam, algorithm.whiten_advantages, algorithm.norm_adv_by_std_in_grpo
         ),
     )
     truncated = torch.tensor([reason == "length" for reason in batch["finish_reason"].to_pylist()])
     metrics |= batch_metrics(
-        scores, rewards, result.advantages, mask, offsets, truncated, result.returns, column.get("values")
+        scores[scored],
+        rewards,
+        result.advantages,
+        mask,
+        offsets,
+        truncated,
+        result.returns,
+        column.get("values"),
     )
     new = {"token_level_rewards": rewards, "advantages": result.advantages, "returns": result.returns}
     for name, values in new.items():
         if values is not None:
             batch = append_column(batch, name, (values.numpy(), offsets.numpy()))
     return batch, metrics
+
+
+def _correct(
+    batch: pa.Table,
+    column: dict[str, torch.Tensor],
+    mask: torch.Tensor,
+    offsets: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> tuple[pa.Table, torch.Tensor, dict[str, float]]:
+    """The batch with what `algorithm.rollout_correction` makes of it, its live tokens, and metrics."""
+    settings = algorithm.rollout_correction
+    options = CorrectionOptions(
+        settings.rollout_is,
+        settings.rollout_is_threshold,
+        settings.rollout_rs,
+        settings.rollout_rs_threshold,
+        settings.rollout_rs_threshold_lower,
+    )
+    found = correct_rollout(column["old_log_probs"], column["rollout_log_probs"], mask, offsets, options)
+    bounds = offsets.numpy()
+    if options.rs_level is not None:
+        place = batch.column_names.index("response_mask")
+        masks = from_ragged(found.mask.numpy().astype(np.bool_), bounds)
+        batch = batch.set_column(place, "response_mask", masks)
+    if found.weights is not None:
+        batch = append_column(batch, "rollout_is_weights", (found.weights.numpy(), bounds))
+    return batch, found.mask, found.metrics

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pyarrow as pa
 import torch
 
-from megarl.algorithms.aggregate import LossCounts
+from megarl.algorithms.aggregate import LossAggregation, LossCounts
 from megarl.algorithms.value_loss import value_loss
 from megarl.megatron.packed import PackedBatch
 from megarl.megatron.value import value_head
 from megarl.trainer.actor import pack_weighted
-from megarl.trainer.model_worker import ModelWorker, RowColumns, Share
+from megarl.trainer.model_worker import ModelWorker, RowColumns, Share, step_numbers
+
+MicroBatchLoss = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def scaled_value_loss(clip: float | None, vf_coef: float) -> MicroBatchLoss:
+    """The loss of a micro-batch: `value_loss` times `vf_coef`; the sums are without it."""
+
+    def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        fields = batch.fields
+        unscaled, sums = value_loss(
+            output, fields["values"], fields["returns"], batch.mask, fields["loss_weights"], clip
+        )
+        return vf_coef * unscaled, sums
+
+    return loss
 
 
 class CriticWorker(ModelWorker):
@@ -27,21 +44,21 @@ class CriticWorker(ModelWorker):
         table: pa.Table,
         plan: list[list[Share]],
         counts: list[LossCounts],
-        loss_agg_mode: str,
+        aggregation: LossAggregation,
         clip: float | None,
+        vf_coef: float = 1.0,
     ) -> list[dict[str, float]]:
-        """One optimizer step for each mini-batch of `plan`, as in `ActorWorker.update_policy`."""
+        """One optimizer step for each mini-batch of `plan`, as in `ActorWorker.update_policy`.
 
-        def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            fields = batch.fields
-            return value_loss(
-                output, fields["values"], fields["returns"], batch.mask, fields["loss_weights"], clip
-            )
-
+        `vf_coef`: factor of the loss; the metric critic/vf_loss is without it.
+        """
+        loss = scaled_value_loss(clip, vf_coef)
         steps = []
         for shares, count in zip(plan, counts, strict=True):
+            if count.tokens == 0:
+                continue
             fields = ["values", "returns", "loss_weights"]
-            batches = pack_weighted(self, table, shares[self.coords.dp], fields, loss_agg_mode, count)
+            batches = pack_weighted(self, table, shares[self.coords.dp], fields, aggregation, count)
             result = self.train(batches, value_head, loss)
-            steps.append({**result.stats, "grad_norm": result.grad_norm, "lr": result.lr})
+            steps.append({**result.stats, **step_numbers(result)})
         return steps

@@ -21,8 +21,13 @@ def make_task(
     num_test: int,
     hidden_size: int,
     num_layers: int,
+    calculator: bool = False,
 ) -> None:
-    """Write `<out>/model` (Hugging Face format) and `<out>/data/{sft,train,test}.parquet`."""
+    """Write `<out>/model` (Hugging Face format) and `<out>/data/{sft,train,test}.parquet`.
+
+    Args:
+        calculator: for trajectories of several turns, see `write_arithmetic`.
+    """
     folder = Path(out)
     files = write_arithmetic(
         folder / "data",
@@ -32,10 +37,11 @@ def make_task(
         seed,
         max_operand=max_operand,
         teacher_errors=teacher_errors,
+        calculator=calculator,
     )
     model = make_tiny_model(
         folder / "model",
-        arithmetic_texts(max_operand=max_operand),
+        arithmetic_texts(max_operand=max_operand, calculator=calculator),
         hidden_size=hidden_size,
         ffn_hidden_size=3 * hidden_size,
         num_layers=num_layers,

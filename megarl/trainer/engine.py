@@ -3,32 +3,57 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 
 from megarl.cluster.worker import RankInfo
-from megarl.data.trajectories import build_trajectories
-from megarl.rollout.engine import EngineConfig, SamplingParams, SyncReport
+from megarl.data.trajectories import build_trajectories, take
+from megarl.rollout.engine import EngineConfig, Generation, SamplingParams, SyncReport
 from megarl.rollout.packets import Address, SyncShare
 from megarl.rollout.receiver import InboxFile
 from megarl.rollout.sglang_engine import SGLangEngine
+from megarl.trainer.turns import TurnsSpec, make_players
 
 
 class EngineWorker:
     """One engine."""
 
-    def __init__(self, info: RankInfo, config: EngineConfig) -> None:
+    def __init__(self, info: RankInfo, config: EngineConfig, turns: TurnsSpec | None = None) -> None:
+        """`turns`: how trajectories of several turns are played; None: they have one."""
         self.info = info
         # SGLang and multiprocessing put sockets wherever this says, and leave them there when they are killed.
         tempfile.tempdir = info.scratch
         self.engine = SGLangEngine(config)
         self.engine.start()
+        self.players = make_players(turns, self.engine, config.stop_token_ids) if turns is not None else None
 
     def generate(self, requests: pa.Table, sampling: SamplingParams) -> pa.Table:
         """The trajectories of `requests` (see `expand_prompts`), in their order."""
+        parts = self._generations(requests, sampling)
+        return build_trajectories(requests, [generation for part in parts for generation in part])
+
+    def stream(self, requests: pa.Table, sampling: SamplingParams) -> Iterator[pa.Table]:
+        """The trajectories of `requests` as they finish: tables of all that have since the last one."""
+        rows = {uid: row for row, uid in enumerate(requests["uid"].to_pylist())}
+        for generations in self._generations(requests, sampling):
+            part = take(requests, [rows[generation.uid] for generation in generations])
+            yield build_trajectories(part, generations)
+
+    def _generations(self, requests: pa.Table, sampling: SamplingParams) -> Iterator[list[Generation]]:
         prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
-        return build_trajectories(requests, self.engine.generate(prompts, uids, sampling))
+        if self.players is None:
+            yield from self.engine.generate_stream(prompts, uids, sampling)
+            return
+        for uid, ids in zip(uids, prompts, strict=True):
+            self.engine.check_request(uid, ids, sampling)
+        version = self.engine.weight_version
+        tasks = self.players.tasks(requests)
+        play = self.players.player.play
+        yield from self.engine.as_completed(
+            [play(task, ids, sampling, version) for task, ids in zip(tasks, prompts, strict=True)]
+        )
 
     def connect(self, shares: list[SyncShare], addresses: list[Address], timeout: float) -> None:
         """Tell each TP rank what it takes from which trainer ranks."""

@@ -7,21 +7,23 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
-from megarl.config import EvalConfig, PoolConfig, check_models, save_config
-from megarl.data.prompts import PromptDataset
+from megarl.config import EvalConfig, PoolConfig, check_models, save_config, val_set_sampling
 from megarl.data.tokenizer import load_tokenizer
-from megarl.data.trajectories import write_trajectories
+from megarl.data.trajectories import list_lengths, write_trajectories
 from megarl.files import whole_file
 from megarl.hybrid_engine import check_hf_weights
 from megarl.models import read_model_config
-from megarl.rewards.registry import reward_functions
-from megarl.rollout.engine import SamplingParams
-from megarl.trainer.inputs import load_reward
+from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.trainer.prompt_data import read_prompts
 from megarl.trainer.roles import open_pools, start_engines
-from megarl.trainer.rollouts import generate, mean_scores
 from megarl.trainer.run import open_engine_run
-from megarl.trainer.scoring import score
+from megarl.trainer.scoring import Rewards
+from megarl.trainer.turns import turns_spec
+from megarl.trainer.validation import ValidationSet, validate
+
+FILES = "trajectories"  # of data.val_files; those of a set are in trajectories-<name>.parquet
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
@@ -30,45 +32,59 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     check_models(config, model)
     check_hf_weights(config.model.path, model)
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
-    reward = load_reward(config.custom_reward_function)
-    data = config.data
-    files = data.val_files if isinstance(data.val_files, str) else list(data.val_files)
-    problems = PromptDataset(
-        files, tokenizer, max_prompt_length=data.max_prompt_length, prompt_key=data.prompt_key
-    ).table.slice(0, data.max_samples)
-    reward_functions(problems["data_source"].to_pylist(), reward)
-    val, trainer = config.rollout.val_kwargs, config.trainer
-    sampling = SamplingParams(
-        temperature=val.temperature,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        max_new_tokens=data.max_response_length,
-        seed=config.rollout.seed,
-    )
-    folder = Path(trainer.default_local_dir)
-    save_config(config, folder / "config.yaml")
-    with open_engine_run(trainer.ray_address, trainer.nnodes * trainer.n_gpus_per_node, folder) as run:
-        open_pools(
-            run, {"global": PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)}
-        )
-        context = data.max_prompt_length + data.max_response_length
-        with run.status("starting the rollout engines"):
-            engines = start_engines(
-                run, config.rollout, config.model.path, run.pools["global"], context, synced=False
-            )
-            run.wait(engines.started)
-        begun = time.perf_counter()
-        with run.status(f"answering {problems.num_rows} problems"):
-            batch = generate(run, engines, problems, sampling, val.n)
-        seconds = time.perf_counter() - begun
-    batch, extra = score(batch, tokenizer, reward)
-    write_trajectories(batch, folder / "trajectories.parquet")
-    num_tokens = sum(len(ids) for ids in batch["response_ids"])
-    result = {**mean_scores(batch), **extra, "num_problems": float(problems.num_rows)}
-    result["tokens_per_s"] = num_tokens / seconds
+    folder, data, trainer = Path(config.trainer.default_local_dir), config.data, config.trainer
+    with make_scorer(config) as scorer:
+        sets = load_problems(config, tokenizer, scorer)
+        save_config(config, folder / "config.yaml")
+        with open_engine_run(trainer.ray_address, trainer.nnodes * trainer.n_gpus_per_node, folder) as run:
+            pool = PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
+            open_pools(run, {"global": pool})
+            context = data.max_prompt_length + data.max_response_length
+            with run.status("starting the rollout engines"):
+                turns = turns_spec(
+                    config.rollout, config.model, data.apply_chat_template_kwargs, config.plugins
+                )
+                engines = start_engines(
+                    run,
+                    config.rollout,
+                    config.model.path,
+                    run.pools["global"],
+                    context,
+                    synced=False,
+                    turns=turns,
+                )
+                run.wait(engines.started)
+            begun = time.perf_counter()
+            num_problems = sum(held_out.prompts.num_rows for held_out in sets)
+            with run.status(f"answering {num_problems} problems"):
+                answers, scores = validate(
+                    run, engines, sets, Rewards(run, scorer, tokenizer), data.max_response_length,
+                    config.rollout.seed, None, "evaluation",
+                )  # fmt: skip
+            seconds = time.perf_counter() - begun
+    for name, table in answers.items():
+        write_trajectories(table, folder / f"{FILES}{name.removeprefix('val')}.parquet")
+    num_tokens = sum(int(list_lengths(table, "response_ids").sum()) for table in answers.values())
+    result = {**scores, "num_problems": float(num_problems), "tokens_per_s": num_tokens / seconds}
     with whole_file(folder / "scores.json") as temporary:
         temporary.write_text(json.dumps(result, indent=2) + "\n")
     return result
+
+
+def load_problems(
+    config: EvalConfig, tokenizer: PreTrainedTokenizerBase, scorer: Scorer
+) -> list[ValidationSet]:
+    """The problems of data.val_files and of each set; `scorer` must have a reward for every data source."""
+    data, val_kwargs = config.data, config.rollout.val_kwargs
+    held_out = {} if data.val_files is None else {"": (data.val_files, val_kwargs)}
+    for name, val_set in (data.val_sets or {}).items():
+        held_out[name] = (val_set.files, val_set_sampling(val_set, val_kwargs))
+    sets = []
+    for name, (files, sampling) in held_out.items():
+        problems = read_prompts(data, files, tokenizer, data.max_samples or -1).table
+        scorer.check(problems["data_source"].to_pylist())
+        sets.append(ValidationSet(name, problems, sampling))
+    return sets
 
 
 def print_scores(result: dict[str, float], folder: str) -> None:

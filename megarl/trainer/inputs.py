@@ -7,76 +7,109 @@ from dataclasses import dataclass
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config import CustomRewardConfig, TrainConfig, check_models
-from megarl.data.prompts import PromptDataset, PromptLoader
+from megarl.algorithms.advantages import ESTIMATORS
+from megarl.algorithms.policy_loss import POLICY_LOSSES
+from megarl.config import TrainConfig, check_models, needs_rules, val_set_sampling
+from megarl.data.loader import BatchLoader
+from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.hybrid_engine import check_hf_weights
 from megarl.models import ModelConfig, read_model_config
-from megarl.rewards.custom import load_reward_function
-from megarl.rewards.registry import RewardFunction, reward_functions
+from megarl.plugins import load_plugins
+from megarl.rewards.scorer import Scorer
+from megarl.trainer.prompt_data import read_prompts, training_prompts
+from megarl.trainer.reward_model import RewardModelInputs, load_reward_model
+from megarl.trainer.validation import ValidationSet
 
 
 @dataclass(frozen=True)
 class TrainInputs:
-    """`num_steps` counts rollout steps of the run; `reward` is None where data sources have their rules.
+    """`num_steps` counts rollout steps of the run, each of which trains on data.train_batch_size prompts.
 
     `num_filtered` prompts, of training and validation, were left out as too long.
     """
 
     tokenizer: PreTrainedTokenizerBase
     model: ModelConfig
-    loader: PromptLoader
-    validation: pa.Table | None
-    reward: RewardFunction | None
+    loader: BatchLoader
+    validation: tuple[ValidationSet, ...]
+    reward_model: RewardModelInputs | None
     num_steps: int
     num_filtered: int
 
 
-def load_train_inputs(config: TrainConfig) -> TrainInputs:
-    """Read everything that `megarl train` needs.
+@dataclass(frozen=True)
+class ModelInputs:
+    """What is read of the models of a run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model: ModelConfig
+    reward_model: RewardModelInputs | None
+
+
+def load_model_inputs(config: TrainConfig) -> ModelInputs:
+    """Read, and check, what a run needs of its models before it starts them.
 
     Raises:
-        ValueError: names the key, file or row that is wrong.
+        ValueError: names the key or file that is wrong.
     """
-    data, model_path = config.data, config.actor_rollout_ref.model
+    model_path = config.actor_rollout_ref.model
+    check_names(config)
     model = read_model_config(model_path.path)
     critic = read_model_config(config.critic.model.path) if config.critic is not None else None
-    check_models(config, model, critic)
+    reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None
+    check_models(config, model, critic, reward)
     check_hf_weights(model_path.path, model, mtp=model_path.mtp == "keep")
     if critic is not None:
         check_hf_weights(config.critic.model.path, critic, "value")
     tokenizer = load_tokenizer(model_path.tokenizer_path, model_path.trust_remote_code)
-    reward = load_reward(config.custom_reward_function)
+    reward_model = load_reward_model(config.reward_model, tokenizer) if config.reward_model.enable else None
+    return ModelInputs(tokenizer, model, reward_model)
 
-    def dataset(files: str | tuple[str, ...]) -> PromptDataset:
-        read = PromptDataset(
-            [files] if isinstance(files, str) else list(files),
-            tokenizer,
-            max_prompt_length=data.max_prompt_length,
-            prompt_key=data.prompt_key,
-            truncation=data.truncation,
-            filter_overlong_prompts=data.filter_overlong_prompts,
-        )
-        reward_functions(read.table["data_source"].to_pylist(), reward)
+
+def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
+    """Read everything that `megarl train` needs; `scorer` must have a reward for every data source.
+
+    Raises:
+        ValueError: names the key, file or row that is wrong.
+    """
+    data, models = config.data, load_model_inputs(config)
+    tokenizer = models.tokenizer
+
+    def check(prompts: pa.Table) -> None:
+        # An environment may score all by itself; a data source of which it does not is refused when it is met.
+        if needs_rules(config) and not config.actor_rollout_ref.rollout.multi_turn.enable:
+            scorer.check(prompts["data_source"].to_pylist())
+
+    def dataset(files: str | tuple[str, ...], max_samples: int = -1) -> PromptDataset:
+        read = read_prompts(data, files, tokenizer, max_samples)
+        check(read.table)
         return read
 
-    training = dataset(data.train_files)
-    loader = PromptLoader(training, data.train_batch_size, data.shuffle, data.seed)
-    num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    validation = dataset(data.val_files) if data.val_files is not None else None
+    loader, num_filtered = training_prompts(data, tokenizer, check)
+    steps_of_epoch = max(1, loader.num_rows // data.train_batch_size)
+    val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
+    held_out = (
+        {} if data.val_files is None else {"": (dataset(data.val_files, data.val_max_samples), val_kwargs)}
+    )
+    for name, val_set in (data.val_sets or {}).items():
+        held_out[name] = (dataset(val_set.files), val_set_sampling(val_set, val_kwargs))
     return TrainInputs(
         tokenizer=tokenizer,
-        model=model,
+        model=models.model,
         loader=loader,
-        validation=None if validation is None else validation.table,
-        reward=reward,
-        num_steps=num_steps,
-        num_filtered=training.num_filtered + (0 if validation is None else validation.num_filtered),
+        validation=tuple(ValidationSet(name, read.table, how) for name, (read, how) in held_out.items()),
+        reward_model=models.reward_model,
+        num_steps=config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch,
+        num_filtered=num_filtered + sum(read.num_filtered for read, _ in held_out.values()),
     )
 
 
-def load_reward(config: CustomRewardConfig) -> RewardFunction | None:
-    """The user's reward function, or None where each data source has its rule."""
-    if config.path is None:
-        return None
-    return load_reward_function(config.path, config.name)
+def check_names(config: TrainConfig) -> None:
+    """ValueError for an estimator or a policy loss that neither megarl nor one of `plugins` has, with all names."""
+    load_plugins(config.plugins)
+    for registry, name in (
+        (ESTIMATORS, config.algorithm.adv_estimator),
+        (POLICY_LOSSES, config.actor_rollout_ref.actor.policy_loss.loss_mode),
+    ):
+        _ = registry[name]

@@ -1,4 +1,4 @@
-"""A run's metrics: to the console, to TensorBoard and, always, to `metrics.jsonl` in the run folder.
+"""A run's metrics: to the console, to TensorBoard, to experiment trackers and, always, to `metrics.jsonl` in the run folder.
 
 Guarantees: after `log` returns, the step is on disk; a step is in `metrics.jsonl` once, also when a run is resumed
 from an earlier step than its last one; each line of it is strict JSON.
@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,14 +25,18 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megarl.files import naming, whole_file
+from megarl.trainer.trackers import TRACKERS, TrackedRun, open_trackers
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"  # the sink "file"
 TENSORBOARD_FOLDER = "tensorboard"
-SINKS = ("console", "tensorboard")
+SINKS = ("console", "tensorboard", "file", *TRACKERS)
+DEFAULT_SINKS = ("console", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -62,25 +67,28 @@ class RunLogger:
 
     Args:
         folder: the run folder.
-        sinks: of "console" (a line a step, and a progress bar on a terminal) and "tensorboard".
+        sinks: of "console" (a line a step, and a progress bar on a terminal), "tensorboard", "file" (`metrics.jsonl`,
+            which is written in any case) and the trackers of `trackers.TRACKERS`.
         total_steps: for the progress bar; None where it is not known.
         resumed_step: the last step of the run that is resumed; None: the run is new. What an earlier run logged in
             this folder for later steps (for a new run: for all) is dropped.
         description: names the run in the progress bar.
         figures: what the console line shows, where the metrics have it.
         console: where to print; None: standard output.
+        tracked: what trackers are told of the run; needed with any of them.
     """
 
     def __init__(
         self,
         folder: str | Path,
-        sinks: Sequence[str] = SINKS,
+        sinks: Sequence[str] = DEFAULT_SINKS,
         total_steps: int | None = None,
         *,
         resumed_step: int | None = None,
         description: str = "train",
         figures: Sequence[Figure] = FIGURES,
         console: Console | None = None,
+        tracked: TrackedRun | None = None,
     ) -> None:
         unknown = sorted(set(sinks) - set(SINKS))
         if unknown:
@@ -94,6 +102,9 @@ class RunLogger:
         last_kept = -1 if resumed_step is None else resumed_step
         _keep_metrics(self.folder / METRICS_FILE, last_kept)
         self._events = _open_events(self.folder, last_kept + 1) if "tensorboard" in sinks else None
+        trackers = [name for name in dict.fromkeys(sinks) if name in TRACKERS]
+        assert tracked is not None or not trackers, f"{trackers} need to be told of the run"
+        self._trackers = open_trackers(trackers, tracked, self.folder) if tracked is not None else []
         self._progress = _progress(self.console, enabled=self._to_console)
         self._task = self._progress.add_task(description, total=total_steps, completed=max(last_kept, 0))
 
@@ -111,6 +122,9 @@ class RunLogger:
         if self._events is not None:
             with naming(self.folder / TENSORBOARD_FOLDER):
                 self._events.close()
+        with ExitStack() as endings:  # each one's, whatever another's raises
+            for tracker in self._trackers:
+                endings.callback(tracker.finish, error)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
@@ -124,9 +138,27 @@ class RunLogger:
         if self._events is not None:
             with naming(self.folder / TENSORBOARD_FOLDER):
                 _write_events(self._events, step, values)
+        for tracker in self._trackers:
+            tracker.log(step, values)
         if self._to_console:
             self._print_line(step, values)
             self._progress.update(self._task, completed=step)
+
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show some answers of a validation, all with the same columns, in TensorBoard and in the trackers.
+
+        To be called before `log` of the same step.
+
+        Args:
+            tag: what they are called there.
+        """
+        if not rows:
+            return
+        if self._events is not None:
+            with naming(self.folder / TENSORBOARD_FOLDER):
+                _write_text(self._events, step, tag, _markdown(rows))
+        for tracker in self._trackers:
+            tracker.log_samples(step, tag, rows)
 
     def print(self, *objects: Any) -> None:
         """Print something (text, a rich table), above the progress bar where there is one."""
@@ -204,6 +236,22 @@ def _write_events(writer: EventFileWriter, step: int, values: Mapping[str, float
     scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
     writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
     writer.flush()
+
+
+def _write_text(writer: EventFileWriter, step: int, tag: str, text: str) -> None:
+    """For TensorBoard's page of texts, which reads Markdown."""
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=TensorShapeProto())
+    value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+    writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
+    writer.flush()
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table; line breaks and bars within a cell would end it."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _progress(console: Console, enabled: bool) -> Progress:

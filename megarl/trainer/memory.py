@@ -4,9 +4,10 @@ Where a model and the rollout engines share devices, each phase of a step has th
 
     sync              the actor's weights, the engines' weights
     generate          the engines' weights and KV cache
+    score_model       the reward model's weights, and still the engines' (more may be generated after their scores)
     evaluate_models   the weights of actor, reference and critic
     update            weights, gradients and optimizer states of actor and critic, one after the other where they
-                      share devices
+                      share devices; of the reference too, where the loss has the exact KL to it
 
 So the engines' KV cache comes only after their weights are synced, and is never there beside any weights but theirs;
 where both copies of the weights are, there is neither a cache nor an optimizer. What leaves goes before anything comes.
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
+from megarl.config import full_kl_in_loss
+
 if TYPE_CHECKING:
     from megarl.cluster import Device, WorkerGroup
     from megarl.config import MegatronConfig, TrainConfig
@@ -38,6 +41,7 @@ ALL_OF = {
 NEEDS: dict[str, tuple[str, ...]] = {
     "sync": ("actor_weights", "rollout_weights"),
     "generate": ("rollout_weights", "rollout_kv_cache"),
+    "score_model": ("rollout_weights", "reward_model_weights"),
     "evaluate_models": ("actor_weights", "ref_weights", "critic_weights"),
     "update": ALL_OF["critic"] + ALL_OF["actor"],
     "update_critic": ALL_OF["critic"],
@@ -73,6 +77,7 @@ class DeviceMemory:
 
     run: Run
     owners: list[Owner]
+    needs: dict[str, tuple[str, ...]] = field(default_factory=lambda: NEEDS)
     phases: dict[str, Account] = field(default_factory=dict)
     steps: int = 0
     printed: list[list[str]] = field(default_factory=list)
@@ -132,7 +137,7 @@ class DeviceMemory:
         return metrics
 
     def _enter(self, name: str) -> None:
-        needed = NEEDS[name]
+        needed = self.needs[name]
         leaving = [
             owner for owner in self.owners if owner.movable and owner.resident and owner.name not in needed
         ]
@@ -219,11 +224,19 @@ def frees_engines(config: TrainConfig, run: Run) -> bool:
     if policy.rollout.free_cache_engine is not None:
         return policy.rollout.free_cache_engine
     roles = [policy.actor, policy.ref, *([config.critic] if config.critic is not None else [])]
+    if config.reward_model.enable:
+        roles.append(config.reward_model)
     return any(_shares_gpus(config, run, role.resource_pool) for role in roles)
 
 
 def device_memory(
-    config: TrainConfig, run: Run, actor: Role, engines: WorkerGroup, critic: Role | None, ref: Role | None
+    config: TrainConfig,
+    run: Run,
+    actor: Role,
+    engines: WorkerGroup,
+    critic: Role | None,
+    ref: Role | None,
+    reward_model: Role | None,
 ) -> DeviceMemory:
     """The owners of a run's memory; engines that are freed have been released already."""
     policy = config.actor_rollout_ref
@@ -235,6 +248,10 @@ def device_memory(
         )
     if critic is not None:
         owners += _trained(config, run, "critic", critic, config.critic.megatron, config.critic.resource_pool)
+    if reward_model is not None:
+        reward = config.reward_model
+        movable = _movable(config, run, reward.megatron.param_offload, reward.resource_pool)
+        owners.append(Owner("reward_model_weights", reward_model.group, "weights", movable))
     freed = frees_engines(config, run)
     owners += [
         Owner(f"rollout_{part}", engines, part, movable=freed, resident=not freed)
@@ -243,7 +260,15 @@ def device_memory(
     owners += [
         Owner(f"{group.role}_sync_buffers", group, "sync_buffers", False) for group in (actor.group, engines)
     ]
-    return DeviceMemory(run, owners)
+    return DeviceMemory(run, owners, phase_needs(config))
+
+
+def phase_needs(config: TrainConfig) -> dict[str, tuple[str, ...]]:
+    """What each phase uses: NEEDS, and for the exact KL in the actor's loss the reference beside the actor."""
+    if not full_kl_in_loss(config):
+        return NEEDS
+    with_reference = ("update", "update_actor")
+    return NEEDS | {phase: (*NEEDS[phase], "ref_weights") for phase in with_reference}
 
 
 def _trained(

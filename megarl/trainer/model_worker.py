@@ -1,6 +1,6 @@
 """A rank of a Megatron role: builds its shards, loads them, runs them forward and trains them.
 
-Everything here is the same for actor, critic, reference and SFT; what they compute differs by the head and
+Everything here is the same for actor, critic, reference, reward model and SFT; what they compute differs by the head and
 the loss that they pass.
 """
 
@@ -28,10 +28,11 @@ from megarl.megatron.offload import (
     weights_of,
 )
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import PackedBatch, pack_sequences, pack_trajectories, unpack
+from megarl.megatron.packed import PackedBatch, pack_sequences, pack_texts, pack_trajectories, unpack
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
 from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import read_model_config
+from megarl.plugins import load_plugins
 from megarl.trainer.specs import ModelSpec
 
 Share = list[list[int]]
@@ -41,11 +42,21 @@ RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
 """Row numbers, and by column (flat values, offsets) of one list for each of these rows."""
 
 
+def step_numbers(result: StepResult) -> dict[str, float]:
+    """What is logged of an optimizer step beside its losses: grad_norm, lr, and in float16 loss_scale and skipped (1 for
+    a step that was left out, 0)."""
+    numbers = {"grad_norm": result.grad_norm, "lr": result.lr}
+    if result.loss_scale is not None:
+        numbers |= {"loss_scale": result.loss_scale, "skipped": float(not result.ok)}
+    return numbers
+
+
 class ModelWorker:
     """One rank. Every method is called on all ranks of the role at once."""
 
     def __init__(self, info: RankInfo, spec: ModelSpec) -> None:
         self.info, self.spec = info, spec
+        load_plugins(spec.plugins)
         self.layout = ParallelLayout.from_config(spec.megatron, info.world_size)
         init_parallel(
             self.layout,
@@ -124,6 +135,10 @@ class ModelWorker:
         """This rank's part of each micro-batch of SFT examples."""
         return [pack_sequences(table, rows, **self._packing()) for rows in share]
 
+    def pack_texts(self, table: pa.Table, share: Share) -> list[PackedBatch]:
+        """This rank's part of each micro-batch of texts that get one number each."""
+        return [pack_texts(table, rows, **self._packing()) for rows in share]
+
     def _packing(self) -> dict[str, object]:
         layout = self.layout
         return {
@@ -167,14 +182,25 @@ class ModelWorker:
     ) -> StepResult:
         """One optimizer step; equal results on every rank.
 
+        In float16 a step whose gradient overflowed is left out (`ok` is false) and the loss scale lowered.
+
         Raises:
-            FloatingPointError: the gradient is not finite; weights and optimizer are as they were before.
+            FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
+                as they were before.
         """
         for part in ("weights", "gradients", "optimizer"):
             self.parts[part].require()
         result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
-        if not result.ok:
+        if result.ok:
+            return result
+        if result.loss_scale is None:
             raise FloatingPointError(f"the gradient's norm is {result.grad_norm}; the step was not taken")
+        least = self.spec.optim.min_loss_scale
+        if result.loss_scale <= least:
+            raise FloatingPointError(
+                f"the gradient is not finite even at the least loss scale, optim.min_loss_scale={least:g}: float16 cannot "
+                "hold it; train with megatron.dtype bfloat16 or float32"
+            )
         return result
 
     def export_plan(self, mtp: bool) -> ExportPlan:

@@ -1,119 +1,123 @@
-"""PPO and GRPO: the loop. Each line is a stage; where it runs is in `roles`."""
+"""PPO, GRPO and their kin: the loop. Each line is a stage; where it runs is in `roles`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 import pyarrow as pa
 
-from megarl.algorithms.kl import make_kl_controller
 from megarl.config import TrainConfig
-from megarl.data.loader import TableLoader
-from megarl.rollout.engine import SamplingParams
-from megarl.trainer import rollouts, scoring
+from megarl.rewards.scorer import make_scorer
 from megarl.trainer.advantages import compute_batch_advantages
-from megarl.trainer.export import export_hf
+from megarl.trainer.controls import make_controls
+from megarl.trainer.export import FOLDER, export_checkpoint, export_hf
+from megarl.trainer.groups import Groups
+from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import TrainInputs, load_train_inputs
+from megarl.trainer.reward_model import model_scores, score_weights
 from megarl.trainer.roles import Roles, start_roles
+from megarl.trainer.rollouts import roll_out
 from megarl.trainer.run import Run, open_run
+from megarl.trainer.samples import sample_rows
+from megarl.trainer.scoring import Rewards, training_scores
 from megarl.trainer.stages import evaluate_models, throughput
 from megarl.trainer.sync import sync_weights
 from megarl.trainer.updates import update
+from megarl.trainer.validation import validate
 
 
 def train(config: TrainConfig) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
-    inputs = load_train_inputs(config)
-    with open_run(config, total_steps=inputs.num_steps) as run:
-        if inputs.num_filtered:
-            run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
-        roles = start_roles(config, run, inputs.model, inputs.num_steps)
-        train_steps(config, run, roles, inputs)
-        with roles.memory.held("export"):
-            return export_hf(run, roles.actor.group, config.actor_rollout_ref.model)
+    with make_scorer(config) as scorer:
+        inputs = load_train_inputs(config, scorer)
+        with open_run(config, total_steps=inputs.num_steps) as run:
+            if inputs.num_filtered:
+                run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
+            roles = start_roles(config, run, inputs.model, inputs.num_steps)
+            weights = score_weights(config)
+            train_steps(config, run, roles, inputs, Rewards(run, scorer, inputs.tokenizer, *weights))
+            with roles.memory.held("export"):
+                return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
 
 
-def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs) -> None:
-    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    control, phase = algorithm.kl_ctrl, roles.memory.phase
-    kl = make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
-    if config.trainer.val_before_train:
+def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards) -> None:
+    algorithm, trainer, phase = config.algorithm, config.trainer, roles.memory.phase
+    controls = make_controls(config, inputs.num_steps)
+    monitor = start_monitor(run, config, controls)
+    prompts = epochs(inputs.loader)
+    if trainer.val_before_train:
         with run.step(0) as metrics:
-            metrics |= sync_and_validate(config, run, roles, inputs, step=0)
-    for step, prompts in training_steps(inputs.loader, inputs.num_steps):
-        seed = config.trainer.seed * 1_000_003 + step
+            metrics |= sync_and_validate(config, run, roles, inputs, rewards, step=0)
+            monitor.history.add(0, metrics)
+    for step in range(1, inputs.num_steps + 1):
+        seed = trainer.seed * 1_000_003 + step
+        noise = config.actor_rollout_ref.rollout.seed * 1_000_003 + step
+        groups = Groups(algorithm.filter_groups, config.data.train_batch_size)
         with run.step(step) as metrics:
             with phase("sync"):
                 metrics |= sync_weights(run, roles, version=step)
-            with phase("generate"):
-                sampling = rollout_sampling(config, step)
-                batch = rollouts.generate(run, roles.engines, prompts, sampling, rollout.n)
-            with run.timed("reward"):
-                batch, extra = scoring.score(batch, inputs.tokenizer, inputs.reward)
+            while not groups.complete:
+                with phase("generate"):
+                    asked = groups.distinct(next(prompts))
+                    answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
+                by_model = model_scores(run, roles.reward_model, answers, inputs.reward_model, phase)
+                with run.timed("reward"):
+                    groups.add(training_scores(rewards.collect(answers, f"step {step}", by_model), config))
+            batch = groups.batch()
             with phase("evaluate_models"):
-                batch = evaluate_models(run, roles, batch, seed)
+                batch = evaluate_models(run, roles, batch, config, seed)
             with run.timed("advantages"):
-                batch, more = compute_batch_advantages(batch, algorithm, kl)
+                batch, extra = compute_batch_advantages(batch, algorithm, controls.kl)
             with run.timed("update"):
-                metrics |= extra | more | update(run, roles, batch, config, step, seed)
+                metrics |= groups.metrics() | extra | update(run, roles, batch, config, controls, step, seed)
+            inputs.loader.report(*groups.prompt_scores())
             run.save_trajectories(batch, "step", step)
-            metrics |= throughput(batch, run.seconds)
-            if due(config.trainer.test_freq, step, inputs.num_steps):
-                metrics |= sync_and_validate(config, run, roles, inputs, step)
+            metrics |= throughput(batch, groups.generated_tokens, run.seconds)
+            if due(trainer.test_freq, step, last=inputs.num_steps):
+                metrics |= sync_and_validate(config, run, roles, inputs, rewards, step)
+            if due(trainer.save_freq, step):
+                with roles.memory.held("export"), run.timed("save"):
+                    export_checkpoint(run, roles.actor.group, config.actor_rollout_ref.model, step)
             metrics |= roles.memory.report()
+            metrics |= watch(run, monitor, step, metrics, batch)
+        if monitor.stop is not None:
+            break
 
 
-def training_steps(loader: TableLoader, num_steps: int) -> Iterator[tuple[int, pa.Table]]:
-    """(step from 1, its prompts), over as many epochs as `num_steps` needs."""
-    step = 0
-    while step < num_steps:
-        for prompts in loader:
-            step += 1
-            yield step, prompts
-            if step == num_steps:
-                return
+def epochs(loader: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Batches of prompts, epoch after epoch, as many as are asked for."""
+    while True:
+        yield from loader
 
 
-def due(freq: int, step: int, last: int) -> bool:
-    """Whether validation is due after `step`: every `freq` steps and after the last; never with -1."""
+def due(freq: int, step: int, last: int | None = None) -> bool:
+    """Whether something is due after `step`: every `freq` steps and after the `last`; never with -1."""
     return freq > 0 and (step % freq == 0 or step == last)
 
 
-def rollout_sampling(config: TrainConfig, step: int) -> SamplingParams:
-    """How a step's rollouts are sampled: new noise each step, the same in a run that is repeated."""
-    rollout = config.actor_rollout_ref.rollout
-    return SamplingParams(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=config.data.max_response_length,
-        seed=rollout.seed * 1_000_003 + step,
-    )
-
-
 def sync_and_validate(
-    config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, step: int
+    config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards, step: int
 ) -> dict[str, float]:
-    """The mean score, on the validation prompts, of the policy after `step` (0: before the first), which is synced
-    for it: step 0's metrics are those of that sync, too."""
-    if inputs.validation is None:
+    """What the policy after `step` (0: before the first) answers to the validation prompts, as metrics.
+
+    It is synced for it: step 0's metrics are those of that sync, too.
+    """
+    if not inputs.validation:
         return {}
-    val = config.actor_rollout_ref.rollout.val_kwargs
-    sampling = SamplingParams(
-        temperature=val.temperature,
-        top_p=val.top_p,
-        top_k=val.top_k,
-        max_new_tokens=config.data.max_response_length,
-        seed=config.trainer.seed,
-    )
+    data, held = config.data, roles.memory.held
     with run.timed("validate"):
-        with roles.memory.held("sync"):
+        with held("sync"):
             synced = sync_weights(run, roles, version=step + 1)
-        with roles.memory.held("generate"):
-            answers, metrics = rollouts.validate(
-                run, roles.engines, inputs.validation, sampling, val.n, inputs.tokenizer, inputs.reward,
-                config.data.val_batch_size,
-            )  # fmt: skip
-        run.save_trajectories(answers, "val", step)
+        answers, metrics = validate(
+            run, roles.engines, inputs.validation, rewards, data.max_response_length, config.trainer.seed,
+            data.val_batch_size, f"validation after step {step}", partial(held, "generate"),
+            lambda table: model_scores(run, roles.reward_model, table, inputs.reward_model, held),
+        )  # fmt: skip
+        for name, table in answers.items():
+            run.save_trajectories(table, name, step)
+            samples = sample_rows(table, inputs.tokenizer, config.trainer.log_val_generations)
+            run.logger.log_samples(step, f"{name}/generations", samples)
+    metrics = {f"val/{name}": value for name, value in metrics.items()}
     # A step reports the sync of its own rollouts; before the first there is none, and this is the run's first sync.
     return metrics if step else metrics | synced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -28,9 +29,11 @@ from megarl.trainer.memory import DeviceMemory, device_memory, frees_engines
 from megarl.trainer.run import Run
 from megarl.trainer.specs import ModelSpec
 from megarl.trainer.sync import SyncFacts, connect
+from megarl.trainer.turns import TurnsSpec, turns_spec
 
 ACTOR = "megarl.trainer.actor:ActorWorker"
 CRITIC = "megarl.trainer.critic:CriticWorker"
+REWARD_MODEL = "megarl.trainer.reward_worker:RewardModelWorker"
 ENGINE = "megarl.trainer.engine:EngineWorker"
 
 
@@ -52,6 +55,7 @@ class Roles:
     sync: SyncFacts
     critic: Role | None
     ref: Role | None
+    reward_model: Role | None
     memory: DeviceMemory
 
 
@@ -63,7 +67,7 @@ def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: in
     layout = ParallelLayout.from_config(policy.actor.megatron, len(actor_pool))
     order = engine_devices(policy.rollout, model, layout, actor_pool, engine_pool)
     sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order)
-    with run.status("starting actor, critic and rollout engines"):
+    with run.status("starting models and rollout engines"):
         context = config.data.max_prompt_length + config.data.max_response_length
         freed = frees_engines(config, run)
         engines = start_engines(
@@ -75,6 +79,9 @@ def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: in
             device_order=order,
             synced=True,
             releasable=freed,
+            turns=turns_spec(
+                policy.rollout, policy.model, config.data.apply_chat_template_kwargs, config.plugins
+            ),
         )
         if freed:  # before anything else comes to their devices
             run.wait(engines.started)
@@ -82,12 +89,13 @@ def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: in
         actor = _start_actor(config, run, num_steps)
         critic = _start_critic(config, run, num_steps) if config.critic is not None else None
         ref = _reference(config, run, actor, num_steps) if needs_reference(config) else None
+        reward_model = _start_reward_model(config, run) if config.reward_model.enable else None
         run.wait([ref for group in run.groups for ref in group.started])
     facts = connect(
         run, actor.group, engines, sync, config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
     )
-    memory = device_memory(config, run, actor, engines, critic, ref)
-    return Roles(actor, engines, facts, critic, ref, memory)
+    memory = device_memory(config, run, actor, engines, critic, ref, reward_model)
+    return Roles(actor, engines, facts, critic, ref, reward_model, memory)
 
 
 def open_pools(run: Run, pools: dict[str, PoolConfig]) -> None:
@@ -151,6 +159,7 @@ def start_engines(
     synced: bool,
     device_order: Sequence[int] | None = None,
     releasable: bool = False,
+    turns: TurnsSpec | None = None,
 ) -> WorkerGroup:
     """Start the rollout engines.
 
@@ -158,6 +167,7 @@ def start_engines(
         device_order: the numbers of the pool's devices in the order in which the engines' ranks take them.
         synced: whether they wait for weights; others serve those of the model folder.
         releasable: whether their memory can be released.
+        turns: how trajectories of several turns are played; None: they have one.
     """
     tp = rollout.tensor_model_parallel_size
     engine = EngineConfig(
@@ -177,6 +187,7 @@ def start_engines(
         seed=rollout.seed,
         start_timeout=rollout.start_timeout,
         request_timeout=rollout.request_timeout,
+        stop_token_ids=rollout.stop_token_ids,
     )
     return run.start(
         WorkerGroup(
@@ -184,7 +195,7 @@ def start_engines(
             ENGINE,
             pool,
             rollout.num_engines,
-            {"config": engine},
+            {"config": engine, "turns": turns},
             run.log_dir,
             env=sglang_environment(engine.device, tp),
             devices_per_rank=tp,
@@ -213,6 +224,8 @@ def _start_actor(config: TrainConfig, run: Run, num_steps: int) -> Role:
         optim=policy.actor.optim,
         num_updates=num_steps * _updates_per_step(config, policy.actor),
         timeout=config.trainer.collective_timeout,
+        # The ranks' working directory need not be this one.
+        plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
     )
     kwargs = {
         "spec": spec,
@@ -242,7 +255,9 @@ def _start_critic(config: TrainConfig, run: Run, num_steps: int) -> Role:
 def _reference(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
     """The reference policy: in the actor's processes, or in processes of its own."""
     policy = config.actor_rollout_ref
-    cut = MicroBatching(0, policy.ref.log_prob_max_token_len_per_gpu, None)
+    cut = MicroBatching(
+        0, policy.ref.log_prob_max_token_len_per_gpu, policy.ref.log_prob_micro_batch_size_per_gpu
+    )
     if reference_in_actor(config):
         return Role(actor.group, actor.layout, cut)
     spec = ModelSpec(
@@ -255,6 +270,20 @@ def _reference(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Ro
     )
     kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
     return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, cut)
+
+
+def _start_reward_model(config: TrainConfig, run: Run) -> Role:
+    reward = config.reward_model
+    spec = ModelSpec(
+        path=reward.model.path,
+        head="value",
+        megatron=reward.megatron,
+        optim=None,
+        num_updates=0,
+        timeout=config.trainer.collective_timeout,
+    )
+    cut = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
+    return _start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, cut)
 
 
 def _start_model(

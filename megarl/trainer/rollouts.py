@@ -1,52 +1,90 @@
-"""Rollouts: trajectories for prompts, of training and of validation."""
+"""Rollouts: trajectories for prompts, from all engines, handed on as they finish."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from megarl.data.trajectories import expand_prompts
-from megarl.rewards.registry import RewardFunction
+from megarl.config import SamplingConfig, TrainConfig
+from megarl.data.trajectories import expand_prompts, replace_column, take
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.dispatch import split_requests
-from megarl.trainer.scoring import score
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from megarl.cluster import WorkerGroup
     from megarl.trainer.run import Run
 
+GREEDY = "/greedy"  # ends the uid of a prompt's greedy answer, beside "/0", "/1", ... of its samples
 
-def generate(run: Run, engines: WorkerGroup, prompts: pa.Table, sampling: SamplingParams, n: int) -> pa.Table:
-    """`n` trajectories for each prompt, in the prompts' order."""
-    parts = split_requests(expand_prompts(prompts, n), engines.world_size)
-    refs = engines.call_each("generate", [(part, sampling) for part in parts])
-    return pa.concat_tables(run.wait(refs)).combine_chunks()
+Finished = Callable[[pa.Table], None]
+"""Is told of trajectories as they finish: some rows at a time, in no order."""
 
 
-def validate(
-    run: Run,
-    engines: WorkerGroup,
-    prompts: pa.Table,
-    sampling: SamplingParams,
-    n: int,
-    tokenizer: PreTrainedTokenizerBase,
-    reward: RewardFunction | None,
-    batch_size: int | None,
-) -> tuple[pa.Table, dict[str, float]]:
-    """Answer held-out prompts with the weights that the engines hold; the scored answers, mean scores as metrics."""
-    size = batch_size or prompts.num_rows
-    parts = [prompts.slice(start, size) for start in range(0, prompts.num_rows, size)]
-    answers = pa.concat_tables([generate(run, engines, part, sampling, n) for part in parts])
-    batch, extra = score(answers, tokenizer, reward)
-    return batch, {f"val/{name}": value for name, value in {**mean_scores(batch), **extra}.items()}
+def roll_out(
+    run: Run, engines: WorkerGroup, prompts: pa.Table, config: TrainConfig, seed: int, finished: Finished
+) -> pa.Table:
+    """A step's trajectories: `rollout.n` for each prompt, in the prompts' order.
+
+    ReMax's baseline is the score of the prompt's greedy answer: for it these follow after all samples.
+
+    Args:
+        seed: of the noise.
+    """
+    rollout, length = config.actor_rollout_ref.rollout, config.data.max_response_length
+    sampling = SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=length,
+        seed=seed,
+    )
+    answers = generate(run, engines, expand_prompts(prompts, rollout.n), sampling, finished)
+    if config.algorithm.adv_estimator != "remax":
+        return answers
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=length, seed=seed)
+    best = generate(run, engines, greedy_requests(prompts), greedy, finished)
+    return pa.concat_tables([answers, best]).combine_chunks()
 
 
-def mean_scores(batch: pa.Table) -> dict[str, float]:
-    """The mean score of all trajectories, and of each data source."""
-    scores, sources = batch["score"].to_numpy(), np.asarray(batch["data_source"].to_pylist())
-    by_source = {f"score/{name}": float(scores[sources == name].mean()) for name in sorted(set(sources))}
-    return {"score/mean": float(scores.mean()), **by_source}
+def greedy_requests(prompts: pa.Table) -> pa.Table:
+    """One request for each prompt, with a uid of its own."""
+    requests = expand_prompts(prompts, 1)
+    uids = [f"{uid}{GREEDY}" for uid in requests["prompt_uid"].to_pylist()]
+    return replace_column(requests, "uid", pa.array(uids, pa.string()))
+
+
+def generate(
+    run: Run, engines: WorkerGroup, requests: pa.Table, sampling: SamplingParams, finished: Finished
+) -> pa.Table:
+    """The trajectories of `requests`, in their order; `finished` has been told of all of them by then."""
+    parts = split_requests(requests, engines.world_size)
+    tables = []
+    for table in run.stream(engines.stream_each("stream", [(part, sampling) for part in parts])):
+        finished(table)
+        tables.append(table)
+    return in_order(pa.concat_tables(tables), requests["uid"].to_pylist())
+
+
+def in_order(table: pa.Table, uids: list[str]) -> pa.Table:
+    """The rows of a table in the order of `uids`, which are theirs."""
+    at = {uid: row for row, uid in enumerate(table["uid"].to_pylist())}
+    assert len(at) == table.num_rows == len(uids), f"{table.num_rows} trajectories for {len(uids)} requests"
+    return take(table, np.array([at[uid] for uid in uids], dtype=np.int64))
+
+
+def sampling_params(sampling: SamplingConfig, max_new_tokens: int, seed: int) -> SamplingParams:
+    """How validation and evaluation sample."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )

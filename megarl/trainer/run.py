@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cluster import ResourcePool, WorkerGroup, start_cluster, stop_cluster, wait
+from megarl.cluster import ResourcePool, WorkerGroup, start_cluster, stop_cluster, stream, wait
 from megarl.config import (
     BatchPlan,
     SFTBatchPlan,
@@ -25,9 +25,11 @@ from megarl.config import (
     resolve_batches,
     save_batch_plan,
     save_config,
+    to_dict,
 )
 from megarl.data.trajectories import write_trajectories
 from megarl.trainer.logger import RunLogger
+from megarl.trainer.trackers import TrackedRun
 
 
 @dataclass
@@ -67,6 +69,10 @@ class Run:
     def wait(self, refs: list[ray.ObjectRef]) -> list[Any]:
         """The results; raises within seconds when any process of the run died or a call failed."""
         return wait(refs, self.groups)
+
+    def stream(self, streams: list[ray.ObjectRefGenerator]) -> Iterator[pa.Table]:
+        """The tables that generator methods yield, as they come, from any rank; raises as `wait` does."""
+        return stream(streams, self.groups)
 
     def put(self, table: pa.Table) -> ray.ObjectRef:
         """A table in the object store, from where every process reads it in place."""
@@ -115,7 +121,10 @@ def open_run(config: TrainConfig | SFTConfig, total_steps: int) -> Iterator[Run]
         print_plan(run.console, plan, total_steps)
         if isinstance(config, TrainConfig):
             run.trajectory_folder = Path(trainer.rollout_data_dir)
-        with RunLogger(folder, trainer.logger, total_steps=total_steps, console=run.console) as run.logger:
+        tracked = TrackedRun(trainer.project_name, trainer.experiment_name, to_dict(config))
+        with RunLogger(
+            folder, trainer.logger, total_steps=total_steps, console=run.console, tracked=tracked
+        ) as run.logger:
             yield run
 
 

@@ -13,8 +13,8 @@ from megarl.hybrid_engine import check_hf_weights
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.trainer.dispatch import plan_rows
-from megarl.trainer.export import export_hf
-from megarl.trainer.ppo import due, training_steps
+from megarl.trainer.export import FOLDER, export_hf
+from megarl.trainer.ppo import due, epochs
 from megarl.trainer.roles import open_pools
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.specs import ModelSpec
@@ -34,14 +34,14 @@ def train(config: SFTConfig) -> str:
         if training.num_truncated:
             run.say(f"cut {training.num_truncated} examples to data.max_length")
         group, layout = start_group(config, run, num_steps)
-        for step, batch in training_steps(loader, num_steps):
+        for step, batch in zip(range(1, num_steps + 1), epochs(loader), strict=False):
             with run.step(step) as metrics:
                 with run.timed("update"):
                     metrics |= train_batch(config, run, group, layout, batch)
                 if validation is not None and due(config.trainer.test_freq, step, num_steps):
                     with run.timed("validate"):
                         metrics |= validate(config, run, group, layout, validation)
-        return export_hf(run, group, config.model)
+        return export_hf(run, group, config.model, run.folder / FOLDER)
 
 
 def load_examples(config: SFTConfig) -> tuple[SftDataset, pa.Table | None]:
@@ -57,6 +57,7 @@ def load_examples(config: SFTConfig) -> tuple[SftDataset, pa.Table | None]:
             prompt_key=data.prompt_key,
             response_key=data.response_key,
             truncation=data.truncation,
+            chat_template_kwargs=data.apply_chat_template_kwargs,
         )
 
     return dataset(data.train_files), dataset(data.val_files).table if data.val_files is not None else None

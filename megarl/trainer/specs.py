@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.algorithms.aggregate import LossAggregation
+from megarl.algorithms.covariance import ClipCov, KLCov
+from megarl.algorithms.loss_inputs import PolicyLossOptions
 from megarl.config import MegatronConfig, OptimConfig
 
 
@@ -16,6 +19,7 @@ class ModelSpec:
         optim: None for a model that is only evaluated.
         num_updates: optimizer steps of the whole run, over which learning rates may decay.
         timeout: seconds after which a collective that not all ranks joined is an error.
+        plugins: the user's files, whole paths, that the ranks import before anything is looked up by name.
     """
 
     path: str
@@ -24,3 +28,22 @@ class ModelSpec:
     optim: OptimConfig | None
     num_updates: int
     timeout: float
+    plugins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """How the actor is updated in a step.
+
+    Attributes:
+        aggregation: from token losses to a mini-batch's loss.
+        select: which tokens of each mini-batch the loss treats apart; None: none.
+        target_kl: after a mini-batch whose ppo_kl (nats a token) is over this the step's others are left out; None: never.
+        seed: of what is drawn in the step.
+    """
+
+    aggregation: LossAggregation
+    options: PolicyLossOptions
+    select: ClipCov | KLCov | None
+    target_kl: float | None
+    seed: int

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from megarl.data.trajectories import list_lengths, sequence_lengths
+from megarl.config import TrainConfig, full_kl_in_reward, needs_old_log_probs, needs_ref_log_probs
+from megarl.data.trajectories import append_column, ragged, sequence_lengths
 from megarl.trainer.dispatch import first_pass_plan, forward_plan, merge_columns, update_plan
 from megarl.trainer.roles import Roles
 
@@ -15,21 +16,26 @@ if TYPE_CHECKING:
     from megarl.trainer.run import Run
 
 
-def evaluate_models(run: Run, roles: Roles, batch: pa.Table, seed: int) -> pa.Table:
-    """Append `old_log_probs`, `ref_log_probs` and `values`, as far as the algorithm uses them.
+def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, seed: int) -> pa.Table:
+    """Append `old_log_probs`, `ref_log_probs`, `full_kl` and `values`, as far as the algorithm uses them.
 
-    All roles work on their part at once.
+    All roles work on their part at once. With `algorithm.rollout_correction.bypass_mode` the old log-probs are those that
+    the engine gave while it sampled.
 
     Args:
         seed: that of the step's `update`.
     """
     table = run.put(batch)
     actor, ref, critic = roles.actor, roles.ref, roles.critic
-    plan, _ = update_plan(batch, actor.layout, actor.cut, seed)
-    calls = [
-        actor.group.call("compute_log_probs", table, first_pass_plan(plan, actor.cut.epochs), "old_log_probs")
-    ]
-    if ref is not None:
+    calls = []
+    if needs_old_log_probs(config):
+        plan, _ = update_plan(batch, actor.layout, actor.cut, seed)
+        shares = first_pass_plan(plan, actor.cut.epochs)
+        method = "compute_full_kl" if full_kl_in_reward(config) else "compute_log_probs"
+        calls.append(actor.group.call(method, table, shares, "old_log_probs"))
+    else:
+        batch = append_column(batch, "old_log_probs", ragged(batch, "rollout_log_probs"))
+    if ref is not None and needs_ref_log_probs(config):
         shares = forward_plan(batch, ref.layout, ref.cut)
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
         calls.append(ref.group.call(method, table, shares, "ref_log_probs"))
@@ -41,9 +47,8 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, seed: int) -> pa.Ta
     return batch
 
 
-def throughput(batch: pa.Table, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Tokens a second of a step's phases: response tokens of generation, all tokens of the others."""
-    generated = int(list_lengths(batch, "response_ids").sum())
+def throughput(batch: pa.Table, generated: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a second of a step's phases: the `generated` response tokens, of the others all tokens of the batch."""
     tokens = int(sequence_lengths(batch).sum())
     rates = {"generate": generated, "evaluate_models": tokens, "update": tokens}
     return {

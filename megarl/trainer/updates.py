@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from megarl.algorithms.aggregate import LossAggregation
+from megarl.algorithms.covariance import ClipCov, KLCov
+from megarl.algorithms.loss_inputs import PolicyLossOptions
 from megarl.algorithms.metrics import add_sums, reduce_metrics
-from megarl.algorithms.policy_loss import PolicyLossOptions
 from megarl.config import TrainConfig
+from megarl.trainer.controls import Controls
 from megarl.trainer.dispatch import update_plan
 from megarl.trainer.roles import Roles
+from megarl.trainer.specs import PolicyUpdate
 
 if TYPE_CHECKING:
     import ray
@@ -20,11 +24,17 @@ if TYPE_CHECKING:
 
 
 def update(
-    run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, step: int, seed: int
+    run: Run,
+    roles: Roles,
+    batch: pa.Table,
+    config: TrainConfig,
+    controls: Controls,
+    step: int,
+    seed: int,
 ) -> dict[str, float]:
     """The critic's and the actor's updates; the actor waits out the critic's warm-up.
 
-    Both at once, unless they make room for each other on the same devices.
+    Both at once, unless they make room for each other on the same devices. Moves the coefficient of the KL loss.
     """
     table, metrics = run.put(batch), {}
     trains_actor = roles.critic is None or step > config.critic.warmup_steps
@@ -33,43 +43,75 @@ def update(
     ]
     for phase, names in roles.memory.turns(trained):
         with roles.memory.held(phase):
-            calls = {name: _start_update(name, roles, batch, table, config, seed) for name in names}
+            calls = {name: _start_update(name, roles, batch, table, config, controls, seed) for name in names}
             for name, refs in calls.items():
                 metrics |= _update_metrics(name, run.wait(refs)[0])
+    if config.actor_rollout_ref.actor.use_kl_loss:
+        metrics["actor/kl_loss_coef"] = controls.kl_loss.coef
+        controls.kl_loss.update(metrics.get("actor/kl_loss", 0.0), batch.num_rows)
     return metrics
 
 
 def _start_update(
-    name: str, roles: Roles, batch: pa.Table, table: ray.ObjectRef, config: TrainConfig, seed: int
+    name: str,
+    roles: Roles,
+    batch: pa.Table,
+    table: ray.ObjectRef,
+    config: TrainConfig,
+    controls: Controls,
+    seed: int,
 ) -> list[ray.ObjectRef]:
     """Call the update of "critic" or "actor" on `table`, which is `batch` in the object store."""
-    agg = config.actor_rollout_ref.actor.loss_agg_mode
+    how = policy_update(config, controls, seed)
     if name == "critic":
+        critic = config.critic
         plan, counts = update_plan(batch, roles.critic.layout, roles.critic.cut, seed)
         return roles.critic.group.call(
-            "update_values", table, plan, counts, agg, config.critic.cliprange_value
+            "update_values", table, plan, counts, how.aggregation, critic.cliprange_value, critic.vf_coef
         )
     plan, counts = update_plan(batch, roles.actor.layout, roles.actor.cut, seed)
-    return roles.actor.group.call("update_policy", table, plan, counts, agg, policy_loss_options(config))
+    return roles.actor.group.call("update_policy", table, plan, counts, how)
 
 
 def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float]:
-    own = ("grad_norm", "lr")
+    """What is logged of the updates of "critic" or "actor": one entry of `steps` for each that was taken."""
+    if not steps:  # no mini-batch had a live token
+        return {f"{name}/updates": 0.0}
+    own = ("grad_norm", "lr", "loss_scale", "skipped", "stopped_early")
     sums = add_sums([{key: value for key, value in step.items() if key not in own} for step in steps])
-    return {
-        **reduce_metrics(sums, num_updates=len(steps)),
-        f"{name}/grad_norm": float(np.mean([step["grad_norm"] for step in steps])),
-        f"{name}/lr": steps[-1]["lr"],
-    }
+    metrics = reduce_metrics(sums, num_updates=len(steps))
+    metrics |= {f"{name}/lr": steps[-1]["lr"], f"{name}/updates": float(len(steps))}
+    taken = [step["grad_norm"] for step in steps if not step.get("skipped")]
+    if taken:
+        metrics[f"{name}/grad_norm"] = float(np.mean(taken))
+    if "loss_scale" in steps[-1]:  # float16
+        metrics[f"{name}/loss_scale"] = steps[-1]["loss_scale"]
+        metrics[f"{name}/skipped_steps"] = float(len(steps) - len(taken))
+    if "stopped_early" in steps[-1]:
+        metrics[f"{name}/stopped_early"] = steps[-1]["stopped_early"]
+    return metrics
 
 
-def policy_loss_options(config: TrainConfig) -> PolicyLossOptions:
+def policy_update(config: TrainConfig, controls: Controls, seed: int) -> PolicyUpdate:
+    """How the actor is updated in a step; `config` is resolved."""
     actor = config.actor_rollout_ref.actor
-    return PolicyLossOptions(
-        clip_low=actor.clip_ratio_low,
-        clip_high=actor.clip_ratio_high,
+    loss = actor.policy_loss
+    select: ClipCov | KLCov | None = None
+    if loss.loss_mode == "clip_cov":
+        select = ClipCov(loss.clip_cov_ratio, loss.clip_cov_lb, loss.clip_cov_ub)
+    elif loss.loss_mode == "kl_cov":
+        select = KLCov(loss.kl_cov_ratio)
+    options = PolicyLossOptions(
+        clip_low=controls.clip_low,
+        clip_high=controls.clip_high,
         clip_c=actor.clip_ratio_c,
         entropy_coef=actor.entropy_coeff,
-        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_coef=controls.kl_loss.coef if actor.use_kl_loss else 0.0,
         kl_kind=actor.kl_loss_type if actor.use_kl_loss else None,
+        loss_mode=loss.loss_mode,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        ppo_kl_coef=loss.ppo_kl_coef,
     )
+    aggregation = LossAggregation(actor.loss_agg_mode, actor.loss_scale_factor)
+    return PolicyUpdate(aggregation, options, select, actor.target_kl, seed)

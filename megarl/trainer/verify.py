@@ -15,11 +15,15 @@ def verify_greedy(model_path: str, trajectories: str, max_samples: int) -> None:
     """Generate again what the trajectories' prompts were answered, and compare token by token.
 
     Raises:
-        ValueError: no such model or file; or an answer differs: names the first trajectory that does, and how
+        ValueError: no such model or file; answers of several turns; or an answer differs: names the first trajectory that does, and how
             many.
     """
     read_model_config(model_path)  # transformers takes a folder that is not there for a name on the Hub
     batch = read_trajectories(trajectories).slice(0, max_samples)
+    if any(num_turns > 1 for num_turns in batch["num_turns"].to_pylist()):
+        raise ValueError(
+            f"{trajectories} has answers of several turns: transformers has no environment for them"
+        )
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     different = []
     for uid, prompt, response in zip(

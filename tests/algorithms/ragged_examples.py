@@ -7,6 +7,7 @@ from torch import Tensor
 
 # No deadline: a busy machine is no failure. Derandomised: the same commit gives the same verdict.
 repeatable = settings(deadline=None, derandomize=True)
+brief = settings(repeatable, max_examples=50)  # where an example takes long
 
 
 def offsets_of(lengths: list[int]) -> Tensor:

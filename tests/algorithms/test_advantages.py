@@ -1,7 +1,6 @@
-import random
-import statistics
-import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,146 +10,13 @@ from megarl.algorithms.advantages import (
     ESTIMATORS,
     AdvantageBatch,
     AdvantageOptions,
+    AdvantageResult,
     compute_advantages,
-    gae,
-    grpo,
-    masked_whiten,
     register_advantage,
 )
-from tests.algorithms.ragged_examples import normal, offsets_of, ragged_masks, repeatable, rows
-
-
-def test_gae_by_hand():
-    # gamma 0.9, lam 0.5, so gamma lam = 0.45.
-    # First:  delta_3 = 1 - 0.7 = 0.3; delta_2 = 0.9*0.7 - 0.6 = 0.03; delta_1 = 0.9*0.6 - 0.5 = 0.04
-    #         A_3 = 0.3; A_2 = 0.03 + 0.45*0.3 = 0.165; A_1 = 0.04 + 0.45*0.165 = 0.11425
-    # Second: delta_2 = -1 - 0.2 = -1.2; delta_1 = 0.5 + 0.9*0.2 - 0.1 = 0.58; A_1 = 0.58 + 0.45*-1.2 = 0.04
-    advantages, returns = gae(
-        torch.tensor([0.0, 0.0, 1.0, 0.5, -1.0]),
-        torch.tensor([0.5, 0.6, 0.7, 0.1, 0.2]),
-        torch.ones(5, dtype=torch.bool),
-        offsets_of([3, 2]),
-        gamma=0.9,
-        lam=0.5,
-    )
-    torch.testing.assert_close(advantages, torch.tensor([0.11425, 0.165, 0.3, 0.04, -1.2]))
-    torch.testing.assert_close(returns, torch.tensor([0.61425, 0.765, 1.0, 0.14, -1.0]))
-
-
-def test_masked_tokens_are_no_steps():
-    # The first trajectory of test_gae_by_hand with masked tokens before, between and after its three.
-    mask = torch.tensor([False, True, False, False, True, True, False])
-    values = torch.tensor([9.0, 0.5, float("nan"), 9.0, 0.6, 0.7, 9.0])
-    rewards = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0])
-    advantages, returns = gae(rewards, values, mask, offsets_of([7]), gamma=0.9, lam=0.5)
-    torch.testing.assert_close(advantages, torch.tensor([0.0, 0.11425, 0.0, 0.0, 0.165, 0.3, 0.0]))
-    torch.testing.assert_close(returns, torch.tensor([0.0, 0.61425, 0.0, 0.0, 0.765, 1.0, 0.0]))
-
-
-def gae_from_k_step_returns(rewards, values, gamma, lam):
-    """The definition (arXiv:1506.02438, eq. 14 and 16's first line): the exponentially weighted mean of k-step
-    advantages; those that look past the end are all equal, so the last carries the rest of the weight."""
-    n = len(rewards)
-    advantages = []
-    for t in range(n):
-        k_step = []
-        for k in range(1, n - t + 1):
-            rest = gamma**k * values[t + k] if t + k < n else 0.0
-            k_step.append(sum(gamma**i * rewards[t + i] for i in range(k)) + rest - values[t])
-        weights = [(1 - lam) * lam**i for i in range(len(k_step))]
-        weights[-1] = lam ** (len(k_step) - 1)
-        advantages.append(sum(w * a for w, a in zip(weights, k_step, strict=True)))
-    return advantages
-
-
-@repeatable
-@given(ragged_masks(), st.integers(0, 2**31), st.floats(0, 1), st.floats(0, 1))
-def test_gae_equals_its_definition(ragged, seed, gamma, lam):
-    mask, offsets = ragged
-    rewards = normal(mask.numel(), seed) * mask
-    values = normal(mask.numel(), seed + 1)
-    advantages, returns = gae(rewards, values, mask, offsets, gamma, lam)
-    expected = torch.zeros_like(values)
-    for row in rows(offsets):
-        live = mask[row]
-        numbers = gae_from_k_step_returns(rewards[row][live].tolist(), values[row][live].tolist(), gamma, lam)
-        expected[row][live] = torch.tensor(numbers, dtype=torch.float64)
-    torch.testing.assert_close(advantages, expected)
-    torch.testing.assert_close(returns, expected + values * mask)
-
-
-def test_gae_handles_1024_trajectories_of_1024_tokens_in_a_second():
-    offsets = offsets_of([1024] * 1024)
-    tokens = int(offsets[-1])
-    rewards, values = torch.randn(tokens), torch.randn(tokens)
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        gae(rewards, values, torch.ones(tokens, dtype=torch.bool), offsets, 0.99, 0.95)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 1.0  # measured: 0.1 s on one core
-
-
-def test_whitening_by_hand():
-    # Live: 0, 2, 4: mean 2, unbiased variance (4 + 0 + 4) / 2 = 4, std 2.
-    x = torch.tensor([0.0, float("nan"), 2.0, 4.0, 77.0])
-    mask = torch.tensor([True, False, True, True, False])
-    torch.testing.assert_close(masked_whiten(x, mask), torch.tensor([-1.0, 0.0, 0.0, 1.0, 0.0]))
-    torch.testing.assert_close(
-        masked_whiten(x, mask, shift_mean=False), torch.tensor([1.0, 0.0, 2.0, 3.0, 0.0])
-    )
-
-
-@repeatable
-@given(st.lists(st.tuples(st.floats(-100, 100), st.booleans()), min_size=2))
-def test_whitened_live_tokens_have_mean_0_and_variance_1(pairs):
-    x = torch.tensor([value for value, _ in pairs], dtype=torch.float64)
-    mask = torch.tensor([flag for _, flag in pairs])
-    live = x[mask].tolist()
-    whitened = masked_whiten(x, mask)
-    assert (whitened[~mask] == 0).all()
-    if len(live) >= 2 and statistics.variance(live) > 1e-2:
-        out = whitened[mask].tolist()
-        assert statistics.mean(out) == pytest.approx(0, abs=1e-9)
-        assert statistics.variance(out) == pytest.approx(1, rel=1e-5)
-
-
-@pytest.mark.parametrize("live", [0, 1, 11])
-def test_whitening_without_spread_gives_zeros(live):
-    x = torch.full((11,), 0.1)  # in float32 the mean of these is not 0.1, and the rest would be blown up
-    mask = torch.arange(11) < live
-    assert torch.equal(masked_whiten(x, mask), torch.zeros(11))
-
-
-def test_grpo_by_hand():
-    # Group p: 1, 0, 0, 1: mean 0.5, unbiased std sqrt(4 * 0.25 / 3) = 0.577350, 0.5 / 0.577351 = 0.866024
-    # Group q: 3, 1: mean 2, std sqrt(2) = 1.414214, 1 / 1.414215 = 0.707106
-    scores = torch.tensor([1.0, 3.0, 0.0, 0.0, 1.0, 1.0])
-    ids = ["p", "q", "p", "p", "q", "p"]
-    expected = torch.tensor([0.866024, 0.707106, -0.866024, -0.866024, -0.707106, 0.866024])
-    torch.testing.assert_close(grpo(scores, ids), expected, atol=2e-6, rtol=0)
-    without_std = torch.tensor([0.5, 1.0, -0.5, -0.5, -1.0, 0.5])
-    torch.testing.assert_close(grpo(scores, ids, norm_by_std=False), without_std)
-
-
-def test_grpo_gives_0_to_a_group_of_one_and_to_equal_scores():
-    scores = torch.tensor([0.7, 0.1, 0.1, 0.1])
-    for norm_by_std in (True, False):
-        assert torch.equal(grpo(scores, ["alone", "g", "g", "g"], norm_by_std), torch.zeros(4))
-
-
-@repeatable
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-5, 5)), min_size=1), st.randoms())
-def test_grpo_knows_groups_by_id_not_by_order(rows_in, rng: random.Random):
-    shuffled = list(enumerate(rows_in))
-    rng.shuffle(shuffled)
-
-    def run(pairs):
-        return grpo(torch.tensor([s for _, s in pairs], dtype=torch.float64), [g for g, _ in pairs])
-
-    straight, mixed = run(rows_in), run([pair for _, pair in shuffled])
-    for place, (original, _) in enumerate(shuffled):
-        assert float(mixed[place]) == pytest.approx(float(straight[original]), abs=1e-6)
+from megarl.config.algorithm_sections import ADV_ESTIMATORS, GROUP_ESTIMATORS
+from megarl.plugins import load_plugins
+from tests.algorithms.ragged_examples import brief, normal, offsets_of, ragged_masks, rows
 
 
 def test_estimator_gae_whitens_advantages_and_not_returns():
@@ -184,7 +50,7 @@ def test_estimator_grpo_spreads_the_advantage_over_live_tokens():
 
 def test_refusals_name_what_is_wrong():
     batch = AdvantageBatch(torch.zeros(2), torch.tensor([True, False]), offsets_of([2]))
-    with pytest.raises(ValueError, match=r"adv_estimator='gea' is unknown; known: gae, grpo"):
+    with pytest.raises(ValueError, match=r"adv_estimator='gea' is unknown; known: gae, gpg, grpo"):
         compute_advantages("gea", batch, AdvantageOptions())
     with pytest.raises(ValueError, match="'gae' needs the critic's values"):
         compute_advantages("gae", batch, AdvantageOptions())
@@ -195,4 +61,158 @@ def test_refusals_name_what_is_wrong():
         compute_advantages("grpo", lost, AdvantageOptions())
     with pytest.raises(ValueError, match="'gae' is already registered"):
         register_advantage("gae")(lambda batch, options: None)
-    assert {"gae", "grpo"} <= set(ESTIMATORS.names())
+    with pytest.raises(ValueError, match="'remax' needs the score of each prompt's greedy response"):
+        compute_advantages("remax", batch, AdvantageOptions())
+    assert set(ADV_ESTIMATORS) <= set(ESTIMATORS.names())
+
+
+def test_estimator_reinforce_plus_plus_by_hand():
+    # gamma 0.5: to go 2, 4 | 1. Mean 7/3, unbiased variance ((1/3)^2 + (5/3)^2 + (4/3)^2) / 2 = 7/3.
+    batch = AdvantageBatch(
+        token_level_rewards=torch.tensor([0.0, 4.0, 1.0, 0.0]),
+        mask=torch.tensor([True, True, True, False]),
+        offsets=offsets_of([2, 2]),
+    )
+    raw = compute_advantages("reinforce_plus_plus", batch, AdvantageOptions(gamma=0.5, whiten=False))
+    torch.testing.assert_close(raw.advantages, torch.tensor([2.0, 4.0, 1.0, 0.0]))
+    white = compute_advantages("reinforce_plus_plus", batch, AdvantageOptions(gamma=0.5))
+    expected = torch.tensor([-1 / 3, 5 / 3, -4 / 3, 0.0]) / (7 / 3) ** 0.5
+    torch.testing.assert_close(white.advantages, expected)
+    assert white.returns is None
+
+
+def test_estimator_reinforce_plus_plus_baseline_whitens_over_tokens():
+    # Scores 3 and 1: +1 on 2 tokens, -1 on 1 token. Mean 1/3, variance ((2/3)^2 * 2 + (4/3)^2) / 2 = 4/3.
+    batch = AdvantageBatch(
+        token_level_rewards=torch.tensor([1.0, 2.0, 1.0]),
+        mask=torch.ones(3, dtype=torch.bool),
+        offsets=offsets_of([2, 1]),
+        prompt_uids=["p", "p"],
+    )
+    name = "reinforce_plus_plus_baseline"
+    raw = compute_advantages(name, batch, AdvantageOptions(whiten=False))
+    torch.testing.assert_close(raw.advantages, torch.tensor([1.0, 1.0, -1.0]))
+    white = compute_advantages(name, batch, AdvantageOptions())
+    torch.testing.assert_close(white.advantages, torch.tensor([2 / 3, 2 / 3, -4 / 3]) / (4 / 3) ** 0.5)
+
+
+def test_estimator_remax_by_hand():
+    # To go: -0.5 + 1, 1 | 0; minus the greedy responses' 0.25 and 1. gamma plays no part.
+    batch = AdvantageBatch(
+        token_level_rewards=torch.tensor([-0.5, 1.0, 0.0, 0.0]),
+        mask=torch.tensor([True, True, True, False]),
+        offsets=offsets_of([2, 2]),
+        baselines=torch.tensor([0.25, 1.0]),
+    )
+    found = compute_advantages("remax", batch, AdvantageOptions(gamma=0.5)).advantages
+    torch.testing.assert_close(found, torch.tensor([0.25, 0.75, -1.0, 0.0]))
+
+
+def a_batch(mask, offsets, seed):
+    """Random rewards and values; scores repeat, so that ties occur; three prompts."""
+    n = offsets.numel() - 1
+    generator = np.random.default_rng(seed)
+    return AdvantageBatch(
+        token_level_rewards=torch.from_numpy(generator.integers(-2, 3, mask.numel()) * mask.numpy() * 0.5),
+        mask=mask,
+        offsets=offsets,
+        values=normal(mask.numel(), seed),
+        prompt_uids=[f"p{number}" for number in generator.integers(0, 3, n)],
+        baselines=normal(n, seed + 1),
+    )
+
+
+def assert_same(found, expected):
+    assert (found is None) == (expected is None)
+    if found is not None:
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+every_estimator = st.sampled_from(ADV_ESTIMATORS)
+
+
+@brief
+@given(ragged_masks(), every_estimator, st.integers(0, 2**31), st.sampled_from([float("nan"), 1e30]))
+def test_what_stands_on_masked_tokens_never_matters(ragged, name, seed, poison):
+    mask, offsets = ragged
+    batch = a_batch(mask, offsets, seed)
+    clean = compute_advantages(name, batch, AdvantageOptions(gamma=0.9, lam=0.8))
+    poisoned = replace(batch, values=torch.where(mask, batch.values, poison))
+    found = compute_advantages(name, poisoned, AdvantageOptions(gamma=0.9, lam=0.8))
+    for a, b in ((found.advantages, clean.advantages), (found.returns, clean.returns)):
+        assert_same(a, b)
+    assert not clean.advantages[~mask].any()
+
+
+@brief
+@given(ragged_masks(), every_estimator, st.integers(0, 2**31))
+def test_trajectories_without_a_live_token_take_no_part(ragged, name, seed):
+    mask, offsets = ragged
+    batch = a_batch(mask, offsets, seed)
+    whole = compute_advantages(name, batch, AdvantageOptions())
+    keep = [row for row, part in enumerate(rows(offsets)) if bool(mask[part].any())]
+    found = compute_advantages(name, rows_of(batch, keep), AdvantageOptions())
+    kept = [torch.arange(offsets[row], offsets[row + 1]) for row in keep]
+    index = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.int64)
+    assert_same(found.advantages, whole.advantages[index])
+
+
+@brief
+@given(ragged_masks(), every_estimator, st.integers(0, 2**31), st.randoms())
+def test_the_order_of_trajectories_never_matters(ragged, name, seed, rng):
+    mask, offsets = ragged
+    batch = a_batch(mask, offsets, seed)
+    order = list(range(offsets.numel() - 1))
+    rng.shuffle(order)
+    whole = compute_advantages(name, batch, AdvantageOptions(gamma=0.9, lam=0.8))
+    mixed = compute_advantages(name, rows_of(batch, order), AdvantageOptions(gamma=0.9, lam=0.8))
+    index = torch.cat([torch.arange(offsets[row], offsets[row + 1]) for row in order])
+    assert_same(mixed.advantages, whole.advantages[index])
+    assert_same(mixed.returns, None if whole.returns is None else whole.returns[index])
+
+
+def rows_of(batch, order):
+    """The batch's trajectories `order`, in that order."""
+    parts = [torch.arange(batch.offsets[row], batch.offsets[row + 1]) for row in order]
+    index = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+    return AdvantageBatch(
+        batch.token_level_rewards[index],
+        batch.mask[index],
+        offsets_of([len(part) for part in parts]),
+        batch.values[index],
+        [batch.prompt_uids[row] for row in order],
+        batch.baselines[order],
+    )
+
+
+def test_the_groups_are_those_that_the_configuration_says():
+    batch = a_batch(torch.ones(4, dtype=torch.bool), offsets_of([2, 2]), seed=3)
+    for name in ADV_ESTIMATORS:
+        without = replace(batch, prompt_uids=None)
+        if name in GROUP_ESTIMATORS:
+            with pytest.raises(ValueError, match=f"'{name}' needs the prompt of each trajectory"):
+                compute_advantages(name, without, AdvantageOptions())
+        else:
+            compute_advantages(name, without, AdvantageOptions())
+
+
+def test_a_file_of_the_users_adds_an_estimator(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from megarl.algorithms.advantages import AdvantageResult, register_advantage\n"
+        "@register_advantage('twice_the_reward')\n"
+        "def twice(batch, options):\n"
+        "    return AdvantageResult(2 * batch.token_level_rewards, None)\n"
+    )
+    load_plugins([str(file)])
+    batch = a_batch(torch.ones(2, dtype=torch.bool), offsets_of([2]), seed=1)
+    found = compute_advantages("twice_the_reward", batch, AdvantageOptions())
+    torch.testing.assert_close(found.advantages, 2 * batch.token_level_rewards)
+
+
+def test_a_result_that_does_not_fit_the_batch_is_refused():
+    name = "a number a trajectory"
+    register_advantage(name)(lambda batch, options: AdvantageResult(torch.zeros(2), None))
+    batch = AdvantageBatch(torch.zeros(3), torch.ones(3, dtype=torch.bool), offsets_of([2, 1]))
+    with pytest.raises(ValueError, match=r"returned advantages of shape \[2\] for a batch of 3 tokens"):
+        compute_advantages(name, batch, AdvantageOptions())

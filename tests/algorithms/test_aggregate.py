@@ -3,7 +3,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.aggregate import LOSS_AGG_MODES, LossCounts, loss_counts, token_weights
+from megarl.algorithms.aggregate import (
+    LOSS_AGG_MODES,
+    LossAggregation,
+    LossCounts,
+    loss_counts,
+    token_weights,
+)
+from megarl.config import algorithm_sections
 from tests.algorithms.ragged_examples import normal, offsets_of, ragged_masks, repeatable, rows
 
 
@@ -17,10 +24,13 @@ def test_weights_by_hand():
         "token-mean": [1 / 3, 0, 1 / 3, 0, 1 / 3],
         "seq-mean-token-sum": [1 / 2, 0, 1 / 2, 0, 1 / 2],
         "seq-mean-token-mean": [1 / 4, 0, 1 / 4, 0, 1 / 2],
+        "token-sum": [1.0, 0, 1, 0, 1],
+        "seq-mean-token-sum-norm": [1 / 20, 0, 1 / 20, 0, 1 / 20],
     }
-    assert set(expected) == set(LOSS_AGG_MODES)
+    assert set(expected) == set(LOSS_AGG_MODES) == set(algorithm_sections.LOSS_AGG_MODES)
     for mode, numbers in expected.items():
-        torch.testing.assert_close(token_weights(mode, mask, offsets, counts), torch.tensor(numbers))
+        found = token_weights(LossAggregation(mode, scale_factor=10.0), mask, offsets, counts)
+        torch.testing.assert_close(found, torch.tensor(numbers))
 
 
 def mean_by_definition(mode, losses, mask, offsets):
@@ -30,8 +40,11 @@ def mean_by_definition(mode, losses, mask, offsets):
         return 0.0
     if mode == "token-mean":
         return float(torch.cat(per_trajectory).mean())
-    inner = torch.Tensor.sum if mode == "seq-mean-token-sum" else torch.Tensor.mean
-    return sum(float(inner(losses)) for losses in per_trajectory) / len(per_trajectory)
+    if mode == "token-sum":
+        return float(torch.cat(per_trajectory).sum())
+    inner = torch.Tensor.mean if mode == "seq-mean-token-mean" else torch.Tensor.sum
+    mean = sum(float(inner(losses)) for losses in per_trajectory) / len(per_trajectory)
+    return mean / 7.0 if mode == "seq-mean-token-sum-norm" else mean
 
 
 @repeatable
@@ -49,17 +62,19 @@ def test_any_split_sums_to_the_mean_of_the_whole(ragged, mode, seed, data):
         )
         parts.append((losses[index], mask[index], offsets_of([row.stop - row.start for row in mine])))
     counts = sum((loss_counts(m, o) for _, m, o in parts), LossCounts(0, 0))
-    total = sum(float((token_weights(mode, m, o, counts) * part).sum()) for part, m, o in parts)
+    total = sum(
+        float((token_weights(LossAggregation(mode, 7.0), m, o, counts) * part).sum()) for part, m, o in parts
+    )
     assert total == pytest.approx(mean_by_definition(mode, losses, mask, offsets), rel=1e-5, abs=1e-6)
 
 
 def test_unknown_mode_is_refused():
     mask, offsets = torch.ones(1, dtype=torch.bool), offsets_of([1])
     with pytest.raises(ValueError, match="loss_agg_mode='mean' is unknown; known: token-mean"):
-        token_weights("mean", mask, offsets, loss_counts(mask, offsets))
+        token_weights(LossAggregation("mean"), mask, offsets, loss_counts(mask, offsets))
 
 
 def test_local_counts_in_place_of_global_ones_are_noticed():
     mask, offsets = torch.ones(4, dtype=torch.bool), offsets_of([4])
     with pytest.raises(AssertionError, match="counts must be those of all ranks"):
-        token_weights("token-mean", mask, offsets, LossCounts(tokens=3, trajectories=1))
+        token_weights(LossAggregation("token-mean"), mask, offsets, LossCounts(tokens=3, trajectories=1))

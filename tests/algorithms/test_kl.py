@@ -6,13 +6,11 @@ from hypothesis import given
 
 from megarl.algorithms.kl import (
     KL_KINDS,
-    AdaptiveKLController,
-    FixedKLController,
     apply_kl_penalty,
     kl_estimate,
-    make_kl_controller,
     place_scores,
 )
+from megarl.config import algorithm_sections
 from tests.algorithms.ragged_examples import normal, offsets_of, ragged_masks, repeatable, rows
 
 
@@ -26,7 +24,10 @@ def test_estimates_by_hand():
         "mse": [0.240227, 0.240227],
         "low_var_kl": [0.193147, 0.306853],
     }
+    expected |= {"k1": expected["kl"], "k2": expected["mse"], "k3": expected["low_var_kl"]}
+    expected |= {"k1+": expected["kl"], "k3+": expected["low_var_kl"]}
     assert set(expected) == set(KL_KINDS)
+    assert set(KL_KINDS) <= set(algorithm_sections.KL_KINDS)
     for kind, numbers in expected.items():
         torch.testing.assert_close(
             kl_estimate(log_probs, ref, kind), torch.tensor(numbers), atol=1e-6, rtol=0
@@ -61,12 +62,14 @@ def test_expected_values_and_gradients_over_a_whole_vocabulary():
     torch.testing.assert_close(expectation("low_var_kl"), reverse)
     torch.testing.assert_close(gradient(expectation("kl")), torch.zeros_like(logits), atol=1e-12, rtol=0)
     torch.testing.assert_close(gradient(expectation("mse")), gradient(reverse))
+    for kind in ("k1+", "k3+"):
+        torch.testing.assert_close(gradient(expectation(kind)), gradient(reverse))
     torch.testing.assert_close(gradient(expectation("low_var_kl")), gradient(forward))
 
 
 def test_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match=r"'k3' is unknown; known: kl, abs, mse, low_var_kl"):
-        kl_estimate(torch.zeros(1), torch.zeros(1), "k3")
+    with pytest.raises(ValueError, match=r"'k4' is unknown; known: kl, k1, k1\+, abs, mse"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
 
 
 def test_kl_penalty_by_hand():
@@ -112,55 +115,3 @@ def test_kl_of_a_batch_without_live_tokens_is_0():
     )
     assert rewards.tolist() == [0.0, 0.0]
     assert kl == 0.0
-
-
-def test_adaptive_controller_by_hand():
-    controller = AdaptiveKLController(coef=0.2, target_kl=6.0, horizon=10000)
-    controller.update(9.0, n_steps=256)  # 9/6 - 1 = 0.5 -> 0.2; 1 + 0.2*256/10000 = 1.00512
-    assert controller.coef == pytest.approx(0.201024)
-    controller.update(5.7, n_steps=1000)  # 5.7/6 - 1 = -0.05; 1 - 0.05*0.1 = 0.995
-    assert controller.coef == pytest.approx(0.201024 * 0.995)
-    controller.update(-3.0, n_steps=1000)  # -1.5 -> -0.2; 1 - 0.02 = 0.98
-    assert controller.coef == pytest.approx(0.201024 * 0.995 * 0.98)
-
-
-def test_adaptive_coefficient_survives_a_resume_exactly():
-    run = make_kl_controller("adaptive", 0.1, 0.1, 500)
-    run.update(0.13, 7)
-    resumed = make_kl_controller("adaptive", 0.1, 0.1, 500)
-    resumed.load_state_dict(run.state_dict())
-    for controller in (run, resumed):
-        controller.update(0.05, 7)
-    assert resumed.coef == run.coef != 0.1
-
-
-def test_fixed_controller_stays():
-    controller = make_kl_controller("fixed", 0.3, 0.1, 100)
-    controller.update(50.0, 10**9)
-    resumed = FixedKLController(0.4)
-    resumed.load_state_dict(controller.state_dict())
-    assert (controller.coef, resumed.coef) == (0.3, 0.4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("adaptive", 0.1, 0.0, 10), "kl_ctrl.target_kl is 0.0"),
-        (("adaptive", 0.1, 0.1, -1), "kl_ctrl.horizon is -1"),
-        (("linear", 0.1, 0.1, 10), "kl_ctrl.type='linear' is unknown"),
-    ],
-)
-def test_bad_controller_settings_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make_kl_controller(*arguments)
-
-
-def test_controller_refuses_what_would_break_the_coefficient():
-    controller = make_kl_controller("adaptive", 0.1, 0.1, 100)
-    with pytest.raises(ValueError, match="is nan"):
-        controller.update(math.nan, 1)
-    with pytest.raises(ValueError, match="horizon=100 is too short for 500 trajectories a step"):
-        controller.update(0.0, 500)
-    with pytest.raises(ValueError, match="holds a 'fixed' KL controller"):
-        controller.load_state_dict(FixedKLController(0.1).state_dict())
-    assert controller.coef == 0.1

@@ -33,7 +33,7 @@ def test_batch_metrics_by_hand():
     )
     expected = {
         "critic/score": (0.5, 1.0, 0.0),
-        "critic/rewards": (0.375, 0.75, 0.0),
+        "critic/rewards": (0.75, 0.75, 0.75),  # the second trajectory has no live token
         "critic/advantages": (3.0, 4.0, 2.0),
         "critic/returns": (2.0, 3.0, 1.0),
         "response_length": (1.5, 2.0, 1.0),
@@ -57,5 +57,8 @@ def test_rollout_difference_by_hand():
             "training/rollout_probs_diff_mean": 0.125,
             "training/rollout_probs_diff_max": 0.25,
             "training/rollout_kl": -math.log(2) / 2,
+            # d = -ln 2 and 0: exp(-d) - 1 + d = 2 - 1 - ln 2 and 0; the trainer's perplexity is 2, the engine's 8^(1/2)
+            "training/rollout_k3_kl": (1 - math.log(2)) / 2,
+            "training/rollout_ppl_ratio": 2 / math.sqrt(8),
         }
     )

@@ -5,75 +5,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.aggregate import LOSS_AGG_MODES, loss_counts, token_weights
+from megarl.algorithms.aggregate import LOSS_AGG_MODES, LossAggregation, loss_counts, token_weights
 from megarl.algorithms.metrics import add_sums, reduce_metrics
-from megarl.algorithms.policy_loss import PolicyLossOptions, PolicyTokens, actor_loss, ppo_loss
-from tests.algorithms.ragged_examples import normal, ragged_masks, repeatable
-
-# clip_low 0.2, clip_high 0.28, clip_c 3, weights 0.2; the last token is masked.
-#   A   ratio  -A ratio  -A clip(ratio)   loss
-#   1   1.5    -1.5      -1.28            -1.28  clipped
-#   1   0.5    -0.5      -0.8             -0.5
-#  -1   0.5     0.5       0.8              0.8   clipped
-#  -1   2       2         1.28             2
-#  -2   4       8         2.56             6     dual clip: 2 * 3
-RATIOS = [1.5, 0.5, 0.5, 2.0, 4.0]
-ADVANTAGES = [1.0, 1.0, -1.0, -1.0, -2.0]
-
-
-def hand_example():
-    old = torch.tensor([-1.0, -2.0, -0.5, -1.5, -3.0, math.nan], dtype=torch.float64)
-    log_ratio = torch.tensor([*map(math.log, RATIOS), 0.0], dtype=torch.float64)
-    log_probs = (old + log_ratio).requires_grad_()
-    advantages = torch.tensor([*ADVANTAGES, math.inf], dtype=torch.float64)
-    mask = torch.tensor([True] * 5 + [False])
-    weights = torch.full((6,), 0.2, dtype=torch.float64)
-    return log_probs, old, advantages, mask, weights
-
-
-def test_ppo_loss_by_hand():
-    log_probs, *rest = hand_example()
-    loss, sums = ppo_loss(log_probs, *rest, clip_low=0.2, clip_high=0.28, clip_c=3.0)
-    loss.backward()
-    assert loss.item() == pytest.approx(0.2 * (-1.28 - 0.5 + 0.8 + 2 + 6))  # 1.404
-    # d loss / d log_prob = weight * -A ratio where the ratio's own branch holds, else 0
-    torch.testing.assert_close(log_probs.grad, torch.tensor([0, -0.1, 0, 0.4, 0, 0], dtype=torch.float64))
-    assert {name: value.item() for name, value in sums.items()} == pytest.approx(
-        {
-            "actor/pg_loss": 1.404,
-            "actor/tokens": 5,
-            "actor/ppo_kl": -math.log(1.5 * 0.5 * 0.5 * 2 * 4),  # sum of old - new = -ln 3
-            "actor/ratio": 8.5,
-            "actor/pg_clipfrac": 2,
-            "actor/pg_clipfrac_lower": 1,
-        }
-    )
-
-
-def test_without_the_dual_clip():
-    loss, sums = ppo_loss(*hand_example(), clip_low=0.2, clip_high=0.28, clip_c=None)
-    assert loss.item() == pytest.approx(0.2 * (-1.28 - 0.5 + 0.8 + 2 + 8))
-    assert sums["actor/pg_clipfrac_lower"] == 0
-
-
-def test_on_policy_the_ratio_is_exactly_1_and_the_gradient_the_policy_gradient():
-    old = torch.randn(50)
-    log_probs = old.clone().requires_grad_()
-    advantages, mask, weights = torch.randn(50), torch.rand(50) < 0.7, torch.rand(50)
-    loss, sums = ppo_loss(log_probs, old, advantages, mask, weights, 0.2, 0.2, 3.0)
-    loss.backward()
-    assert sums["actor/ratio"] == sums["actor/tokens"] == mask.sum()
-    assert sums["actor/ppo_kl"] == sums["actor/pg_clipfrac"] == sums["actor/pg_clipfrac_lower"] == 0
-    torch.testing.assert_close(log_probs.grad, -advantages * weights * mask)
-
-
-def test_a_broken_token_leaves_the_loss_finite():
-    log_probs = torch.tensor([0.0], requires_grad=True)
-    one = torch.ones(1)
-    loss, _ = ppo_loss(log_probs, torch.tensor([-500.0]), -one, one.bool(), one, 0.2, 0.2, None)
-    loss.backward()
-    assert loss.item() == pytest.approx(math.exp(20.0))
-    assert log_probs.grad.item() == 0.0
+from megarl.algorithms.policy_loss import (
+    PolicyLossOptions,
+    PolicyTokens,
+    Sequences,
+    actor_loss,
+    policy_loss,
+    register_policy_loss,
+)
+from megarl.algorithms.ragged import segment_ids
+from megarl.config.algorithm_sections import POLICY_LOSSES, SEQUENCE_LOSSES
+from megarl.plugins import load_plugins
+from tests.algorithms.ragged_examples import brief, normal, ragged_masks, repeatable, rows
 
 
 def test_actor_loss_by_hand():
@@ -124,55 +69,217 @@ def test_the_entropy_is_only_measured_without_a_coefficient():
     assert "actor/entropy" not in actor_loss(log_probs, None, tokens, PolicyLossOptions(0.2, 0.2, 3.0))[1]
 
 
-FULL = PolicyLossOptions(0.2, 0.3, 2.0, entropy_coef=0.01, kl_coef=0.1, kl_kind="low_var_kl")
+def test_importance_weights_multiply_the_policy_loss_alone():
+    old = torch.tensor([-1.0, -2.0])
+    entropy = torch.tensor([0.4, 0.8])
+    options = PolicyLossOptions(0.2, 0.2, 3.0, entropy_coef=0.1, kl_coef=1.0, kl_kind="abs")
+
+    def run(weights):
+        tokens = PolicyTokens(
+            torch.tensor([True, True]),
+            torch.full((2,), 0.5),
+            old,
+            torch.tensor([1.0, -3.0]),
+            old - 1,
+            rollout_is_weights=weights,
+        )
+        return actor_loss(old, entropy, tokens, options)[0].item()
+
+    # pg (-1 + 3) / 2 = 1, or (-0.5 + 6) / 2 = 2.75; bonus 0.06; KL 1
+    assert run(None) == pytest.approx(1 - 0.06 + 1)
+    assert run(torch.tensor([0.5, 2.0])) == pytest.approx(2.75 - 0.06 + 1)
+
+
+def options_of(mode):
+    return PolicyLossOptions(
+        0.2, 0.3, 2.0, entropy_coef=0.01, kl_coef=0.1, kl_kind="low_var_kl", loss_mode=mode, ppo_kl_coef=0.7
+    )
+
+
+def make_case(ragged, seed):
+    """Everything that a loss may look at, for all tokens; log-probs 0.5 away from the old ones."""
+    mask, offsets = ragged
+    count = mask.numel()
+    old = normal(count, seed)
+    return {
+        "mask": mask,
+        "offsets": offsets,
+        "log_probs": old + 0.5 * normal(count, seed + 1),
+        "entropy": normal(count, seed + 2).abs(),
+        "old_log_probs": old,
+        "advantages": normal(count, seed + 3),
+        "ref_log_probs": normal(count, seed + 4),
+        "rollout_is_weights": normal(count, seed + 5).abs(),
+        "selected": normal(count, seed + 6) > 0.5,
+    }
+
+
+COLUMNS = ("old_log_probs", "advantages", "ref_log_probs", "rollout_is_weights", "selected")
+
+
+def run_parts(case, mode, aggregation, parts):
+    """The gradients and metrics where `parts` (trajectory numbers) are micro-batches of one mini-batch."""
+    mask, offsets = case["mask"], case["offsets"]
+    weights = token_weights(aggregation, mask, offsets, loss_counts(mask, offsets)).double()
+    log_probs, entropy = (case[name].clone().requires_grad_() for name in ("log_probs", "entropy"))
+    all_sums = []
+    for part in parts:
+        pieces = [torch.arange(offsets[row], offsets[row + 1]) for row in part]
+        index = torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
+        ids = torch.arange(len(part)).repeat_interleave(
+            torch.tensor([len(piece) for piece in pieces], dtype=torch.int64)
+        )
+        tokens = PolicyTokens(
+            mask=mask[index],
+            weights=weights[index],
+            **{name: case[name][index] for name in COLUMNS},
+            sequences=Sequences(ids, len(part)),
+        )
+        loss, sums = actor_loss(log_probs[index], entropy[index], tokens, options_of(mode))
+        loss.backward()
+        all_sums.append(sums)
+    return log_probs.grad, entropy.grad, reduce_metrics(add_sums(all_sums))
+
+
+every_loss = st.sampled_from(POLICY_LOSSES)
 
 
 @repeatable
-@given(ragged_masks(), st.sampled_from(LOSS_AGG_MODES), st.integers(0, 2**31), st.data())
-def test_micro_batches_add_up_to_the_mini_batch(ragged, mode, seed, data):
-    """Loss, gradient and metrics of any split of the tokens (trajectories over micro-batches and data parallel
-    ranks, tokens of one trajectory over context parallel ranks) are those of one call over everything."""
-    mask, offsets = ragged
-    count = mask.numel()
-    weights = token_weights(mode, mask, offsets, loss_counts(mask, offsets)).double()
-    old, advantages, ref = normal(count, seed), normal(count, seed + 1), normal(count, seed + 2)
-    start = old + 0.5 * normal(count, seed + 3)
-    owner = torch.tensor(
-        data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)), dtype=torch.int64
-    )
-
-    def run(parts):
-        log_probs = start.clone().requires_grad_()
-        entropy = normal(count, seed + 4).abs().requires_grad_()
-        all_sums = []
-        for part in parts:
-            tokens = PolicyTokens(mask[part], weights[part], old[part], advantages[part], ref[part])
-            loss, sums = actor_loss(log_probs[part], entropy[part], tokens, FULL)
-            loss.backward()
-            all_sums.append(sums)
-        return log_probs.grad, entropy.grad, reduce_metrics(add_sums(all_sums))
-
-    whole = run([torch.arange(count)])
-    split = run([(owner == k).nonzero().flatten() for k in range(4)])
+@given(ragged_masks(), every_loss, st.sampled_from(LOSS_AGG_MODES), st.integers(0, 2**31), st.data())
+def test_micro_batches_and_ranks_add_up_to_the_mini_batch(ragged, mode, agg, seed, data):
+    """Loss, gradient and metrics of any split of the trajectories over micro-batches and data parallel ranks, in any
+    order, are those of one call over everything."""
+    case, n = make_case(ragged, seed), ragged[1].numel() - 1
+    owner = data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+    order = data.draw(st.permutations(range(n)))
+    parts = [[row for row in order if owner[row] == k] for k in range(4)]
+    whole = run_parts(case, mode, LossAggregation(agg, 5.0), [list(range(n))])
+    split = run_parts(case, mode, LossAggregation(agg, 5.0), [part for part in parts if part])
     torch.testing.assert_close(split[0], whole[0])
     torch.testing.assert_close(split[1], whole[1])
     assert split[2] == pytest.approx(whole[2], rel=1e-9, abs=1e-9)
 
 
-@repeatable
-@given(ragged_masks(), st.integers(0, 2**31), st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
-def test_what_stands_on_masked_tokens_never_matters(ragged, seed, poison):
-    mask, _ = ragged
-    count = mask.numel()
-    columns = [normal(count, seed + i) for i in range(6)]  # log-probs, entropy, weights, old, advantages, ref
+@brief
+@given(
+    ragged_masks(),
+    st.sampled_from([mode for mode in POLICY_LOSSES if mode not in SEQUENCE_LOSSES or mode == "sapo"]),
+    st.integers(0, 2**31),
+    st.data(),
+)
+def test_token_losses_may_be_split_within_a_trajectory(ragged, mode, seed, data):
+    """As context parallelism does; losses of whole trajectories are in tests/megatron/test_sequences.py."""
+    case, count = make_case(ragged, seed), ragged[0].numel()
+    owner = torch.tensor(
+        data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), dtype=torch.int64
+    )
+    weights = normal(count, seed + 9).abs()
 
-    def run(columns):
-        log_probs, entropy = (column.clone().requires_grad_() for column in columns[:2])
-        loss, sums = actor_loss(log_probs, entropy, PolicyTokens(mask, *columns[2:]), FULL)
-        loss.backward()
-        return loss.detach(), log_probs.grad, entropy.grad, *sums.values()
+    def run(parts):
+        log_probs = case["log_probs"].clone().requires_grad_()
+        total = []
+        for part in parts:
+            columns = {name: case[name][part] for name in COLUMNS}
+            tokens = PolicyTokens(mask=case["mask"][part], weights=weights[part], **columns)
+            loss, sums = policy_loss(log_probs[part], tokens, options_of(mode))
+            loss.backward()
+            total.append(sums)
+        return log_probs.grad, reduce_metrics(add_sums(total))
 
-    clean = run(columns)
-    poisoned = run([torch.where(mask, column, poison) for column in columns])
-    for a, b in zip(clean, poisoned, strict=True):
-        assert torch.equal(a, b)
+    whole = run([torch.arange(count)])
+    split = run([(owner == k).nonzero().flatten() for k in range(3)])
+    torch.testing.assert_close(split[0], whole[0])
+    assert split[1] == pytest.approx(whole[1], rel=1e-9, abs=1e-9)
+
+
+@brief
+@given(
+    ragged_masks(), every_loss, st.integers(0, 2**31), st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
+)
+def test_what_stands_on_masked_tokens_never_matters(ragged, mode, seed, poison):
+    case, mask = make_case(ragged, seed), ragged[0]
+    parts = [list(range(ragged[1].numel() - 1))]
+    poisoned = {
+        name: torch.where(mask, column, poison) if column.is_floating_point() else column
+        for name, column in case.items()
+    }
+    poisoned["selected"] = torch.where(mask, case["selected"], True)
+    clean = run_parts(case, mode, LossAggregation("seq-mean-token-mean"), parts)
+    found = run_parts(poisoned, mode, LossAggregation("seq-mean-token-mean"), parts)
+    assert torch.equal(clean[0], found[0]) and torch.equal(clean[1], found[1])
+    assert clean[2] == found[2]
+    assert not clean[0][~mask].any()
+
+
+@brief
+@given(ragged_masks(), every_loss, st.integers(0, 2**31))
+def test_a_trajectory_without_a_live_token_changes_nothing(ragged, mode, seed):
+    case, (mask, offsets) = make_case(ragged, seed), ragged
+    n = offsets.numel() - 1
+    live = [row for row, part in enumerate(rows(offsets)) if bool(mask[part].any())]
+    with_all = run_parts(case, mode, LossAggregation("seq-mean-token-mean"), [list(range(n))])
+    if not live:
+        assert not with_all[0].any()
+        return
+    without = run_parts(case, mode, LossAggregation("seq-mean-token-mean"), [live])
+    torch.testing.assert_close(without[0], with_all[0])
+    assert without[2] == pytest.approx(with_all[2], rel=1e-9, abs=1e-12)
+
+
+@brief
+@given(ragged_masks(), every_loss, st.integers(0, 2**31))
+def test_on_policy_every_loss_has_the_gradient_of_the_policy(ragged, mode, seed):
+    """With equal log-probs the gradient is -weight A at each token (gmpo: with the trajectory's one advantage)."""
+    mask, offsets = ragged
+    owner = segment_ids(offsets)
+    old, weights = normal(mask.numel(), seed), normal(mask.numel(), seed + 1).abs()
+    advantages = normal(offsets.numel() - 1, seed + 2)[owner]
+    tokens = PolicyTokens(
+        mask,
+        weights,
+        old,
+        advantages,
+        selected=torch.zeros_like(mask),
+        sequences=Sequences(owner, offsets.numel() - 1),
+    )
+    log_probs = old.clone().requires_grad_()
+    loss, sums = policy_loss(log_probs, tokens, PolicyLossOptions(0.2, 0.3, 3.0, loss_mode=mode))
+    loss.backward()
+    expected = -weights * advantages * mask
+    if mode == "gmpo":  # a trajectory's gradient is shared out evenly over its tokens
+        for part in rows(offsets):
+            live = mask[part]
+            expected[part] = expected[part].sum() * live / max(int(live.sum()), 1)
+    torch.testing.assert_close(log_probs.grad, expected)
+    assert sums["actor/ratio"] == sums["actor/tokens"] == mask.sum()
+    assert sums["actor/ppo_kl"] == sums.get("actor/pg_clipfrac", 0) == 0
+
+
+def test_a_file_of_the_users_adds_a_policy_loss(tmp_path):
+    file = tmp_path / "my_loss.py"
+    file.write_text(
+        "from megarl.algorithms.policy_loss import register_policy_loss\n"
+        "@register_policy_loss('squared')\n"
+        "def squared(log_probs, tokens, options):\n"
+        "    losses = -tokens.advantages * log_probs ** 2\n"
+        "    return losses, {'actor/squares': (log_probs.detach() ** 2).sum().double()}\n"
+    )
+    load_plugins([str(file)])
+    mask = torch.tensor([True, True, False])
+    weights, advantages = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 2.0, math.nan])
+    log_probs = torch.tensor([-1.0, -3.0, math.nan])
+    tokens = PolicyTokens(mask, weights, log_probs, advantages)
+    loss, sums = policy_loss(log_probs, tokens, PolicyLossOptions(0.2, 0.2, 3.0, loss_mode="squared"))
+    assert loss.item() == -0.5 * 1 - 0.5 * 18
+    assert reduce_metrics(sums)["actor/squares"] == 5.0
+
+
+def test_unknown_losses_and_taken_names_are_refused():
+    with pytest.raises(ValueError, match=r"policy_loss.loss_mode='gspoo' is unknown; known: cispo, clip_cov"):
+        policy_loss(
+            torch.zeros(0),
+            PolicyTokens(torch.zeros(0, dtype=torch.bool), *[torch.zeros(0)] * 3),
+            PolicyLossOptions(1, 1, 3, loss_mode="gspoo"),
+        )
+    with pytest.raises(ValueError, match="'gspo' is already registered"):
+        register_policy_loss("gspo")(lambda log_probs, tokens, options: None)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -137,3 +138,19 @@ class Rank:
         if forked == 0:
             time.sleep(1000)
         return [plain.pid, session.pid, int(orphan.stdout), forked]
+
+    def count(self, num: int, size: int = 1, seconds: float = 0.0, raise_at: int | None = None) -> Iterator:
+        """(rank, number, in the main thread, array) for each number, with a rest between."""
+        for number in range(num):
+            if number == raise_at:
+                raise LocalError(number, num)
+            time.sleep(seconds)
+            main = threading.current_thread() is threading.main_thread()
+            yield self.info.rank, number, main, numpy.full(size, number)
+
+    def wait_for_file(self, path: str) -> Iterator[int]:
+        """Yields, and goes on when the file is there."""
+        yield self.info.rank
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        yield self.info.rank

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, resolve
+from megarl.config.algorithm_sections import KL_KINDS
+from megarl.config.sections import LOGGERS
 from tests.config.conftest import lines_of
 
 Train = Callable[..., TrainConfig]
@@ -26,12 +28,18 @@ def test_valid_configurations_pass_unresolved_and_resolved(
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name='vllm' is unknown; megarl has sglang"),
+        (
+            f"{ROLLOUT}.name=sglng",
+            f"{ROLLOUT}.name='sglng' is unknown; megarl has sglang; did you mean sglang?",
+        ),
         (
             "algorithm.kl_penalty=low_var",
-            "algorithm.kl_penalty='low_var' is unknown; megarl has kl, abs, mse, low_var_kl; did you mean low_var_kl?",
+            f"algorithm.kl_penalty='low_var' is unknown; megarl has {', '.join(KL_KINDS)}; did you mean low_var_kl?",
         ),
-        ("trainer.logger=[wandb]", "trainer.logger='wandb' is unknown; megarl has console, tensorboard"),
+        (
+            "trainer.logger=[tensorbord]",
+            f"trainer.logger='tensorbord' is unknown; megarl has {', '.join(LOGGERS)}; did you mean tensorboard?",
+        ),
         (f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.temperature=0.0 is out of range: it must be greater than 0"),
         (
             "critic.optim.betas=[0.9, 1]",
@@ -87,7 +95,7 @@ def test_values_out_of_range(train: Train, override: str, problem: str) -> None:
         (
             [f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"],
             f"{ACTOR}.ppo_max_token_len_per_gpu and {ACTOR}.ppo_micro_batch_size_per_gpu are both set (128 tokens, "
-            "2 trajectories); give one of them",
+            f"2 trajectories); give one of them, or say by {ACTOR}.use_dynamic_bsz which counts (true: tokens)",
         ),
         (
             [f"{ACTOR}.ppo_max_token_len_per_gpu=null"],
@@ -264,13 +272,13 @@ def test_files_and_folders(train: Train, folder: Path) -> None:
     config = train(
         f"data.train_files=[{folder}/train-0.parquet, {folder}/gone.parquet, {folder}/*.arrow]",
         f"data.val_files={folder}",
-        "actor_rollout_ref.model={path: Qwen/Qwen2.5-0.5B, tokenizer_path: nowhere}",
+        "actor_rollout_ref.model={path: no/such/model, tokenizer_path: nowhere}",
         f"critic.model.path={folder}",
         "custom_reward_function.path=reward.py",
     )
     assert problems(config) == [
-        f"actor_rollout_ref.model.path: Qwen/Qwen2.5-0.5B is no folder (working directory {here}); give the folder of "
-        "a downloaded Hugging Face model",
+        f"actor_rollout_ref.model.path: no/such/model is no folder (working directory {here}); give the folder of a "
+        "downloaded Hugging Face model, or its id on the Hub (owner/name)",
         f"actor_rollout_ref.model.tokenizer_path: nowhere is no folder (working directory {here})",
         f"critic.model.path: the folder {folder} has no config.json, so it is no Hugging Face model",
         f"data.train_files: the file {folder}/gone.parquet does not exist (working directory {here})",

@@ -1,7 +1,10 @@
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+import megarl.config
 from megarl.config import EvalConfig, SFTConfig, TrainConfig
 from megarl.config.options import field_types, section_type, table_type, walk
 from megarl.config.problems import nearest_keys
@@ -35,3 +38,28 @@ def test_walk_names_keys_as_users_write_them() -> None:
 
 def test_nearest_keys_of_something_else_are_none() -> None:
     assert nearest_keys("trainer.zzz", [key for key, _, _ in walk(TrainConfig)]) == []
+
+
+def test_every_key_is_read() -> None:
+    """A key that nobody reads must not exist: its name stands in the code outside of the schema (and of these tables).
+
+    Keys that can only have one value, the others being refused while they are read, are read by that.
+    """
+    package = Path(megarl.config.__file__).parent.parent
+    tables = ("schema.py", "foreign.py", "reference.py", "show.py", "notes.py")
+    code = "\n".join(
+        path.read_text()
+        for path in package.rglob("*.py")
+        if path.name not in tables and not path.name.endswith(("_sections.py", "_section.py", "sections.py"))
+    )
+    names = set(re.findall(r"(?<=[.\"'])\w+", code))
+    unread = {
+        key
+        for schema in (TrainConfig, SFTConfig, EvalConfig)
+        for key, member, kind in walk(schema)
+        if section_type(kind) is None
+        and table_type(kind) is None
+        and not member.metadata.get("refused")
+        and key.rpartition(".")[2] not in names
+    }
+    assert sorted(unread) == []

@@ -1,6 +1,7 @@
-"""Where the real inputs for tests lie: beside a developer's checkout, not in it."""
+"""Rows of prompts for tests, and where their real inputs lie: beside a developer's checkout, not in it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,3 +14,14 @@ def shared_data(name: str) -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data is not on this machine: {folder} does not exist")
     return folder
+
+
+def prompt_row(text: str = "Tom has 3 pens.", truth: str = "7", **changes: Any) -> dict[str, Any]:
+    """A row of a prompt file, with other columns or values as given."""
+    row = {
+        "data_source": "megarl/arithmetic",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": "train", "index": 4, "answer": "#### 7"},
+    }
+    return {**row, **changes}

@@ -117,3 +117,23 @@ def test_a_sloppy_teacher_is_one_too_high_as_often_as_asked_for_and_the_truth_st
     assert set(errors["train"]) == set(errors["test"]) == {0}
     with pytest.raises(ValueError, match=r"from 0 to 1, found 1\.5"):
         arithmetic.write_arithmetic(tmp_path, 1, 1, 1, seed=3, teacher_errors=1.5)
+
+
+def test_a_teacher_with_a_calculator_believes_it(tmp_path) -> None:
+    """Right or wrong is the sign of the call; the calculator's word, and the answer, follow from it."""
+    paths = arithmetic.write_arithmetic(tmp_path, 400, 20, 10, seed=3, teacher_errors=0.7, calculator=True)
+    assert "messages" not in pq.read_schema(paths["train"]).names
+    rows = pq.read_table(paths["sft"]).to_pylist()
+    wrong = 0
+    for row in rows:
+        question, call, told, answer = row["messages"]
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+        assert [question] == row["prompt"]
+        a, sign, b = re.fullmatch(r"<<(\d+)([+-])(\d+)>>", call["content"]).groups()
+        assert told["content"] == str(int(a) + int(b) if sign == "+" else int(a) - int(b))
+        assert answer["content"] == f"#### {told['content']}"
+        wrong += told["content"] != row["reward_model"]["ground_truth"]
+    assert 0.62 < wrong / len(rows) < 0.78
+    texts = arithmetic.arithmetic_texts(20, calculator=True)
+    assert "tool" in texts and any(text.startswith("<<") for text in texts)
+    assert arithmetic.arithmetic_texts(20) == texts[: len(texts) - 20 * 2 * 6]

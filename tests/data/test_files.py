@@ -5,32 +5,6 @@ import pytest
 from megarl.data import files
 
 
-def test_resolve_files(tmp_path):
-    for name in ("b.parquet", "a.parquet", "c.jsonl"):
-        (tmp_path / name).touch()
-    a, b, c = (tmp_path / name for name in ("a.parquet", "b.parquet", "c.jsonl"))
-    assert files.resolve_files(str(b)) == [b]
-    assert files.resolve_files(f"{tmp_path}/*.parquet") == [a, b]
-    assert files.resolve_files([c, f"{tmp_path}/?.parquet"]) == [c, a, b]
-
-
-@pytest.mark.parametrize(
-    "pattern, message",
-    [
-        ("{}/x.parquet", r"data file .*x\.parquet does not exist"),
-        ("{}/*.parquet", r"no file matches the pattern .*\*\.parquet"),
-        ("{}", r"is a folder; give the files in it"),
-        (["{}/c.jsonl", "{}/*.jsonl"], r"c\.jsonl is given more than once"),
-        ([], "no data files given"),
-    ],
-)
-def test_resolve_files_names_what_is_wrong(tmp_path, pattern, message):
-    (tmp_path / "c.jsonl").touch()
-    given = [p.format(tmp_path) for p in pattern] if isinstance(pattern, list) else pattern.format(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        files.resolve_files(given)
-
-
 def test_iter_rows_over_blocks(tmp_path):
     num = files.READ_BLOCK_ROWS + 5
     path = tmp_path / "x.parquet"

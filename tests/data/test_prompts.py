@@ -1,22 +1,15 @@
+import copy
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.data.prompts import PromptDataset, PromptLoader, truncate
+from megarl.data.loader import TableLoader
+from megarl.data.prompts import PromptDataset, truncate
 from megarl.data.tokenizer import render_prompt
-from megarl.data.trajectories import PROMPT_SCHEMA
-
-
-def make_row(text="Tom has 3 pens.", truth="7", **changes):
-    row = {
-        "data_source": "megarl/arithmetic",
-        "prompt": [{"role": "user", "content": text}],
-        "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": "train", "index": 4, "answer": "#### 7"},
-    }
-    return {**row, **changes}
+from megarl.data.trajectories import PROMPT_SCHEMA, expand_prompts
+from tests.data.shared import prompt_row
 
 
 def write(path, rows):
@@ -25,13 +18,13 @@ def write(path, rows):
 
 
 def test_prompt_table(tokenizer, tmp_path):
-    path = write(tmp_path / "train.parquet", [make_row(), make_row("Ann has 2 cups and buys 5.", "2")])
+    path = write(tmp_path / "train.parquet", [prompt_row(), prompt_row("Ann has 2 cups and buys 5.", "2")])
     dataset = PromptDataset(path, tokenizer, max_prompt_length=64)
     assert dataset.table.schema == PROMPT_SCHEMA
     assert len(dataset) == 2
     first, second = dataset.table.to_pylist()
     assert [first["uid"], second["uid"]] == ["train:0", "train:1"]
-    assert first["prompt_ids"] == render_prompt(tokenizer, make_row()["prompt"])
+    assert first["prompt_ids"] == render_prompt(tokenizer, prompt_row()["prompt"])
     assert tokenizer.decode(second["prompt_ids"]) == (
         "<|im_start|>user\nAnn has 2 cups and buys 5.<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -43,19 +36,36 @@ def test_files_of_one_name_have_uids_of_their_own(tokenizer, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     for folder in ("a", "b"):
-        write(tmp_path / folder / "train.parquet", [make_row()])
+        write(tmp_path / folder / "train.parquet", [prompt_row()])
     dataset = PromptDataset(f"{tmp_path}/*/train.parquet", tokenizer, max_prompt_length=64)
     assert dataset.table["uid"].to_pylist() == ["train:0", "train#2:0"]
 
 
 def test_other_columns_than_ours(tokenizer, tmp_path):
     """No extra_info, a ground truth that is a list, and messages under another key."""
-    row = make_row(reward_model={"ground_truth": ["7", "seven"]}, chat={"turns": make_row()["prompt"]})
+    row = prompt_row(reward_model={"ground_truth": ["7", "seven"]}, chat={"turns": prompt_row()["prompt"]})
     del row["extra_info"], row["prompt"]
     path = write(tmp_path / "x.parquet", [row])
     table = PromptDataset(path, tokenizer, max_prompt_length=64, prompt_key="chat.turns").table
     assert table["ground_truth"].to_pylist() == ['["7", "seven"]']
     assert table["extra_info"].to_pylist() == ["{}"]
+
+
+def test_prompts_for_a_reward_model(tokenizer, tmp_path):
+    """Rows of style "model" need no ground truth; messages go with prompts and requests where they are kept."""
+    rows = [
+        prompt_row(reward_model={"style": "model"}),
+        prompt_row(reward_model={"style": "model", "ground_truth": "7"}),
+    ]
+    path = write(tmp_path / "x.parquet", rows)
+    table = PromptDataset(path, tokenizer, max_prompt_length=64, keep_messages=True).table
+    assert table["ground_truth"].to_pylist() == ["", "7"]
+    kept = [json.loads(text) for text in table["messages"].to_pylist()]
+    assert kept == [prompt_row()["prompt"]] * 2
+    assert expand_prompts(table, 2)["messages"].to_pylist() == [
+        text for text in table["messages"].to_pylist() for _ in "ab"
+    ]
+    assert "messages" not in PromptDataset(path, tokenizer, max_prompt_length=64).table.column_names
 
 
 @pytest.mark.parametrize(
@@ -66,17 +76,87 @@ def test_other_columns_than_ours(tokenizer, tmp_path):
         ({"prompt": [{"role": "user", "content": None}]}, "'prompt' message 0 needs the string 'content'"),
         ({"reward_model": {"style": "rule", "ground_truth": None}}, "ground_truth' is null"),
         ({"reward_model": None}, "no 'reward_model.ground_truth': reward_model holds NoneType"),
+        ({"prompt": [{"role": "user"}]}, "'prompt' message 0 needs the string 'content'"),
+        ({"prompt": [{"role": "", "content": "x"}]}, "'prompt' message 0 needs the string 'role'"),
         ({"data_source": None}, "'data_source' must be a string, found None"),
+        ({"data_source": ""}, "'data_source' must be a string, found ''"),
     ],
 )
 def test_wrong_rows_are_named_by_file_and_row(tokenizer, tmp_path, changes, message):
-    path = write(tmp_path / "train.parquet", [make_row(), make_row(**changes), make_row()])
+    path = write(tmp_path / "train.parquet", [prompt_row(), prompt_row(**changes), prompt_row()])
     with pytest.raises(ValueError, match=rf"train\.parquet row 1: .*{message}"):
         PromptDataset(path, tokenizer, max_prompt_length=64)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"prompt": "What is 1 + 1?"},
+            r"'prompt' must be a non-empty list of \{role, content\}, found 'What",
+        ),
+        ({"prompt": ["What is 1 + 1?"]}, "'prompt' message 0 needs the string 'role', found 'What"),
+        ({"prompt": {"role": "user", "content": "x"}}, "'prompt' must be a non-empty list"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "'prompt' message 0 needs the string 'content'"),
+        ({"data_source": 3}, "'data_source' must be a string, found 3"),
+        ({"reward_model": "7"}, "no 'reward_model.ground_truth': reward_model holds str"),
+        (
+            {"reward_model": {"style": "rule"}},
+            r"no 'reward_model.ground_truth': reward_model holds \['style'\]",
+        ),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(tokenizer, tmp_path, changes, message):
+    """JSON lines, in which each row may have types of its own."""
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (prompt_row(), prompt_row(**changes))))
+    with pytest.raises(ValueError, match=rf"train\.jsonl row 1: .*{message}"):
+        PromptDataset(path, tokenizer, max_prompt_length=64)
+
+
+def test_all_wrong_rows_are_counted_and_the_first_are_shown(tokenizer, tmp_path):
+    rows = [prompt_row(data_source=None) if row % 2 else prompt_row() for row in range(20)]
+    with pytest.raises(ValueError, match=r"row 1: .*\n.*row 3: (.*\n)+\.\.\. and 5 more wrong rows"):
+        PromptDataset(write(tmp_path / "x.parquet", rows), tokenizer, max_prompt_length=64)
+
+
+def test_keywords_of_the_chat_template(tokenizer, tmp_path):
+    """As models that think have it: a template that reads enable_thinking."""
+    path = write(tmp_path / "train.parquet", [prompt_row("Hi")])
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}<none>{% endif %}"
+
+    def text(**keywords):
+        return thinking.decode(
+            PromptDataset(path, thinking, max_prompt_length=64, **keywords).table["prompt_ids"][0].as_py()
+        )
+
+    assert text() == "Hi"
+    assert text(chat_template_kwargs={"enable_thinking": False}) == "Hi<none>"
+    assert text(chat_template_kwargs={"enable_thinking": True}) == "Hi"
+
+
+def test_the_column_of_the_data_source(tokenizer, tmp_path):
+    path = write(tmp_path / "train.parquet", [prompt_row(task={"kind": "mine"})])
+    dataset = PromptDataset(path, tokenizer, max_prompt_length=64, data_source_key="task.kind")
+    assert dataset.table["data_source"].to_pylist() == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "max_samples, expected", [(1, ["a:0"]), (3, ["a:0", "a:1", "b:0"]), (9, ["a:0", "a:1", "b:0", "b:1"])]
+)
+def test_the_first_rows_alone(tokenizer, tmp_path, max_samples, expected):
+    """A row after them may be wrong: it is not read."""
+    write(tmp_path / "a.parquet", [prompt_row(), prompt_row()])
+    write(tmp_path / "b.parquet", [prompt_row(), prompt_row()])
+    (tmp_path / "c.jsonl").write_text("{" if max_samples < 4 else "")
+    files = [f"{tmp_path}/[ab].parquet", f"{tmp_path}/c.jsonl"]
+    dataset = PromptDataset(files, tokenizer, max_prompt_length=64, max_samples=max_samples, uid_prefix="m:")
+    assert dataset.table["uid"].to_pylist() == [f"m:{uid}" for uid in expected]
+
+
 def test_missing_column_is_named(tokenizer, tmp_path):
-    path = write(tmp_path / "train.parquet", [make_row()])
+    path = write(tmp_path / "train.parquet", [prompt_row()])
     with pytest.raises(ValueError, match=r"train\.parquet row 0: no 'question': the row holds \["):
         PromptDataset(path, tokenizer, max_prompt_length=64, prompt_key="question")
 
@@ -88,13 +168,13 @@ def test_missing_file_is_named(tokenizer, tmp_path):
 
 def test_file_without_rows(tokenizer, tmp_path):
     path = tmp_path / "train.parquet"
-    pq.write_table(pa.Table.from_pylist([make_row()]).slice(1), path)
+    pq.write_table(pa.Table.from_pylist([prompt_row()]).slice(1), path)
     with pytest.raises(ValueError, match=r"no prompts in .*train\.parquet: the files have no rows"):
         PromptDataset(path, tokenizer, max_prompt_length=64)
 
 
 def test_overlong_prompts(tokenizer, tmp_path):
-    rows = [make_row(), make_row("Tom has 3 pens. " * 9), make_row()]
+    rows = [prompt_row(), prompt_row("Tom has 3 pens. " * 9), prompt_row()]
     path = write(tmp_path / "train.parquet", rows)
     long = render_prompt(tokenizer, rows[1]["prompt"])
     with pytest.raises(ValueError, match=rf"row 1: the prompt has {len(long)} tokens, more than .* 20"):
@@ -102,8 +182,10 @@ def test_overlong_prompts(tokenizer, tmp_path):
     filtered = PromptDataset(path, tokenizer, max_prompt_length=20, filter_overlong_prompts=True)
     assert filtered.table["uid"].to_pylist() == ["train:0", "train:2"]
     assert filtered.num_filtered == 1
-    left = PromptDataset(path, tokenizer, max_prompt_length=20, truncation="left")
-    assert left.table["prompt_ids"].to_pylist()[1] == long[-20:]
+    for truncation, kept in (("left", long[-20:]), ("right", long[:20]), ("middle", long[:10] + long[-10:])):
+        cut = PromptDataset(path, tokenizer, max_prompt_length=20, truncation=truncation)
+        assert cut.table["prompt_ids"].to_pylist()[1] == kept
+        assert cut.num_filtered == 0
     with pytest.raises(ValueError, match="all 3 rows are longer than max_prompt_length 2"):
         PromptDataset(path, tokenizer, max_prompt_length=2, filter_overlong_prompts=True)
     with pytest.raises(ValueError, match="truncation must be one of error, left, right, middle, found 'top'"):
@@ -118,10 +200,10 @@ def test_truncate(truncation, kept):
     assert truncate([1, 2], 5, truncation) == [1, 2]
 
 
-def test_prompt_loader_yields_prompt_tables(tokenizer, tmp_path):
-    path = write(tmp_path / "train.parquet", [make_row(truth=str(row)) for row in range(5)])
+def test_a_loader_yields_prompt_tables(tokenizer, tmp_path):
+    path = write(tmp_path / "train.parquet", [prompt_row(truth=str(row)) for row in range(5)])
     dataset = PromptDataset(path, tokenizer, max_prompt_length=64)
-    batches = list(PromptLoader(dataset, 2, shuffle=True, seed=0))
+    batches = list(TableLoader(dataset, 2, shuffle=True, seed=0))
     assert [batch.num_rows for batch in batches] == [2, 2]
     assert all(batch.schema == PROMPT_SCHEMA for batch in batches)
     for batch in batches:

@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pyarrow as pa
@@ -36,6 +37,19 @@ def test_learnt_is_what_the_model_generates(tokenizer):
     assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
     assert tokenizer.decode(ids[len(prompt) :]) == "#### 3<|im_end|>"
     assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_keywords_of_the_chat_template(tokenizer, tmp_path):
+    """As templates of models that think have it; every rendering of the chat is given them."""
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = (
+        "{% for message in messages %}{{ who + message.role + ':\\n' + message.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ who + 'assistant:\\n' }}{% endif %}"
+    )
+    path = write_chats(tmp_path / "x.jsonl", [[QUESTION, ANSWER]])
+    dataset = SftDataset(path, thinking, max_length=64, chat_template_kwargs={"who": "the "})
+    text = thinking.decode(dataset.table["input_ids"][0].as_py())
+    assert text == "the user:\nTom has 3 pens.<|im_end|>the assistant:\n#### 3<|im_end|>"
 
 
 def test_every_assistant_message_is_learnt(tokenizer):

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import numpy as np
@@ -29,6 +30,7 @@ def make_generation(uid, length, **changes):
         "log_probs": -np.arange(1, length + 1, dtype=np.float32),
         "finish_reason": "stop",
         "weight_version": 3,
+        "environment_score": 0.5,  # NaN, where there is none, equals nothing
     }
     return tr.Generation(**{**values, **changes})
 
@@ -191,3 +193,30 @@ def test_wrong_types_are_named():
     twice = pa.concat_tables([table, table.slice(1, 1)])
     with pytest.raises(ValueError, match="trajectory train:0/1 occurs more than once"):
         tr.validate_trajectories(twice)
+
+
+def test_what_an_environment_took_part_in():
+    """Masks, the prompt that it added to, its score and its notes; rows without one are as ever."""
+    requests = tr.expand_prompts(make_prompts(2), 1)
+    played = make_generation(
+        "train:1/0",
+        4,
+        response_mask=[True, False, False, True],
+        num_turns=2,
+        environment_score=None,
+        environment_notes='{"numbers": {"calls": 1.0}, "error": null}',
+        prompt_ids=[7, 8, 9],
+    )
+    table = tr.build_trajectories(requests, [played, make_generation("train:0/0", 2)])
+    assert table["prompt_ids"].to_pylist() == [[0], [7, 8, 9]]
+    assert table["response_mask"].to_pylist() == [[True, True], [True, False, False, True]]
+    assert table["num_turns"].to_pylist() == [1, 2]
+    assert table["environment_score"][0].as_py() == 0.5 and np.isnan(table["environment_score"][1].as_py())
+    assert tr.environment_notes(table) == [
+        tr.EnvironmentNotes({}, None),
+        tr.EnvironmentNotes({"calls": 1.0}, None),
+    ]
+    assert tr.environment_notes(table.drop_columns(["environment_notes"]))[1].numbers == {}
+    with pytest.raises(ValueError, match="train:1/0: response_mask has another length"):
+        short = dataclasses.replace(played, response_mask=[True])
+        tr.build_trajectories(requests, [short, make_generation("train:0/0", 2)])

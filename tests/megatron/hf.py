@@ -127,6 +127,10 @@ def optimizer_settings() -> SimpleNamespace:
         betas=[0.9, 0.95],
         eps=1e-8,
         clip_grad=1e9,  # clipping would scale the gradients that are looked at
+        initial_loss_scale=65536.0,
+        min_loss_scale=1.0,
+        loss_scale_window=1000,
+        hysteresis=2,
     )
 
 

@@ -195,7 +195,23 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), TRAINED)
+# The others run with --slow: each takes seconds, and together a minute.
+SELDOM = [
+    *[
+        ("deepseek_v3", layout)
+        for layout in ("one", "tp2_sp", "etp2", "cp2_ep2", "ep2_dp4", "tp2_sp_ep2_etp2")
+    ],
+    *[("qwen3_moe", layout) for layout in ("tp2_sp", "tp2_sp_etp2", "tp2_sp_cp2_ep4")],
+    ("glm4_moe", "tp2_sp_ep2"),
+]
+
+
+def marked(cases: list[tuple[str, str]], seldom: list[tuple[str, str]]) -> list:
+    """The cases as parameters, those of `seldom` marked slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow if case in seldom else ()) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "layout"), marked(TRAINED, SELDOM))
 def test_every_layout_trains_as_hugging_face_does(
     ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
 ) -> None:
@@ -212,8 +228,17 @@ def _gradients(rank: int, world: int, sizes: dict[str, Any], folder: str) -> lis
     return place.gradients()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "glm4_moe"])
-@pytest.mark.parametrize("layout", ["tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4"])
+GRADIENTS = [
+    (name, layout)
+    for name in ("deepseek_v3", "qwen3_moe", "glm4_moe")
+    for layout in ("tp2_sp_etp2", "ep2_dp4", "tp2_sp_cp2_ep4")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    marked(GRADIENTS, [case for case in GRADIENTS if case[0] != "deepseek_v3" and case[1] != "ep2_dp4"]),
+)
 def test_every_gradient_is_hugging_faces(
     ranks: RankPool, case_of: Callable[[str], Case], name: str, layout: str
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.megatron.packed import pack_sequences, pack_trajectories, unpack
+from megarl.megatron.packed import pack_sequences, pack_texts, pack_trajectories, unpack
 
 
 @st.composite
@@ -138,6 +138,17 @@ def test_sequences_predict_their_next_token() -> None:
     assert batch.labels.tolist() == [6, 7, 8, 0, 0, 4, 0]
     assert batch.mask.tolist() == [False, True, True, False, False, True, False]
     assert [list(values) for values in unpack(batch, batch.labels)] == [[6, 7, 8], [], [4]]
+
+
+def test_texts_have_one_number_at_their_last_token() -> None:
+    table = pa.table({"input_ids": pa.array([[5, 6, 7, 8], [9], [3, 4]], pa.list_(pa.int32()))})
+    batch = pack_texts(table, [0, 1, 2], tp=4, sequence_parallel=True)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 0]]  # the last one is alignment
+    assert batch.mask.tolist() == [False, False, False, True, True, False, True, False]
+    assert batch.live.tolist() == [3, 4, 6]
+    assert [list(values) for values in unpack(batch, batch.input_ids[0])] == [[8], [9], [4]]
+    with pytest.raises(ValueError, match="row 1 has an empty input_ids"):
+        pack_texts(pa.table({"input_ids": pa.array([[1], []], pa.list_(pa.int32()))}), [0, 1])
 
 
 def test_packing_reads_chunked_and_sliced_tables() -> None:

@@ -3,7 +3,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.models.tiny import make_tiny_model, train_tokenizer
@@ -119,6 +124,16 @@ def test_mixtures_and_latent_attention(tmp_path, texts, family):
         assert model(torch.arange(20)[None]).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+def test_reward_models(tmp_path, texts, family):
+    folder = make_tiny_model(tmp_path, texts, family=family, head="score", tie_word_embeddings=True, **SIZES)
+    model, report = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert model(torch.arange(5, 9)[None]).logits.shape == (1, 1)
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["score.weight"].shape == (1, 32) and "lm_head.weight" not in tensors
+
+
 def test_kimi_is_deepseek_under_another_name(tmp_path, texts):
     folder = make_tiny_model(tmp_path, texts, family="kimi_k2", **SIZES)
     config = json.loads((folder / "config.json").read_text())
@@ -130,6 +145,10 @@ def test_kimi_is_deepseek_under_another_name(tmp_path, texts):
     [
         ({"family": "gpt2"}, "family must be one of qwen2, llama, .*, found 'gpt2'"),
         ({"num_mtp_layers": 1}, "num_mtp_layers must be 0 for family qwen2, found 1"),
+        (
+            {"family": "glm4_moe", "head": "score"},
+            "head 'score' is there for qwen2, llama, qwen3, found 'glm4_moe'",
+        ),
         ({"dtype": "int8"}, "dtype must be float32 or bfloat16, found 'int8'"),
         ({"vocab_size": 100}, "vocab_size must be at least 259 .*, found 100"),
         ({"hidden_size": 30}, "hidden_size 30 must be a multiple of num_attention_heads 4"),

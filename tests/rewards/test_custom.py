@@ -1,3 +1,4 @@
+import inspect
 import pickle
 
 import pytest
@@ -24,6 +25,9 @@ def two(solution_str, ground_truth):
     return 0.0
 
 async def later(data_source, solution_str, ground_truth, extra_info):
+    return 0.0
+
+async def with_prompt(data_source, solution_str, ground_truth, extra_info, *, prompt_str):
     return 0.0
 
 NUMBER = 3
@@ -53,7 +57,6 @@ def test_what_it_returns_can_be_pickled(file):
     [
         ("missing", r"name='missing': .*my_reward.py has no such function; it defines compute_score, .*two"),
         ("NUMBER", "name='NUMBER' in .*my_reward.py: a int, not a function"),
-        ("later", "an async function"),
         ("two", r"signature is \(solution_str, ground_truth\); it is called as compute_score\(data_source"),
         ("needs_more", "missing a required argument: 'model'"),
     ],
@@ -61,6 +64,17 @@ def test_what_it_returns_can_be_pickled(file):
 def test_unfit_names_are_refused(file, name, message):
     with pytest.raises(ValueError, match=message):
         load_reward_function(str(file), name)
+
+
+def test_async_functions_the_prompt_and_further_arguments(file):
+    assert inspect.iscoroutinefunction(load_reward_function(str(file), "later"))
+    assert inspect.iscoroutinefunction(load_reward_function(str(file), "with_prompt"))
+    function = load_reward_function(str(file), "needs_more", {"model": "judge"})
+    assert function(data_source="d", solution_str="s", ground_truth="", extra_info=None) == 0.0
+    with pytest.raises(
+        ValueError, match=r"called as compute_score\(.*extra_info, size\) by keyword, .*'size'"
+    ):
+        load_reward_function(str(file), "compute_score", {"size": 3})
 
 
 def test_unfit_files_are_refused(tmp_path):

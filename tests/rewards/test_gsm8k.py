@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rewards.gsm8k import compute_score, extract_answer
+from megarl.rewards.gsm8k import compute_score, compute_score_flexible, extract_answer
 
 SOURCE = "openai/gsm8k"
 
@@ -29,13 +29,13 @@ SOURCE = "openai/gsm8k"
     ],
 )
 def test_strict(response, truth, score):
-    assert compute_score(SOURCE, response, truth) == score
+    assert compute_score(SOURCE, response, truth)["score"] == score
 
 
 def test_only_the_last_300_characters_count():
     answer = "#### 7"
-    assert compute_score(SOURCE, answer + "x" * (300 - len(answer)), "7") == 1.0
-    assert compute_score(SOURCE, answer + "x" * (301 - len(answer)), "7") == 0.0
+    assert compute_score(SOURCE, answer + "x" * (300 - len(answer)), "7")["score"] == 1.0
+    assert compute_score(SOURCE, answer + "x" * (301 - len(answer)), "7")["score"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_only_the_last_300_characters_count():
 )
 def test_flexible_takes_the_last_number(response, answer):
     assert extract_answer(response, "flexible") == answer
-    assert compute_score(SOURCE, response, "7", None, method="flexible") == float(answer == "7")
+    assert compute_score_flexible(SOURCE, response, "7") == {"score": float(answer == "7"), "pred": answer}
 
 
 def test_an_unknown_method_is_refused():

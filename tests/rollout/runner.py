@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,11 @@ class EngineProcess:
                     os.environ[name] = value
         child.close()
 
-    def call(self, method: str, *args: Any, timeout: float = 120) -> Any:
-        """Run `engine.method(*args)`, or read the attribute; raises what it raises."""
+    def call(self, method: str | Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
+        """Run `engine.method(*args)` or `method(engine, *args)`, or read the attribute; raises what it raises.
+
+        What an iterator yields comes as a list.
+        """
         try:
             self.connection.send((method, args))
             if not self.connection.poll(timeout):
@@ -83,8 +88,9 @@ def _own(config: EngineConfig, connection, log: str) -> None:
         except EOFError:
             return
         try:
-            value = getattr(engine, method)
-            answer = (True, value(*args) if callable(value) else value)
+            value = partial(method, engine) if callable(method) else getattr(engine, method)
+            value = value(*args) if callable(value) else value
+            answer = (True, list(value) if isinstance(value, Iterator) else value)
         except Exception as error:
             answer = (False, error)
         connection.send(answer)

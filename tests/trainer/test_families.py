@@ -78,7 +78,7 @@ CASES = [
         ),
     ),
 ]  # fmt: skip
-ALWAYS = ("deepseek_v3", "glm4_moe")
+ALWAYS = ("deepseek_v3",)
 
 
 @pytest.mark.parametrize(

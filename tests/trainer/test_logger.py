@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.config.sections import LOGGERS
-from megarl.trainer.logger import SINKS, RunLogger, read_metrics
+from megarl.trainer.logger import DEFAULT_SINKS, RunLogger, read_metrics
 
 
 def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -35,7 +34,7 @@ def test_a_step_goes_to_all_places(tmp_path: Path) -> None:
         "timing_s/step": 2.5,
         "other": 7,
     }
-    with RunLogger(tmp_path, SINKS, 10, console=out) as logger:
+    with RunLogger(tmp_path, DEFAULT_SINKS, 10, console=out) as logger:
         logger.log(1, metrics)
         # On disk before the run ends.
         assert scalars(tmp_path, "other") == [(1, 7.0)]
@@ -63,12 +62,34 @@ def test_only_the_sinks_that_are_asked_for(tmp_path: Path) -> None:
         logger.log(1, {"a": 1.0})
     assert text.getvalue() == ""
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-    with pytest.raises(ValueError, match=r"trainer\.logger has wandb; megarl has console, tensorboard"):
-        RunLogger(tmp_path, ["wandb"])
+    with pytest.raises(ValueError, match=r"trainer\.logger has comet; megarl has console, tensorboard, file"):
+        RunLogger(tmp_path, ["comet"])
 
 
-def test_the_configuration_knows_the_same_sinks() -> None:
-    assert LOGGERS == SINKS
+def test_the_file_is_written_in_any_case(tmp_path: Path) -> None:
+    for sinks in ([], ["file"]):
+        with RunLogger(tmp_path, sinks) as logger:
+            logger.log(1, {"a": 1.0})
+        assert [row["a"] for row in read_metrics(tmp_path)] == [1.0]
+
+
+def test_tensorboard_shows_answers_of_a_validation(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, ["tensorboard"]) as logger:
+        logger.log_samples(
+            2, "val/generations", [{"prompt": "1+1", "score": 1.0}, {"prompt": "a|b\nc", "score": 0.0}]
+        )
+        logger.log(2, {"a": 1.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("val/generations")
+    assert event.step == 2
+    assert event.tensor_proto.string_val[0].decode().splitlines() == [
+        "| prompt | score |",
+        "| --- | --- |",
+        "| 1+1 | 1.0 |",
+        "| a\\|b<br>c | 0.0 |",
+    ]
+    assert "val/generations" in events.PluginTagToContent("text")
 
 
 def test_a_terminal_has_a_progress_bar(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ import contextlib
 import io
 import itertools
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from megarl.trainer.memory import MIB, NEEDS, DeviceMemory, Owner
+from megarl.config import ActorConfig, OptimConfig
+from megarl.trainer.memory import MIB, NEEDS, DeviceMemory, Owner, phase_needs
 
-STEP = ("sync", "generate", "evaluate_models", "update_critic", "update_actor")
+STEP = ("sync", "generate", "score_model", "evaluate_models", "update_critic", "update_actor")
 SIZES = {"weights": 4, "gradients": 8, "optimizer": 24, "reference": 4, "kv_cache": 50}
 
 
@@ -55,6 +57,7 @@ class FakeRun:
 PARTS = {
     "actor": ["weights", "gradients", "optimizer", "reference"],
     "critic": ["weights", "gradients", "optimizer"],
+    "reward_model": ["weights"],
     "rollout": ["weights", "kv_cache"],
 }
 
@@ -91,9 +94,26 @@ def test_never_both_copies_and_both_caches():
     for here in log[len(PARTS["actor"]) + len(PARTS["critic"]) :]:
         if "rollout_kv_cache" in here:
             assert here <= {"rollout_weights", "rollout_kv_cache"}
+        if "reward_model_weights" in here and here > {"reward_model_weights"}:
+            assert here == {"reward_model_weights", "rollout_weights"}
         if {"actor_weights", "rollout_weights"} <= here:
             assert not here & (training_state | {"rollout_kv_cache"})
         assert not ({"actor_optimizer", "critic_optimizer"} <= here)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_exact_kl_in_the_loss_has_the_reference_beside_the_actor(used):
+    actor = ActorConfig(
+        ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0), use_kl_loss=used, kl_loss_type="full"
+    )
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor))
+    memory, log, _ = make()
+    memory.needs = phase_needs(config)
+    for phase in STEP:
+        with memory.held(phase):
+            assert ("actor_reference" in log[-1]) == (
+                phase == "evaluate_models" or (used and phase == "update_actor")
+            )
 
 
 def test_what_cannot_move_stays_and_is_not_called():

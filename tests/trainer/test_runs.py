@@ -13,6 +13,8 @@ from megarl.trainer.logger import read_metrics
 from tests.data.shared import SHARED_DATA
 from tests.trainer.conftest import PPO, on, steps, succeed
 
+UNHEALTHY = ("health.grad_norm=1e-6", "health.patience=1")  # every gradient is
+
 
 @pytest.fixture(scope="module")
 def ppo_run(task, tmp_path_factory):
@@ -20,7 +22,7 @@ def ppo_run(task, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "ppo"
     printed = succeed(
         "train", *PPO, *on(task, out), "trainer.total_training_steps=2", "trainer.test_freq=2",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.log_val_generations=2", *UNHEALTHY,
     )  # fmt: skip
     return out, printed
 
@@ -74,6 +76,19 @@ def test_everything_is_logged_and_said(ppo_run):
     assert "tp2 x pp2" in printed and "step 2/2" in printed and str(out) in printed
 
 
+def test_what_is_not_healthy_is_said_once(ppo_run):
+    """Every gradient is over the bound; it is reported with what to do, and not again in the next step."""
+    out, printed = ppo_run
+    findings = [json.loads(line) for line in (out / "health.jsonl").read_text().splitlines()]
+    (found,) = [finding for finding in findings if finding["kind"] == "grad_norm"]
+    assert found["step"] == 1 and found["value"] == steps(out)[0]["actor/grad_norm"]
+    assert "lower actor_rollout_ref.actor.optim.lr from 0.01 to 0.005" in found["advice"]
+    assert printed.count("health: step 1: actor/grad_norm is") == 1
+    assert "health: step 2: actor/grad_norm" not in printed
+    for step in steps(out):
+        assert 0.0 <= step["health/ngram_repetition"] <= 1.0 and step["health/actions"] == 0.0
+
+
 def test_bytes_are_those_of_the_weights(ppo_run, task):
     out, _ = ppo_run
     model = AutoModelForCausalLM.from_pretrained(task / "model")
@@ -110,7 +125,7 @@ def test_memory_that_comes_and_goes_changes_no_number(ppo_run, task, tmp_path):
     out, _ = ppo_run
     printed = succeed(
         "train", *PPO, *on(task, tmp_path), "trainer.total_training_steps=2", "trainer.test_freq=2",
-        "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.free_cache_engine=true",
+        "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.free_cache_engine=true", *UNHEALTHY,
         *(f"{role}.megatron.{key}=true" for role in ("actor_rollout_ref.actor", "critic") for key in OFFLOAD),
     )  # fmt: skip
     for expected, found in zip(steps(out), steps(tmp_path), strict=True):
@@ -149,8 +164,26 @@ def assert_one_copy_and_one_cache(step):
     }
 
 
+MY_LOSS = """
+from megarl.algorithms.policy_loss import register_policy_loss
+from megarl.algorithms.policy_losses import gspo
+
+@register_policy_loss("mine")
+def mine(log_probs, tokens, options):
+    losses, sums = gspo(log_probs, tokens, options)
+    return losses, {**sums, "actor/encouraged": (tokens.advantages > 0).sum().double()}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str))
+"""
+
+
 def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
-    """No critic, four samples a prompt, KL as a loss; the reference in another layout and pool than the actor."""
+    """No critic, four samples a prompt, KL as a loss; the reference in another layout and pool than the actor.
+
+    With a policy loss of the user's own, importance weights, and updates that end at a KL.
+    """
+    (tmp_path / "my_loss.py").write_text(MY_LOSS)
     succeed(
         "train", *PPO, *on(task, tmp_path), "critic=null", "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.use_kl_loss=true",
@@ -161,9 +194,16 @@ def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=3",
         "actor_rollout_ref.ref.megatron.param_offload=true",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.rollout.num_engines=2",
-        "trainer.total_training_steps=1",
+        "trainer.total_training_steps=1", f"plugins=[{tmp_path}/my_loss.py]",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=mine", "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0", f"custom_reward_function.path={tmp_path}/my_loss.py",
+        "actor_rollout_ref.actor.ppo_epochs=3", "actor_rollout_ref.actor.target_kl=1e-3",
+        "algorithm.rollout_correction.rollout_is=token",
     )  # fmt: skip
     (step,) = steps(tmp_path)
+    assert 0 < step["actor/encouraged"] < 1
+    assert step["rollout_corr/is_weight_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert step["actor/stopped_early"] == 1 and 2 <= step["actor/updates"] < 6
     assert "actor/kl_loss" in step and not any(name.startswith("critic/vf") for name in step)
     assert step["memory/generate/ref_weights"] == 0 < step["memory/evaluate_models/ref_weights"]
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {

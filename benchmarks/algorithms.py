@@ -1,0 +1,134 @@
+"""Every algorithm for a few steps on the demo's task: the reward at the start and at the end of a real run of each.
+
+    python benchmarks/algorithms.py [--steps 10] [--only grpo rloo] [--seed 1]
+
+Each run is a `megarl train` of its own: Megatron ranks under Ray, a SGLang engine, the demo's model after its supervised
+warm-up (made first where it is not there). The estimators and the policy losses are paired, so that every one of them is
+in a run. Prints a table, writes `outputs/algorithms/results.json`; exit code 1 if a reward did not rise.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from facts import environment
+from rich.console import Console
+from rich.table import Table
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TASK, OUT = Path("outputs/demo"), Path("outputs/algorithms")
+ENDS = 2  # steps at either end of a run whose mean scores are compared
+POLICY = "actor_rollout_ref.actor"
+LOSS = f"{POLICY}.policy_loss.loss_mode"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: the quickstart's PPO with `overrides` for an estimator and a policy loss."""
+
+    estimator: str
+    loss: str
+    overrides: tuple[str, ...] = ()
+    samples: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.estimator} {self.loss}"
+
+    def arguments(self, folder: Path, steps: int, seed: int) -> list[str]:
+        critic = () if self.estimator == "gae" else ("critic=null",)
+        return [
+            "recipes/quickstart_ppo.yaml",
+            f"algorithm.adv_estimator={self.estimator}",
+            f"{LOSS}={self.loss}",
+            f"actor_rollout_ref.rollout.n={self.samples}",
+            f"data.train_batch_size={128 // self.samples}",
+            f"{POLICY}.ppo_mini_batch_size={64 // self.samples}",
+            f"{POLICY}.optim.lr_warmup_steps=4",
+            f"trainer.total_training_steps={steps}",
+            f"trainer.default_local_dir={folder}",
+            f"trainer.seed={seed}",
+            f"data.seed={seed}",
+            "trainer.test_freq=-1",
+            "data.val_files=null",
+            *critic,
+            *self.overrides,
+        ]
+
+
+CASES = (
+    Case("gae", "vanilla", samples=1),
+    Case("grpo", "gspo", (f"{POLICY}.loss_agg_mode=seq-mean-token-mean",)),
+    Case("grpo_passk", "vanilla", samples=4),
+    Case("rloo", "cispo"),
+    Case("remax", "vanilla", samples=1),
+    Case("reinforce_plus_plus", "sapo", samples=1),
+    Case("reinforce_plus_plus_baseline", "gmpo"),
+    Case("opo", "clip_cov"),
+    Case("grpo", "kl_cov"),
+    Case("gpg", "gpg"),
+)
+
+
+def prepare() -> None:
+    """The demo's model after its supervised warm-up, made where it is not there."""
+    if (TASK / "sft" / "hf" / "config.json").is_file():
+        return
+    for command in (["make-task", str(TASK)], ["sft", "recipes/quickstart_sft.yaml"]):
+        subprocess.run([sys.executable, "-m", "megarl.cli", *command], cwd=REPOSITORY, check=True)
+
+
+def run_case(case: Case, steps: int, seed: int) -> dict[str, object]:
+    """Run a case; its mean scores at both ends. Ends the program with the run's output where it fails."""
+    folder = OUT / case.name.replace(" ", "-")
+    (REPOSITORY / folder / "metrics.jsonl").unlink(missing_ok=True)
+    begun = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-m", "megarl.cli", "train", *case.arguments(folder, steps, seed)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode:
+        sys.exit(f"{case.name} ended with exit code {result.returncode}:\n{result.stdout}{result.stderr}")
+    lines = (REPOSITORY / folder / "metrics.jsonl").read_text().splitlines()
+    scores = [json.loads(line)["critic/score/mean"] for line in lines]
+    first, last = sum(scores[:ENDS]) / ENDS, sum(scores[-ENDS:]) / ENDS
+    seconds = round(time.perf_counter() - begun, 1)
+    return {"case": case.name, "first": first, "last": last, "scores": scores, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="*", help="runs whose name has one of these words")
+    options = parser.parse_args()
+    facts = environment(("torch", "megatron-core", "sglang", "ray", "megarl"))
+    prepare()
+    console, results = Console(highlight=False), []
+    for case in CASES:
+        if options.only and not set(options.only) & set(case.name.split()):
+            continue
+        found = run_case(case, options.steps, options.seed)
+        console.print(f"{case.name}: {found['first']:.3f} -> {found['last']:.3f}  {found['seconds']} s")
+        results.append(found)
+    table = Table("estimator and loss", "mean score, first two steps", "last two", "seconds")
+    for found in results:
+        table.add_row(found["case"], f"{found['first']:.3f}", f"{found['last']:.3f}", str(found["seconds"]))
+    console.print(table)
+    path = REPOSITORY / OUT / "results.json"
+    path.write_text(json.dumps({**facts, "steps": options.steps, "results": results}, indent=2) + "\n")
+    console.print(f"written: {path.relative_to(REPOSITORY)}")
+    if any(found["last"] <= found["first"] for found in results):
+        sys.exit("a reward did not rise")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The engine that sampled and the trainer do not give a token quite the same probability: weights and masks for it.
+
+With r_t = trainer's / engine's probability of token t, from the old log-probs:
+
+- importance weights (truncated importance sampling): the policy loss of a token is multiplied with min(r, threshold);
+  r is that of the token, or of the whole trajectory (the product of its live tokens' ratios);
+- rejection (masked importance sampling): tokens, or whole trajectories, whose r is not in [lower, upper] leave the
+  mask, so that nothing afterwards counts them.
+
+Both as in verl's `rollout_correction`, see F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy
+RL Training" (2025), and J. Liu et al., "When Speed Kills Stability" (2025). Log ratios are clamped to +-20.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.ragged import check_ragged, segment_ids, segment_sum
+
+LEVELS = ("token", "sequence", "geometric")
+
+
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """Levels are of LEVELS (weights: not geometric); None: no weights, no rejection."""
+
+    is_level: str | None = None
+    is_threshold: float = 2.0
+    rs_level: str | None = None
+    rs_upper: float | None = None  # None: is_threshold
+    rs_lower: float | None = None  # None: 1 / the upper bound
+
+
+@dataclass(frozen=True)
+class Correction:
+    mask: Tensor  # bool [tokens], the live tokens that stay
+    weights: Tensor | None  # [tokens], no gradient, 1 on tokens that are not live; None: all are 1
+    metrics: dict[str, float]
+
+
+def correct_rollout(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    options: CorrectionOptions,
+) -> Correction:
+    """Weights and the remaining mask of a train batch; flat [tokens] with offsets [n + 1].
+
+    Weights are those of the whole trajectory as it was sampled: rejected tokens count in a trajectory's ratio.
+
+    Metrics: rollout_corr/is_weight_{mean,min,max} over live tokens before truncation (of "sequence": each as often as
+    the trajectory has tokens), rollout_corr/is_truncated (share of live tokens whose weight was cut),
+    rollout_corr/is_eff_sample_size (of the weights: (sum w)^2 / (count sum w^2), 1 with equal weights);
+    rollout_corr/rs_masked (share of live tokens rejected), rollout_corr/rs_seq_masked (of trajectories with one).
+    """
+    check_ragged(offsets, old_log_probs, rollout_log_probs, mask)
+    log_ratio = torch.where(mask, old_log_probs.double() - rollout_log_probs.double(), 0.0)
+    live = int(mask.sum())
+    if live == 0:
+        return Correction(mask, None, {})
+    metrics: dict[str, float] = {}
+    weights = None
+    if options.is_level is not None:
+        ratio = _ratio(log_ratio, mask, offsets, options.is_level)
+        weights = ratio.clamp(max=options.is_threshold)
+        kept = weights[mask]
+        metrics |= {
+            "rollout_corr/is_weight_mean": float(ratio[mask].mean()),
+            "rollout_corr/is_weight_min": float(ratio[mask].min()),
+            "rollout_corr/is_weight_max": float(ratio[mask].max()),
+            "rollout_corr/is_truncated": float((ratio[mask] > options.is_threshold).double().mean()),
+            "rollout_corr/is_eff_sample_size": float(kept.sum() ** 2 / (live * kept.square().sum())),
+        }
+        weights = torch.where(mask, weights, 1.0).to(old_log_probs.dtype)
+    if options.rs_level is not None:
+        upper = options.rs_upper if options.rs_upper is not None else options.is_threshold
+        lower = options.rs_lower if options.rs_lower is not None else 1.0 / upper
+        ratio = _ratio(log_ratio, mask, offsets, options.rs_level)
+        rejected = mask & ~((ratio >= lower) & (ratio <= upper))
+        touched = segment_sum(rejected, offsets) > 0
+        trained = segment_sum(mask, offsets) > 0
+        metrics |= {
+            "rollout_corr/rs_masked": int(rejected.sum()) / live,
+            "rollout_corr/rs_seq_masked": int(touched.sum()) / int(trained.sum()),
+        }
+        mask = mask & ~rejected
+    return Correction(mask, weights, metrics)
+
+
+def _ratio(log_ratio: Tensor, mask: Tensor, offsets: Tensor, level: str) -> Tensor:
+    """The probability ratio at `level`, at each token; [tokens]."""
+    assert level in LEVELS, level
+    if level != "token":
+        total = segment_sum(log_ratio, offsets)
+        if level == "geometric":
+            total = total / segment_sum(mask, offsets).clamp(min=1)
+        log_ratio = total[segment_ids(offsets)]
+    return log_ratio.clamp(-20.0, 20.0).exp()

@@ -1,0 +1,135 @@
+"""What a user should know of a configuration that is right: keys that were given and have no effect in it, and why."""
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from megarl.config.resolve import needs_reference
+from megarl.config.schema import ActorConfig, CriticConfig, EvalConfig, SFTConfig, TrainConfig
+
+_POLICY = "actor_rollout_ref"
+
+
+def notes(config: TrainConfig | SFTConfig | EvalConfig, given: Collection[str]) -> list[str]:
+    """A line for each key that was given in vain.
+
+    Args:
+        config: unresolved, accepted by `check_config`.
+        given: the dotted keys that the recipe (but not its base) and its overrides give.
+    """
+    if not isinstance(config, TrainConfig):
+        return []
+    return [
+        *_overruled_sizes(config),
+        *_large_micro_batches(config),
+        *_unused_reference(config, given),
+        *_unused_algorithm(config, given),
+    ]
+
+
+def said_here(origins: Mapping[str, str], recipe: str | Path | None) -> list[str]:
+    """The keys that were given by overrides or by the recipe itself, not by the files that it names as its base.
+
+    Args:
+        origins: those of `load_with_origins`.
+    """
+    return [key for key, where in origins.items() if where.startswith(("override ", f"{recipe} line "))]
+
+
+def _overruled_sizes(config: TrainConfig) -> Iterator[str]:
+    """Sizes of micro-batches that use_dynamic_bsz overrules."""
+    policy = config.actor_rollout_ref
+    ref, shared = policy.ref, policy.actor.use_dynamic_bsz
+    roles = [(f"{_POLICY}.actor", policy.actor, shared)]
+    if config.critic is not None:
+        own = config.critic.use_dynamic_bsz
+        roles.append(("critic", config.critic, shared if own is None else own))
+    for key, section, dynamic in roles:
+        yield from _overruled(
+            key,
+            dynamic,
+            "ppo_max_token_len_per_gpu",
+            "ppo_micro_batch_size_per_gpu",
+            section,
+            "use_dynamic_bsz",
+        )
+    dynamic = shared if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
+    if needs_reference(config):
+        yield from _overruled(
+            f"{_POLICY}.ref",
+            dynamic,
+            "log_prob_max_token_len_per_gpu",
+            "log_prob_micro_batch_size_per_gpu",
+            ref,
+            "log_prob_use_dynamic_bsz",
+        )
+
+
+def _overruled(
+    key: str, dynamic: bool | None, tokens: str, trajectories: str, section: object, switch: str
+) -> Iterator[str]:
+    unused = {True: trajectories, False: tokens, None: None}[dynamic]
+    if unused is None or getattr(section, unused) is None:
+        return
+    from_actor = getattr(section, switch) is None
+    place = f"{_POLICY}.actor.use_dynamic_bsz" if from_actor else f"{key}.{switch}"
+    what = (
+        f"by tokens, at most {key}.{tokens}" if dynamic else f"by trajectories, at most {key}.{trajectories}"
+    )
+    yield f"{key}.{unused}={getattr(section, unused)} is not used: {place}={str(dynamic).lower()} cuts micro-batches {what}"
+
+
+def _large_micro_batches(config: TrainConfig) -> Iterator[str]:
+    sections: list[tuple[str, ActorConfig | CriticConfig]] = [
+        (f"{_POLICY}.actor", config.actor_rollout_ref.actor)
+    ]
+    if config.critic is not None:
+        sections.append(("critic", config.critic))
+    for key, section in sections:
+        micro = section.ppo_micro_batch_size_per_gpu
+        mini = section.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+        whole = mini * config.actor_rollout_ref.rollout.n
+        if micro is not None and not section.use_dynamic_bsz and micro > whole:
+            yield (
+                f"{key}.ppo_micro_batch_size_per_gpu={micro} is never reached: a mini-batch has {whole} trajectories in all"
+            )
+
+
+def _unused_reference(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
+    if needs_reference(config):
+        if not config.algorithm.use_kl_in_reward:
+            yield from _in_vain(
+                given, ("algorithm.kl_ctrl.", "algorithm.kl_penalty"), "algorithm.use_kl_in_reward=true"
+            )
+        return
+    yield from _in_vain(
+        given,
+        (f"{_POLICY}.ref.", "algorithm.kl_ctrl.", "algorithm.kl_penalty", f"{_POLICY}.actor.kl_loss_"),
+        f"algorithm.use_kl_in_reward=true (KL in the reward) or {_POLICY}.actor.use_kl_loss=true (in the loss)",
+    )
+
+
+def _unused_algorithm(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type != "adaptive":
+        keys = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
+        yield from _in_vain(given, keys, "algorithm.kl_ctrl.type=adaptive")
+    if algorithm.adv_estimator == "grpo":
+        yield from _in_vain(given, ("algorithm.lam", "algorithm.gamma"), "algorithm.adv_estimator=gae")
+    if not config.reward_model.enable:
+        yield from _in_vain(
+            [key for key in given if not key.startswith("reward_model.overlong_buffer")],
+            (
+                "reward_model.model.",
+                "reward_model.micro_batch",
+                "reward_model.max_",
+                "reward_model.megatron.",
+            ),
+            "reward_model.enable=true",
+        )
+
+
+def _in_vain(given: Collection[str], prefixes: tuple[str, ...], needed: str) -> Iterator[str]:
+    found = [key for key in given if key.startswith(prefixes)]
+    if found:
+        verb = "has" if len(found) == 1 else "have"
+        yield f"{', '.join(found)} {verb} no effect without {needed}"

@@ -1,0 +1,107 @@
+"""The interface of environments, and the registry of their names.
+
+A user adds one by a class in a file that the recipe names in `plugins`:
+
+    from megarl.environments.environment import Environment, StepResult, register_environment
+
+    @register_environment("guess")
+    class Guess(Environment):
+        def reset(self, task):
+            self.number = int(task.ground_truth)
+
+        def step(self, turn):
+            guess = int(turn.text)
+            if guess == self.number:
+                return StepResult(done=True, score=1.0)
+            return StepResult("higher" if guess < self.number else "lower", score=0.0)
+
+An object is made for each trajectory, with `multi_turn.options` as its keyword arguments, and is used by one call at a
+time. Methods that are `async def` run on the engine's event loop, between its requests, and must not block; others run
+in a thread of their own. All environments of an engine live in its process.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.plugins import Registry
+
+Message = Mapping[str, Any]
+"""A chat message: role, content and whatever else the model's template reads."""
+
+Observation = str | Sequence[Message]
+"""What the policy is told. Messages go through the chat template, and open the assistant's next turn. A text is put
+after what the policy wrote as it is: for environments that stop it inside a turn (`rollout.stop_token_ids`)."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a trajectory is about.
+
+    Attributes:
+        uid: the trajectory's: "<prompt uid>/<sample number>".
+        prompt: its text, without special tokens.
+        messages: its chat messages; None without data.return_raw_input_ids=true.
+        extra_info: that of the data's row.
+    """
+
+    uid: str
+    prompt: str
+    messages: Sequence[Message] | None
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote.
+
+    Attributes:
+        number: 0 for the first.
+        text: without special tokens.
+        token_ids: as they were sampled, an end token included.
+        finish_reason: "stop"; "length": the trajectory's tokens are used up, and the observation will not be read.
+    """
+
+    number: int
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """An environment's answer to a turn.
+
+    Attributes:
+        observation: what the policy is told before its next turn; None ends the trajectory, as `done` does.
+        score: the trajectory's, in place of the reward's; the last one that is given counts.
+        numbers: become metrics, added up over the turns.
+    """
+
+    observation: Observation | None = None
+    done: bool = False
+    score: float | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(ABC):
+    """One trajectory's counterpart. Any of its methods may be `async def`, or not."""
+
+    async def reset(self, task: Task) -> Observation | None:
+        """Begin. An observation is added to the prompt: messages before the policy's turn is opened, a text after it."""
+        return None
+
+    @abstractmethod
+    def step(self, turn: Turn) -> StepResult | Awaitable[StepResult]:
+        """Answer a turn; called after each one, also the last."""
+
+    async def close(self) -> None:
+        """The trajectory is over, also after an error."""
+        return None
+
+
+ENVIRONMENTS: Registry[type[Environment]] = Registry("environment", "rollout.multi_turn.environment")
+register_environment = ENVIRONMENTS.register

@@ -1,0 +1,263 @@
+"""The Python API, for scripts and notebooks: collect trajectories, update the policy, step by step.
+
+    from megarl import Trainer, make_trainer_config
+
+    config = make_trainer_config(algo="ppo", devices=8, rollouts_per_device=64, actor_micro_batch_size=4)
+    with Trainer(config, actor_model="Qwen/Qwen2.5-0.5B-Instruct", reward_fn=score) as trainer:
+        for step in range(100):
+            data = trainer.collect_data(prompts)
+            results = trainer.update_policy(data)
+            print(step, results["reward"])
+        trainer.save("policy")
+
+It is `megarl train` cut in two: the same configuration, processes and stages, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+from ray import cloudpickle
+
+from megarl.config import TrainConfig, check_config, needs_rules, resolve
+from megarl.config.foreign import key_advice
+from megarl.config.hub import fetch_models
+from megarl.plugins import load_plugins
+from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.trainer.advantages import compute_batch_advantages
+from megarl.trainer.api_prompts import Prompts, PromptSupply
+from megarl.trainer.controls import make_controls
+from megarl.trainer.export import export_hf
+from megarl.trainer.groups import Groups
+from megarl.trainer.health import start_monitor, watch
+from megarl.trainer.inputs import ModelInputs, load_model_inputs
+from megarl.trainer.reward_model import model_scores, score_weights
+from megarl.trainer.roles import Roles, start_roles
+from megarl.trainer.rollouts import roll_out
+from megarl.trainer.run import Run, open_run
+from megarl.trainer.scoring import Rewards, training_scores
+from megarl.trainer.stages import evaluate_models, throughput
+from megarl.trainer.sync import sync_weights
+from megarl.trainer.updates import update
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The trajectories of a step, scored, with the version of the weights that generated them."""
+
+    groups: Groups
+    version: int
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+    @property
+    def table(self) -> pa.Table:
+        """A row a trajectory: token ids, masks, log-probs, `score`, `weight_version`, ..."""
+        return self.groups.batch()
+
+
+class DataCollector:
+    """Generates and scores trajectories with the newest weights; `Trainer.collect_data` is its `collect`."""
+
+    def __init__(
+        self, config: TrainConfig, run: Run, roles: Roles, models: ModelInputs, scorer: Scorer
+    ) -> None:
+        self._config, self._run, self._roles, self._models, self._scorer = config, run, roles, models, scorer
+        self._rewards = Rewards(run, scorer, models.tokenizer, *score_weights(config))
+        self._supply = PromptSupply(config.data, models.tokenizer, self._check)
+        self.version = 0  # of the weights that the engines hold
+
+    def collect(self, prompts: Prompts) -> TrainingData:
+        """Trajectories for the next `data.train_batch_size` of the prompts, with the weights as they are now.
+
+        Args:
+            prompts: texts, chats (lists of {role, content}), dicts with `prompt` and what its reward needs (`ground_truth`,
+                `data_source`, `extra_info`), or a prompt table. The same prompts given again go on where the last call
+                ended, in a new order each time that all have had their turn (`data.shuffle`).
+
+        Raises:
+            ValueError: a prompt that is none, by its number; a data source without a reward.
+        """
+        config, run, roles = self._config, self._run, self._roles
+        phase, rewards = roles.memory.phase, self._rewards
+        batches = self._supply.batches(prompts)
+        self.version += 1
+        groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
+        noise = config.actor_rollout_ref.rollout.seed * 1_000_003 + self.version
+        run.seconds.clear()
+        with run.timed("step"):
+            with phase("sync"):
+                metrics = sync_weights(run, roles, version=self.version)
+            while not groups.complete:
+                with phase("generate"):
+                    asked = groups.distinct(next(batches))
+                    answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
+                by_model = model_scores(run, roles.reward_model, answers, self._models.reward_model, phase)
+                with run.timed("reward"):
+                    scored = rewards.collect(answers, f"step {self.version}", by_model)
+                    groups.add(training_scores(scored, config))
+        self._supply.report(*groups.prompt_scores())
+        return TrainingData(groups, self.version, {**metrics, **groups.metrics()}, dict(run.seconds))
+
+    def _check(self, table: pa.Table) -> None:
+        if needs_rules(self._config):
+            self._scorer.check(table["data_source"].to_pylist())
+
+
+class Trainer:
+    """A run: its processes start with it and end with `close`, or at the end of its `with` block."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        actor_model: str | Path | None = None,
+        critic_model: str | Path | None = None,
+        reward_fn: RewardFunction | None = None,
+        **unknown: Any,
+    ) -> None:
+        """
+        Args:
+            config: of `make_trainer_config` or `load_config`.
+            actor_model: folder or Hub id of the policy; None: as the configuration says.
+            critic_model: the same for the critic's first weights; None: the configuration's, or the policy's.
+            reward_fn: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async, gives a number, or a dict
+                with "score" whose other numbers become metrics; None: as the configuration says. It runs in processes
+                of its own: what it refers to travels with it.
+
+        Raises:
+            ValueError: everything that is wrong with configuration and models, before anything is started.
+        """
+        for name in unknown:
+            raise ValueError(f"Trainer({name}=...): {key_advice(name) or 'there is no such argument'}")
+        config = _with_models(config, actor_model, critic_model)
+        _refuse_keys_of_the_loop(config)
+        check_config(config, data_files=False)
+        if reward_fn is not None and not needs_rules(config):
+            raise ValueError(
+                "reward_fn: its scores would count nothing beside the reward model's; give reward_model.rule_weight, or "
+                "leave it out"
+            )
+        load_plugins(config.plugins)
+        self.config = fetch_models(resolve(config))
+        num_steps = self.config.trainer.total_training_steps
+        assert num_steps is not None, "make_trainer_config sets it, _with_models checks it"
+        function = None if reward_fn is None else cloudpickle.dumps(reward_fn)
+        with ExitStack() as stack:  # closes what was opened if something fails on the way
+            scorer = stack.enter_context(make_scorer(self.config, function))
+            models = load_model_inputs(self.config)
+            self._run = stack.enter_context(open_run(self.config, total_steps=num_steps))
+            self._roles = start_roles(self.config, self._run, models.model, num_steps)
+            self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
+            self._controls = make_controls(self.config, num_steps)
+            self._monitor = start_monitor(self._run, self.config, self._controls)
+            self._stack = stack.pop_all()
+        self.step = 0  # updates so far
+
+    def collect_data(self, prompts: Prompts) -> TrainingData:
+        """Generate and score trajectories; see `DataCollector.collect`."""
+        return self.collector.collect(prompts)
+
+    def update_policy(self, data: TrainingData) -> dict[str, float]:
+        """Train critic and policy on trajectories; returns the step's metrics, and `reward`, their mean score.
+
+        Raises:
+            ValueError: the trajectories are not those of the newest weights.
+        """
+        if data.version != self.collector.version or self.step >= data.version:
+            raise ValueError(
+                f"update_policy: data of collect_data number {data.version}, of which there were "
+                f"{self.collector.version}; the policy is updated once with what was collected last"
+            )
+        config, run, roles = self.config, self._run, self._roles
+        self.step = step = data.version
+        seed = config.trainer.seed * 1_000_003 + step
+        batch = data.table
+        with run.step(step) as metrics:
+            run.seconds.update(data.seconds)
+            with roles.memory.phase("evaluate_models"):
+                batch = evaluate_models(run, roles, batch, config, seed)
+            with run.timed("advantages"):
+                batch, extra = compute_batch_advantages(batch, config.algorithm, self._controls.kl)
+            with run.timed("update"):
+                changed = update(run, roles, batch, config, self._controls, step, seed)
+            metrics |= {**data.metrics, **extra, **changed}
+            run.save_trajectories(batch, "step", step)
+            metrics |= throughput(batch, data.groups.generated_tokens, run.seconds)
+            metrics |= roles.memory.report()
+            metrics |= watch(run, self._monitor, step, metrics, batch)
+        return {"reward": metrics["critic/score/mean"], **metrics}
+
+    def save(self, folder: str | Path) -> str:
+        """Write the policy as a Hugging Face model, whole or not at all; returns the folder's path."""
+        with self._roles.memory.held("export"):
+            model = self.config.actor_rollout_ref.model
+            return export_hf(self._run, self._roles.actor.group, model, Path(folder).expanduser())
+
+    def close(self) -> None:
+        """End every process of the run; a second time nothing."""
+        self._stack.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def _refuse_keys_of_the_loop(config: TrainConfig) -> None:
+    """ValueError for keys that only `megarl train` reads."""
+    data, trainer = config.data, config.trainer
+    given = {
+        "data.train_files": data.train_files,
+        "data.mixture": data.mixture,
+        "data.val_files": data.val_files,
+        "data.val_sets": data.val_sets,
+        "data.streaming": data.streaming,
+        "trainer.test_freq": trainer.test_freq != -1,
+        "trainer.save_freq": trainer.save_freq != -1,
+        "trainer.val_before_train": trainer.val_before_train,
+    }
+    names = [name for name, value in given.items() if value]
+    if names:
+        raise ValueError(
+            f"{', '.join(names)}: a Trainer is given its prompts (collect_data) and told when to save (save); leave them out"
+        )
+
+
+def _with_models(
+    config: TrainConfig, actor_model: str | Path | None, critic_model: str | Path | None
+) -> TrainConfig:
+    """The configuration with the models that were given."""
+    for name, model in (("actor_model", actor_model), ("critic_model", critic_model)):
+        if model is not None and not isinstance(model, str | Path):
+            raise ValueError(
+                f"{name} must be the folder of a Hugging Face model or its id on the Hub, found {type(model).__name__}: "
+                "megarl builds Megatron's shards from the files; model.save_pretrained(folder) writes them"
+            )
+    policy, critic = config.actor_rollout_ref, config.critic
+    if actor_model is not None:
+        policy = replace(policy, model=replace(policy.model, path=str(Path(actor_model).expanduser())))
+    if not policy.model.path:
+        raise ValueError("actor_model is required: the folder of a Hugging Face model, or its id on the Hub")
+    if critic_model is not None:
+        if critic is None:
+            raise ValueError(
+                f"critic_model: algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
+            )
+        critic = replace(critic, model=replace(critic.model, path=str(Path(critic_model).expanduser())))
+    if config.trainer.total_training_steps is None:
+        raise ValueError(
+            "trainer.total_training_steps is required: the updates of the run, over which schedules go"
+        )
+    return replace(config, actor_rollout_ref=policy, critic=critic)

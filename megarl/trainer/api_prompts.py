@@ -1,0 +1,116 @@
+"""Prompts that a Python program gives, as the tables that a run reads from files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config import DataConfig
+from megarl.data.loader import BatchLoader, TableFeed
+from megarl.data.prompts import PromptReader, Row
+from megarl.data.samplers import make_sampler
+from megarl.data.sources import DataFile
+from megarl.data.trajectories import PROMPT_SCHEMA
+from megarl.trainer.prompt_data import reading
+
+DATA_SOURCE = "python"  # of prompts that name none
+
+
+class HasTable(Protocol):
+    """A data set, such as a PromptDataset."""
+
+    table: pa.Table
+
+
+Prompts = Sequence[str | Sequence[Mapping[str, str]] | Mapping[str, Any]] | pa.Table | HasTable
+
+
+class PromptSupply:
+    """Batches of the prompts that are given, which go on where they ended when the same are given again."""
+
+    def __init__(
+        self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, check: Callable[[pa.Table], None]
+    ) -> None:
+        """`check`: raises a ValueError for prompts that the run cannot use."""
+        self._data, self._tokenizer, self._check = data, tokenizer, check
+        self._given: Any = None
+        self._loader: BatchLoader | None = None  # None: the prompts are fewer than a batch
+        self._batches: Iterator[pa.Table] = iter(())
+
+    def batches(self, prompts: Prompts) -> Iterator[pa.Table]:
+        """Batches without end, each of `data.gen_batch_size` (or else train_batch_size) prompts.
+
+        Fewer prompts than a batch are repeated within it.
+
+        Raises:
+            ValueError: no prompts, or a wrong one, by its number.
+        """
+        if not isinstance(prompts, pa.Table) and not hasattr(prompts, "table"):
+            prompts = list(prompts)  # so that what the caller changes in it later is seen
+        if not _same(prompts, self._given):
+            self._batches = self._endless(self._table(prompts))
+            self._given = prompts
+        return self._batches
+
+    def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
+        """Tell a sampler that learns what the prompts of these uids scored [trajectories]."""
+        if self._loader is not None:
+            self._loader.report(uids, scores)
+
+    def _table(self, prompts: Prompts) -> pa.Table:
+        data = self._data
+        if isinstance(prompts, pa.Table) or hasattr(prompts, "table"):
+            table = prompts if isinstance(prompts, pa.Table) else prompts.table
+            missing = [name for name in PROMPT_SCHEMA.names if name not in table.column_names]
+            if missing:
+                raise ValueError(
+                    f"prompts: the table lacks the columns {', '.join(missing)} of a prompt table, such as a "
+                    "PromptDataset's; give rows as a list of dicts instead (table.to_pylist())"
+                )
+        else:
+            keywords = {**reading(data), "prompt_key": "prompt", "data_source_key": "data_source"}
+            reader = PromptReader(self._tokenizer, **keywords)
+            file = DataFile("prompts")
+            rows = [
+                Row(file, number, f"prompt:{number}", _row(prompt)) for number, prompt in enumerate(prompts)
+            ]
+            table = reader.table(rows)
+            reader.errors.raise_if_any()
+        if not table.num_rows:
+            raise ValueError("prompts: there are none (or all are longer than data.max_prompt_length)")
+        self._check(table)
+        return table
+
+    def _endless(self, table: pa.Table) -> Iterator[pa.Table]:
+        data = self._data
+        size = data.gen_batch_size or data.train_batch_size
+        self._loader = None
+        if table.num_rows < size:
+            repeated = pa.concat_tables([table] * -(-size // table.num_rows)).slice(0, size)
+            while True:
+                yield repeated.combine_chunks()
+        self._loader = BatchLoader(
+            TableFeed(table, make_sampler(data.sampler, data.shuffle), data.seed), size
+        )
+        while True:
+            yield from self._loader
+
+
+def _same(prompts: Prompts, given: Any) -> bool:
+    if isinstance(prompts, list):
+        return isinstance(given, list) and prompts == given
+    return prompts is given
+
+
+def _row(prompt: Any) -> dict[str, Any]:
+    """A prompt as a row of a prompt file; what is wrong with it the reader says."""
+    row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+    if isinstance(row.get("prompt"), str):
+        row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+    row.setdefault("data_source", DATA_SOURCE)
+    row.setdefault("reward_model", {"ground_truth": row.pop("ground_truth", "")})
+    return row

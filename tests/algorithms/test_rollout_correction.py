@@ -1,0 +1,99 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
+from tests.algorithms.ragged_examples import brief, normal, offsets_of, ragged_masks, rows
+
+# Ratios trainer / engine of two trajectories: 4, 0.5, (masked) and 1, 1.25; products 2 and 1.25, geometric means
+# sqrt(2) and sqrt(1.25).
+RATIOS = torch.tensor([4.0, 0.5, 1.0, 1.0, 1.25], dtype=torch.float64)
+MASK = torch.tensor([True, True, False, True, True])
+OFFSETS = offsets_of([3, 2])
+
+
+def correct(**options):
+    engine = torch.tensor([-1.0, -2.0, math.nan, -0.5, -1.5], dtype=torch.float64)
+    return correct_rollout(engine + RATIOS.log(), engine, MASK, OFFSETS, CorrectionOptions(**options))
+
+
+def test_token_weights_by_hand():
+    found = correct(is_level="token", is_threshold=2.0)
+    torch.testing.assert_close(found.weights, torch.tensor([2.0, 0.5, 1, 1, 1.25], dtype=torch.float64))
+    assert torch.equal(found.mask, MASK)
+    # before truncation (4 + 0.5 + 1 + 1.25) / 4; after: (4.75)^2 / (4 * (4 + 0.25 + 1 + 1.5625))
+    assert found.metrics == pytest.approx(
+        {
+            "rollout_corr/is_weight_mean": 6.75 / 4,
+            "rollout_corr/is_weight_min": 0.5,
+            "rollout_corr/is_weight_max": 4.0,
+            "rollout_corr/is_truncated": 0.25,
+            "rollout_corr/is_eff_sample_size": 4.75**2 / (4 * 6.8125),
+        }
+    )
+
+
+def test_sequence_weights_by_hand():
+    found = correct(is_level="sequence", is_threshold=1.5)
+    torch.testing.assert_close(found.weights, torch.tensor([1.5, 1.5, 1, 1.25, 1.25], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("options", "stays"),
+    [
+        ({"rs_level": "token", "rs_upper": 2.5}, [False, True, False, True, True]),
+        ({"rs_level": "token", "rs_upper": 5.0, "rs_lower": 1.1}, [True, False, False, False, True]),
+        ({"rs_level": "sequence", "rs_upper": 1.5}, [False, False, False, True, True]),
+        ({"rs_level": "geometric", "rs_upper": 1.5, "rs_lower": 1.2}, [True, True, False, False, False]),
+        # without an upper bound of its own that of the weights; lower is its reciprocal
+        ({"rs_level": "sequence", "is_threshold": 1.3}, [False, False, False, True, True]),
+    ],
+)
+def test_rejection_by_hand(options, stays):
+    found = correct(**options)
+    assert found.mask.tolist() == stays
+    assert found.weights is None
+    gone = MASK & ~found.mask
+    assert found.metrics["rollout_corr/rs_masked"] == int(gone.sum()) / 4
+    touched = sum(bool(gone[row].any()) for row in rows(OFFSETS))
+    assert found.metrics["rollout_corr/rs_seq_masked"] == touched / 2
+
+
+def test_equal_log_probs_change_nothing():
+    same = torch.tensor([-1.0, -2.0])
+    options = CorrectionOptions(is_level="sequence", rs_level="token")
+    found = correct_rollout(same, same, torch.ones(2, dtype=torch.bool), offsets_of([2]), options)
+    assert found.weights.tolist() == [1.0, 1.0]
+    assert found.mask.all()
+
+
+@brief
+@given(
+    ragged_masks(),
+    st.sampled_from(["token", "sequence"]),
+    st.sampled_from(["token", "sequence", "geometric"]),
+    st.integers(0, 2**31),
+    st.randoms(),
+)
+def test_trajectories_are_corrected_by_themselves_in_any_order(ragged, weigh, reject, seed, rng):
+    mask, offsets = ragged
+    count = mask.numel()
+    old, engine = normal(count, seed), normal(count, seed + 1)
+    options = CorrectionOptions(is_level=weigh, rs_level=reject, rs_upper=3.0)
+    poisoned = torch.where(mask, engine, math.nan)
+    whole = correct_rollout(old, poisoned, mask, offsets, options)
+    assert not (whole.mask & ~mask).any()
+    order = list(range(offsets.numel() - 1))
+    rng.shuffle(order)
+    for row in order:
+        part = rows(offsets)[row]
+        own = correct_rollout(
+            old[part], engine[part], mask[part], offsets_of([part.stop - part.start]), options
+        )
+        assert torch.equal(own.mask, whole.mask[part])
+        if mask[part].any():
+            torch.testing.assert_close(own.weights, whole.weights[part])
+            assert (own.weights <= 2.0).all() and (own.weights > 0).all()

@@ -1,0 +1,172 @@
+"""Section data: where prompts come from, in which order, and what fits together."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, load_config, resolve, save_config
+from tests.config.conftest import lines_of
+
+Train = Callable[..., TrainConfig]
+MIXTURE = "data.mixture={{math: {{files: {folder}/train-0.parquet, weight: 3}}, code: {{files: {code}, weight: 1}}}}"
+
+
+def problems(config: TrainConfig | SFTConfig | EvalConfig) -> list[str]:
+    return lines_of(lambda: check_config(config))
+
+
+def mixture(folder: Path, code: str) -> str:
+    return MIXTURE.format(folder=folder, code=code)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train_files=[memory://a/*.parquet, 'file:///x.jsonl', 'https://h/x.parquet']"],
+        ["data.streaming=true", "data.sampler.name=sequential", "data.stream_window_rows=1"],
+        [
+            "data.sampler.name=curriculum",
+            "data.sampler.key=extra_info.level",
+            "data.sampler.warm_fraction=0.5",
+        ],
+        ["data.sampler={name: curriculum, key: prompt_length, descending: true}", "data.shuffle=false"],
+        ["data.train_max_samples=16", "data.val_max_samples=1"],
+        ["data.apply_chat_template_kwargs={enable_thinking: false}", "data.reward_fn_key=source"],
+    ],
+)
+def test_what_fits(train: Train, overrides: list[str]) -> None:
+    check_config(train(*overrides))
+
+
+def test_a_mixture_takes_the_place_of_train_files(train: Train, folder: Path) -> None:
+    config = train(mixture(folder, f"[{folder}/train-*.parquet]"), "data.train_files=null")
+    check_config(config)
+    assert config.data.mixture is not None
+    assert {name: part.weight for name, part in config.data.mixture.items()} == {"math": 3.0, "code": 1.0}
+
+
+@pytest.mark.parametrize(
+    "overrides, problem",
+    [
+        (
+            ["data.train_files=null"],
+            "data.train_files is required: the files of the training prompts (or data.mixture, for several data sets)",
+        ),
+        (
+            ["data.train_files=null", "data.mixture={}"],
+            "data.mixture is empty; give at least one data set: <name>: {files: ..., weight: ...}",
+        ),
+        (
+            ["data.train_files=nothing://x.parquet"],
+            "data.train_files: nothing://x.parquet: the protocol nothing:// is unknown; s3://, gs://, hf://, https:// and "
+            "others are known",
+        ),
+        (["data.val_max_samples=0"], "data.val_max_samples=0: it must be -1 (all) or at least 1"),
+        (
+            ["data.train_max_samples=15"],
+            "data.train_max_samples=15 is less than data.train_batch_size=16: not one batch",
+        ),
+        (
+            ["data.sampler.name=randon"],
+            "data.sampler.name='randon' is unknown; megarl has curriculum, random, sequential; did you mean random?",
+        ),
+        (
+            ["data.sampler.name=curriculum"],
+            "data.sampler.key=None: curriculum sorts by it; it must be prompt_length or extra_info.<name>",
+        ),
+        (
+            ["data.sampler.name=curriculum", "data.sampler.key=level"],
+            "data.sampler.key=level: curriculum sorts by it; it must be prompt_length or extra_info.<name>",
+        ),
+        (
+            ["data.sampler.warm_fraction=0.5"],
+            "data.sampler.warm_fraction=0.5 is read by curriculum, but data.sampler.name=None",
+        ),
+        (
+            ["data.sampler.name=random", "data.sampler.options={a: 1}"],
+            "data.sampler.options={'a': 1} is read by a sampler of a plugin, but data.sampler.name=random",
+        ),
+        (
+            ["data.streaming=true", "data.sampler={name: curriculum, key: prompt_length}"],
+            "data.sampler.name='curriculum' needs all rows at once, which data.streaming=true does not have; it can be "
+            "random or sequential",
+        ),
+        (
+            ["data.apply_chat_template_kwargs={tokenize: true}"],
+            "data.apply_chat_template_kwargs.tokenize: megarl says this to the tokenizer itself; leave it out",
+        ),
+    ],
+)
+def test_what_does_not_fit(train: Train, overrides: list[str], problem: str) -> None:
+    assert problems(train(*overrides)) == [problem]
+
+
+def test_all_that_is_wrong_with_a_mixture(train: Train, folder: Path) -> None:
+    lines = problems(train(mixture(folder, f"{folder}/gone.parquet"), "data.train_max_samples=100"))
+    assert lines == [
+        f"data.mixture.code.files: the file {folder}/gone.parquet does not exist (working directory {Path.cwd()})",
+        "data.train_files and data.mixture: training prompts come from one of them; leave the other out",
+        "data.train_max_samples=100 counts rows of data.train_files; data.mixture has weights instead",
+    ]
+    with pytest.raises(ValueError, match=r"data\.mixture\.a\.weight is required \(a number\)"):
+        train("data.mixture.a.files=x.parquet")
+
+
+def test_a_package_that_a_url_needs_is_named(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"class": "no_such_package.FileSystem", "err": "Install no_such_package to access Nowhere"}
+    monkeypatch.setitem(importlib.import_module("fsspec.registry").known_implementations, "nowhere", known)
+    assert problems(train("data.val_files=nowhere://x.parquet")) == [
+        "data.val_files: nowhere://x.parquet: nowhere:// needs a package that is not installed: "
+        "Install no_such_package to access Nowhere"
+    ]
+
+
+def test_a_sampler_of_a_plugin_may_have_any_name(train: Train, folder: Path) -> None:
+    (folder / "mine.py").write_text("")
+    check_config(train("data.sampler={name: mine, options: {a: [1, {b: 2}]}}", f"plugins=[{folder}/mine.py]"))
+
+
+def test_the_tokenizer_has_two_names(train: Train, folder: Path) -> None:
+    (folder / "tokenizer").mkdir()
+    config = train(f"data.tokenizer={folder}/tokenizer")
+    check_config(config)
+    full = resolve(config)
+    assert full.actor_rollout_ref.model.tokenizer_path == f"{folder}/tokenizer"
+    assert full.data.tokenizer is None
+    check_config(full)
+    assert problems(train(f"data.tokenizer={folder}/gone"))[0].startswith(
+        f"data.tokenizer: {folder}/gone is no folder"
+    )
+    assert resolve(train("data.tokenizer=null")).actor_rollout_ref.model.tokenizer_path == f"{folder}/model"
+    both = train(
+        f"data.tokenizer={folder}/tokenizer", f"actor_rollout_ref.model.tokenizer_path={folder}/model"
+    )
+    assert problems(both) == [
+        f"data.tokenizer={folder}/tokenizer and actor_rollout_ref.model.tokenizer_path={folder}/model are two names of the "
+        "same; give one of them"
+    ]
+
+
+def test_the_other_commands_check_the_template_too(
+    sft: Callable[..., SFTConfig], evaluation: Callable[..., EvalConfig]
+) -> None:
+    for make in (sft, evaluation):
+        check_config(make("data.apply_chat_template_kwargs.enable_thinking=false"))
+        (line,) = problems(make("data.apply_chat_template_kwargs.return_dict=true"))
+        assert line.startswith("data.apply_chat_template_kwargs.return_dict: ")
+
+
+def test_free_keys_are_kept_as_they_are(train: Train, folder: Path) -> None:
+    """With overrides merged in, and written and read again."""
+    config = train(
+        "data.apply_chat_template_kwargs={enable_thinking: true, style: {kind: short, lines: [1, 2.5, null]}}",
+        "data.apply_chat_template_kwargs.enable_thinking=false",
+    )
+    expected = {"enable_thinking": False, "style": {"kind": "short", "lines": [1, 2.5, None]}}
+    assert config.data.apply_chat_template_kwargs == expected
+    path = save_config(config, folder / "saved.yaml")
+    assert load_config(TrainConfig, path) == config
+    with pytest.raises(ValueError, match="apply_chat_template_kwargs: expected free keys or null, found 3"):
+        train("data.apply_chat_template_kwargs=3")

@@ -1,0 +1,35 @@
+"""What processes there are."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def descendants(pid: int) -> list[int]:
+    """Children and their children. Of a process that ends meanwhile: none."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [int(child) for child in children] + [
+        grandchild for child in children for grandchild in descendants(int(child))
+    ]
+
+
+def is_running(pid: int) -> bool:
+    """Whether it can still do something: what has ended may stay as a zombie until its parent looks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """What `condition` returns, once that is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.05)
+    raise AssertionError(f"not true within {seconds:g} s")

@@ -1,0 +1,46 @@
+import math
+
+import numpy as np
+import pytest
+
+from megarl.rewards.sample import Score, read_result
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.bool_(True), np.array(1.0)])
+def test_numbers_of_any_kind_are_scores(value):
+    score = read_result("u", value, 0.5)
+    assert score == Score("u", 1.0, {}, {}, None, 0.5)
+    assert type(score.score) is float
+
+
+def test_a_dict_has_numbers_and_notes_beside_the_score():
+    result = {
+        "score": 0.5,
+        "accuracy": True,
+        "length": np.int64(3),
+        "why": "too short",
+        "trace": [1],
+        "pred": 12,
+    }
+    score = read_result("u", result, 0.0)
+    assert (score.score, score.numbers) == (0.5, {"accuracy": 1.0, "length": 3.0})
+    assert score.notes == {"why": "too short", "pred": "12"}
+    assert read_result("u", {"score": 0, "pred": None}, 0.0).notes == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "is nan, not a finite number"),
+        (-math.inf, "is -inf, not a finite number"),
+        ("1.0", r"is '1.0' \(str\), not a number"),
+        (None, r"is None \(NoneType\), not a number"),
+        (np.ones(1), r"is array\(\[1\.\]\) \(ndarray\), not a number"),
+        ({"accuracy": 1.0}, "is a dict without 'score'; it has accuracy"),
+        ({}, "it has no keys"),
+        ({"score": None}, r"is None \(NoneType\)"),
+    ],
+)
+def test_anything_but_a_number_is_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        read_result("u", value, 0.0)

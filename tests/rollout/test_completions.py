@@ -1,0 +1,93 @@
+"""Results of coroutines as they come, on a loop that runs only while they are waited for."""
+
+import asyncio
+import time
+
+import pytest
+
+from megarl.rollout.completions import NothingCompleted, as_completed
+
+
+@pytest.fixture
+def loop():
+    loop = asyncio.new_event_loop()
+    yield loop
+    assert asyncio.all_tasks(loop) == set()  # nothing is left behind
+    loop.close()
+
+
+async def after(gate, value):
+    await gate.wait()
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def gates(num):
+    return [asyncio.Event() for _ in range(num)]
+
+
+async def forever(ended):
+    try:
+        await asyncio.sleep(1000)
+    except asyncio.CancelledError:
+        await asyncio.sleep(0.01)  # as an abort that takes its time
+        ended.append(True)
+        raise
+
+
+def test_results_come_when_they_are_there_whatever_the_order(loop):
+    doors = gates(4)
+    parts = as_completed(loop, [after(door, row) for row, door in enumerate(doors)], timeout=60)
+    doors[3].set()
+    doors[1].set()
+    assert sorted(next(parts)) == [1, 3]
+    doors[0].set()
+    assert next(parts) == [0]
+    doors[2].set()
+    assert list(parts) == [[2]]
+    assert list(as_completed(loop, [], timeout=5)) == []
+
+
+def test_a_sign_of_life_gives_them_more_time(loop):
+    signs = []
+
+    async def slow():
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            signs.append(time.monotonic())
+
+    assert list(as_completed(loop, [slow()], 0.5, lambda: max(signs, default=0.0))) == [[None]]
+    assert signs[-1] - signs[0] > 0.5
+    with pytest.raises(NothingCompleted):
+        list(as_completed(loop, [slow()], 0.5))
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), TimeoutError("mine")])
+def test_what_still_runs_is_cancelled_when_one_raises(loop, error):
+    (door,), ended = gates(1), []
+    door.set()
+    with pytest.raises(type(error), match="mine"):
+        list(as_completed(loop, [after(door, error), forever(ended)], timeout=60))
+    assert ended == [True]
+
+
+def test_what_still_runs_is_cancelled_when_the_caller_leaves(loop):
+    (door,), ended = gates(1), []
+    door.set()
+    results = as_completed(loop, [forever(ended), after(door, 1)], timeout=60)
+    assert next(results) == [1] and ended == []
+    results.close()
+    assert ended == [True]
+
+
+def test_the_time_limit_is_that_between_two_results(loop):
+    doors, ended = gates(3), []
+    parts = as_completed(loop, [*(after(door, 1) for door in doors), forever(ended)], timeout=0.2)
+    for door in doors:
+        door.set()
+        loop.run_until_complete(asyncio.sleep(0.15))  # together more than the limit
+        assert next(parts) == [1]
+    with pytest.raises(NothingCompleted, match=r"within 0\.2 s"):
+        next(parts)
+    assert ended == [True]

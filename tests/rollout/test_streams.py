@@ -1,0 +1,149 @@
+"""Responses of a real engine as they finish, and trajectories of several turns that it takes part in."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megarl.environments.environment import Environment, StepResult, Task
+from megarl.models.tiny import train_tokenizer
+from megarl.rollout.engine import NoValidWeightsError, SamplingParams, WeightSyncError
+from megarl.rollout.turns import Player, TurnLimits
+from tests.rollout.test_sglang_engine import PROMPTS, UIDS, hf_log_probs
+
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=12, seed=3, ignore_eos=True)
+
+
+def leave_early(engine):
+    """One response of a stream whose others are long; then what the engine still does."""
+    long = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    coroutines = [engine.answer("short/0", [5], SAMPLING), engine.answer("long/0", [6], long)]
+    results = engine.as_completed(coroutines)
+    (first,) = next(results)
+    results.close()
+    engine.flush_cache()  # which SGLang refuses while a request runs
+    return first, engine.generate(PROMPTS[:2], UIDS[:2], SAMPLING)
+
+
+def test_a_stream_brings_the_same_as_a_call(engine, sync, model_a):
+    sync(model_a, 60)
+    parts = engine.call("generate_stream", PROMPTS, UIDS, SAMPLING)
+    by_uid = {generation.uid: generation for part in parts for generation in part}
+    called = engine.call("generate", PROMPTS, UIDS, SAMPLING)
+    assert [by_uid[uid].response_ids for uid in UIDS] == [g.response_ids for g in called]
+    assert sum(len(part) for part in parts) == len(PROMPTS)
+
+
+def test_responses_come_as_they_finish(engine, sync, model_a):
+    """Of 64 with an end token, whose lengths differ, most come before the last; the short ones first."""
+    sync(model_a, 61)
+    sampling = SamplingParams(temperature=1.5, max_new_tokens=100, seed=1)
+    parts = engine.call("generate_stream", [[5, 6, 7]] * 64, [f"p/{k}" for k in range(64)], sampling)
+    lengths = [len(generation.response_ids) for part in parts for generation in part]
+    assert len(parts) > 10 and len(set(lengths)) > 10
+    assert lengths[0] < 20 and lengths[-1] == max(lengths)
+    assert sum(length == 100 for length in lengths) < 32
+
+
+def test_what_nobody_waits_for_is_aborted(engine, sync, model_a):
+    sync(model_a, 62)
+    expected = engine.call("generate", PROMPTS[:2], UIDS[:2], SAMPLING)
+    first, after = engine.call(leave_early)
+    assert first.uid == "short/0" and len(first.response_ids) == 12
+    assert [g.response_ids for g in after] == [g.response_ids for g in expected]
+
+
+def test_a_stream_refuses_what_a_call_refuses(engine, sync, model_a):
+    sync(model_a, 63)
+    with pytest.raises(ValueError, match="b: the prompt is empty"):
+        engine.call("generate_stream", [[5], []], ["a", "b"], SAMPLING)
+    engine.call("begin_update", 64)
+    with pytest.raises(NoValidWeightsError):
+        engine.call("generate_stream", [[5]], ["a"], SAMPLING)
+    with pytest.raises(WeightSyncError):
+        engine.call("finish_update")  # so that another may begin
+
+
+class Again(Environment):
+    """Says the same again, whatever it is told."""
+
+    async def step(self, turn):
+        return StepResult([{"role": "user", "content": "again"}])
+
+
+def play_turns(engine, uids, sampling):
+    """Three turns of at most 6 tokens each, as if an end token had ended them."""
+    tokenizer = train_tokenizer(["again"], 300)
+
+    async def answer(uid, ids, sampling):
+        asked = dataclasses.replace(sampling, max_new_tokens=min(6, sampling.max_new_tokens))
+        generation = await engine.answer(uid, ids, asked)
+        return dataclasses.replace(generation, finish_reason="stop")
+
+    player = Player(Again, TurnLimits(max_assistant_turns=3), tokenizer, answer)
+    version = engine.weight_version
+    tasks = [Task(uid, "", None, "", "", {}) for uid in uids]
+    plays = [player.play(task, ids, sampling, version) for task, ids in zip(tasks, PROMPTS, strict=False)]
+    played = [generation for part in engine.as_completed(plays) for generation in part]
+    return sorted(played, key=lambda generation: generation.uid)
+
+
+def test_the_log_probs_of_all_turns_equal_hugging_face(engine, sync, model_a):
+    """Of the whole conversation, as a trainer computes them; the noise is that of (seed, uid, turn)."""
+    sync(model_a, 70)
+    sampling = SamplingParams(temperature=0.7, max_new_tokens=90, seed=3, ignore_eos=True)
+    played = engine.call(play_turns, UIDS, sampling)
+    alone = engine.call(play_turns, UIDS[:1], sampling)
+    assert alone[0].response_ids == played[0].response_ids
+    for prompt, generation in zip(PROMPTS, played, strict=True):
+        ids, mask = generation.response_ids, torch.tensor(generation.response_mask)
+        assert generation.num_turns == 3 and mask.sum() == 18 and not mask.all()
+        expected = torch.tensor(hf_log_probs(model_a, prompt, ids, 0.7))
+        torch.testing.assert_close(
+            torch.tensor(generation.log_probs)[mask], expected[mask], atol=1e-4, rtol=0
+        )
+        assert not torch.tensor(generation.log_probs)[~mask].any()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"min_p": 0.3},
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {"repetition_penalty": 1.8},
+        {"frequency_penalty": 1.5, "presence_penalty": 1.5},
+    ],
+)
+def test_what_is_sampled_follows_cuts_and_penalties(engine, sync, model_a, changes):
+    """Log-probs are those after temperature and penalties, and before a cut; no token is from beyond the cut."""
+    if engine.call("weight_version") is None:
+        sync(model_a, 71)
+    sampling = dataclasses.replace(SAMPLING, temperature=0.8, **changes)
+    plain = engine.call("generate", PROMPTS, UIDS, dataclasses.replace(SAMPLING, temperature=0.8))
+    sampled = engine.call("generate", PROMPTS, UIDS, sampling)
+    assert [g.response_ids for g in sampled] != [g.response_ids for g in plain]
+    again = engine.call("generate", PROMPTS, UIDS, sampling)
+    assert [g.response_ids for g in again] == [g.response_ids for g in sampled]
+    for prompt, generation in zip(PROMPTS, sampled, strict=True):
+        with torch.no_grad():
+            logits = model_a.hf(torch.tensor([prompt + generation.response_ids])).logits[0]
+        for at, token in enumerate(generation.response_ids):
+            row = penalised(logits[len(prompt) - 1 + at], generation.response_ids[:at], sampling)
+            log_probs = torch.log_softmax(row / 0.8, -1)
+            assert generation.log_probs[at] == pytest.approx(log_probs[token].item(), abs=2e-4)
+            more_probable = log_probs[log_probs > log_probs[token]].exp()
+            assert log_probs[token].exp() >= sampling.min_p * log_probs.exp().max() - 1e-6
+            assert more_probable.sum() < sampling.top_p + 1e-5
+            assert sampling.top_k == -1 or len(more_probable) < sampling.top_k
+
+
+def penalised(logits, response, sampling):
+    """The logits [vocabulary] after penalties, by their definitions; SGLang's are for tokens of the response alone."""
+    logits = logits.clone()
+    seen = torch.tensor(sorted({*response}), dtype=torch.long)
+    penalty = sampling.repetition_penalty
+    logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    for token in set(response):
+        logits[token] -= sampling.frequency_penalty * response.count(token) + sampling.presence_penalty
+    return logits

@@ -1,0 +1,281 @@
+"""Trajectories of several turns, with a policy whose words are written down; a real engine plays in test_streams."""
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data.tokenizer import render_prompt
+from megarl.environments.calculator import Calculator
+from megarl.environments.environment import Environment, StepResult, Task
+from megarl.models.tiny import train_tokenizer
+from megarl.rollout.engine import EngineError, Generation, SamplingParams
+from megarl.rollout.turns import Player, TurnLimits
+
+TOKENIZER = train_tokenizer(["Tom has 3 pens and buys 4. <<3+4>> #### 7"], 400)
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+USER = {"role": "user", "content": "Tom has 3 pens and buys 4."}
+PROMPT = render_prompt(TOKENIZER, [USER])
+VERSION = 5
+
+
+def ids_of(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+@dataclass
+class Policy:
+    """Says `words` in turn; a token's log-prob is minus its place in what was asked."""
+
+    words: list[str]
+    asked: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
+
+    async def answer(self, uid, ids, sampling):
+        await asyncio.sleep(0)
+        turn = len([None for asked, _, _ in self.asked if asked.partition("#")[0] == uid.partition("#")[0]])
+        self.asked.append((uid, list(ids), sampling))
+        said = [*ids_of(self.words[turn]), END]
+        reason = "stop" if len(said) <= sampling.max_new_tokens else "length"
+        said = said[: sampling.max_new_tokens]
+        log_probs = [-float(len(ids) + place) for place in range(len(said))]
+        return Generation(uid, said, log_probs, reason, VERSION)
+
+
+class Script(Environment):
+    """Answers with `results` in turn, where an exception is raised and a number is slept."""
+
+    made: list["Script"]
+
+    def __init__(self, *results, first=None):
+        self.results, self.first, self.turns, self.closed = list(results), first, [], False
+
+    def reset(self, task):
+        self.task = task
+        return self.first
+
+    def step(self, turn):
+        self.turns.append(turn)
+        result = self.results[len(self.turns) - 1]
+        if isinstance(result, BaseException):
+            raise result
+        if isinstance(result, float):
+            time.sleep(result)
+            return StepResult(done=True)
+        return result
+
+    def close(self):
+        self.closed = True
+
+
+def task(uid="p/0"):
+    return Task(uid, USER["content"], None, "source", "7", {"index": 3})
+
+
+def play(policy, make, tokens=200, limits=None, **options):
+    """One trajectory, checked for what holds for all."""
+    sampling = SamplingParams(max_new_tokens=tokens, seed=9)
+    player = Player(make, limits or TurnLimits(), TOKENIZER, policy.answer, **options)
+    generation = asyncio.run(player.play(task(), PROMPT, sampling, VERSION))
+    prompt = PROMPT if generation.prompt_ids is None else generation.prompt_ids
+    ids, mask = list(generation.response_ids), list(generation.response_mask)
+    assert len(ids) == len(mask) == len(generation.log_probs) and ids
+    assert len(prompt) + len(ids) <= len(PROMPT) + tokens or not policy.asked
+    for _, asked, _ in policy.asked:  # token by token the beginning of what is trained on
+        assert [*prompt, *ids][: len(asked)] == asked
+    if any(mask):
+        assert mask[-1]
+        # what was chosen has the log-prob that it was given where it stands, the rest none
+        places = [-float(len(prompt) + place) for place in range(len(ids))]
+        expected = [place if chosen else 0.0 for place, chosen in zip(places, mask, strict=True)]
+        assert generation.log_probs == expected
+    return generation
+
+
+def notes(generation):
+    return json.loads(generation.environment_notes)
+
+
+def say(text):
+    return StepResult([{"role": "user", "content": text}])
+
+
+def test_a_tool_is_called_and_its_answer_read():
+    policy = Policy(["<<3+4>>", "#### 7"])
+    generation = play(policy, Calculator)
+    said = "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(generation.response_ids) == f"<<3+4>><|im_end|>{said}#### 7<|im_end|>"
+    lengths = len(ids_of("<<3+4>>")) + 1, len(ids_of(said)), len(ids_of("#### 7")) + 1
+    assert generation.response_mask == [True] * lengths[0] + [False] * lengths[1] + [True] * lengths[2]
+    assert (generation.num_turns, generation.finish_reason, generation.weight_version) == (2, "stop", 5)
+    assert generation.environment_score is None and generation.prompt_ids is None
+    assert notes(generation) == {
+        "numbers": {"num_turns": 2.0, "calculator_calls": 1.0, "calculator_errors": 0.0},
+        "error": None,
+    }
+
+
+def test_turns_have_noise_of_their_own_and_share_the_tokens():
+    policy = Policy(["<<3+4>>", "<<1+1>>", "#### 7"])
+    generation = play(policy, Calculator, tokens=100)
+    assert [uid for uid, _, _ in policy.asked] == ["p/0", "p/0#1", "p/0#2"]
+    assert {sampling.seed for _, _, sampling in policy.asked} == {9}
+    rooms = [sampling.max_new_tokens for _, _, sampling in policy.asked]
+    assert rooms == [100 - (len(ids) - len(PROMPT)) for _, ids, _ in policy.asked]
+    assert len(generation.response_ids) <= 100
+
+
+@given(st.integers(1, 80))
+@settings(deadline=None, max_examples=40)
+def test_no_response_is_longer_than_it_may_be(tokens):
+    generation = play(Policy(["<<3+4>>", "<<1+1>>", "#### 7"]), Calculator, tokens=tokens)
+    whole = play(Policy(["<<3+4>>", "<<1+1>>", "#### 7"]), Calculator)
+    assert list(whole.response_ids[: len(generation.response_ids)]) == list(generation.response_ids)
+    short = len(generation.response_ids) < len(whole.response_ids)
+    assert generation.finish_reason == ("length" if short else "stop")
+
+
+@pytest.mark.parametrize(
+    "limits, num_turns",
+    [
+        ({"max_assistant_turns": 1}, 1),
+        ({"max_assistant_turns": 2}, 2),
+        ({"max_user_turns": 1}, 2),
+        ({"max_user_turns": 2}, 3),
+        ({}, 4),
+    ],
+)
+def test_turns_are_limited(limits, num_turns):
+    policy = Policy(["<<3+4>>"] * 3 + ["#### 7"])
+    generation = play(policy, Calculator, limits=TurnLimits(**limits))
+    assert generation.num_turns == num_turns and generation.finish_reason == "stop"
+    assert notes(generation)["numbers"]["calculator_calls"] == min(
+        num_turns, 3
+    )  # it is told of the last turn, too
+
+
+def test_the_environment_is_told_and_scores():
+    made = []
+
+    def make():
+        made.append(
+            Script(
+                StepResult("no", score=0.25, numbers={"tries": 1}), StepResult(score=1, numbers={"tries": 1})
+            )
+        )
+        return made[-1]
+
+    generation = play(Policy(["5", "7"]), make)
+    (script,) = made
+    assert script.task == task()
+    assert [(turn.number, turn.text, turn.finish_reason) for turn in script.turns] == [
+        (0, "5", "stop"),
+        (1, "7", "stop"),
+    ]
+    assert script.turns[1].token_ids == [*ids_of("7"), END]
+    assert generation.environment_score == 1.0 and notes(generation)["numbers"]["tries"] == 2.0
+    assert script.closed
+
+
+def test_a_first_observation_is_part_of_the_prompt():
+    told = {"role": "user", "content": "You have 2 tries."}
+    policy = Policy(["7"])
+    generation = play(policy, partial(Script, StepResult(done=True), first=[told]), tokens=60)
+    assert generation.prompt_ids == render_prompt(TOKENIZER, [USER, told])
+    assert list(generation.response_ids) == [*ids_of("7"), END]
+    assert policy.asked[0][2].max_new_tokens == 60 - (len(generation.prompt_ids) - len(PROMPT))
+    full = play(Policy(["7"]), partial(Script, first=[told]), tokens=5)
+    assert "leaves no room" in notes(full)["error"]
+
+
+def test_the_template_ends_a_turn_that_was_stopped_by_another_token():
+    stop = ids_of("7")[-1]
+    policy = Policy(["7"])
+
+    async def answer(uid, ids, sampling):
+        generation = await policy.answer(uid, ids, sampling)
+        return Generation(uid, generation.response_ids[:-1], generation.log_probs[:-1], "stop", VERSION)
+
+    player = Player(
+        partial(Script, say("go"), StepResult()), TurnLimits(max_user_turns=1), TOKENIZER, answer, [stop]
+    )
+    policy.words.append("7")
+    generation = asyncio.run(player.play(task(), PROMPT, SamplingParams(max_new_tokens=50), VERSION))
+    assert TOKENIZER.decode(generation.response_ids) == (
+        "7<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n7"
+    )
+
+
+@pytest.mark.parametrize(
+    "results, error",
+    [
+        ([say("go"), KeyError("lost")], "step: KeyError: 'lost'"),
+        ([say("go"), SystemExit(3)], "step: RuntimeError: SystemExit(3)"),
+        ([say("go"), StopIteration()], "step: RuntimeError"),
+        ([say("go"), 30.0], "step: no answer within 0.2 s"),
+        ([say("go"), "a text"], "step: it returned 'a text', not a StepResult"),
+        ([say("go"), StepResult(score=float("nan"))], "step: score=nan is no finite number"),
+        ([say("go"), StepResult(numbers={"x": "y"})], "step: x='y' is no finite number"),
+        ([say("go"), StepResult([{"content": "x"}])], "must be a text or a list of chat messages"),
+    ],
+)
+def test_an_environment_that_fails_costs_its_trajectory(results, error):
+    generation = play(Policy(["5", "6", "7"]), partial(Script, *results), limits=TurnLimits(step_timeout=0.2))
+    assert error in notes(generation)["error"]
+    assert not any(generation.response_mask) and generation.environment_score is None
+    assert (
+        generation.num_turns == 2 and len(generation.response_ids) > 4
+    )  # what was said is kept to be looked at
+
+
+@pytest.mark.parametrize("failing", ["__init__", "reset", "close"])
+def test_so_does_one_that_fails_at_either_end(failing):
+    def fail(*args):
+        raise OSError("no server")
+
+    cls = type("Broken", (Script,), {failing: fail})
+    generation = play(Policy(["5"]), lambda: cls(StepResult(done=True)))
+    assert notes(generation)["error"] == f"{failing}: OSError: no server"
+    assert not any(generation.response_mask)
+    assert generation.num_turns == (1 if failing == "close" else 0)
+    assert len(generation.response_ids) == (2 if failing == "close" else 1)
+
+
+def test_what_the_engine_raises_is_no_fault_of_the_environment():
+    async def answer(uid, ids, sampling):
+        raise EngineError("gone")
+
+    player = Player(Calculator, TurnLimits(), TOKENIZER, answer)
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(player.play(task(), PROMPT, SamplingParams(), VERSION))
+
+
+def test_trajectories_do_not_wait_for_each_other():
+    """The steps of 40 trajectories meet: were they called one after the other, or on the loop, none would pass."""
+    meeting = threading.Barrier(40, timeout=30)
+
+    class Meeting(Environment):
+        def step(self, turn):
+            meeting.wait()
+            return StepResult(done=True)
+
+    class Waiting(Environment):
+        async def step(self, turn):
+            await asyncio.sleep(0.05)
+            return StepResult(done=True)
+
+    async def all_of(make):
+        player = Player(make, TurnLimits(), TOKENIZER, Policy(["5"]).answer)
+        sampling = SamplingParams(max_new_tokens=20)
+        plays = [player.play(task(f"p/{row}"), PROMPT, sampling, VERSION) for row in range(40)]
+        return await asyncio.gather(*plays)
+
+    for make in (Meeting, Waiting):
+        begin = time.monotonic()
+        assert all(notes(generation)["error"] is None for generation in asyncio.run(all_of(make)))
+    assert time.monotonic() - begin < 40 * 0.05

@@ -1,0 +1,81 @@
+"""Trajectory tables for tests that start nothing, and stand-ins for what would generate and score them."""
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.data.trajectories import PROMPT_SCHEMA, Generation, build_trajectories, expand_prompts
+from megarl.rewards.sample import Score
+from megarl.trainer.scoring import Scored, join_scores
+
+
+def prompts(*uids, source="megarl/arithmetic"):
+    sources = [source] * len(uids) if isinstance(source, str) else source
+    columns = {
+        "uid": list(uids),
+        "data_source": sources,
+        "ground_truth": [f"truth of {uid}" for uid in uids],
+        "extra_info": ["{}"] * len(uids),
+        "prompt_ids": [[number + 1] for number in range(len(uids))],
+    }
+    return pa.table(columns, schema=PROMPT_SCHEMA)
+
+
+def answer(requests, lengths=None):
+    """Trajectories of `requests` whose responses have these lengths (1, 2, 3, ... if None)."""
+    lengths = range(1, requests.num_rows + 1) if lengths is None else lengths
+    generations = [
+        Generation(uid, np.arange(length), np.full(length, -1.0), "stop", 1)
+        for uid, length in zip(requests["uid"].to_pylist(), lengths, strict=True)
+    ]
+    return build_trajectories(requests, generations)
+
+
+def score(uid, value, pred=None, **numbers):
+    """A Score; a value of None: the reward failed."""
+    notes = {} if pred is None else {"pred": pred}
+    return Score(uid, value, numbers, notes, None if value is not None else f"ValueError: of {uid}", 0.1)
+
+
+def scored(groups, source="megarl/arithmetic", preds=None, lengths=None, **numbers) -> Scored:
+    """By prompt uid, the scores of its responses; all prompts have equally many. `numbers` and `preds`: a list of all."""
+    n = len(next(iter(groups.values())))
+    requests = expand_prompts(prompts(*groups, source=source), n)
+    values = [value for group in groups.values() for value in group]
+    found = {}
+    for row, uid in enumerate(requests["uid"].to_pylist()):
+        own = {name: column[row] for name, column in numbers.items()}
+        found[uid] = score(uid, values[row], None if preds is None else preds[row], **own)
+    return join_scores(answer(requests, lengths), found)
+
+
+class FakeRun:
+    """Where reports of failures go."""
+
+    def __init__(self, folder):
+        self.folder, self.said = folder, []
+
+    def say(self, text):
+        self.said.append(text)
+
+
+class FakeScorer:
+    """Scores by a function of the sample; answers in the reverse order of asking."""
+
+    def __init__(self, function):
+        self.function, self.batches = function, []
+
+    def submit(self, samples):
+        self.batches.append(list(samples))
+
+    def collect(self):
+        samples = [sample for batch in self.batches for sample in batch]
+        self.batches = []
+        return {sample.uid: self.function(sample) for sample in reversed(samples)}
+
+
+class FakeTokenizer:
+    """A token is a word: its number."""
+
+    def batch_decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return [" ".join(map(str, row)) for row in ids]

@@ -119,7 +119,7 @@ def main() -> None:
         found = run_case(case, options.steps, options.seed)
         console.print(f"{case.name}: {found['first']:.3f} -> {found['last']:.3f}  {found['seconds']} s")
         results.append(found)
-    table = Table("estimator and loss", "mean score, first two steps", "last two", "seconds")
+    table = Table("estimator and loss", "first two steps", "last two", "seconds", title="mean scores")
     for found in results:
         table.add_row(found["case"], f"{found['first']:.3f}", f"{found['last']:.3f}", str(found["seconds"]))
     console.print(table)

@@ -12,6 +12,7 @@ or as a class over `Sampler`, which can read `data.sampler` and learn from the s
 import inspect
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,29 +33,29 @@ PROMPT_LENGTH = "prompt_length"
 _EXTRA_INFO = "extra_info."
 
 
-class Sampler:
+class Sampler(ABC):
     """The order of an epoch; a subclass that has an `update` is asked for it again after each."""
 
     def __init__(self, config: SamplerConfig) -> None:
         """`config`: section `data.sampler`; what is for the sampler alone stands in its `options`."""
         self.config = config
 
+    @abstractmethod
     def order(self, table: pa.Table, seed: int, epoch: int) -> np.ndarray:
         """Every row number of a prompt table once, in the order of an epoch (from 0).
 
         It must depend on nothing but the arguments and what `state_dict` holds, or a resumed run goes on
         with other rows.
         """
-        raise NotImplementedError
 
-    def update(self, uids: Sequence[str], scores: np.ndarray) -> None:
+    def update(self, uids: Sequence[str], scores: np.ndarray) -> None:  # noqa: B027 (most do not learn)
         """What a step gave: the prompt's uid and the score of each of its trajectories [trajectories]."""
 
     def state_dict(self) -> dict[str, Any]:
         """What `update` has learnt, as JSON values."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (nor have a state)
         """Take over what `state_dict` gave."""
 
     @property

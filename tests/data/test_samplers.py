@@ -175,5 +175,8 @@ def test_what_was_learnt_is_resumed(plugin, num_done, seed):
 
 
 def test_a_sampler_without_an_order(plugin):
-    with pytest.raises(NotImplementedError):
-        Sampler(SamplerConfig()).order(make_table([1]), 0, 0)
+    class Orderless(Sampler):
+        pass
+
+    with pytest.raises(TypeError, match=r"abstract.*order"):
+        Orderless(SamplerConfig())

@@ -51,6 +51,8 @@ def val_set_problems(config: TrainConfig | EvalConfig, data_files: bool) -> Iter
                 f"data.val_sets has {name!r}: a name may have letters, digits and _ . @ -, because files are named after "
                 "the set"
             )
+        if val_set.max_samples == 0:
+            yield f"data.val_sets.{name}.max_samples=0: it must be -1 (all) or at least 1"
         if data_files:
             yield from file_problems(f"data.val_sets.{name}.files", val_set.files)
     if isinstance(config, EvalConfig) and config.data.val_files is None and not config.data.val_sets:

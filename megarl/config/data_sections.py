@@ -66,7 +66,9 @@ class DataConfig:
         "The same for validation; null: no validation.", None, is_path=True
     )
     train_max_samples: int = option("The first so many rows of train_files; -1: all.", -1, ge=-1)
-    val_max_samples: int = option("The first so many rows of val_files; -1: all.", -1, ge=-1)
+    val_max_samples: int = option(
+        "The first so many rows of val_files, and of each of val_sets; -1: all.", -1, ge=-1
+    )
     streaming: bool = option(
         "Read, check and tokenise training prompts when they are needed, with stream_window_rows of them in memory; false: "
         "all before the run. A wrong row then ends the run when it is met, and prompts that are filtered out make an "

@@ -13,6 +13,11 @@ class ValSetConfig:
     """One validation set; what is null here is as in rollout.val_kwargs."""
 
     files: str | tuple[str, ...] = option("Parquet files: a path, a glob, or a list.", is_path=True)
+    max_samples: int | None = option(
+        "The first so many rows of files; -1: all; null: data.val_max_samples (of an evaluation, data.max_samples).",
+        None,
+        ge=-1,
+    )
     n: int | None = option("Responses a prompt; null: val_kwargs.n.", None, ge=1)
     temperature: float | None = option("0: greedy; null: that of val_kwargs.", None, ge=0)
     top_p: float | None = option(

@@ -86,7 +86,7 @@ class _TokenFullKL(torch.autograd.Function):
         rows, temperature, chunk_tokens = ctx.settings
         real = weight[:rows]
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for first in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             log_p = chunk_logits(hidden[chunk], real, temperature).sub_(norms[chunk, :1])
@@ -95,8 +95,9 @@ class _TokenFullKL(torch.autograd.Function):
             factor = log_p.sub_(log_q).sub_(output[chunk, :1]).mul_(grad[chunk, :1] / temperature)
             grad_logits = factor.mul_(p).to(weight.dtype)
             grad_hidden[chunk] = grad_logits @ real
-            grad_weight[:rows] += grad_logits.t() @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 8
+            if grad_weight is not None:
+                grad_weight[:rows] += grad_logits.t() @ hidden[chunk]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 8
 
 
 def _reduce_chunk(

@@ -102,7 +102,8 @@ class _TokenLogProbs(torch.autograd.Function):
         real = weight[:rows]
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32 whatever the weight's dtype; a bfloat16 sum would lose late chunks.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # A frozen weight has none.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for first in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             grad_logits = _grad_logits(
@@ -117,11 +118,13 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_logits.scatter_add_(1, local[:, None], (grad[chunk, 0] * owned)[:, None])
             grad_logits = grad_logits.div_(temperature).to(weight.dtype)
             grad_hidden[chunk] = grad_logits @ real
+            if grad_weight is None:
+                continue
             if weight.dtype == torch.float32:
                 grad_weight[:rows].addmm_(grad_logits.t(), hidden[chunk])
             else:
                 grad_weight[:rows] += grad_logits.t() @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
 
 
 def _reduce_chunk(

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.plugins import load_plugins
 from megarl.rewards.custom import RewardFunction, load_reward_function
-from megarl.rewards.registry import REWARDS, rules_of
+from megarl.rewards.registry import REWARDS, needs_ground_truth, rules_of
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,32 @@ class RewardFunctions:
             self._of_source[data_source] = self._rule(rules_of([data_source])[data_source])
         return self._of_source[data_source]
 
-    def check(self, data_sources: Iterable[str]) -> None:
-        """ValueError: names all data sources that have no rule."""
+    def check(self, prompts: Iterable[tuple[str, str, str]]) -> None:
+        """Whether every prompt (its uid, data source, ground truth) can be scored.
+
+        ValueError: names all data sources that have no rule, or a prompt that lacks what its rule compares with.
+        """
+        rows = list(prompts)
         if self._common is None:
-            rules_of(data_sources)
+            rules_of(source for _, source, _ in rows)
+        for uid, source, truth in rows:
+            rule = self.of(source).rule
+            if not truth and rule is not None and needs_ground_truth(rule):
+                raise ValueError(
+                    f"prompt {uid}: the reward rule {rule!r} of data_source {source!r} compares with "
+                    "reward_model.ground_truth, which this prompt does not have; give it, or choose another reward"
+                )
 
     def _rule(self, name: str) -> "Reward":
-        return Reward(partial(REWARDS[name], **self._spec.rule_options.get(name, {})))
+        return Reward(partial(REWARDS[name], **self._spec.rule_options.get(name, {})), rule=name)
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function, and how it is called."""
+    """A reward function, and how it is called; `rule`: its name, if it has one."""
 
     function: RewardFunction
+    rule: str | None = None
 
     @cached_property
     def is_async(self) -> bool:

@@ -15,14 +15,16 @@ from megarl.rewards.custom import RewardFunction
 
 REWARDS: Registry[RewardFunction] = Registry("reward rule", "reward.rule")
 _RULE_OF: dict[str, str] = {}  # data source, or its beginning if it ends in "*"
+_COMPARES: set[str] = set()  # rules that cannot score without a ground truth
 
 
 def register_reward(
-    name: str, data_sources: Sequence[str] = ()
+    name: str, data_sources: Sequence[str] = (), *, needs_ground_truth: bool = False
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator: make a reward function known as `reward.rule=<name>`, and as the rule of data sources.
 
     `data_sources`: their names; one that ends in `*` stands for all that begin so.
+    `needs_ground_truth`: prompts that have none are refused.
     ValueError: the name or a data source is taken.
     """
 
@@ -32,6 +34,8 @@ def register_reward(
                 raise ValueError(f"data source {source!r} already has the reward rule {_RULE_OF[source]!r}")
         REWARDS.register(name)(function)
         _RULE_OF.update(dict.fromkeys(data_sources, name))
+        if needs_ground_truth:
+            _COMPARES.add(name)
         return function
 
     return register
@@ -52,6 +56,11 @@ def rules_of(data_sources: Iterable[str]) -> dict[str, str]:
     return rules
 
 
+def needs_ground_truth(rule: str) -> bool:
+    """Whether a rule compares with the ground truth."""
+    return rule in _COMPARES
+
+
 def _rule_of(data_source: str) -> str | None:
     if data_source in _RULE_OF:
         return _RULE_OF[data_source]
@@ -60,21 +69,21 @@ def _rule_of(data_source: str) -> str | None:
 
 
 # The data sources are those that verl's converters of these data sets write.
-register_reward("gsm8k", ["openai/gsm8k", "megarl/arithmetic"])(gsm8k.compute_score)
-register_reward("gsm8k_flexible")(gsm8k.compute_score_flexible)
+register_reward("gsm8k", ["openai/gsm8k", "megarl/arithmetic"], needs_ground_truth=True)(gsm8k.compute_score)
+register_reward("gsm8k_flexible", needs_ground_truth=True)(gsm8k.compute_score_flexible)
 register_reward(
     "math",
-    [
-        "lighteval/MATH",
-        "DigitalLearningGmbH/MATH-lighteval",
-        "HuggingFaceH4/MATH-500",
-        "numina_*",
-    ],
+    ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "numina_*"],
+    needs_ground_truth=True,
 )(math_boxed.compute_score)
-register_reward("math_dapo", ["math_dapo*", "aime*"])(math_dapo.compute_score)
-register_reward("code", ["codecontests", "apps", "codeforces", "taco"])(code_tests.compute_score)
-register_reward("multiple_choice", ["cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa", "allenai/ai2_arc"])(
-    text.multiple_choice
+register_reward("math_dapo", ["math_dapo*", "aime*"], needs_ground_truth=True)(math_dapo.compute_score)
+register_reward("code", ["codecontests", "apps", "codeforces", "taco"], needs_ground_truth=True)(
+    code_tests.compute_score
 )
-register_reward("exact_match")(text.exact_match)
+register_reward(
+    "multiple_choice",
+    ["cais/mmlu", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa", "allenai/ai2_arc"],
+    needs_ground_truth=True,
+)(text.multiple_choice)
+register_reward("exact_match", needs_ground_truth=True)(text.exact_match)
 register_reward("llm_judge")(judge.compute_score)

@@ -116,9 +116,9 @@ class Scorer:
         self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
         self._thread.start()
 
-    def check(self, data_sources: Iterable[str]) -> None:
-        """ValueError: names every data source that has no rule."""
-        self._functions.check(data_sources)
+    def check(self, prompts: Iterable[tuple[str, str, str]]) -> None:
+        """ValueError: a prompt (its uid, data source, ground truth) that cannot be scored, see RewardFunctions.check."""
+        self._functions.check(prompts)
 
     def submit(self, samples: Sequence[Sample]) -> None:
         """Have samples scored; their uids must differ from all that were not yet collected.

@@ -38,21 +38,8 @@ def compute_batch_advantages(
         metrics |= rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
         batch, mask, found = _correct(batch, column, mask, offsets, algorithm)
         metrics |= found
-    if algorithm.use_kl_in_reward:
-        rewards, mean_kl = apply_kl_penalty(
-            scores,
-            column["old_log_probs"],
-            column["ref_log_probs"],
-            mask,
-            offsets,
-            kl.coef,
-            algorithm.kl_penalty,
-            column.get("full_kl"),
-        )
-        metrics |= {"actor/ref_kl": mean_kl, "actor/kl_coef": kl.coef}
-        kl.update(mean_kl, batch.num_rows)
-    else:
-        rewards = place_scores(scores, mask, offsets)
+    rewards, found = _token_rewards(scores, column, mask, offsets, algorithm, kl, batch.num_rows)
+    metrics |= found
     baselines = None
     if "baseline_score" in batch.column_names:
         baselines = torch.tensor(batch["baseline_score"].to_numpy())
@@ -81,6 +68,33 @@ def compute_batch_advantages(
         if values is not None:
             batch = append_column(batch, name, (values.numpy(), offsets.numpy()))
     return batch, metrics
+
+
+def _token_rewards(
+    scores: torch.Tensor,
+    column: dict[str, torch.Tensor],
+    mask: torch.Tensor,
+    offsets: torch.Tensor,
+    algorithm: AlgorithmConfig,
+    kl: KLController,
+    num_rows: int,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Scores on the last live tokens, less the KL on each with `algorithm.use_kl_in_reward`; adapts its coefficient."""
+    if not algorithm.use_kl_in_reward:
+        return place_scores(scores, mask, offsets), {}
+    rewards, mean_kl = apply_kl_penalty(
+        scores,
+        column["old_log_probs"],
+        column["ref_log_probs"],
+        mask,
+        offsets,
+        kl.coef,
+        algorithm.kl_penalty,
+        column.get("full_kl"),
+    )
+    metrics = {"actor/ref_kl": mean_kl, "actor/kl_coef": kl.coef}
+    kl.update(mean_kl, num_rows)
+    return rewards, metrics
 
 
 def _correct(

@@ -8,6 +8,8 @@
             data = trainer.collect_data(prompts)
             results = trainer.update_policy(data)
             print(step, results["reward"])
+            if trainer.stop:  # health.early_stop
+                break
         trainer.save("policy")
 
 It is `megarl train` cut in two: the same configuration, processes and stages, in the same order.
@@ -30,21 +32,17 @@ from megarl.config.foreign import key_advice
 from megarl.config.hub import fetch_models
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Scorer, make_scorer
-from megarl.trainer.advantages import compute_batch_advantages
 from megarl.trainer.api_prompts import Prompts, PromptSupply
 from megarl.trainer.controls import make_controls
 from megarl.trainer.export import export_hf
 from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import ModelInputs, load_model_inputs
-from megarl.trainer.reward_model import model_scores, score_weights
+from megarl.trainer.ppo import collect, learn
+from megarl.trainer.reward_model import score_weights
 from megarl.trainer.roles import Roles, start_roles
-from megarl.trainer.rollouts import roll_out
 from megarl.trainer.run import Run, open_run
-from megarl.trainer.scoring import Rewards, training_scores
-from megarl.trainer.stages import evaluate_models, throughput
-from megarl.trainer.sync import sync_weights
-from megarl.trainer.updates import update
+from megarl.trainer.scoring import Rewards, check_prompts
 
 RewardFunction = Callable[..., Any]
 
@@ -86,30 +84,26 @@ class DataCollector:
         Raises:
             ValueError: a prompt that is none, by its number; a data source without a reward.
         """
-        config, run, roles = self._config, self._run, self._roles
-        phase, rewards = roles.memory.phase, self._rewards
         batches = self._supply.batches(prompts)
         self.version += 1
-        groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
-        noise = config.actor_rollout_ref.rollout.seed * 1_000_003 + self.version
+        run = self._run
         run.seconds.clear()
         with run.timed("step"):
-            with phase("sync"):
-                metrics = sync_weights(run, roles, version=self.version)
-            while not groups.complete:
-                with phase("generate"):
-                    asked = groups.distinct(next(batches))
-                    answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
-                by_model = model_scores(run, roles.reward_model, answers, self._models.reward_model, phase)
-                with run.timed("reward"):
-                    scored = rewards.collect(answers, f"step {self.version}", by_model)
-                    groups.add(training_scores(scored, config))
+            groups, metrics = collect(
+                self._config,
+                run,
+                self._roles,
+                batches,
+                self._rewards,
+                self._models.reward_model,
+                self.version,
+            )
         self._supply.report(*groups.prompt_scores())
-        return TrainingData(groups, self.version, {**metrics, **groups.metrics()}, dict(run.seconds))
+        return TrainingData(groups, self.version, metrics, dict(run.seconds))
 
     def _check(self, table: pa.Table) -> None:
         if needs_rules(self._config):
-            self._scorer.check(table["data_source"].to_pylist())
+            check_prompts(self._scorer, table)
 
 
 class Trainer:
@@ -177,24 +171,20 @@ class Trainer:
                 f"update_policy: data of collect_data number {data.version}, of which there were "
                 f"{self.collector.version}; the policy is updated once with what was collected last"
             )
-        config, run, roles = self.config, self._run, self._roles
+        run, roles = self._run, self._roles
         self.step = step = data.version
-        seed = config.trainer.seed * 1_000_003 + step
-        batch = data.table
         with run.step(step) as metrics:
             run.seconds.update(data.seconds)
-            with roles.memory.phase("evaluate_models"):
-                batch = evaluate_models(run, roles, batch, config, seed)
-            with run.timed("advantages"):
-                batch, extra = compute_batch_advantages(batch, config.algorithm, self._controls.kl)
-            with run.timed("update"):
-                changed = update(run, roles, batch, config, self._controls, step, seed)
-            metrics |= {**data.metrics, **extra, **changed}
-            run.save_trajectories(batch, "step", step)
-            metrics |= throughput(batch, data.groups.generated_tokens, run.seconds)
+            batch, learnt = learn(self.config, run, roles, data.groups, self._controls, step)
+            metrics |= {**data.metrics, **learnt}
             metrics |= roles.memory.report()
             metrics |= watch(run, self._monitor, step, metrics, batch)
         return {"reward": metrics["critic/score/mean"], **metrics}
+
+    @property
+    def stop(self) -> str | None:
+        """Why training should end here, by `health.early_stop`; None: it may go on."""
+        return self._monitor.stop
 
     def save(self, folder: str | Path) -> str:
         """Write the policy as a Hugging Face model, whole or not at all; returns the folder's path."""

@@ -56,9 +56,7 @@ def make_trainer_config(
     Raises:
         ValueError: unknown keys, values of a wrong type, trajectories that do not divide into prompts.
     """
-    for name in keys:
-        if "." not in name and key_advice(name) is not None:
-            raise ValueError(f"make_trainer_config({name}=...): {key_advice(name)}")
+    _refuse_foreign(keys)
     estimator = _ESTIMATORS.get(algo, algo)
     if rollouts_per_prompt is None:
         rollouts_per_prompt = 1 if estimator in ("gae", "remax") else _GROUP_SIZE
@@ -84,6 +82,13 @@ def make_trainer_config(
     values = {key: value for key, value in values.items() if value is not None} | keys
     values = _batch(values, rollouts_per_device) | values
     return load_config(TrainConfig, None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+
+
+def _refuse_foreign(keys: dict[str, Any]) -> None:
+    """ValueError for arguments that other trainers' functions of this name have."""
+    for name in keys:
+        if "." not in name and key_advice(name) is not None:
+            raise ValueError(f"make_trainer_config({name}=...): {key_advice(name)}")
 
 
 def _batch(values: dict[str, Any], rollouts_per_device: int) -> dict[str, Any]:

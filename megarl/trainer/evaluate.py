@@ -19,7 +19,7 @@ from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.trainer.prompt_data import read_prompts
 from megarl.trainer.roles import open_pools, start_engines
 from megarl.trainer.run import open_engine_run
-from megarl.trainer.scoring import Rewards
+from megarl.trainer.scoring import Rewards, check_prompts
 from megarl.trainer.turns import turns_spec
 from megarl.trainer.validation import ValidationSet, validate
 
@@ -76,13 +76,15 @@ def load_problems(
 ) -> list[ValidationSet]:
     """The problems of data.val_files and of each set; `scorer` must have a reward for every data source."""
     data, val_kwargs = config.data, config.rollout.val_kwargs
-    held_out = {} if data.val_files is None else {"": (data.val_files, val_kwargs)}
+    most = data.max_samples or -1
+    held_out = {} if data.val_files is None else {"": (data.val_files, most, val_kwargs)}
     for name, val_set in (data.val_sets or {}).items():
-        held_out[name] = (val_set.files, val_set_sampling(val_set, val_kwargs))
+        number = most if val_set.max_samples is None else val_set.max_samples
+        held_out[name] = (val_set.files, number, val_set_sampling(val_set, val_kwargs))
     sets = []
-    for name, (files, sampling) in held_out.items():
-        problems = read_prompts(data, files, tokenizer, data.max_samples or -1).table
-        scorer.check(problems["data_source"].to_pylist())
+    for name, (files, number, sampling) in held_out.items():
+        problems = read_prompts(data, files, tokenizer, number).table
+        check_prompts(scorer, problems)
         sets.append(ValidationSet(name, problems, sampling))
     return sets
 

@@ -19,6 +19,7 @@ from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Scorer
 from megarl.trainer.prompt_data import read_prompts, training_prompts
 from megarl.trainer.reward_model import RewardModelInputs, load_reward_model
+from megarl.trainer.scoring import check_prompts
 from megarl.trainer.validation import ValidationSet
 
 
@@ -79,7 +80,7 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
     def check(prompts: pa.Table) -> None:
         # An environment may score all by itself; a data source of which it does not is refused when it is met.
         if needs_rules(config) and not config.actor_rollout_ref.rollout.multi_turn.enable:
-            scorer.check(prompts["data_source"].to_pylist())
+            check_prompts(scorer, prompts)
 
     def dataset(files: str | tuple[str, ...], max_samples: int = -1) -> PromptDataset:
         read = read_prompts(data, files, tokenizer, max_samples)
@@ -93,7 +94,8 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         {} if data.val_files is None else {"": (dataset(data.val_files, data.val_max_samples), val_kwargs)}
     )
     for name, val_set in (data.val_sets or {}).items():
-        held_out[name] = (dataset(val_set.files), val_set_sampling(val_set, val_kwargs))
+        most = data.val_max_samples if val_set.max_samples is None else val_set.max_samples
+        held_out[name] = (dataset(val_set.files, most), val_set_sampling(val_set, val_kwargs))
     return TrainInputs(
         tokenizer=tokenizer,
         model=models.model,

@@ -10,12 +10,12 @@ import pyarrow as pa
 from megarl.config import TrainConfig
 from megarl.rewards.scorer import make_scorer
 from megarl.trainer.advantages import compute_batch_advantages
-from megarl.trainer.controls import make_controls
+from megarl.trainer.controls import Controls, make_controls
 from megarl.trainer.export import FOLDER, export_checkpoint, export_hf
 from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import TrainInputs, load_train_inputs
-from megarl.trainer.reward_model import model_scores, score_weights
+from megarl.trainer.reward_model import RewardModelInputs, model_scores, score_weights
 from megarl.trainer.roles import Roles, start_roles
 from megarl.trainer.rollouts import roll_out
 from megarl.trainer.run import Run, open_run
@@ -42,7 +42,7 @@ def train(config: TrainConfig) -> str:
 
 
 def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards) -> None:
-    algorithm, trainer, phase = config.algorithm, config.trainer, roles.memory.phase
+    trainer = config.trainer
     controls = make_controls(config, inputs.num_steps)
     monitor = start_monitor(run, config, controls)
     prompts = epochs(inputs.loader)
@@ -51,29 +51,11 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
             metrics |= sync_and_validate(config, run, roles, inputs, rewards, step=0)
             monitor.history.add(0, metrics)
     for step in range(1, inputs.num_steps + 1):
-        seed = trainer.seed * 1_000_003 + step
-        noise = config.actor_rollout_ref.rollout.seed * 1_000_003 + step
-        groups = Groups(algorithm.filter_groups, config.data.train_batch_size)
         with run.step(step) as metrics:
-            with phase("sync"):
-                metrics |= sync_weights(run, roles, version=step)
-            while not groups.complete:
-                with phase("generate"):
-                    asked = groups.distinct(next(prompts))
-                    answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
-                by_model = model_scores(run, roles.reward_model, answers, inputs.reward_model, phase)
-                with run.timed("reward"):
-                    groups.add(training_scores(rewards.collect(answers, f"step {step}", by_model), config))
-            batch = groups.batch()
-            with phase("evaluate_models"):
-                batch = evaluate_models(run, roles, batch, config, seed)
-            with run.timed("advantages"):
-                batch, extra = compute_batch_advantages(batch, algorithm, controls.kl)
-            with run.timed("update"):
-                metrics |= groups.metrics() | extra | update(run, roles, batch, config, controls, step, seed)
+            groups, collected = collect(config, run, roles, prompts, rewards, inputs.reward_model, step)
+            batch, learnt = learn(config, run, roles, groups, controls, step)
+            metrics |= collected | learnt
             inputs.loader.report(*groups.prompt_scores())
-            run.save_trajectories(batch, "step", step)
-            metrics |= throughput(batch, groups.generated_tokens, run.seconds)
             if due(trainer.test_freq, step, last=inputs.num_steps):
                 metrics |= sync_and_validate(config, run, roles, inputs, rewards, step)
             if due(trainer.save_freq, step):
@@ -83,6 +65,47 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
             metrics |= watch(run, monitor, step, metrics, batch)
         if monitor.stop is not None:
             break
+
+
+def collect(
+    config: TrainConfig,
+    run: Run,
+    roles: Roles,
+    prompts: Iterator[pa.Table],
+    rewards: Rewards,
+    reward_inputs: RewardModelInputs | None,
+    step: int,
+) -> tuple[Groups, dict[str, float]]:
+    """The first half of a step: the newest weights answer prompts, and rewards score the answers as they come."""
+    phase = roles.memory.phase
+    groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
+    noise = config.actor_rollout_ref.rollout.seed * 1_000_003 + step
+    with phase("sync"):
+        metrics = sync_weights(run, roles, version=step)
+    while not groups.complete:
+        with phase("generate"):
+            asked = groups.distinct(next(prompts))
+            answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
+        by_model = model_scores(run, roles.reward_model, answers, reward_inputs, phase)
+        with run.timed("reward"):
+            groups.add(training_scores(rewards.collect(answers, f"step {step}", by_model), config))
+    return groups, metrics | groups.metrics()
+
+
+def learn(
+    config: TrainConfig, run: Run, roles: Roles, groups: Groups, controls: Controls, step: int
+) -> tuple[pa.Table, dict[str, float]]:
+    """The second half: log-probs and values, advantages, updates of critic and policy; the batch as it was trained on."""
+    seed = config.trainer.seed * 1_000_003 + step
+    batch = groups.batch()
+    with roles.memory.phase("evaluate_models"):
+        batch = evaluate_models(run, roles, batch, config, seed)
+    with run.timed("advantages"):
+        batch, metrics = compute_batch_advantages(batch, config.algorithm, controls.kl)
+    with run.timed("update"):
+        metrics |= update(run, roles, batch, config, controls, step, seed)
+    run.save_trajectories(batch, "step", step)
+    return batch, metrics | throughput(batch, groups.generated_tokens, run.seconds)
 
 
 def epochs(loader: Iterable[pa.Table]) -> Iterator[pa.Table]:

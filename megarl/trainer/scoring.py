@@ -149,6 +149,12 @@ class Rewards:
             self.run.say(f"{when}: {len(failures)} rewards failed in all, see {path}")
 
 
+def check_prompts(scorer: Scorer, prompts: pa.Table) -> None:
+    """ValueError: the scorer has no rule for a prompt, or the prompt not what its rule compares with."""
+    columns = [prompts[name].to_pylist() for name in ("uid", "data_source", "ground_truth")]
+    scorer.check(zip(*columns, strict=True))
+
+
 def make_samples(table: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Trajectories as text, without special tokens."""
     texts = {

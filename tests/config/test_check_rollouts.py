@@ -35,6 +35,10 @@ def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
         (["reward_model.overlong_buffer.len=9"], "len=9 is more than data.max_response_length=8"),
         (["trainer.save_freq=0"], "-1 (never) or at least 1"),
         (["data.val_sets.a/b.files=x.parquet"], "'a/b': a name may have letters"),
+        (
+            ["data.val_sets.a.files=x.parquet", "data.val_sets.a.max_samples=0"],
+            "data.val_sets.a.max_samples=0: it must be -1 (all) or at least 1",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told(overrides, told):

@@ -57,12 +57,24 @@ def test_a_plugin_adds_a_rule_and_its_data_sources(tmp_path):
     reward = functions.of("whatever")
     assert not reward.is_async
     assert reward.function(data_source="", solution_str="four", ground_truth="", extra_info=None) == 4
-    functions.check(["whatever"])  # one rule for all
+    functions.check([("a", "whatever", "")])  # one rule for all, which does without a ground truth
     with pytest.raises(ValueError, match="'test_length' is already registered"):
         register_reward("test_length")(len)
     with pytest.raises(ValueError, match=r"'test_registry/\*' already has the reward rule 'test_length'"):
         register_reward("test_other", ["test_registry/*"])(len)
     assert "test_other" not in REWARDS
+
+
+@pytest.mark.parametrize("rule", [None, "exact_match"])
+def test_a_rule_that_compares_needs_a_ground_truth(rule):
+    source = "openai/gsm8k"
+    functions = RewardFunctions(RewardSpec(rule=rule))
+    functions.check([("train:0", source, "7")])
+    with pytest.raises(
+        ValueError, match=f"prompt train:1: the reward rule '{rule or 'gsm8k'}' of data_source"
+    ):
+        functions.check([("train:0", source, "7"), ("train:1", source, "")])
+    RewardFunctions(RewardSpec(rule="llm_judge")).check([("train:1", source, "")])
 
 
 def test_an_unknown_rule_is_refused():

@@ -185,7 +185,7 @@ def test_rules_are_chosen_by_data_source():
         with pytest.raises(ValueError, match="data_source 'mine'"):
             scorer.submit(samples("1"))
         with pytest.raises(ValueError, match="data_source 'mine', 'yours'"):
-            scorer.check(["openai/gsm8k", "yours", "mine"])
+            scorer.check([("a", "openai/gsm8k", "7"), ("b", "yours", "7"), ("c", "mine", "7")])
         scorer.submit(
             [
                 Sample("a", "openai/gsm8k", "", "#### 7", "7", None),

@@ -1,0 +1,182 @@
+"""Adapters of linear layers: their tensors, and where these lie, worked out from where the weights lie.
+
+Beside a weight W [out, in] are A [rank, in] and B [out, rank] (LoRA, arXiv:2106.09685) and, with DoRA
+(arXiv:2402.09353), magnitudes [out]; their names are PEFT's, without its prefix. Where W is cut by rows, B is cut with it
+and A is whole; where it is cut by columns, A is cut with it and B is whole. So no family says anything about adapters.
+
+In a Megatron rank the adapters of all tensors in one linear layer are together: `a` has theirs one above the other,
+`b` and `m` the rows that the layer's weight has, in its order, as far as their tensors have adapters.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from megarl.config.lora_section import ALL_LINEAR, LoraConfig
+from megarl.layout.boxes import Box, Piece
+from megarl.models.config import ModelConfig
+from megarl.models.shards import Shapes
+from megarl.models.table import logical_tensors
+
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+ADAPTER = "lora"  # the submodule of a linear layer that holds its adapters
+_LINEAR = (
+    "_proj",
+    "_proj_with_mqa",
+)  # how the names of all families' linear layers end, but for heads and routers
+
+
+@dataclass(frozen=True)
+class AdapterSlot:
+    """The adapters in one linear layer of a Megatron rank.
+
+    Attributes:
+        weight: the local name of the layer's weight.
+        module: the local name of the layer ("0:decoder.layers.1.mlp.linear_fc1").
+        number: which of the layer's experts, or groups of experts; None: it has no experts.
+        tensors: the adapted weights (logical names) in the order in which `a` has them.
+        rows: what of the layer's rows `b` has, in its order: (number of the tensor, first row, how many).
+        in_features: columns of the layer's weight.
+    """
+
+    weight: str
+    module: str
+    number: int | None
+    tensors: tuple[str, ...]
+    rows: tuple[tuple[int, int, int], ...]
+    in_features: int
+
+    @property
+    def num_rows(self) -> int:
+        return sum(count for _, _, count in self.rows)
+
+
+def scaling(lora: LoraConfig) -> float:
+    """What an adapter's output is multiplied with."""
+    alpha = float(lora.rank if lora.alpha is None else lora.alpha)
+    return alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
+
+
+def adapted_weights(config: ModelConfig, lora: LoraConfig) -> Shapes:
+    """The weights that have adapters, with their shapes.
+
+    Raises:
+        ValueError: a pattern that fits no linear layer, or none is left.
+    """
+    linear = {
+        name.removesuffix(".weight"): shape
+        for name, shape in logical_tensors(config).items()
+        if name.endswith(tuple(f"{end}.weight" for end in _LINEAR))
+    }
+    for key, patterns in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
+        for pattern in patterns:
+            if not any(_fits(name, pattern) for name in linear):
+                known = ", ".join(dict.fromkeys(name.rsplit(".", 1)[1] for name in linear))
+                raise ValueError(
+                    f"lora.{key}: {pattern!r} fits no linear layer of the model; there are {known}"
+                )
+    chosen = {
+        f"{name}.weight": shape
+        for name, shape in linear.items()
+        if any(_fits(name, pattern) for pattern in lora.target_modules)
+        and not any(_fits(name, pattern) for pattern in lora.exclude_modules)
+    }
+    if not chosen:
+        raise ValueError("lora.exclude_modules leaves no linear layer that has an adapter")
+    return chosen
+
+
+def _fits(module: str, pattern: str) -> bool:
+    return pattern == ALL_LINEAR or module.rsplit(".", 1)[1] == pattern or fnmatchcase(module, pattern)
+
+
+def logical_adapters(config: ModelConfig, lora: LoraConfig) -> Shapes:
+    """The adapters' tensors with their shapes, weight by weight."""
+    shapes: Shapes = {}
+    for weight, (rows, columns) in adapted_weights(config, lora).items():
+        name = weight.removesuffix(".weight")
+        shapes |= {name + A: (lora.rank, columns), name + B: (rows, lora.rank)}
+        if lora.use_dora:
+            shapes[name + MAGNITUDE] = (rows,)
+    return shapes
+
+
+def adapter_slots(pieces: Iterable[Piece], weights: Shapes) -> list[AdapterSlot]:
+    """The linear layers of a Megatron rank that have adapters.
+
+    Args:
+        pieces: all of the rank's pieces (`megatron_pieces`).
+        weights: `adapted_weights`.
+    """
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        if piece.tensor in weights:
+            found.setdefault(piece.local, []).append(piece)
+    slots = []
+    for local, parts in found.items():
+        parts.sort(key=lambda piece: piece.local_box.start[0])
+        tensors = tuple(dict.fromkeys(piece.tensor for piece in parts))
+        rows = tuple(
+            (tensors.index(piece.tensor), piece.local_box.start[0], piece.local_box.size[0])
+            for piece in parts
+        )
+        module, kind = local.rsplit(".", 1)
+        number = kind.removeprefix("weight")
+        slots.append(
+            AdapterSlot(
+                local, module, int(number) if number else None, tensors, rows, parts[0].local_box.size[1]
+            )
+        )
+    return slots
+
+
+def adapter_pieces(
+    pieces: Iterable[Piece], weights: Shapes, lora: LoraConfig, adapter: str = ADAPTER
+) -> list[Piece]:
+    """Where a Megatron rank has the adapters of its weights; local names are "<layer>.<adapter>.a", ".b", ".m", of
+    experts ".a0", ...
+
+    With `lora.shared_a` or `lora.expert_groups` several tensors lie in one place: they are equal.
+    """
+    every = [piece for piece in pieces if piece.tensor in weights]
+    slots = {slot.weight: slot for slot in adapter_slots(every, weights)}
+    first = {slot.module: slot.tensors for slot in slots.values() if slot.number == 0}
+    out: dict[Piece, None] = {}  # in order, each once
+    for piece in every:
+        slot, rank = slots[piece.local], lora.rank
+        name = piece.tensor.removesuffix(".weight")
+        number = (
+            ""
+            if slot.number is None
+            else str(slot.number // group_size(weights, lora, first[slot.module][0]))
+        )
+        local = f"{slot.module}.{adapter}."
+        (row, column), (rows, columns) = piece.box
+        above = 0 if lora.shared_a else slot.tensors.index(piece.tensor) * rank
+        out[Piece(name + A, Box((0, column), (rank, columns)), f"{local}a{number}",
+                  Box((above, 0), (rank, columns)))] = None  # fmt: skip
+        at = _compact(slot, piece.local_box.start[0])
+        out[Piece(name + B, Box((row, 0), (rows, rank)), f"{local}b{number}", Box((at, 0), (rows, rank)))] = (
+            None
+        )
+        if lora.use_dora:
+            out[Piece(name + MAGNITUDE, Box((row,), (rows,)), f"{local}m{number}", Box((at,), (rows,)))] = (
+                None
+            )
+    return list(out)
+
+
+def group_size(weights: Shapes, lora: LoraConfig, expert: str) -> int:
+    """How many neighbouring experts share an adapter in the layer of `expert` (one of its weights)."""
+    if lora.expert_groups is None:
+        return 1
+    layer, rest = expert.split(".experts.")
+    end = rest.split(".", 1)[1]
+    num_experts = sum(name.startswith(layer + ".experts.") and name.endswith("." + end) for name in weights)
+    return num_experts // lora.expert_groups
+
+
+def _compact(slot: AdapterSlot, row: int) -> int:
+    """Where a layer's row lies in `b`."""
+    return sum(count for _, first, count in slot.rows if first < row)

@@ -94,3 +94,19 @@ def test_weight_sync_measures_all_ways_and_finds_the_formulas_bytes(tmp_path: Pa
         assert 0.98 * formula < figures[way]["bytes_received_max"] <= formula
     assert figures["full gather"]["bytes_received_max"] > 2.9 * formula
     assert all(len(figures[way]["seconds"]) == 1 for way in ("megarl", "megarl p2p", "full gather"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_reward_rises_with_every_estimator_and_policy_loss() -> None:
+    """Ten real runs of the demo's task; the script's exit code says whether a reward did not rise."""
+    result = subprocess.run(
+        [sys.executable, "benchmarks/algorithms.py", "--steps", "8"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1450,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    runs = json.loads((ROOT / "outputs/algorithms/results.json").read_text())["results"]
+    assert len(runs) == 10 and all(run["last"] > run["first"] for run in runs)

@@ -5,6 +5,7 @@ hold different tokens (data and context parallel ranks of the last pipeline stag
 each), over mini-batches and epochs too if one number a step is wanted, then reduce them once here.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -19,6 +20,7 @@ _PER_UPDATE = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "critic/vf_loss")
 _PER_TOKEN = {
     "actor/ppo_kl": "actor/ppo_kl",
     "actor/ratio": "actor/ratio_mean",
+    "actor/log_ratio_abs": "actor/log_ratio_abs",
     "actor/pg_clipfrac": "actor/pg_clipfrac",
     "actor/pg_clipfrac_lower": "actor/pg_clipfrac_lower",
     "actor/entropy": "actor/entropy",
@@ -129,6 +131,21 @@ def rollout_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
         "training/rollout_kl": float((engine - trainer).mean()),
         "training/rollout_k3_kl": float(kl_estimate(engine, trainer, "k3").mean()),
         "training/rollout_ppl_ratio": float((engine - trainer).mean().exp()),
+    }
+
+
+def first_difference(sums: Mapping[str, float]) -> dict[str, float]:
+    """The same, as far as it can be told, where the engine's log-probs are the old ones: from the sums of a step's first
+    mini-batch, whose policy is still the one that was sampled."""
+    tokens = sums["actor/tokens"]
+    if tokens == 0:
+        return {}
+    kl, ratio = sums["actor/ppo_kl"] / tokens, sums["actor/ratio"] / tokens
+    return {
+        "training/rollout_log_prob_diff_mean": sums["actor/log_ratio_abs"] / tokens,
+        "training/rollout_kl": kl,
+        "training/rollout_k3_kl": ratio - 1.0 + kl,
+        "training/rollout_ppl_ratio": math.exp(kl),
     }
 
 

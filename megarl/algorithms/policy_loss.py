@@ -68,7 +68,7 @@ def policy_loss(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOpti
     """The policy loss `options.loss_mode`, summed with the weights (and importance weights, if there are).
 
     Sums: actor/pg_loss (weighted loss); over live tokens: actor/tokens, actor/ppo_kl (old - new log-prob),
-    actor/ratio, and those of the loss itself.
+    actor/log_ratio_abs (its absolute value), actor/ratio, and those of the loss itself.
     """
     mask, zero = tokens.mask, log_probs.new_zeros(())
     log_probs = torch.where(mask, log_probs, zero)
@@ -84,6 +84,7 @@ def policy_loss(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOpti
         "actor/pg_loss": loss.detach().double(),
         "actor/tokens": mask.sum().double(),
         "actor/ppo_kl": _total(-change),
+        "actor/log_ratio_abs": _total(change.abs()),
         "actor/ratio": _total(torch.where(mask, change.exp(), zero)),
         **own_sums,
     }

@@ -108,7 +108,9 @@ class RolloutCorrectionConfig:
         "rollout_rs: the smallest; null: 1 / the largest.", None, ge=0
     )
     bypass_mode: bool = option(
-        "Take the engine's log-probs as the old ones: no forward pass before the update.", False
+        "Take the engine's log-probs as the old ones: no forward pass before the update. What is logged of their difference "
+        "to the trainer's is then that of each step's first mini-batch.",
+        False,
     )
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.covariance import ClipCov, KLCov
 from megarl.algorithms.loss_inputs import PolicyLossOptions
-from megarl.algorithms.metrics import add_sums, reduce_metrics
+from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
 from megarl.config import TrainConfig
 from megarl.trainer.controls import Controls
 from megarl.trainer.dispatch import update_plan
@@ -45,7 +45,10 @@ def update(
         with roles.memory.held(phase):
             calls = {name: _start_update(name, roles, batch, table, config, controls, seed) for name in names}
             for name, refs in calls.items():
-                metrics |= _update_metrics(name, run.wait(refs)[0])
+                steps = run.wait(refs)[0]
+                metrics |= _update_metrics(name, steps)
+                if name == "actor" and steps and config.algorithm.rollout_correction.bypass_mode:
+                    metrics |= first_difference(steps[0])
     if config.actor_rollout_ref.actor.use_kl_loss:
         metrics["actor/kl_loss_coef"] = controls.kl_loss.coef
         controls.kl_loss.update(metrics.get("actor/kl_loss", 0.0), batch.num_rows)

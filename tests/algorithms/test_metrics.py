@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.metrics import add_sums, batch_metrics, reduce_metrics, rollout_difference
+from megarl.algorithms.metrics import (
+    add_sums,
+    batch_metrics,
+    first_difference,
+    reduce_metrics,
+    rollout_difference,
+)
 from tests.algorithms.ragged_examples import offsets_of
 
 
@@ -19,6 +25,21 @@ def test_a_mini_batch_without_live_tokens_reports_its_loss_only():
     assert reduce_metrics({"actor/pg_loss": 0.0, "actor/tokens": 0.0, "actor/ppo_kl": 0.0}) == {
         "actor/pg_loss": 0.0
     }
+
+
+def test_the_difference_that_a_first_mini_batch_tells_is_that_of_its_log_probs():
+    engine, trainer = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -1.7, -0.5])
+    change = trainer - engine
+    sums = {
+        "actor/tokens": 3.0,
+        "actor/ppo_kl": float(-change.sum()),
+        "actor/ratio": float(change.exp().sum()),
+        "actor/log_ratio_abs": float(change.abs().sum()),
+    }
+    whole = rollout_difference(trainer, engine, torch.tensor([True] * 3))
+    found = first_difference(sums)
+    assert len(found) == 4 and found == pytest.approx({name: whole[name] for name in found}, abs=1e-6)
+    assert first_difference(dict.fromkeys(sums, 0.0)) == {}
 
 
 def test_batch_metrics_by_hand():

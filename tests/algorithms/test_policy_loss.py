@@ -50,6 +50,7 @@ def test_actor_loss_by_hand():
             "actor/entropy": 0.6,
             "actor/ratio_mean": 1.0,
             "actor/ppo_kl": 0.0,
+            "actor/log_ratio_abs": 0.0,
             "actor/pg_clipfrac": 0.0,
             "actor/pg_clipfrac_lower": 0.0,
         }

@@ -54,6 +54,7 @@ def test_ppo_by_hand():
             "actor/pg_loss": 1.404,
             "actor/tokens": 5,
             "actor/ppo_kl": -math.log(1.5 * 0.5 * 0.5 * 2 * 4),  # sum of old - new = -ln 3
+            "actor/log_ratio_abs": math.log(1.5 * 2 * 2 * 2 * 4),
             "actor/ratio": 8.5,
             "actor/pg_clipfrac": 2,
             "actor/pg_clipfrac_lower": 1,

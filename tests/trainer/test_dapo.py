@@ -148,6 +148,8 @@ def test_remax_with_the_engines_log_probs(task, tmp_path):
     assert set(batch["baseline_score"].to_pylist()) != set(batch["score"].to_pylist())
     old, rollout = (ragged(batch, f"{name}_log_probs")[0] for name in ("old", "rollout"))
     np.testing.assert_array_equal(old, rollout)
+    (step,) = steps(tmp_path)
+    assert 0 < step["training/rollout_log_prob_diff_mean"] < 1e-5 and abs(step["training/rollout_kl"]) < 1e-5
     # greedy answers of the same weights, by another engine run
     succeed(
         "eval", "recipes/quickstart_eval.yaml", f"model.path={task}/model",

@@ -1,0 +1,84 @@
+"""Real runs over several data sets, in a plugin's order and from a stream; and a monitor that acts and stops."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.data.trajectories import read_trajectories
+from tests.trainer.conftest import PPO, on, steps, succeed
+from tests.trainer.test_dapo import ONE_DEVICE
+
+ACTOR = "actor_rollout_ref.actor"
+SAMPLER = """
+import numpy as np
+from megarl.data.samplers import Sampler, register_sampler
+
+@register_sampler("last_first")
+class LastFirst(Sampler):
+    \"\"\"From row `options.first` backwards, then the rows after it.\"\"\"
+
+    def order(self, table, seed, epoch):
+        first = self.config.options["first"]
+        return np.concatenate([np.arange(first, -1, -1), np.arange(first + 1, table.num_rows)])
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def prompts_of(run: Path, step: int) -> list[str]:
+    table = read_trajectories(run / "rollouts" / f"step-{step:06d}.parquet")
+    return list(dict.fromkeys(table["prompt_uid"].to_pylist()))
+
+
+def test_a_mixture_in_a_plugins_order_while_the_monitor_acts_and_stops(task: Path, tmp_path: Path) -> None:
+    """Of every 4 prompts 3 are of the one set and 1 of the other; every step's KL is over a bound of next to nothing."""
+    plugin, run = tmp_path / "sampler.py", tmp_path / "run"
+    plugin.write_text(SAMPLER)
+    files = {"train": (3, "train"), "held": (1, "test")}
+    mixture = {
+        name: {"files": f"{task}/data/{file}.parquet", "weight": weight}
+        for name, (weight, file) in files.items()
+    }
+    printed = succeed(
+        "train", *PPO, *on(task, run), *ONE_DEVICE, "data.train_files=null", f"data.mixture={json.dumps(mixture)}",
+        f"plugins=[{plugin}]", "data.sampler.name=last_first", 'data.sampler.options={"first": 9}',
+        f"{ACTOR}.ppo_mini_batch_size=4", "trainer.total_training_steps=6", "health.patience=1", "health.every=1",
+        "health.ppo_kl_high=1e-12", "health.auto_action=true", "health.kl_coef_max=0.003", "trainer.test_freq=2",
+        "health.stagnation=1", "health.early_stop=[stagnation]", f"{ACTOR}.optim.lr=1e-8", "critic.optim.lr=1e-8",
+        f"{ACTOR}.optim.lr_warmup_steps=0", "actor_rollout_ref.rollout.val_kwargs.temperature=0",
+    )  # fmt: skip
+    uids = prompts_of(run, 1)
+    assert sorted(uid for uid in uids if uid.startswith("train:")) == sorted(
+        f"train:train:{row}" for row in (9, 8, 7, 6, 5, 4)
+    )
+    assert sorted(uid for uid in uids if uid.startswith("held:")) == ["held:test:8", "held:test:9"]
+    entries = [json.loads(line) for line in (run / "health.jsonl").read_text().splitlines()]
+    # Greedy answers of a policy that hardly moves score the same at steps 2 and 4.
+    (stop,) = [entry for entry in entries if entry["kind"] == "stop"]
+    assert stop["step"] == 4 and [step["step"] for step in steps(run)] == [1, 2, 3, 4]
+    assert "stopping: val/score/mean has not risen" in printed and (run / "hf/model.safetensors").is_file()
+    # 0.001 -> 0.002 -> 0.003 (its bound), each in force from the next step on.
+    assert [round(step["actor/kl_coef"], 6) for step in steps(run)] == [0.001, 0.002, 0.003, 0.003]
+    first = [entry["message"] for entry in entries if entry["kind"] == "action" and entry["step"] == 1]
+    assert first == [
+        "algorithm.kl_ctrl.kl_coef from 0.001 to 0.002",
+        f"{ACTOR}.clip_ratio_low from 0.2 to 0.1",
+        f"{ACTOR}.clip_ratio_high from 0.2 to 0.1",
+    ]
+
+
+def test_streamed_data_sets(task: Path, tmp_path: Path) -> None:
+    """Windows of 16 rows; an epoch of one set ends within the run."""
+    run = tmp_path / "run"
+    mixture = {
+        "train": {"files": f"{task}/data/train.parquet", "weight": 1},
+        "held": {"files": f"{task}/data/test.parquet", "weight": 1},
+    }
+    succeed(
+        "train", *PPO, *on(task, run), *ONE_DEVICE, "data.train_files=null", f"data.mixture={json.dumps(mixture)}",
+        "data.streaming=true", "data.stream_window_rows=16", "trainer.total_training_steps=5", "data.val_files=null",
+    )  # fmt: skip
+    held = [uid for step in range(1, 6) for uid in prompts_of(run, step) if uid.startswith("held:")]
+    assert [len(prompts_of(run, step)) for step in range(1, 6)] == [8] * 5
+    assert abs(len(held) - 20) < 2 and len(set(held[:16])) == 16 and set(held[16:]) < set(held[:16])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megarl.config import LoraConfig
 from megarl.hybrid_engine.layouts import EngineLayout, megatron_layout, sglang_layout
 from megarl.hybrid_engine.sync import SyncPlan
 from megarl.layout import RankPlace, place_engines
@@ -63,6 +64,12 @@ def model_of(case: Case) -> ModelConfig:
     )
 
 
+def lora_of(case: Case, rank: int) -> LoraConfig:
+    """Adapters on all linear layers, or where there are experts on those of attention."""
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    return LoraConfig(rank=rank, **({"target_modules": attention} if case.moe else {}))
+
+
 def sync_places(case: Case) -> tuple[tuple[RankPlace, ...], tuple[RankPlace, ...]]:
     """The devices of the trainer's and of the engine's ranks, the latter placed where most of their weights are."""
     config, train, engine = model_of(case), case.train, case.engine
@@ -74,7 +81,8 @@ def sync_places(case: Case) -> tuple[tuple[RankPlace, ...], tuple[RankPlace, ...
     return sources, tuple(devices[number] for number in order)
 
 
-def sync_plan(case: Case, bucket_bytes: int, transport: str) -> SyncPlan:
+def sync_plan(case: Case, bucket_bytes: int, transport: str, adapters: LoraConfig | None = None) -> SyncPlan:
+    """`adapters`: what engines serve beside the weights; None: nothing."""
     sources, targets = sync_places(case)
     return SyncPlan(
         config=model_of(case),
@@ -85,4 +93,5 @@ def sync_plan(case: Case, bucket_bytes: int, transport: str) -> SyncPlan:
         source_places=sources,
         target_places=targets,
         transport=transport,
+        adapters=adapters,
     )

@@ -4,16 +4,20 @@ import multiprocessing
 import zlib
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from full_gather import FullGather, Gatherer, loader
-from weight_sync_cases import DTYPE, Case, model_of
+from weight_sync_cases import DTYPE, Case, lora_of, model_of
 
+from megarl.hybrid_engine.adapter_sync import megatron_adapters, served_adapters
 from megarl.hybrid_engine.layouts import hf_layout, megatron_layout, sglang_layout
 from megarl.hybrid_engine.outbox import Outbox
 from megarl.layout import Layout, Piece
+from megarl.models.lora import logical_adapters, scaling
+from megarl.rollout.adapters import remember_manager
 from megarl.rollout.receiver import Receiver
 
 TIMEOUT = 300.0
@@ -45,9 +49,14 @@ def values(tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=DTYPE)
 
 
-def each_piece(layout: Layout, whole: Layout, rank: int) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Each piece of a rank with its values; pieces of a tensor come together."""
-    shapes = {piece.tensor: piece.box.size for piece in whole.pieces(0)}
+def shapes_of(whole: Layout) -> dict[str, tuple[int, ...]]:
+    return {piece.tensor: piece.box.size for piece in whole.pieces(0)}
+
+
+def each_piece(
+    layout: Layout, shapes: dict[str, tuple[int, ...]], rank: int
+) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Each piece of a rank with its values; pieces of a tensor come together. `shapes`: of all logical tensors."""
     for piece in sorted(layout.pieces(rank), key=lambda piece: piece.tensor):
         yield piece, values(piece.tensor, shapes[piece.tensor])[piece.box.slices]
 
@@ -65,16 +74,59 @@ class Engine(torch.nn.Module):
         return iter(self.tensors.items())
 
 
-def train_rank(rank: int, case: Case, bucket_bytes: int, folder: str, pipe: Connection) -> None:
-    """Commands: ("outbox", (way, share)), ("send", (way, version)), ("full", shared memory), ("gather", bucket)."""
+class Served:
+    """The adapters that an engine rank serves: a model for its receiver, with slots where SGLang's LoRAManager has them."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor], case: Case, lora_rank: int, rank: int) -> None:
+        config, lora = model_of(case), lora_of(case, lora_rank)
+        self._layout, self._rank = served_adapters(sglang_layout(config, case.engine), config, lora), rank
+        self._shapes, self._slots = logical_adapters(config, lora), empty_parameters(self._layout, rank)
+        self.model = Engine(parameters)
+        layers = {
+            name.removesuffix(".lora_A"): SimpleNamespace(
+                A_buffer=slot[None], B_buffer=self._slots[name.removesuffix("A") + "B"][None]
+            )
+            for name, slot in self._slots.items()
+            if name.endswith(".lora_A")
+        }
+        manager = SimpleNamespace(
+            base_model=self.model,
+            loras={"policy": SimpleNamespace(scaling=scaling(lora))},
+            fetch_new_loras=lambda uids: None,
+            memory_pool=SimpleNamespace(uid_to_buffer_id={"policy": 0}),
+            lora_modules=[layers],
+        )
+        remember_manager(None, manager)
+
+    def right(self) -> bool:
+        """Whether the slots hold the trainer's adapters; they are zeros afterwards."""
+        right = all(
+            torch.equal(self._slots[piece.local][piece.local_box.slices], part)
+            for piece, part in each_piece(self._layout, self._shapes, self._rank)
+        )
+        for slot in self._slots.values():
+            slot.zero_()
+        return right
+
+
+def train_rank(
+    rank: int, case: Case, bucket_bytes: int, lora_rank: int, folder: str, pipe: Connection
+) -> None:
+    """Commands: ("outbox", (way, share)), ("send", (way, version, whole)), ("full", shared memory), ("gather", bucket)."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=case.train.world
     )
-    layout, whole = megatron_layout(model_of(case), case.train), hf_layout(model_of(case))
-    parameters = empty_parameters(layout, rank)
-    for piece, part in each_piece(layout, whole, rank):
-        parameters[piece.local][piece.local_box.slices].copy_(part)
+    config, lora = model_of(case), lora_of(case, lora_rank)
+    layout = megatron_layout(config, case.train)
+    parameters: dict[str, torch.Tensor] = {}
+    for of_rank, shapes in (
+        (layout, shapes_of(hf_layout(config))),
+        (megatron_adapters(layout, config, lora), logical_adapters(config, lora)),
+    ):
+        parameters |= empty_parameters(of_rank, rank)
+        for piece, part in each_piece(of_rank, shapes, rank):
+            parameters[piece.local][piece.local_box.slices].copy_(part)
     outboxes: dict[str, Outbox] = {}
     gatherer: Gatherer | None = None
     pipe.send("ready")
@@ -85,8 +137,8 @@ def train_rank(rank: int, case: Case, bucket_bytes: int, folder: str, pipe: Conn
             outboxes[way] = Outbox(share, folder, "127.0.0.1", "cpu", TIMEOUT)
             pipe.send(outboxes[way].address)
         elif kind == "send":
-            way, version = argument
-            sent = outboxes[way].send(version, parameters)
+            way, version, whole = argument
+            sent = outboxes[way].send(version, parameters, whole=whole)
             pipe.send((sent.bytes_sent, sent.buffer_bytes))
         elif kind == "full":
             gatherer = Gatherer(full_gather(case, bucket_bytes), rank, parameters, argument)
@@ -97,12 +149,15 @@ def train_rank(rank: int, case: Case, bucket_bytes: int, folder: str, pipe: Conn
     dist.destroy_process_group()
 
 
-def engine_rank(rank: int, case: Case, bucket_bytes: int, folder: str, pipe: Connection) -> None:
-    """Commands: ("inbox", (way, InboxFile)), ("receive", (way, version)), ("full", memory), ("load", bucket), ("check",)."""
+def engine_rank(
+    rank: int, case: Case, bucket_bytes: int, lora_rank: int, folder: str, pipe: Connection
+) -> None:
+    """Commands: ("inbox", (way, InboxFile)), ("receive", (way, version, whole)), ("full", memory), ("load", bucket),
+    ("check",), ("check adapters",)."""
     torch.set_num_threads(1)
-    layout, whole = sglang_layout(model_of(case), case.engine), hf_layout(model_of(case))
+    layout, shapes = sglang_layout(model_of(case), case.engine), shapes_of(hf_layout(model_of(case)))
     parameters = empty_parameters(layout, rank)
-    model = Engine(parameters)
+    model, served = Engine(parameters), Served(parameters, case, lora_rank, rank)
     receivers: dict[str, Receiver] = {}
     load = None
     pipe.send("ready")
@@ -110,11 +165,12 @@ def engine_rank(rank: int, case: Case, bucket_bytes: int, folder: str, pipe: Con
         kind, argument = command
         if kind == "inbox":
             way, told = argument
-            receivers[way] = Receiver(model, told, way)
+            adapted = told.share.scaling is not None
+            receivers[way] = Receiver(served.model if adapted else model, told, way)
             pipe.send("ready")
         elif kind == "receive":
-            way, version = argument
-            received = receivers[way].receive(version)
+            way, version, whole = argument
+            received = receivers[way].receive(version, whole)
             pipe.send((received.bytes_written, received.buffer_bytes))
         elif kind == "full":
             load = loader(full_gather(case, bucket_bytes), rank, parameters, argument)
@@ -122,10 +178,12 @@ def engine_rank(rank: int, case: Case, bucket_bytes: int, folder: str, pipe: Con
         elif kind == "load":
             load(argument)
             pipe.send("loaded")
+        elif kind == "check adapters":
+            pipe.send(served.right())
         else:
             right = all(
                 torch.equal(parameters[piece.local][piece.local_box.slices].view(part.shape), part)
-                for piece, part in each_piece(layout, whole, rank)
+                for piece, part in each_piece(layout, shapes, rank)
             )
             for tensor in parameters.values():
                 tensor.zero_()
@@ -135,7 +193,7 @@ def engine_rank(rank: int, case: Case, bucket_bytes: int, folder: str, pipe: Con
 class Ranks:
     """All processes of a case, each at the end of a pipe."""
 
-    def __init__(self, case: Case, bucket_bytes: int, folder: str) -> None:
+    def __init__(self, case: Case, bucket_bytes: int, lora_rank: int, folder: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.trainers: list[Connection] = []
         self.engines: list[Connection] = []
@@ -147,7 +205,7 @@ class Ranks:
             for rank in range(count):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=function, args=(rank, case, bucket_bytes, folder, theirs), daemon=True
+                    target=function, args=(rank, case, bucket_bytes, lora_rank, folder, theirs), daemon=True
                 )
                 process.start()
                 theirs.close()

@@ -1,4 +1,4 @@
-"""The `megarl` command: `train`, `sft`, `eval`, `config`, `make-task`, `verify`, `convert`, `plan`.
+"""The `megarl` command: `train`, `sft`, `rm`, `dpo`, `eval`, `config`, `make-task`, `verify`, `convert`, `plan`.
 
 A mistake of the user's ends in one message without a traceback and exit code 2; a run that fails in one that
 names the process, with exit code 1.
@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from megarl import __version__
-from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, resolve
+from megarl.config import (
+    DPOConfig,
+    EvalConfig,
+    RMConfig,
+    SFTConfig,
+    TrainConfig,
+    TuningConfig,
+    check_config,
+    resolve,
+)
 from megarl.config.foreign import COMMANDS, flag_advice
 from megarl.config.hub import fetch_models
 from megarl.config.load import load_with_origins
@@ -25,9 +34,10 @@ from megarl.config.sections import DTYPES
 from megarl.config.show import resolved_keys, yaml_text
 from megarl.plugins import load_plugins
 
-C = TypeVar("C", TrainConfig, SFTConfig, EvalConfig)
+PLAN_MEMORY = "plan memory"  # a command of two words
+C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
-SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "eval": EvalConfig}
+SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in COMMANDS:
         print(f"error: megarl has no command {arguments[0]!r}: {COMMANDS[arguments[0]]}", file=sys.stderr)
         return 2
+    if arguments[:2] == PLAN_MEMORY.split():
+        arguments[:2] = [PLAN_MEMORY]
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -72,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("train", _train, "reinforcement learning: PPO, GRPO and their kin"),
         ("sft", _sft, "supervised fine-tuning"),
+        ("rm", _rm, "a reward model from preferences"),
+        ("dpo", _dpo, "a policy from preferences"),
         ("eval", _eval, "accuracy of a model on held-out problems"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -85,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_convert(commands)
     _add_plan(commands)
+    _add_plan_memory(commands)
     return parser
 
 
@@ -121,6 +136,15 @@ def _add_make_task(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--num-layers", type=int, default=2)
     text = "the sft rows get chats with a calculator, too (recipes/calculator_cpu.yaml)"
     command.add_argument("--calculator", action="store_true", help=text)
+    text = "demonstrations, ranked answers and plain texts instead (tools/three_stages.py)"
+    command.add_argument("--preferences", action="store_true", help=text)
+    for name, number, text in (
+        ("--num-texts", 4000, "plain texts"),
+        ("--num-rankings", 4000, "problems whose answers are ranked"),
+    ):
+        command.add_argument(name, type=int, default=number, help=f"--preferences: {text}")
+    text = "--preferences: part of the rankings in which the best answer is not the first"
+    command.add_argument("--label-noise", type=float, default=0.1, help=text)
     command.set_defaults(run=_make_task)
 
 
@@ -134,7 +158,10 @@ def _add_verify(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
-    text = "convert between Hugging Face folders and Megatron distributed checkpoints, or compare two of them"
+    text = (
+        "convert between Hugging Face folders and Megatron distributed checkpoints, merge adapters into a model, or "
+        "compare two checkpoints, or two folders of adapters"
+    )
     command = commands.add_parser("convert", help=text, description=text)
     command.add_argument(
         "source", help="a checkpoint of either kind; Megatron's may be of any parallel layout"
@@ -143,7 +170,16 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--verify", action="store_true", help="compare tensor by tensor; exit code 1: they differ"
     )
-    command.add_argument("--to", choices=("hf", "megatron"), help="default: what the source is not")
+    command.add_argument(
+        "--merge",
+        metavar="ADAPTER",
+        help="folder of adapters in PEFT's format to merge into a Hugging Face folder",
+    )
+    command.add_argument(
+        "--to",
+        choices=("hf", "megatron", "peft"),
+        help="default: what the source is not; with --merge hf; peft: the adapters of a Megatron checkpoint",
+    )
     command.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: each tensor's own"
     )
@@ -196,6 +232,29 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(run=_plan)
 
 
+def _add_plan_memory(commands: argparse._SubParsersAction) -> None:
+    text = "what a job will hold on each GPU in each phase of a step, term by term, and whether it fits"
+    command = commands.add_parser(PLAN_MEMORY, help=text, description=text)
+    command.add_argument(
+        "recipe", help="YAML file of `megarl train` (or the first key=value, without a file)"
+    )
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
+    )
+    text = "of a GPU; default: 79 (as sold: 80 GB)"
+    command.add_argument("--gpu-memory", type=float, default=79.0, metavar="GIB", help=text)
+    text = "of it that is not planned with: CUDA, NCCL, fragments; default: 6"
+    command.add_argument("--reserve", type=float, default=6.0, metavar="GIB", help=text)
+    command.add_argument(
+        "--fit", action="store_true", help="find the fewest nodes, and a layout, on which it fits"
+    )
+    text = "leave the engines out, as if they had devices of their own"
+    command.add_argument("--without-engines", action="store_true", help=text)
+    command.add_argument("--max-nodes", type=int, default=32, metavar="N", help="with --fit; default: 32")
+    command.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    command.set_defaults(run=_plan_memory)
+
+
 def _read(schema: type[C], options: argparse.Namespace) -> tuple[C, dict[str, str]]:
     recipe, overrides = options.recipe, options.overrides
     if "=" in recipe and not Path(recipe).exists():
@@ -214,7 +273,7 @@ def _configured(schema: type[C], options: argparse.Namespace) -> C:
     check_config(config)
     for note in notes(config, said_here(origins, options.recipe)):
         print(f"note: {note}")
-    if not isinstance(config, SFTConfig):
+    if not isinstance(config, TuningConfig):
         load_plugins(config.plugins)
     return fetch_models(resolve(config))
 
@@ -254,6 +313,20 @@ def _sft(options: argparse.Namespace) -> None:
     train(config)
 
 
+def _rm(options: argparse.Namespace) -> None:
+    config = _configured(RMConfig, options)
+    from megarl.trainer.rm import train
+
+    train(config)
+
+
+def _dpo(options: argparse.Namespace) -> None:
+    config = _configured(DPOConfig, options)
+    from megarl.trainer.dpo import train
+
+    train(config)
+
+
 def _eval(options: argparse.Namespace) -> None:
     config = _configured(EvalConfig, options)
     from megarl.trainer.evaluate import evaluate, print_scores
@@ -262,19 +335,30 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _make_task(options: argparse.Namespace) -> None:
-    from megarl.trainer.demo_task import make_task
+    from megarl.trainer.demo_task import make_preference_task, make_task
 
-    make_task(
+    names = (
+        "seed",
+        "max_operand",
+        "teacher_errors",
+        "num_sft",
+        "num_train",
+        "num_test",
+        "hidden_size",
+        "num_layers",
+    )
+    shared = {name: getattr(options, name) for name in names}
+    if not options.preferences:
+        make_task(options.out, **shared, calculator=options.calculator)
+        return
+    if options.calculator:
+        raise ValueError("--calculator and --preferences are two tasks; give one of them")
+    make_preference_task(
         options.out,
-        seed=options.seed,
-        max_operand=options.max_operand,
-        teacher_errors=options.teacher_errors,
-        num_sft=options.num_sft,
-        num_train=options.num_train,
-        num_test=options.num_test,
-        hidden_size=options.hidden_size,
-        num_layers=options.num_layers,
-        calculator=options.calculator,
+        **shared,
+        label_noise=options.label_noise,
+        num_texts=options.num_texts,
+        num_rankings=options.num_rankings,
     )
 
 
@@ -292,6 +376,12 @@ def _convert(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     from megarl.hybrid_engine.plan_command import run
+
+    run(options)
+
+
+def _plan_memory(options: argparse.Namespace) -> None:
+    from megarl.trainer.memory_command import run
 
     run(options)
 

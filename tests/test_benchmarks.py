@@ -93,7 +93,15 @@ def test_weight_sync_measures_all_ways_and_finds_the_formulas_bytes(tmp_path: Pa
     for way in ("megarl", "megarl p2p"):
         assert 0.98 * formula < figures[way]["bytes_received_max"] <= formula
     assert figures["full gather"]["bytes_received_max"] > 2.9 * formula
-    assert all(len(figures[way]["seconds"]) == 1 for way in ("megarl", "megarl p2p", "full gather"))
+    assert all(
+        len(figures[way]["seconds"]) == 1 for way in ("megarl", "megarl p2p", "adapters", "full gather")
+    )
+    # Adapters of rank 16 in float32: q, k, v, o, gate, up and down of 768, 256 and 2304; on two ranks that cut either
+    # A or B and have the other whole.
+    cut = 768 + 2 * 256 + 768 + 2 * 2304 + 2304
+    whole = 3 * 768 + 768 + 2 * 768 + 768
+    assert figures["adapters"]["bytes_total"] == 4 * 16 * (cut + 2 * whole)
+    assert figures["megarl"]["bytes_total"] >= figures["model_bytes"]
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ FLOORS = {
     "rollout": 4,
     "hybrid_engine": 5,
     "cluster": 6,
+    "memory": 6,
     "trainer": 7,
     "cli": 8,
     "__main__": 9,
@@ -152,7 +153,7 @@ def test_import_is_light(room: str) -> None:
 
 
 def test_controller_loads_neither_megatron_nor_sglang() -> None:
-    loops = [f"megarl.trainer.{name}" for name in ("ppo", "sft", "evaluate")]
+    loops = [f"megarl.trainer.{name}" for name in ("ppo", "sft", "rm", "dpo", "evaluate")]
     assert loaded_by(loops, {"megatron", "sglang"}) == "[]"
 
 

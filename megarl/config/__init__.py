@@ -24,7 +24,7 @@ from megarl.config.batches import (
     BatchPlan,
     RolePlan,
     RolloutPlan,
-    SFTBatchPlan,
+    TuningBatchPlan,
     UpdatePlan,
     batch_table,
     resolve_batches,
@@ -32,8 +32,10 @@ from megarl.config.batches import (
 )
 from megarl.config.check import check_config
 from megarl.config.data_sections import DataConfig
+from megarl.config.dpo_sections import DPOConfig, DPOLossConfig
 from megarl.config.health_section import HealthConfig
 from megarl.config.load import load_config, save_config, to_dict
+from megarl.config.lora_section import LoraConfig
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
 from megarl.config.resolve import (
     full_kl_in_loss,
@@ -54,6 +56,7 @@ from megarl.config.reward_sections import (
     RewardConfig,
     RewardModelConfig,
 )
+from megarl.config.rm_sections import RMConfig, RMDataConfig
 from megarl.config.schema import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -68,14 +71,13 @@ from megarl.config.schema import (
     PoolConfig,
     RefConfig,
     RolloutConfig,
-    SFTConfig,
-    SFTDataConfig,
-    SFTTrainerConfig,
     TrainConfig,
     TrainedModelConfig,
     TrainerConfig,
 )
 from megarl.config.sections import SamplingConfig
+from megarl.config.sft_sections import SFTConfig, SFTDataConfig
+from megarl.config.tuning_sections import TuningConfig, TuningTrainerConfig
 from megarl.config.validation_sections import ValSetConfig, val_set_sampling
 
 __all__ = [
@@ -87,6 +89,8 @@ __all__ = [
     "CriticConfig",
     "CriticModelConfig",
     "CustomRewardConfig",
+    "DPOConfig",
+    "DPOLossConfig",
     "DataConfig",
     "EvalConfig",
     "EvalDataConfig",
@@ -95,12 +99,15 @@ __all__ = [
     "HealthConfig",
     "JudgeConfig",
     "KLControlConfig",
+    "LoraConfig",
     "MegatronConfig",
     "ModelPathConfig",
     "OptimConfig",
     "OverlongBufferConfig",
     "PolicyLossConfig",
     "PoolConfig",
+    "RMConfig",
+    "RMDataConfig",
     "RefConfig",
     "RewardConfig",
     "RewardModelConfig",
@@ -108,14 +115,15 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RolloutPlan",
-    "SFTBatchPlan",
     "SFTConfig",
     "SFTDataConfig",
-    "SFTTrainerConfig",
     "SamplingConfig",
     "TrainConfig",
     "TrainedModelConfig",
     "TrainerConfig",
+    "TuningBatchPlan",
+    "TuningConfig",
+    "TuningTrainerConfig",
     "UpdatePlan",
     "ValSetConfig",
     "batch_table",

@@ -10,17 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import overload
 
+from megarl.config.dpo_sections import DPOConfig
 from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, reference_in_actor, resolve
 from megarl.config.reward_sections import RewardModelConfig
+from megarl.config.rm_sections import RMConfig
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
     MegatronConfig,
     PoolConfig,
     RefConfig,
-    SFTConfig,
     TrainConfig,
 )
+from megarl.config.tuning_sections import TuningConfig
 from megarl.files import whole_file
 
 
@@ -91,30 +93,31 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
-class SFTBatchPlan:
-    """`megarl sft`: a step is one mini-batch of examples."""
+class TuningBatchPlan:
+    """`megarl sft`, `megarl rm`: a step is one mini-batch of examples (rankings, each of several texts)."""
 
     devices: int
-    max_tokens_per_example: int
+    max_tokens_per_example: int  # of one text
     model: RolePlan
     update: UpdatePlan
+    noun: str = "examples"
 
 
 @overload
 def resolve_batches(config: TrainConfig) -> BatchPlan: ...
 @overload
-def resolve_batches(config: SFTConfig) -> SFTBatchPlan: ...
-def resolve_batches(config: TrainConfig | SFTConfig) -> BatchPlan | SFTBatchPlan:
+def resolve_batches(config: TuningConfig) -> TuningBatchPlan: ...
+def resolve_batches(config: TrainConfig | TuningConfig) -> BatchPlan | TuningBatchPlan:
     """The arithmetic of a configuration, resolved or not; see the module."""
     config = resolve(config)
-    return _train_plan(config) if isinstance(config, TrainConfig) else _sft_plan(config)
+    return _train_plan(config) if isinstance(config, TrainConfig) else _tuning_plan(config)
 
 
-def batch_table(plan: BatchPlan | SFTBatchPlan) -> list[tuple[str, ...]]:
+def batch_table(plan: BatchPlan | TuningBatchPlan) -> list[tuple[str, ...]]:
     """The plan as rows of equal length to print: first the header, then a quantity and its value for each role."""
-    if isinstance(plan, SFTBatchPlan):
+    if isinstance(plan, TuningBatchPlan):
         columns = {"model": (plan.model, plan.update)}
-        rows = [*_role_rows(columns), *_update_rows(columns, "examples")]
+        rows = [*_role_rows(columns), *_update_rows(columns, plan.noun)]
         return [("", "model"), ("longest example, tokens", str(plan.max_tokens_per_example)), *rows]
     columns = {"actor": (plan.actor, plan.actor_update)}
     if plan.critic is not None:
@@ -147,7 +150,7 @@ def batch_table(plan: BatchPlan | SFTBatchPlan) -> list[tuple[str, ...]]:
     ]
 
 
-def save_batch_plan(plan: BatchPlan | SFTBatchPlan, folder: str | Path) -> Path:
+def save_batch_plan(plan: BatchPlan | TuningBatchPlan, folder: str | Path) -> Path:
     """Write `batch_plan.json` into a run folder; the file is there whole or not at all."""
     path = Path(folder) / "batch_plan.json"
     with whole_file(path) as temporary:
@@ -195,15 +198,16 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
     )
 
 
-def _sft_plan(config: SFTConfig) -> SFTBatchPlan:
+def _tuning_plan(config: TuningConfig) -> TuningBatchPlan:
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
     role = _role_on(config.megatron, GLOBAL_POOL, devices)
     examples = config.data.train_batch_size
-    return SFTBatchPlan(
+    return TuningBatchPlan(
         devices=devices,
         max_tokens_per_example=config.data.max_length,
         model=role,
         update=UpdatePlan(1, 1, 1, examples, examples // role.dp, config.max_token_len_per_gpu, None),
+        noun="rankings" if isinstance(config, RMConfig | DPOConfig) else "examples",
     )
 
 

@@ -15,7 +15,8 @@ from megarl.config.check_data import (
     tokenizer_name_problems,
 )
 from megarl.config.check_layout import engine_problems, layout_problems, pool_problems, update_problems
-from megarl.config.check_numerics import numerics_problems
+from megarl.config.check_lora import lora_problems
+from megarl.config.check_numerics import checkpointing_problems, numerics_problems, optim_problems
 from megarl.config.check_reward_model import reward_model_problems
 from megarl.config.check_rewards import reward_problems
 from megarl.config.check_rollouts import rollout_problems, val_set_problems
@@ -24,22 +25,18 @@ from megarl.config.check_sampling import (
     multi_turn_problems,
     training_sampling_problems,
 )
+from megarl.config.check_tuning import tuning_problems
 from megarl.config.hub import model_problems, tokenizer_problems
 from megarl.config.options import walk_values
 from megarl.config.problems import did_you_mean, raise_if_any
 from megarl.config.resolve import GLOBAL_POOL, resolve
-from megarl.config.schema import (
-    EvalConfig,
-    MegatronConfig,
-    OptimConfig,
-    SFTConfig,
-    TrainConfig,
-)
+from megarl.config.schema import EvalConfig, TrainConfig
+from megarl.config.tuning_sections import TuningConfig
 
 _POLICY = "actor_rollout_ref"
 
 
-def check_config(config: TrainConfig | SFTConfig | EvalConfig, data_files: bool = True) -> None:
+def check_config(config: TrainConfig | TuningConfig | EvalConfig, data_files: bool = True) -> None:
     """Check a configuration, resolved or not, against itself and the file system.
 
     What depends on the model's sizes is checked by `check_models`.
@@ -53,8 +50,8 @@ def check_config(config: TrainConfig | SFTConfig | EvalConfig, data_files: bool 
     problems = list(_value_problems(config))
     if isinstance(config, TrainConfig):
         problems += _train_problems(config, data_files)
-    elif isinstance(config, SFTConfig):
-        problems += _sft_problems(config)
+    elif isinstance(config, TuningConfig):
+        problems += tuning_problems(config)
     else:
         problems += _eval_problems(config)
     raise_if_any("configuration", problems)
@@ -96,14 +93,14 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     policy = full.actor_rollout_ref
     yield from _plugin_problems(config)
     yield from pool_problems(config)
-    yield from _checkpointing_problems(
+    yield from checkpointing_problems(
         f"{_POLICY}.model",
         f"{_POLICY}.actor",
         config.actor_rollout_ref.model.enable_gradient_checkpointing,
         config.actor_rollout_ref.actor.megatron,
     )
     if config.critic is not None:
-        yield from _checkpointing_problems(
+        yield from checkpointing_problems(
             "critic.model",
             "critic",
             config.critic.model.enable_gradient_checkpointing,
@@ -117,7 +114,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from algorithm_problems(full)
     yield from rollout_problems(full)
     yield from val_set_problems(full, data_files)
-    yield from _optim_problems(f"{_POLICY}.actor.optim", policy.actor.optim)
+    yield from optim_problems(f"{_POLICY}.actor.optim", policy.actor.optim)
     yield from model_problems(f"{_POLICY}.model.path", policy.model.path)
     yield from tokenizer_problems(
         f"{_POLICY}.model.tokenizer_path", config.actor_rollout_ref.model.tokenizer_path
@@ -125,7 +122,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from tokenizer_problems("data.tokenizer", config.data.tokenizer)
     yield from tokenizer_name_problems(config)
     if full.critic is not None:
-        yield from _optim_problems("critic.optim", full.critic.optim)
+        yield from optim_problems("critic.optim", full.critic.optim)
         if full.critic.model.path != policy.model.path:
             yield from model_problems("critic.model.path", full.critic.model.path)
     if full.reward_model.enable:
@@ -135,6 +132,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
         yield from tokenizer_problems("reward_model.model.input_tokenizer", reward.input_tokenizer)
     yield from reward_model_problems(full)
     yield from numerics_problems(full)
+    yield from lora_problems(full)
     yield from data_problems(full, data_files)
     yield from reward_problems(full)
 
@@ -143,39 +141,6 @@ def _plugin_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     for path in config.plugins:
         if not Path(path).is_file() or not path.endswith(".py"):
             yield f"plugins: {path} is no .py file that is there (working directory {Path.cwd()})"
-
-
-def _checkpointing_problems(
-    model_key: str, role_key: str, checkpointing: bool | None, megatron: MegatronConfig | None
-) -> Iterator[str]:
-    """enable_gradient_checkpointing and recompute_granularity (of the same model, unresolved) must not contradict."""
-    granularity = None if megatron is None else megatron.recompute_granularity
-    if granularity is not None and checkpointing is not None and checkpointing != (granularity == "full"):
-        key = f"{role_key}.megatron" if role_key else "megatron"
-        yield (
-            f"{model_key}.enable_gradient_checkpointing={str(checkpointing).lower()} contradicts "
-            f"{key}.recompute_granularity={granularity}; give one of them"
-        )
-
-
-def _sft_problems(config: SFTConfig) -> Iterator[str]:
-    yield from _checkpointing_problems(
-        "model", "", config.model.enable_gradient_checkpointing, config.megatron
-    )
-    yield from layout_problems(config)
-    yield from update_problems(config)
-    yield from _optim_problems("optim", config.optim)
-    yield from numerics_problems(config)
-    for name in ("param_offload", "grad_offload", "optimizer_offload"):
-        if getattr(config.megatron, name) is not None:
-            yield f"megatron.{name} is for runs with rollout engines: fine-tuning uses all it has all the time; leave it out"
-    yield from model_problems("model.path", config.model.path)
-    yield from tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
-    yield from file_problems("data.train_files", config.data.train_files)
-    yield from file_problems("data.val_files", config.data.val_files)
-    yield from template_problems("data.apply_chat_template_kwargs", config.data.apply_chat_template_kwargs)
-    if config.data.val_files is None and config.trainer.test_freq > 0:
-        yield f"trainer.test_freq={config.trainer.test_freq} needs data.val_files"
 
 
 def _eval_problems(config: EvalConfig) -> Iterator[str]:
@@ -193,13 +158,3 @@ def _eval_problems(config: EvalConfig) -> Iterator[str]:
     yield from template_problems("data.apply_chat_template_kwargs", config.data.apply_chat_template_kwargs)
     yield from val_set_problems(config, True)
     yield from reward_problems(config)
-
-
-def _optim_problems(key: str, optim: OptimConfig) -> Iterator[str]:
-    if optim.min_lr > optim.lr:
-        yield f"{key}.min_lr={optim.min_lr:g} is greater than {key}.lr={optim.lr:g}"
-    if optim.lr_decay_steps is not None and optim.lr_warmup_steps >= optim.lr_decay_steps:
-        yield (
-            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} must be less than "
-            f"{key}.lr_decay_steps={optim.lr_decay_steps}"
-        )

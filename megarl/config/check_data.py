@@ -36,6 +36,7 @@ def data_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
             yield from file_problems(f"data.mixture.{name}.files", part.files)
         yield from file_problems("data.val_files", data.val_files)
     yield from _source_problems(data)
+    yield from _ptx_problems(config)
     yield from _sampler_problems(config)
     yield from template_problems("data.apply_chat_template_kwargs", data.apply_chat_template_kwargs)
     if data.val_files is None and not data.val_sets:
@@ -72,6 +73,25 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
             f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size={data.train_batch_size}: "
             "not one batch"
         )
+
+
+def _ptx_problems(config: TrainConfig) -> Iterator[str]:
+    """Texts that are learnt beside the rewards."""
+    texts, coef = config.data.ptx, config.actor_rollout_ref.actor.ptx_coef
+    if texts is None:
+        if coef > 0:
+            yield f"actor_rollout_ref.actor.ptx_coef={coef:g} needs data.ptx: files, batch_size and max_length of texts"
+        return
+    if coef == 0:
+        yield "data.ptx needs actor_rollout_ref.actor.ptx_coef over 0; nothing reads it otherwise"
+    yield from file_problems("data.ptx.files", texts.files)
+    if texts.text_key is not None and texts.response_key is not None:
+        yield (
+            f"data.ptx.text_key={texts.text_key!r} and data.ptx.response_key={texts.response_key!r}: texts are plain or "
+            "chats; give one of them"
+        )
+    if texts.truncation == "split" and texts.text_key is None:
+        yield "data.ptx.truncation=split needs data.ptx.text_key: only plain text can be learnt in pieces"
 
 
 def _sampler_problems(config: TrainConfig) -> Iterator[str]:

@@ -15,9 +15,9 @@ from megarl.config.schema import (
     CriticConfig,
     EvalConfig,
     MegatronConfig,
-    SFTConfig,
     TrainConfig,
 )
+from megarl.config.tuning_sections import TuningConfig
 
 _POLICY = "actor_rollout_ref"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -73,7 +73,7 @@ def pool_problems(config: TrainConfig) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Role:
-    key: str  # "" for the model of SFT
+    key: str  # "" for the only model of a command
     megatron: MegatronConfig
     pool: str | None
     devices: int | None  # None: there is no such pool
@@ -95,9 +95,9 @@ class _Role:
         return None if self.devices % self.num_shards else self.devices // self.num_shards
 
 
-def _roles(config: TrainConfig | SFTConfig) -> list[_Role]:
+def _roles(config: TrainConfig | TuningConfig) -> list[_Role]:
     """The Megatron models of a resolved configuration, the actor first; the reference if there is one."""
-    if isinstance(config, SFTConfig):
+    if isinstance(config, TuningConfig):
         return [
             _Role("", config.megatron, GLOBAL_POOL, config.trainer.nnodes * config.trainer.n_gpus_per_node)
         ]
@@ -117,7 +117,7 @@ def _roles(config: TrainConfig | SFTConfig) -> list[_Role]:
     return roles
 
 
-def layout_problems(config: TrainConfig | SFTConfig) -> Iterator[str]:
+def layout_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     """Of a resolved configuration: every role's layout fits itself and the devices of its pool."""
     first, *others = _roles(config)
     for role in (first, *others):
@@ -170,10 +170,10 @@ def _megatron_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
         )
 
 
-def update_problems(config: TrainConfig | SFTConfig) -> Iterator[str]:
+def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     """Of a resolved configuration: batches divide into mini-batches and over ranks, budgets hold a sequence."""
     roles = {role.key: role for role in _roles(config)}
-    if isinstance(config, SFTConfig):
+    if isinstance(config, TuningConfig):
         size, tokens, longest = (
             config.data.train_batch_size,
             config.max_token_len_per_gpu,
@@ -187,6 +187,15 @@ def update_problems(config: TrainConfig | SFTConfig) -> Iterator[str]:
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     yield from _mini_batch_problems(actor.ppo_mini_batch_size, config, roles[f"{_POLICY}.actor"])
     yield from _micro_batch_problems(f"{_POLICY}.actor", actor, config)
+    if config.data.ptx is not None:
+        texts, tokens = config.data.ptx, actor.ppo_max_token_len_per_gpu
+        size = f"data.ptx.batch_size={texts.batch_size}"
+        yield from _share_problems(size, texts.batch_size, roles[f"{_POLICY}.actor"])
+        if tokens is not None and tokens < texts.max_length:
+            yield (
+                f"{_POLICY}.actor.ppo_max_token_len_per_gpu={tokens} is less than data.ptx.max_length={texts.max_length}: "
+                "a long text would not fit"
+            )
     if config.critic is not None:
         critic = config.critic
         yield from _mini_batch_problems(critic.ppo_mini_batch_size, config, roles["critic"])

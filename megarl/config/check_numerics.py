@@ -1,4 +1,4 @@
-"""Checks of number formats, of the exact KL, of loggers and of health: what they need."""
+"""Checks of number formats, of optimizers, of the exact KL, of loggers and of health: what they need."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -6,17 +6,18 @@ from importlib.util import find_spec
 
 from megarl.config.health_section import HealthConfig
 from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, reference_in_actor
-from megarl.config.schema import ActorConfig, CriticConfig, SFTConfig, TrainConfig
+from megarl.config.schema import ActorConfig, CriticConfig, TrainConfig
 from megarl.config.sections import TRACKERS, MegatronConfig, OptimConfig
+from megarl.config.tuning_sections import TuningConfig
 
 _POLICY = "actor_rollout_ref"
 _LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
-def numerics_problems(config: TrainConfig | SFTConfig) -> Iterator[str]:
+def numerics_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     """Of a resolved configuration."""
     yield from _logger_problems(config.trainer.logger)
-    if isinstance(config, SFTConfig):
+    if isinstance(config, TuningConfig):
         yield from _loss_scale_problems("", config.optim, config.megatron)
         return
     roles: dict[str, ActorConfig | CriticConfig] = {f"{_POLICY}.actor.": config.actor_rollout_ref.actor}
@@ -83,4 +84,27 @@ def _health_problems(config: TrainConfig) -> Iterator[str]:
         yield (
             "health.early_stop has stagnation, which is seen by validations: set trainer.test_freq (and data.val_files or "
             "data.val_sets)"
+        )
+
+
+def checkpointing_problems(
+    model_key: str, role_key: str, checkpointing: bool | None, megatron: MegatronConfig | None
+) -> Iterator[str]:
+    """enable_gradient_checkpointing and recompute_granularity (of the same model, unresolved) must not contradict."""
+    granularity = None if megatron is None else megatron.recompute_granularity
+    if granularity is not None and checkpointing is not None and checkpointing != (granularity == "full"):
+        key = f"{role_key}.megatron" if role_key else "megatron"
+        yield (
+            f"{model_key}.enable_gradient_checkpointing={str(checkpointing).lower()} contradicts "
+            f"{key}.recompute_granularity={granularity}; give one of them"
+        )
+
+
+def optim_problems(key: str, optim: OptimConfig) -> Iterator[str]:
+    if optim.min_lr > optim.lr:
+        yield f"{key}.min_lr={optim.min_lr:g} is greater than {key}.lr={optim.lr:g}"
+    if optim.lr_decay_steps is not None and optim.lr_warmup_steps >= optim.lr_decay_steps:
+        yield (
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} must be less than "
+            f"{key}.lr_decay_steps={optim.lr_decay_steps}"
         )

@@ -12,6 +12,7 @@ _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")  # part of a file's name,
 
 def rollout_problems(config: TrainConfig) -> Iterator[str]:
     """Of a resolved configuration."""
+    yield from _lora_sync_problems(config)
     data, groups, n = config.data, config.algorithm.filter_groups, config.actor_rollout_ref.rollout.n
     if groups.enable and n < 2:
         yield (
@@ -41,6 +42,24 @@ def rollout_problems(config: TrainConfig) -> Iterator[str]:
             f"reward_model.overlong_buffer.len={buffer.len} is more than data.max_response_length="
             f"{data.max_response_length}"
         )
+
+
+def _lora_sync_problems(config: TrainConfig) -> Iterator[str]:
+    """Of rollout.lora_sync, beside what the model says to it."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.lora_sync is None:
+        return
+    key = f"{_ROLLOUT}.lora_sync={rollout.lora_sync}"
+    if config.actor_rollout_ref.model.lora.rank == 0:
+        yield f"{key}, but there are no adapters: give actor_rollout_ref.model.lora.rank, or leave it out"
+    elif rollout.lora_sync == "adapters":
+        if rollout.quantization is not None:
+            yield f"{key} beside rollout.quantization={rollout.quantization}: float8 engines are sent merged weights"
+        if rollout.sync_skip_unchanged:
+            yield (
+                f"{key} sends the weights once and all adapters each time; rollout.sync_skip_unchanged=true is of "
+                "merged weights: leave one of them out"
+            )
 
 
 def val_set_problems(config: TrainConfig | EvalConfig, data_files: bool) -> Iterator[str]:

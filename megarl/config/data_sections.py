@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.options import option, section
+from megarl.config.options import option, optional_section, section
 from megarl.config.validation_sections import ValSetConfig
 
 TRUNCATIONS = ("error", "left", "right", "middle")
@@ -43,6 +43,25 @@ class SamplerConfig:
         le=1,
     )
     options: dict[str, Any] | None = option("What a sampler of a plugin reads.", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PtxConfig:
+    """Texts that the policy goes on learning while it is trained (actor_rollout_ref.actor.ptx_coef)."""
+
+    files: str | tuple[str, ...] = option("As data.train_files of `megarl sft`.", is_path=True)
+    batch_size: int = option("Examples beside each mini-batch of trajectories.", ge=1)
+    max_length: int = option("Tokens of an example.", ge=1)
+    truncation: str = option(
+        "What happens to longer ones: refused, cut at their end, or (plain text) split into pieces.",
+        "error",
+        choices=("error", "right", "split"),
+    )
+    text_key: str | None = option("Column of plain text, all of whose tokens are learnt; null: chats.", None)
+    prompt_key: str = option("Column of the prompt of a chat (with response_key).", "prompt")
+    response_key: str | None = option(
+        "Column of its response; null: the assistant's messages in the column messages.", None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +112,9 @@ class DataConfig:
     return_raw_input_ids: bool = option(
         "Keep the chat messages beside the token ids (column messages of trajectories): what a reward model with another tokenizer is given.",
         False,
+    )
+    ptx: PtxConfig | None = optional_section(
+        "Texts that the policy goes on learning, in a new order each epoch; with actor_rollout_ref.actor.ptx_coef."
     )
     train_batch_size: int = option("Prompts a step.", ge=1)
     gen_batch_size: int | None = option(

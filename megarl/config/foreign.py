@@ -39,7 +39,9 @@ _TRAINED = r"(actor_rollout_ref\.actor|critic)"
 _MODEL = r"(?:actor_rollout_ref|critic|reward_model)\.model"
 _ROLLOUT = r"actor_rollout_ref\.rollout"
 _SIZES = "the layout is {0}.megatron.tensor_model_parallel_size, pipeline_model_parallel_size and context_parallel_size"
-_NO_LORA = "megarl has no LoRA yet: all weights are trained; leave it out"
+_ADAPTERS = r"(?:lora_)?(rank|alpha|dropout|target_modules|exclude_modules|adapter_path)"
+_NO_LORA_KEY = "the keys of LoRA are those of {0}.lora"
+_NOT_TRAINED = "the reward model is not trained, so it has no adapters: name a folder with merged weights"
 _NO_PROFILER = "there is no profiler; the seconds of each phase are in the metrics timing_s/*, the bytes of each owner in memory/*"
 _NO_RESUME = "runs cannot be resumed yet; trainer.save_freq exports the policy, which actor_rollout_ref.model.path may name"
 _GPU_KERNELS = (
@@ -118,7 +120,15 @@ _KEYS: tuple[tuple[str, str], ...] = (
     (_ROLE + r"\.nccl_timeout", "use trainer.collective_timeout, in seconds"),
     (_ROLE + r"\.freeze_vision_tower", _NO_IMAGES),
     # models
-    (r"(?:.*\.)?(?:lora_.*|lora|target_modules|target_parameters|exclude_modules|peft_.*)(?:\..*)?", _NO_LORA),
+    (r"reward_model\.(?:.*\.)?(?:lora|peft|target_|exclude_modules).*", _NOT_TRAINED),
+    (r"((?:(?:actor_rollout_ref|critic)\.)?model)\.(?!lora\.)" + _ADAPTERS, "use {0}.lora.{1}"),
+    (r"(?:lora\.|lora_)(rank|alpha|dropout)|(target_modules|exclude_modules)", "use actor_rollout_ref.model.lora.{0}"),
+    (r"(?:.*\.)?model\.lora\.type", "adapters are LoRA's, with use_dora=true DoRA's; leave it out"),
+    (r"(?:.*\.)?model\.lora\.merge", "use actor_rollout_ref.rollout.lora_sync: merged or adapters"),
+    (
+        r"(.*\bmodel)\.(?:lora_.*|target_parameters|peft_.*|lora\.(?:lora_.*|dropout_position|a2a_experimental|dtype|freeze_.*))",
+        _NO_LORA_KEY,
+    ),
     (_MODEL + r"\.enable_activation_offload", "set enable_gradient_checkpointing beside it instead"),
     (_MODEL + r"\.(?:use_liger|use_fused_kernels|fused_kernel_options.*)", _GPU_KERNELS),
     (_MODEL + r"\.(?:override_config|external_lib)(?:\..*)?", "a model is what its config.json says; edit that"),
@@ -259,6 +269,12 @@ FLAGS: Mapping[str, str] = {
     "offload-train": "actor_rollout_ref.actor.megatron.param_offload=true",
     "offload-rollout": "actor_rollout_ref.rollout.free_cache_engine=true",
     "hf-checkpoint": "actor_rollout_ref.model.path=FOLDER",
+    "lora-rank": "actor_rollout_ref.model.lora.rank=N",
+    "lora-alpha": "actor_rollout_ref.model.lora.alpha=X",
+    "lora-dropout": "nothing: the policy that is trained must be the one that generates",
+    "lora-adapter-path": "actor_rollout_ref.model.lora.adapter_path=FOLDER",
+    "target-modules": "actor_rollout_ref.model.lora.target_modules=[NAME, ...]",
+    "exclude-modules": "actor_rollout_ref.model.lora.exclude_modules=[NAME, ...]",
     "ref-load": "actor_rollout_ref.model.path=FOLDER, which is the reference as well",
     "load": "actor_rollout_ref.model.path=FOLDER (`megarl convert` makes one of a Megatron checkpoint)",
     "save": "trainer.default_local_dir=FOLDER",

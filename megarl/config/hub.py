@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.config.schema import EvalConfig, SFTConfig, TrainConfig
+from megarl.config.schema import EvalConfig, TrainConfig
+from megarl.config.tuning_sections import TuningConfig
 
-C = TypeVar("C", TrainConfig, SFTConfig, EvalConfig)
+C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
 # Which keys name a model, and which a tokenizer alone; a command has some of them.
 MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path")
@@ -92,7 +93,7 @@ def _download(key: str, name: str, patterns: tuple[str, ...]) -> str:
         ) from error
 
 
-def _trusts_code(config: TrainConfig | SFTConfig | EvalConfig) -> bool:
+def _trusts_code(config: TrainConfig | TuningConfig | EvalConfig) -> bool:
     model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
     return model.trust_remote_code
 

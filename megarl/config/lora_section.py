@@ -43,8 +43,26 @@ class LoraConfig:
     expert_groups: int | None = option(
         "So many groups of neighbouring experts share an adapter; null: each expert has its own.", None, ge=1
     )
+    base_dtype: str | None = option(
+        "How the frozen weights of linear layers are held: null, as the model's type has them; float8, e4m3 in blocks that "
+        "share a scale, as in DeepSeek-V3's checkpoints (whose blocks are taken as they are). A layer's weight is made from "
+        "it when the layer computes, forward and backward.",
+        None,
+        choices=("float8",),
+    )
+    base_block: int = option(
+        "Rows and columns of such a block; shards must not cut one. Smaller ones fit more layouts, and hold more precisely.",
+        128,
+        ge=1,
+    )
     adapter_path: str | None = option(
-        "Folder of an adapter in PEFT's format to begin with; null: new ones, whose outputs are 0.",
+        "Folder of an adapter in PEFT's format to begin with; null: new ones, whose outputs are 0. A reference policy is the "
+        "model without it.",
         None,
         is_path=True,
     )
+
+    @property
+    def blocks(self) -> int | None:
+        """Rows and columns of a block of the frozen weights; None: they are not in float8."""
+        return self.base_block if self.rank and self.base_dtype is not None else None

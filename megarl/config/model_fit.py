@@ -6,7 +6,8 @@ from typing import Protocol
 
 from megarl.config.problems import raise_if_any
 from megarl.config.resolve import needs_reference, resolve
-from megarl.config.schema import EvalConfig, MegatronConfig, RolloutConfig, SFTConfig, TrainConfig
+from megarl.config.schema import EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
+from megarl.config.tuning_sections import TuningConfig
 
 ACTOR_KEY = "actor_rollout_ref.actor.megatron"
 ROLLOUT_KEY = "actor_rollout_ref.rollout"
@@ -53,7 +54,7 @@ def check_rollout_model(rollout: RolloutConfig, model: ModelFacts, key: str = RO
 
 
 def check_models(
-    config: TrainConfig | SFTConfig | EvalConfig,
+    config: TrainConfig | TuningConfig | EvalConfig,
     model: ModelFacts,
     critic: ModelFacts | None = None,
     reward_model: ModelFacts | None = None,
@@ -68,7 +69,7 @@ def check_models(
     config = resolve(config)
     megatrons: list[tuple[str, MegatronConfig | None, ModelFacts]] = []
     rollout: tuple[str, RolloutConfig] | None = None
-    if isinstance(config, SFTConfig):
+    if isinstance(config, TuningConfig):
         megatrons = [("megatron", config.megatron, model)]
     elif isinstance(config, TrainConfig):
         policy = config.actor_rollout_ref

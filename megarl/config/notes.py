@@ -4,18 +4,23 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from megarl.config.resolve import needs_reference
-from megarl.config.schema import ActorConfig, CriticConfig, EvalConfig, SFTConfig, TrainConfig
+from megarl.config.rm_sections import RMConfig
+from megarl.config.schema import ActorConfig, CriticConfig, EvalConfig, TrainConfig
+from megarl.config.sft_sections import SFTConfig
+from megarl.config.tuning_sections import TuningConfig
 
 _POLICY = "actor_rollout_ref"
 
 
-def notes(config: TrainConfig | SFTConfig | EvalConfig, given: Collection[str]) -> list[str]:
+def notes(config: TrainConfig | TuningConfig | EvalConfig, given: Collection[str]) -> list[str]:
     """A line for each key that was given in vain.
 
     Args:
         config: unresolved, accepted by `check_config`.
         given: the dotted keys that the recipe (but not its base) and its overrides give.
     """
+    if isinstance(config, TuningConfig):
+        return list(_unused_tuning(config, given))
     if not isinstance(config, TrainConfig):
         return []
     return [
@@ -126,6 +131,20 @@ def _unused_algorithm(config: TrainConfig, given: Collection[str]) -> Iterator[s
             ),
             "reward_model.enable=true",
         )
+
+
+def _unused_tuning(config: TuningConfig, given: Collection[str]) -> Iterator[str]:
+    if config.trainer.early_stop_patience is None:
+        yield from _in_vain(given, ("trainer.early_stop_min_delta",), "trainer.early_stop_patience")
+    if isinstance(config, SFTConfig):
+        if config.data.text_key is None:
+            yield from _in_vain(given, ("data.append_eos",), "data.text_key")
+        elif "data.prompt_key" in given:
+            yield "data.prompt_key has no effect with data.text_key, which reads plain text"
+        if config.data.text_key is None and config.data.response_key is None:
+            yield from _in_vain(given, ("data.prompt_key",), "data.response_key")
+    if isinstance(config, RMConfig) and config.data.normalize == "none":
+        yield from _in_vain(given, ("data.normalize_max_samples",), "data.normalize")
 
 
 def _in_vain(given: Collection[str], prefixes: tuple[str, ...], needed: str) -> Iterator[str]:

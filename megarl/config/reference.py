@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
+from megarl.config.dpo_sections import DPOConfig
 from megarl.config.foreign import FLAGS
 from megarl.config.load import plain_value
 from megarl.config.options import field_types, is_required, section_type, table_type, type_text
-from megarl.config.schema import EvalConfig, SFTConfig, TrainConfig
+from megarl.config.rm_sections import RMConfig
+from megarl.config.schema import EvalConfig, TrainConfig
+from megarl.config.sft_sections import SFTConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -33,7 +36,13 @@ file system that they share (`HF_HOME`).
 def reference() -> str:
     """The page, as Markdown."""
     parts = [_INTRODUCTION]
-    for command, schema in (("train", TrainConfig), ("sft", SFTConfig), ("eval", EvalConfig)):
+    for command, schema in (
+        ("train", TrainConfig),
+        ("sft", SFTConfig),
+        ("rm", RMConfig),
+        ("dpo", DPOConfig),
+        ("eval", EvalConfig),
+    ):
         parts.append(f"## megarl {command}\n\n{schema.__doc__}\n")
         parts += _sections(schema, "", {})
     parts.append(_flags())

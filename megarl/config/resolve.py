@@ -15,15 +15,14 @@ from megarl.config.schema import (
     PoolConfig,
     RefConfig,
     RolloutConfig,
-    SFTConfig,
-    SFTTrainerConfig,
     TrainConfig,
     TrainerConfig,
 )
+from megarl.config.tuning_sections import TuningConfig, TuningTrainerConfig
 
 GLOBAL_POOL = "global"
 
-C = TypeVar("C", TrainConfig, SFTConfig, EvalConfig)
+C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
 
 def resolve(config: C) -> C:
@@ -41,7 +40,7 @@ def resolve(config: C) -> C:
     """
     if isinstance(config, TrainConfig):
         return _resolve_train(config)
-    if isinstance(config, SFTConfig):
+    if isinstance(config, TuningConfig):
         trainer = config.trainer
         return replace(
             config,
@@ -273,5 +272,5 @@ def _with_engines(rollout: RolloutConfig, devices: int | None) -> RolloutConfig:
     return replace(rollout, num_engines=max(1, devices // rollout.tensor_model_parallel_size))
 
 
-def _run_folder(trainer: TrainerConfig | SFTTrainerConfig) -> str:
+def _run_folder(trainer: TrainerConfig | TuningTrainerConfig) -> str:
     return f"outputs/{trainer.project_name}/{trainer.experiment_name}"

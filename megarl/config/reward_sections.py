@@ -109,7 +109,7 @@ class RewardModelPathConfig:
 
     path: str | None = option(
         "Folder of a Hugging Face model for sequence classification with one label (its weight score.weight), "
-        "or its id on the Hub.",
+        "or its id on the Hub. Its scores are shifted and scaled as reward_normalization.json in it says, if it is there.",
         None,
         is_path=True,
     )

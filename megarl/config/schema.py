@@ -1,4 +1,4 @@
-"""The keys of each command: `TrainConfig`, `SFTConfig`, `EvalConfig`.
+"""The keys of `megarl train` and `megarl eval`; those of fine-tuning are in `tuning_sections`, `sft_sections`, `rm_sections`.
 
 Every key is read by someone; a key that is not here is refused. Batch sizes count over all ranks, `_per_gpu`
 sizes on one device.
@@ -14,6 +14,7 @@ from megarl.config.algorithm_sections import KL_KINDS, LOSS_AGG_MODES, Algorithm
 from megarl.config.data_sections import DataConfig
 from megarl.config.foreign import NO_HYBRID_ENGINE, NO_OTHER_STRATEGY, NO_PADDING
 from megarl.config.health_section import HealthConfig
+from megarl.config.lora_section import LoraConfig
 from megarl.config.options import option, optional_section, section
 from megarl.config.reward_sections import CustomRewardConfig, RewardConfig, RewardModelConfig
 from megarl.config.sections import (
@@ -92,6 +93,12 @@ class ActorConfig:
     )
     kl_loss_schedule_steps: int | None = option("Steps of that line; null: the run.", None, ge=1)
     kl_loss_type: str = option("Its estimator.", "low_var_kl", choices=KL_KINDS)
+    ptx_coef: float = option(
+        "Weight of the likelihood of the texts in data.ptx (PPO-ptx, arXiv:2203.02155, equation 2); 0: none.",
+        0.0,
+        ge=0,
+        formula="loss - ptx_coef mean log pi(token), over the learnt tokens of the mini-batch's texts",
+    )
     resource_pool: str | None = option("Where it lives; null: the only pool, or the one named global.", None)
     grad_clip: float | None = option("Another name of optim.clip_grad; null: as that says.", None, ge=0)
     optim: OptimConfig = section("The optimizer.")
@@ -100,7 +107,7 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RefConfig:
-    """The reference policy, made where a KL to it is used: the actor's weights before the run."""
+    """The reference policy, made where a KL to it is used: the actor's weights before the run, without adapters."""
 
     strategy: str = option("What runs it.", "megatron", choices=("megatron",), refused=NO_OTHER_STRATEGY)
     log_prob_max_token_len_per_gpu: int | None = option(
@@ -115,7 +122,8 @@ class RefConfig:
         "As the actor's use_dynamic_bsz, for these two sizes; null: the actor's, if that is given.", None
     )
     megatron: MegatronConfig | None = optional_section(
-        "The layout; null: the actor's. With the actor's layout and pool it lives in the actor's processes."
+        "The layout; null: the actor's. With the actor's layout and pool it lives in the actor's processes; "
+        "with LoRA it is then the actor itself, its adapters switched off."
     )
     resource_pool: str | None = option("Where it lives; null: with the actor.", None)
 
@@ -145,6 +153,12 @@ class CriticModelConfig:
     use_remove_padding: bool = option("Sequences are packed.", True, refused={False: NO_PADDING})
     enable_gradient_checkpointing: bool | None = option(
         "true: megatron.recompute_granularity=full, false: null; null: as that says.", None
+    )
+    lora: LoraConfig = section("Low-rank adapters; the value head is trained whole beside them.", LoraConfig)
+    share_base: bool = option(
+        "The critic is adapters and a value head on the actor's own frozen weights, in the actor's processes: both models "
+        "have LoRA then.",
+        False,
     )
 
 
@@ -241,63 +255,6 @@ class TrainConfig:
         (),
         is_path=True,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTDataConfig:
-    """Examples."""
-
-    train_files: str | tuple[str, ...] = option(
-        "Parquet or JSON lines files: a path, a glob, a URL that fsspec can open, or a list of them.",
-        is_path=True,
-    )
-    val_files: str | tuple[str, ...] | None = option(
-        "The same for validation; null: no validation.", None, is_path=True
-    )
-    max_length: int = option("Tokens of an example, chat template included.", ge=1)
-    truncation: str = option("What happens to longer ones.", "error", choices=("error", "right"))
-    train_batch_size: int = option("Examples a step.", ge=1)
-    prompt_key: str = option("Column of the prompt (with response_key).", "prompt")
-    response_key: str | None = option(
-        "Column of the response; null: the assistant's messages in the column messages.", None
-    )
-    apply_chat_template_kwargs: dict[str, Any] | None = option(
-        "What the chat template is given besides the messages, for example enable_thinking: false.", None
-    )
-    shuffle: bool = option("A new order each epoch.", True)
-    seed: int = option("Of that order.", 1, ge=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTTrainerConfig:
-    """The run."""
-
-    project_name: str = option("First folder of the default run folder.", "megarl")
-    experiment_name: str = option("Second folder of the default run folder.", "sft")
-    default_local_dir: str | None = option(
-        "The run folder; null: outputs/<project_name>/<experiment_name>.", None, is_path=True
-    )
-    total_epochs: int = option("Passes over the examples.", 1, ge=1)
-    total_training_steps: int | None = option("Steps; null: from total_epochs.", None, ge=1)
-    nnodes: int = option("Nodes.", 1, ge=1)
-    n_gpus_per_node: int = option("Devices a node: GPUs, or processes where there are none.", 1, ge=1)
-    test_freq: int = option("Validate every so many steps; -1: never.", -1, ge=-1)
-    logger: tuple[str, ...] = option(LOGGER_HELP, DEFAULT_LOGGERS, choices=LOGGERS)
-    seed: int = option("Of everything that has no seed of its own.", 1, ge=0)
-    ray_address: str | None = option("A running Ray cluster; null: one is started.", None)
-    collective_timeout: float = option("Seconds that ranks wait for each other.", 600.0, gt=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig:
-    """`megarl sft`: supervised fine-tuning."""
-
-    data: SFTDataConfig = section("Examples.")
-    model: TrainedModelConfig = section("The model that is trained.")
-    optim: OptimConfig = section("The optimizer.")
-    megatron: MegatronConfig = section("The layout.", MegatronConfig)
-    max_token_len_per_gpu: int = option("Tokens of a micro-batch.", ge=1)
-    trainer: SFTTrainerConfig = section("The run.", SFTTrainerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 
 from megarl.config.foreign import NO_OTHER_ENGINE, NO_PADDING
+from megarl.config.lora_section import LoraConfig
 from megarl.config.multi_turn_sections import MultiTurnConfig
 from megarl.config.options import option, section
 
@@ -27,6 +28,7 @@ LOGGER_HELP = (
 ROLLOUT_ENGINES = ("sglang",)
 MTP_CHOICES = ("drop", "keep")
 SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p")
+LORA_SYNCS = ("adapters", "merged")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class TrainedModelConfig(ModelPathConfig):
         "drop",
         choices=MTP_CHOICES,
     )
+    lora: LoraConfig = section("Low-rank adapters: what is trained instead of the weights.", LoraConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +232,13 @@ class RolloutConfig:
         choices=SYNC_TRANSPORTS,
     )
     sync_skip_unchanged: bool = option("Send no weights that the engine holds already.", False)
+    lora_sync: str | None = option(
+        "Of a policy with adapters: adapters: the engines serve them beside the weights, which are sent once; merged: weights "
+        "are sent with adapters in them; null: adapters where SGLang has them for the model, the weights stay in the engines, "
+        "and none of the keys above need merged weights.",
+        None,
+        choices=LORA_SYNCS,
+    )
     resource_pool: str | None = option("Where the engines live; null: with the actor.", None)
 
 

@@ -10,9 +10,10 @@ import yaml
 from megarl.config.document import YamlDumper
 from megarl.config.options import field_types, is_free
 from megarl.config.resolve import resolve
-from megarl.config.schema import EvalConfig, SFTConfig, TrainConfig
+from megarl.config.schema import EvalConfig, TrainConfig
+from megarl.config.tuning_sections import TuningConfig
 
-Config = TrainConfig | SFTConfig | EvalConfig
+Config = TrainConfig | TuningConfig | EvalConfig
 
 _POLICY = r"actor_rollout_ref"
 _ROLE = r"(actor_rollout_ref\.(?:actor|ref)|critic|reward_model)"

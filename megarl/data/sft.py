@@ -1,9 +1,9 @@
 """Examples for supervised fine-tuning from Parquet or JSON lines: token ids, and which of them are learnt.
 
-Learnt are the tokens of the assistant's messages with the end token that closes each, that is what the model
+Of chats, learnt are the tokens of the assistant's messages with the end token that closes each, that is what the model
 itself would have to generate. Where an assistant's message begins and ends in the token ids is found by
 rendering the chat up to there: the rendering of a beginning of a chat must be a beginning of the rendering of
-the whole, which is checked for every row.
+the whole, which is checked for every row. Of plain text all tokens are learnt but the first, which nothing predicts.
 """
 
 import warnings
@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.files import RowErrors, check_messages, iter_rows, lookup, num_rows
+from megarl.data.examples import Rows, read_examples
+from megarl.data.files import check_messages, lookup
 from megarl.data.loader import TableLoader
-from megarl.data.prompts import PROGRESS_FROM_ROWS, unique_stems
-from megarl.data.sources import DataFile, resolve_files
 from megarl.data.tokenizer import encode_texts, render_text
 
 SFT_SCHEMA = pa.schema(
@@ -35,9 +33,9 @@ class SftDataset:
     """All examples of some files, tokenised when the dataset is made.
 
     Attributes:
-        table: `SFT_SCHEMA`, rows in file order. Tokens after the last learnt one are left out: no loss reads
-            them.
+        table: `SFT_SCHEMA`, in file order. Tokens after the last learnt one are left out: no loss reads them.
         num_truncated: rows that were cut to `max_length`.
+        num_split: rows of text that became several examples.
     """
 
     def __init__(
@@ -48,75 +46,84 @@ class SftDataset:
         max_length: int,
         prompt_key: str = "prompt",
         response_key: str | None = None,
-        truncation: Literal["error", "right"] = "error",
+        text_key: str | None = None,
+        append_eos: bool = True,
+        truncation: Literal["error", "right", "split"] = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
-            files: a path, a glob or a list of both (.parquet, .jsonl).
+            files: a path, a glob or a list of both (.parquet, .jsonl, .json).
             max_length: tokens of an example, chat template included.
             prompt_key: with a response_key, the column of the prompt: messages or one string (a user
                 message).
-            response_key: the column of the response, a string; both keys may be dotted ("extra_info.answer").
+            response_key: the column of the response, a string; keys may be dotted ("extra_info.answer").
                 Null: the column `messages` holds whole chats, of which every assistant message is learnt.
-            truncation: what is done with longer examples: "error" refuses, "right" cuts their end.
+            text_key: the column of plain text, a string, instead of chats.
+            append_eos: whether the tokenizer's end token is put after each text.
+            truncation: what is done with longer examples: "error" refuses, "right" cuts their end, "split" makes
+                several of a text.
             chat_template_kwargs: what the chat template is given besides the messages.
 
         Raises:
             ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
         """
-        if truncation not in ("error", "right"):
-            raise ValueError(f"truncation of SFT data must be error or right, found {truncation!r}")
+        if truncation not in ("error", "right", "split"):
+            raise ValueError(f"truncation of SFT data must be error, right or split, found {truncation!r}")
+        assert text_key is not None or truncation != "split", "only text is split"
         self._tokenizer = tokenizer
         self._prompt_key = prompt_key
         self._response_key = response_key
+        self._text_key = text_key
+        self._append_eos = append_eos
         self._max_length = max_length
         self._truncation = truncation
         self._template_kwargs = chat_template_kwargs
-        self._errors = RowErrors()
-        self.num_truncated = 0
-        paths = resolve_files(files)
-        self.table = self._read(paths)
-        self._errors.raise_if_any()
-        if not self.table.num_rows:
-            raise ValueError(f"no rows in {', '.join(map(str, paths))}")
+        self.num_truncated = self.num_split = 0
+        if text_key is not None:
+            keys, convert = [text_key], self._of_text
+        else:
+            keys = [MESSAGES_KEY] if response_key is None else [prompt_key, response_key]
+            convert = self._of_chat
+        self.table = read_examples(files, keys, convert, SFT_SCHEMA)
 
     def __len__(self) -> int:
         return self.table.num_rows
 
-    def _read(self, paths: list[DataFile]) -> pa.Table:
-        keys = [MESSAGES_KEY] if self._response_key is None else [self._prompt_key, self._response_key]
-        columns = list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
-        rows: dict[str, list[Any]] = {name: [] for name in SFT_SCHEMA.names}
-        total = sum(num_rows(path) or 0 for path in paths)
-        with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
-            task = progress.add_task("tokenising examples", total=total or None)
-            for path, name in zip(paths, unique_stems(paths), strict=True):
-                for number, row in iter_rows(path, columns):
-                    try:
-                        ids, mask = self._example(row)
-                    except ValueError as error:
-                        self._errors.add(path, number, str(error))
-                    else:
-                        rows["uid"].append(f"{name}:{number}")
-                        rows["input_ids"].append(ids)
-                        rows["loss_mask"].append(mask)
-                    progress.advance(task)
-        return pa.table(rows, schema=SFT_SCHEMA)
-
-    def _example(self, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    def _of_chat(self, row: dict[str, Any]) -> Rows:
         ids, mask = tokenize_chat(self._tokenizer, self._messages(row), self._template_kwargs)
         if len(ids) > self._max_length:
-            if self._truncation == "error":
-                raise ValueError(
-                    f"the example has {len(ids)} tokens, more than max_length {self._max_length}; "
-                    "raise it or set truncation to right"
-                )
+            self._refuse_or_count(len(ids))
             ids, mask = ids[: self._max_length], mask[: self._max_length]
-            self.num_truncated += 1
             if not any(mask):
                 raise ValueError(f"cut to max_length {self._max_length}, no token of the response is left")
-        return ids, mask
+        return [{"input_ids": ids, "loss_mask": mask}]
+
+    def _of_text(self, row: dict[str, Any]) -> Rows:
+        text = lookup(row, self._text_key or "")
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{self._text_key!r} must be a non-empty string, found {text!r}")
+        ids = tokenize_text(self._tokenizer, text, self._append_eos)
+        if len(ids) < 2:
+            raise ValueError(f"the text has {len(ids)} token, and nothing predicts the first one")
+        pieces = [ids]
+        if len(ids) > self._max_length and self._truncation == "split":
+            self.num_split += 1
+            pieces = split_tokens(ids, self._max_length)
+        elif len(ids) > self._max_length:
+            self._refuse_or_count(len(ids))
+            pieces = [ids[: self._max_length]]
+        return [{"input_ids": piece, "loss_mask": [True] * len(piece)} for piece in pieces]
+
+    def _refuse_or_count(self, length: int) -> None:
+        """An example of `length` tokens, too many, is cut."""
+        if self._truncation == "error":
+            other = "right or split" if self._text_key is not None else "right"
+            raise ValueError(
+                f"the example has {length} tokens, more than max_length {self._max_length}; "
+                f"raise it or set truncation to {other}"
+            )
+        self.num_truncated += 1
 
     def _messages(self, row: dict[str, Any]) -> list[dict[str, str]]:
         if self._response_key is None:
@@ -132,6 +139,27 @@ class SftDataset:
 
 class SftLoader(TableLoader):
     """Batches of examples: tables of `SFT_SCHEMA` (see TableLoader)."""
+
+
+def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, append_eos: bool) -> list[int]:
+    """Token ids of plain text with the special tokens that the tokenizer itself puts before a text (such as a start
+    token), and the end token after it if `append_eos`."""
+    ids = list(tokenizer(text)["input_ids"])
+    if append_eos and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+def split_tokens(ids: Sequence[int], max_length: int) -> list[list[int]]:
+    """Pieces of at most `max_length` (2 or more) tokens; each but the first begins with the last token of the one before.
+
+    The first token of a piece is predicted by none, so every token but the first of all is predicted exactly once.
+    """
+    if max_length < 2:
+        raise ValueError(
+            f"pieces of max_length {max_length} tokens would teach nothing; 2 or more are needed"
+        )
+    return [list(ids[start : start + max_length]) for start in range(0, len(ids) - 1, max_length - 1)]
 
 
 def tokenize_chat(

@@ -5,6 +5,12 @@ it arrives; an engine serves nothing but a whole, verified version. Executes pla
 sends what to whom comes from `megarl.layout`. Must not know: Ray, RL.
 """
 
+from megarl.hybrid_engine.adapters import (
+    AdapterExport,
+    adapter_export_plan,
+    load_adapters,
+    write_peft_adapter,
+)
 from megarl.hybrid_engine.bundles import Bundle, pack
 from megarl.hybrid_engine.export import ExportPlan, assemble, write_hf_checkpoint
 from megarl.hybrid_engine.layouts import (
@@ -19,19 +25,23 @@ from megarl.hybrid_engine.outbox import Outbox, Sent
 from megarl.hybrid_engine.sync import SyncPlan
 
 __all__ = [
+    "AdapterExport",
     "Bundle",
     "EngineLayout",
     "ExportPlan",
     "Outbox",
     "Sent",
     "SyncPlan",
+    "adapter_export_plan",
     "assemble",
     "best_device_order",
     "check_hf_weights",
     "hf_layout",
+    "load_adapters",
     "load_hf_weights",
     "megatron_layout",
     "pack",
     "sglang_layout",
     "write_hf_checkpoint",
+    "write_peft_adapter",
 ]

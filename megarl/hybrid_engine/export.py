@@ -1,10 +1,11 @@
 """Megatron shards -> a Hugging Face checkpoint, shard file by shard file, whole or not at all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from megarl.models import ModelConfig, keeps_float32, logical_tensors
 class ExportPlan:
     """Who sends which slices of a trained model into Hugging Face tensors; equal wherever it is computed.
 
+    head: "lm", or "value" of a reward model, which is written as `score.weight` in place of the output layer.
     mtp: whether multi-token prediction layers, which are not trained, are taken over from the source model; what they
     repeat of the model is the trained one.
     """
@@ -31,20 +33,22 @@ class ExportPlan:
     dtype: torch.dtype
     shard_bytes: int = 4 << 30
     mtp: bool = False
+    head: str = "lm"
 
     @cached_property
     def plan(self) -> Plan:
-        whole, trained = hf_layout(self.config, mtp=self.mtp), logical_tensors(self.config)
+        whole = hf_layout(self.config, self.head, self.mtp)
+        trained = logical_tensors(self.config, self.head)
         pieces = [piece for piece in whole.pieces(0) if piece.tensor in trained]
         target = Layout.by_rank(whole.name, 1, lambda rank: pieces)
-        return make_plan(megatron_layout(self.config, self.parallel), target)
+        return make_plan(megatron_layout(self.config, self.parallel, self.head), target)
 
     @cached_property
     def shards(self) -> list[dict[str, tuple[int, ...]]]:
         """The tensors (name -> shape) of each file: in order, up to `shard_bytes` a file."""
         shards: list[dict[str, tuple[int, ...]]] = [{}]
         filled = 0
-        for name, shape in logical_tensors(self.config, mtp=self.mtp).items():
+        for name, shape in logical_tensors(self.config, self.head, self.mtp).items():
             size = torch.Size(shape).numel() * self.dtype_of(name).itemsize
             if filled and filled + size > self.shard_bytes:
                 shards.append({})
@@ -102,18 +106,23 @@ def write_hf_checkpoint(
     source_model: str,
     export: ExportPlan,
     collect: Callable[[int], Sequence[Bundle]],
+    fields: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the model into folder `path`; it appears only when it is complete.
 
     Args:
         source_model: the Hugging Face folder that tokenizer, config, generation config and MTP layers come from.
         collect: shard number -> the bundles of all trainer ranks for it.
+        fields: of config.json, in place of the source model's.
+        files: name -> content of what else the folder has.
 
     Raises:
         ValueError: a slice arrived damaged.
         OSError: the disk is full or not writable; `path` is then as it was before.
     """
-    companions = read_companions(Path(source_model).expanduser(), export.config, export.dtype, export.mtp)
+    folder_of_source = Path(source_model).expanduser()
+    companions = read_companions(folder_of_source, export.config, export.dtype, export.mtp, fields)
     with (
         whole_folder(path) as folder,
         HFReader(source_model) if export.untrained else nullcontext() as source,
@@ -121,4 +130,4 @@ def write_hf_checkpoint(
         writer = HFFolderWriter(folder, len(export.shards))
         for shard in range(len(export.shards)):
             writer.write_file(shard, assemble(export, shard, collect(shard), source))
-        writer.finish(companions)
+        writer.finish({**companions, **(files or {})})

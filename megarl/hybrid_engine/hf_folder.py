@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,21 +18,42 @@ _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json"
 
 
 def read_companions(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, mtp: bool = False
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    mtp: bool = False,
+    fields: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
     """What the Hugging Face folder of a model holds beside its weights, for a copy of it: file name -> content.
 
     Args:
         dtype: of the copy's weights, which its config says; a config that says that they are quantised no longer does.
         mtp: whether the copy has the model's multi-token prediction layers; otherwise its config says that there are none.
+        fields: what else its config says in place of the model's.
     """
     hf = {**config.hf, "dtype": str(dtype).removeprefix("torch.")}
     for key in ("torch_dtype", "quantization_config"):
         hf.pop(key, None)
     if config.num_mtp_layers and not mtp:
         hf["num_nextn_predict_layers"] = 0
+    hf |= fields or {}
     files = {file.name: file.read_bytes() for pattern in _COMPANIONS for file in folder.glob(pattern)}
     return {**files, "config.json": (json.dumps(hf, indent=2) + "\n").encode()}
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:  # how safetensors says that the disk is full: "... (os error 28)"
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error), str(file)) from error
 
 
 class HFFolderWriter:
@@ -51,13 +73,7 @@ class HFFolderWriter:
         name = "model.safetensors"
         if self.num_files > 1:
             name = f"model-{at + 1:05d}-of-{self.num_files:05d}.safetensors"
-        try:
-            save_file(dict(tensors), self.folder / name, metadata={"format": "pt"})
-        except SafetensorError as error:  # how safetensors says that the disk is full: "... (os error 28)"
-            number = re.search(r"os error (\d+)", str(error))
-            if number is None:
-                raise
-            raise OSError(int(number[1]), str(error), str(self.folder / name)) from error
+        save_tensors(tensors, self.folder / name)
         self._weight_map |= dict.fromkeys(tensors, name)
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
 

@@ -11,10 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.hybrid_engine.layouts import hf_layout, megatron_layout
+from megarl.hybrid_engine.load_float8 import load_blocks
 from megarl.layout import Box, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, mtp_copies
 from megarl.models.config import fp8_block, load_hf_config, model_dtype
+from megarl.models.table import VALUE_HEAD
 
 SCALE = "_scale_inv"  # what is added to a tensor's name for that of its scales
 _FLOAT8 = "F8_E4M3"
@@ -157,6 +159,18 @@ class HFReader:
     def _block(self) -> tuple[int, int] | None:
         return fp8_block(self._config, self.path)
 
+    def read_blocks(
+        self, name: str, box: Box, block: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Values and scales as the file has them, of a box of whole blocks; None: it has none of this size."""
+        if name + SCALE not in self.files or self._block != block:
+            return None
+        blocks = tuple(
+            slice(start // step, -(-(start + extent) // step))
+            for start, extent, step in zip(box.start, box.size, block, strict=True)
+        )
+        return self._slice(name)[box.slices], self._slice(name + SCALE)[blocks]
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
@@ -220,11 +234,16 @@ def load_hf_weights(
     rank: int,
     parameters: Mapping[str, torch.Tensor],
     head: str = "lm",
+    base_block: int | None = None,
 ) -> None:
     """Fill a Megatron rank's parameters (named as pieces name them) from the checkpoint at `path`.
 
     Padding rows of the vocabulary become zero. A value head that the checkpoint lacks keeps the values
     it was built with; the language model head of a checkpoint is not read for head="value".
+
+    Args:
+        base_block: rows and columns of a block of the parameters that are in float8 (`build_model`). These are taken as
+            they are from a checkpoint with blocks of this size; others are quantised, one parameter at a time.
 
     Raises:
         ValueError: the checkpoint lacks a tensor, has one too many or one of another shape.
@@ -234,9 +253,25 @@ def load_hf_weights(
     with HFReader(path) as reader:
         reader.check(config, head)
         copies = [copy for copy in needed if copy.tensor in reader.files]
-        for local in {copy.target_local for copy in copies}:
+        in_blocks = {local for local in parameters if local + SCALE in parameters}
+        for local in {copy.target_local for copy in copies} - in_blocks:
             parameters[local].zero_()
         for copy in copies:
-            parameters[copy.target_local][copy.target_box.slices].copy_(reader.read(copy.tensor, copy.box))
-    unfilled = set(parameters) - {copy.target_local for copy in needed}
+            if copy.target_local not in in_blocks:
+                parameters[copy.target_local][copy.target_box.slices].copy_(
+                    reader.read(copy.tensor, copy.box)
+                )
+        if in_blocks:
+            assert base_block is not None
+            load_blocks(reader, copies, parameters, in_blocks, (base_block, base_block))
+    unfilled = (
+        set(parameters) - {copy.target_local for copy in needed} - {f"{name}{SCALE}" for name in in_blocks}
+    )
     assert not unfilled, f"parameters that no weight table names: {sorted(unfilled)}"
+
+
+def load_value_head(path: str, weight: torch.Tensor) -> None:
+    """Fill a value head's weight from the checkpoint at `path`; one that it lacks keeps its values."""
+    with HFReader(path) as reader:
+        if VALUE_HEAD in reader.files:
+            weight.copy_(reader.read(VALUE_HEAD, Box.whole(tuple(weight.shape))))

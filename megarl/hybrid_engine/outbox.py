@@ -84,17 +84,20 @@ class Outbox:
         version: int,
         parameters: Mapping[str, torch.Tensor],
         held: Mapping[int, int | None] | None = None,
+        whole: bool = True,
     ) -> Sent:
         """Send this rank's share of a version; returns when all of it has arrived.
 
         Args:
-            parameters: this rank's local tensors by name.
+            parameters: this rank's local tensors by name; asked for one at a time.
             held: the verified version that each engine rank holds (None: none). Slices that are as they were in
                 that version are not sent again.
+            whole: false: without the buckets that training leaves alone (`SyncShare.frozen`).
 
         Raises:
             LinkError: names the engine rank that is gone or silent; all links are given up.
         """
+        assert whole or held is None, "checksums are remembered of whole versions"
         if self._closed:
             raise LinkError(
                 "this trainer rank gave up its links: trainer and engines have to be connected anew"
@@ -104,9 +107,10 @@ class Outbox:
             if len(self._lines) + len(self._pairs) < len(self._share.transports):
                 self._connect()
             checksums: dict[int, list[torch.Tensor]] = {peer: [] for peer in self._share.transports}
-            num_buckets = len(self._share.buckets)
-            for bucket in range(num_buckets + len(self._slots)):
-                self._wait_taken(version, bucket - len(self._slots), sent)
+            num_buckets, first = len(self._share.buckets), 0 if whole else self._share.frozen
+            for bucket in range(first, num_buckets + len(self._slots)):
+                if bucket - len(self._slots) >= first:
+                    self._wait_taken(version, bucket - len(self._slots), sent)
                 for parcel in self._share.buckets[bucket] if bucket < num_buckets else ():
                     known = self._known_checksums(parcel.peer, held, len(checksums[parcel.peer]))
                     packet, used = self._pack((version, bucket), parcel, parameters, known, sent)
@@ -214,7 +218,7 @@ class Outbox:
     def _wait_taken(self, version: int, bucket: int, sent: Sent) -> None:
         """Wait until all packets of a bucket were taken."""
         begun = time.perf_counter()
-        for parcel in self._share.buckets[bucket] if 0 <= bucket < len(self._share.buckets) else ():
+        for parcel in self._share.buckets[bucket]:
             if parcel.peer in self._lines:
                 self._lines[parcel.peer].expect((version, bucket))
         for sending in self._sendings.pop(bucket, ()):
@@ -249,6 +253,7 @@ def fill(
             part.copy_(source[item.box.slices])
         else:
             READ[item.reading](source, item.box, fp8_block, part)
+        del source  # it may have been made for this slice: gone before the next one is
         found.append(checksum(part))
         followed.append(known is None or bool(found[-1] != known[index]))
         at += aligned(item.nbytes) if followed[-1] else 0

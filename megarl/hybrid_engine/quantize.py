@@ -11,10 +11,8 @@ from dataclasses import replace
 import torch
 
 from megarl.layout import Box, Layout, Piece, Shard
+from megarl.models.float8 import FP8, SCALES, Block, block_scales
 
-SCALES = "_scale_inv"
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
 STRIP_ELEMENTS = 1 << 20
 # The projections whose weights SGLang's Fp8Config quantises (0.5.21): every linear layer and all experts, but for the
 # router, the embedding and the head.
@@ -29,9 +27,6 @@ _ATTENTION = (
     "kv_b_proj",
 )
 _PROJECTIONS = {*_ATTENTION, "gate_proj", "up_proj", "down_proj"}
-
-Block = tuple[int, int]
-"""Rows and columns that share a scale."""
 
 
 def is_quantised(tensor: str) -> bool:
@@ -147,13 +142,3 @@ def _over_strips(
     for first in range(0, len(weight), height):
         values = weight[first : first + height].float()
         use(values, block_scales(values, block), first)
-
-
-def block_scales(values: torch.Tensor, block: Block) -> torch.Tensor:
-    """The scale of each block of `values` [rows, columns]; 1 for blocks of zeros, whose values are 0 with any."""
-    rows, columns = (-(-extent // step) for extent, step in zip(values.shape, block, strict=True))
-    padded = torch.nn.functional.pad(
-        values.abs(), (0, columns * block[1] - values.shape[1], 0, rows * block[0] - values.shape[0])
-    )
-    scales = padded.view(rows, block[0], columns, block[1]).amax((1, 3)) / LARGEST
-    return torch.where(scales > 0, scales, torch.ones_like(scales))

@@ -3,6 +3,9 @@
 The controller works the plan out once (`SyncPlan.shares`) and gives each rank its own share. Each trainer rank then
 packs and sends what its share says (`outbox`); the receiver inside each SGLang rank (`megarl.rollout.receiver`) copies
 the slices into SGLang's own parameters, reads them back, and compares every checksum.
+
+Adapters that are served beside the weights are a plan of their own, whose buckets come after those of the weights: a
+version after the first begins with them.
 """
 
 from collections import defaultdict
@@ -11,11 +14,14 @@ from functools import cached_property
 
 import torch
 
+from megarl.config.lora_section import LoraConfig
+from megarl.hybrid_engine.adapter_sync import megatron_adapters, served_adapters, served_padding
 from megarl.hybrid_engine.layouts import EngineLayout, megatron_layout, sglang_layout
 from megarl.hybrid_engine.quantize import SCALES, Block, dtype_in_fp8, is_quantised, with_scales
-from megarl.layout import Copy, Plan, RankPlace, make_plan
+from megarl.layout import Copy, Layout, Plan, RankPlace, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, sglang_keeps_float32, sglang_padding
+from megarl.models.lora import logical_adapters, scaling
 from megarl.rollout.packets import CONVERT, IPC, P2P, QUANTISE, SCALE, SHARED, Parcel, Slice, SyncShare
 
 AUTO = "auto"
@@ -36,6 +42,7 @@ class SyncPlan:
         device: "cpu" or "cuda": where both ends have their tensors.
         transport: AUTO, or the one that all ranks shall use.
         fp8_block: rows and columns of a block, where the engines hold the model in float8 (None: they do not).
+        adapters: what the engines serve beside the weights, which come as they are without it; None: nothing.
     """
 
     config: ModelConfig
@@ -48,20 +55,38 @@ class SyncPlan:
     device: str = "cpu"
     transport: str = AUTO
     fp8_block: Block | None = None
+    adapters: LoraConfig | None = None
 
     @cached_property
     def plan(self) -> Plan:
+        """Of the weights."""
         source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
         target = sglang_layout(self.config, self.engines, self.target_places)
         if self.fp8_block is not None:
             shapes = logical_tensors(self.config)
             source = with_scales(source, shapes, self.fp8_block)
             target = with_scales(target, shapes, self.fp8_block)
+        return self._make_plan(source, target)
+
+    @cached_property
+    def adapter_plan(self) -> Plan:
+        """Of the adapters."""
+        assert self.adapters is not None
+        source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
+        target = sglang_layout(self.config, self.engines, self.target_places)
+        return self._make_plan(
+            megatron_adapters(source, self.config, self.adapters),
+            served_adapters(target, self.config, self.adapters),
+        )
+
+    def _make_plan(self, source: Layout, target: Layout) -> Plan:
         largest = max(1, self.bucket_limit // 4)  # else one copy would hold up all others of its bucket
         return make_plan(source, target, lambda tensor: self.dtype_of(tensor).itemsize, largest)
 
     def dtype_of(self, tensor: str) -> torch.dtype:
         """The type of a logical tensor in the engine."""
+        if tensor in self._adapter_names:
+            return self.dtype
         if sglang_keeps_float32(self.config, tensor):
             return torch.float32
         return self.dtype if self.fp8_block is None else dtype_in_fp8(tensor, self.dtype)
@@ -74,8 +99,25 @@ class SyncPlan:
         return min(self.bucket_bytes, max(SMALL_BUCKET, share // OVERLAPPING_BUCKETS))
 
     @cached_property
+    def _adapter_names(self) -> frozenset[str]:
+        return frozenset(logical_adapters(self.config, self.adapters) if self.adapters is not None else ())
+
+    @cached_property
     def buckets(self) -> list[tuple[Copy, ...]]:
+        return self._weight_buckets + self._adapter_buckets
+
+    @property
+    def frozen(self) -> int:
+        """So many of the first buckets have what training leaves alone."""
+        return len(self._weight_buckets) if self.adapters is not None else 0
+
+    @cached_property
+    def _weight_buckets(self) -> list[tuple[Copy, ...]]:
         return self.plan.buckets(self.bucket_limit)
+
+    @cached_property
+    def _adapter_buckets(self) -> list[tuple[Copy, ...]]:
+        return self.adapter_plan.buckets(self.bucket_limit) if self.adapters is not None else []
 
     def shares(self) -> tuple[list[SyncShare], list[SyncShare]]:
         """What each trainer rank sends, and what each engine rank takes.
@@ -103,29 +145,57 @@ class SyncPlan:
         for (source, target), transport in transports.items():
             ways_out[source][target] = ways_in[target][source] = transport
         leaving = [
-            sources.share(rank, ways_out[rank], padding={}, fp8_block=self.fp8_block)
+            sources.share(rank, ways_out[rank], padding={}, fp8_block=self.fp8_block, frozen=self.frozen)
             for rank in range(num_sources)
         ]
+        factor = scaling(self.adapters) if self.adapters is not None else None
         arriving = [
-            targets.share(rank, ways_in[rank], padding=sglang_padding(self.config, self.engines.place(rank)))
+            targets.share(
+                rank, ways_in[rank], padding=self._padding(rank), frozen=self.frozen, scaling=factor
+            )
             for rank in range(num_targets)
         ]
         return leaving, arriving
 
-    def account(self) -> dict[str, int]:
+    def _padding(self, rank: int) -> dict[str, int]:
+        padding = sglang_padding(self.config, self.engines.place(rank))
+        if self.adapters is not None:
+            padding |= served_padding(self.config, self.engines, rank, self.adapters)
+        return padding
+
+    def bytes_received(self, whole: bool = True) -> list[int]:
+        """Bytes that each engine rank receives of a version. `whole`: with what training leaves alone."""
+        return [
+            sum(parts) for parts in zip(*(plan.bytes_received() for plan in self._plans(whole)), strict=True)
+        ]
+
+    def account(self, whole: bool = True) -> dict[str, int]:
         """Bytes of one sync into all engines: by link, in all, and the most that a rank receives and sends.
 
         What stays on a device counts as received and as sent, as it passes through a bucket, too.
+
+        Args:
+            whole: with what training leaves alone.
         """
-        account = self.plan.account()
-        received = [sum(by_link.values()) for by_link in account.received]
-        sent = [sum(by_link.values()) for by_link in account.sent_by_link]
+        accounts = [plan.account() for plan in self._plans(whole)]
+        received = self.bytes_received(whole)
+        sent = [
+            sum(sum(by_link.values()) for by_link in of_rank)
+            for of_rank in zip(*(account.sent_by_link for account in accounts), strict=True)
+        ]
+        links = accounts[0].by_link
         return {
-            **{f"bytes_{link}": n for link, n in account.by_link.items()},
+            **{f"bytes_{link}": sum(account.by_link[link] for account in accounts) for link in links},
             "bytes_total": sum(received),
             "bytes_max_per_rank": max(received),
             "bytes_sent_max_per_rank": max(sent),
         }
+
+    def _plans(self, whole: bool) -> list[Plan]:
+        """The plans of a version."""
+        if self.adapters is None:
+            return [self.plan]
+        return [self.plan, self.adapter_plan] if whole else [self.adapter_plan]
 
     def _slices(self, copies: list[Copy]) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
         """The slices of a packet, as its source and its target see them."""
@@ -143,7 +213,7 @@ class SyncPlan:
         travels = {}
         for tensor in {copy.tensor for copies in self.buckets for copy in copies}:
             reading = CONVERT
-            if self.fp8_block is not None:
+            if self.fp8_block is not None and tensor not in self._adapter_names:
                 reading = SCALE if tensor.endswith(SCALES) else QUANTISE if is_quantised(tensor) else CONVERT
             travels[tensor] = str(self.dtype_of(tensor)).removeprefix("torch."), reading
         return travels

@@ -11,11 +11,9 @@ Where its parts lie is worked out from the weight table (`megarl.models.lora`):
 Written against megatron-core 0.19.2.
 """
 
-import contextlib
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -23,10 +21,12 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
-from torch.nn.functional import dropout, linear, rms_norm
+from torch.nn.functional import linear, rms_norm
 
 from megarl import platform
 from megarl.config.lora_section import LoraConfig
+from megarl.megatron.dropout import EXPERT, OWN, TENSOR, drop
+from megarl.megatron.fp8_base import exact_weight
 from megarl.models.lora import AdapterSlot, scaling
 
 ROWS, COLUMNS = "rows", "columns"  # how a weight is cut over the ranks of its group
@@ -55,6 +55,8 @@ class Adapter(torch.nn.Module):
         self.on = True
         self._cut, self._sequence_parallel = cut, sequence_parallel
         self._lora, self._scaling = lora, scaling(lora)
+        # Whether other ranks are given the same tokens and columns; they then drop the same.
+        self._stream = OWN if cut == COLUMNS or sequence_parallel else TENSOR
         self._heads = _Heads(slot, lora, layer.weight.shape[0])
         count = 1 if lora.shared_a else len(slot.tensors)
         # What each rank has whole and applies to its own tokens only has its gradient summed over the ranks.
@@ -76,12 +78,12 @@ class Adapter(torch.nn.Module):
         """
         x = _normed(layer, x)
         if self.training and self._lora.dropout:
-            x = self._drop(x)
+            x = drop(x, self._lora.dropout, self._stream)
         hidden = self._shared(linear(x, self.a))
         added = self._heads(hidden, self.b) * self._scaling
         if not self._lora.use_dora:
             return output + added
-        ratio = self._heads.spread(self.m / self._norms(layer), fill=1.0)
+        ratio = self._heads.spread(self.m / self.norms(layer), fill=1.0)
         bias = getattr(layer, "bias", None)
         plain = output if bias is None or not bias.numel() else output - bias
         return output + (ratio - 1) * plain + ratio * added
@@ -98,17 +100,13 @@ class Adapter(torch.nn.Module):
             return reduce_from_tensor_model_parallel_region(hidden)
         return hidden
 
-    def _drop(self, x: Tensor) -> Tensor:
-        """Dropout: equal on ranks that have the same tokens and columns, else of each rank's own stream."""
-        own = self._cut == COLUMNS or self._sequence_parallel
-        with get_cuda_rng_tracker().fork() if own else contextlib.nullcontext():
-            return dropout(x, self._lora.dropout, training=True)
-
     @torch.no_grad()
-    def _norms(self, layer: torch.nn.Module) -> Tensor:
+    def norms(self, layer: torch.nn.Module) -> Tensor:
         """The norm of each adapted row of W + scaling B A [rows of b]; no gradient flows through it (DoRA, section
         4.3)."""
-        squares = self._heads.merged(layer.weight, self.a, self.b, self._scaling).float().square().sum(1)
+        squares = (
+            self._heads.merged(exact_weight(layer), self.a, self.b, self._scaling).float().square().sum(1)
+        )
         if self._cut == COLUMNS:
             squares = reduce_from_tensor_model_parallel_region(squares)
         return squares.sqrt().to(self.m.dtype)
@@ -116,15 +114,19 @@ class Adapter(torch.nn.Module):
     @torch.no_grad()
     def start_magnitudes(self, layer: torch.nn.Module) -> None:
         """Magnitudes with which the layer computes what it computes without adapters, as long as B is 0."""
-        self.m.copy_(self._norms(layer))
+        self.m.copy_(self.norms(layer))
 
     @torch.no_grad()
-    def merged(self, layer: torch.nn.Module) -> Tensor:
-        """The layer's weight with its adapters: what it computes with is all in it [out, in]."""
-        weight = layer.weight.detach().clone()
+    def merged(self, layer: torch.nn.Module, norms: Tensor | None = None) -> Tensor:
+        """The layer's weight with its adapters: what it computes with is all in it [out, in].
+
+        Args:
+            norms: DoRA: `norms(layer)`, which ranks that share columns work out together; None: done here.
+        """
+        weight = exact_weight(layer).detach().clone()
         rows = self._heads.merged(weight, self.a, self.b, self._scaling)
         if self._lora.use_dora:
-            rows *= (self.m / self._norms(layer))[:, None]
+            rows *= (self.m / (self.norms(layer) if norms is None else norms))[:, None]
         weight[self._heads.rows] = rows
         return weight
 
@@ -155,7 +157,7 @@ class ExpertAdapter(torch.nn.Module):
         self._cut, self._group, self._group_size = cut, group, group_size
         self._lora, self._scaling = lora, scaling(lora)
         self._heads = _Heads(slots[0], lora, layer.weight0.shape[0])
-        self._num_experts = len(slots)
+        self.num_experts = len(slots)
         assert len(slots) % group_size == 0, "checked with the layout"
         count = 1 if lora.shared_a else len(slots[0].tensors)
         shapes = {"a": (count * lora.rank, slots[0].in_features), "b": (slots[0].num_rows, lora.rank)}
@@ -177,8 +179,7 @@ class ExpertAdapter(torch.nn.Module):
             output: [tokens, out]; where the weights are cut by columns a part of a sum over the ranks.
         """
         if self.training and self._lora.dropout:
-            with get_cuda_rng_tracker().fork():
-                x = dropout(x, self._lora.dropout, training=True)
+            x = drop(x, self._lora.dropout, OWN if self._cut == COLUMNS else EXPERT)
         counts = [int(count) for count in splits]
         parts = zip(x.split(counts), output.split(counts), strict=True)
         return torch.cat([self._one(layer, expert, *part) for expert, part in enumerate(parts)])
@@ -189,7 +190,7 @@ class ExpertAdapter(torch.nn.Module):
         if not self._lora.use_dora:
             return output + added
         m = self._whole("m", expert, COLUMNS)
-        ratio = self._heads.spread(m / self._norms(layer, expert), fill=1.0)
+        ratio = self._heads.spread(m / self.norms(layer, expert), fill=1.0)
         return output * ratio + ratio * added
 
     def _whole(self, kind: str, expert: int, replicated_with: str) -> Tensor:
@@ -203,9 +204,9 @@ class ExpertAdapter(torch.nn.Module):
         return self.get_parameter(f"{kind}{expert // self._group_size}")
 
     @torch.no_grad()
-    def _norms(self, layer: torch.nn.Module, expert: int) -> Tensor:
+    def norms(self, layer: torch.nn.Module, expert: int) -> Tensor:
         a, b = self.parameter("a", expert), self.parameter("b", expert)
-        weight = layer.get_parameter(f"weight{expert}")
+        weight = exact_weight(layer, f"weight{expert}")
         squares = self._heads.merged(weight, a, b, self._scaling).float().square().sum(1)
         if self._cut == COLUMNS:
             squares = reduce_from_tensor_model_parallel_region(squares, group=self._group)
@@ -214,19 +215,20 @@ class ExpertAdapter(torch.nn.Module):
     @torch.no_grad()
     def start_magnitudes(self, layer: torch.nn.Module) -> None:
         """As `Adapter.start_magnitudes`; experts of a group share the mean of theirs."""
-        for first in range(0, self._num_experts, self._group_size):
-            norms = [self._norms(layer, first + index) for index in range(self._group_size)]
+        for first in range(0, self.num_experts, self._group_size):
+            norms = [self.norms(layer, first + index) for index in range(self._group_size)]
             self.parameter("m", first).copy_(torch.stack(norms).mean(0))
 
     @torch.no_grad()
-    def merged(self, layer: torch.nn.Module, expert: int) -> Tensor:
+    def merged(self, layer: torch.nn.Module, expert: int, norms: Tensor | None = None) -> Tensor:
         """As `Adapter.merged`, of one expert."""
-        weight = layer.get_parameter(f"weight{expert}").detach().clone()
+        weight = exact_weight(layer, f"weight{expert}").detach().clone()
         rows = self._heads.merged(
             weight, self.parameter("a", expert), self.parameter("b", expert), self._scaling
         )
         if self._lora.use_dora:
-            rows *= (self.parameter("m", expert) / self._norms(layer, expert))[:, None]
+            norms = self.norms(layer, expert) if norms is None else norms
+            rows *= (self.parameter("m", expert) / norms)[:, None]
         weight[self._heads.rows] = rows
         return weight
 

@@ -25,10 +25,14 @@ from megatron.core.transformer import TransformerConfig
 
 from megarl import platform
 from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.megatron.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.layer_spec import layer_modules, layer_spec
+from megarl.megatron.lora import rank_pieces
 from megarl.megatron.parallel import RankCoords, coords
 from megarl.megatron.transformer_config import rope_arguments, transformer_config
 from megarl.models import ModelConfig, padded_vocab_size
+from megarl.models.float8 import FP8, SCALES, base_weights, check_base_block
+from megarl.models.lora import linear_weights
 
 INIT_STD = 0.02  # of every matrix's and the value head's random start
 
@@ -41,6 +45,7 @@ def build_model(
     dtype: torch.dtype,
     trainable: bool = True,
     recompute_granularity: str | None = None,
+    base_block: int | None = None,
     seed: int = 1,
 ) -> list[GPTModel]:
     """This rank's model chunks: one, or `layout.vpp` of them.
@@ -51,14 +56,17 @@ def build_model(
         trainable: False for a model that is only evaluated: no gradients, evaluation mode.
         recompute_granularity: activations that backward computes again: None, "full" (each layer) or
             "selective" (attention).
+        base_block: linear layers' weights are in float8, in blocks of so many rows and columns that share a scale, and
+            frozen; zeros until they are loaded. None: in `dtype`.
         seed: of the random start, which is meant to be overwritten by real weights.
 
     Raises:
-        ValueError: the model does not divide by the layout; names both.
+        ValueError: the model does not divide by the layout; names both. Ranks' parts cut blocks.
     """
     assert head in ("lm", "value"), head
     settings = transformer_config(config, layout, dtype, recompute_granularity)
     place = coords()
+    held = _float8_base(config, layout, place, base_block)
     layers = layers_of(layout, config.num_layers, place.pp)
     chunks = []
     for chunk in range(layout.num_chunks):
@@ -66,6 +74,7 @@ def build_model(
         model = _build_chunk(
             config,
             settings,
+            held=held.of_chunk(chunk),
             vocab_size=padded_vocab_size(config, layout.tp),
             first=place.pp == 0 and chunk == 0,
             last=last,
@@ -139,10 +148,22 @@ def finalize_gradients(
     finalize_model_grads(chunks, None, **options)
 
 
+def _float8_base(
+    config: ModelConfig, layout: ParallelLayout, place: RankCoords, block: int | None
+) -> Float8Base:
+    if block is None:
+        return Float8Base({}, (1, 1))
+    check_base_block(config, layout, block)
+    return Float8Base(
+        base_weights(rank_pieces(config, layout, place), linear_weights(config)), (block, block)
+    )
+
+
 def _build_chunk(
     config: ModelConfig,
     settings: TransformerConfig,
     *,
+    held: Float8Base,
     vocab_size: int,
     first: bool,
     last: bool,
@@ -151,7 +172,7 @@ def _build_chunk(
 ) -> GPTModel:
     # 0.19.2 logs at every construction that GPTModel will give way to HybridModel.
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-    with layer_modules():
+    with layer_modules(), unallocated(held):
         model = GPTModel(
             config=settings,
             transformer_layer_spec=layer_spec(settings, vp_stage),
@@ -164,19 +185,29 @@ def _build_chunk(
             vp_stage=vp_stage,
             **rope_arguments(config),
         )
+    allocate(model, held)
     model.to(platform.device())  # routers' weights start on the CPU
     if head == "value" and last:
         model.output_layer = None
-        model.value_head = torch.nn.Linear(
-            config.hidden_size,
-            1,
-            bias=False,
-            dtype=settings.params_dtype,
-            device=platform.device(),
-        )
-        # Applied to this rank's part of the sequence, so its gradient is summed over tensor parallel ranks.
-        model.value_head.weight.sequence_parallel = settings.sequence_parallel
+        model.value_head = _value_head(settings)
     return model
+
+
+def _value_head(settings: TransformerConfig) -> torch.nn.Linear:
+    head = torch.nn.Linear(
+        settings.hidden_size, 1, bias=False, dtype=settings.params_dtype, device=platform.device()
+    )
+    # Applied to this rank's part of the sequence, so its gradient is summed over tensor parallel ranks.
+    head.weight.sequence_parallel = settings.sequence_parallel
+    return head
+
+
+@torch.no_grad()
+def add_value_head(chunks: list[GPTModel], seed: int) -> None:
+    """Give a language model a value head beside its own, on the last stage; it starts as `build_model`'s does."""
+    if chunks[-1].post_process:
+        chunks[-1].value_head = _value_head(chunks[-1].config)
+        _draw(chunks[-1].value_head.weight, f"{seed} value_head.weight all")
 
 
 @torch.no_grad()
@@ -187,6 +218,8 @@ def _randomize(model: GPTModel, layers: list[int], seed: int, place: RankCoords)
     parallel shard, the shard: replicas come out equal, and so do tied embeddings on two stages.
     """
     for name, parameter in model.named_parameters():
+        if parameter.dtype == FP8 or name.endswith(SCALES):
+            continue
         if parameter.dim() == 1:
             parameter.fill_(1.0 if "norm" in name else 0.0)
             continue
@@ -199,6 +232,9 @@ def _randomize(model: GPTModel, layers: list[int], seed: int, place: RankCoords)
         if ".experts." in name:
             whole, tp_rank = f"{whole} of expert parallel rank {place.ep}", place.etp
         shard = tp_rank if getattr(parameter, "tensor_model_parallel", False) else "all"
-        generator = torch.Generator(parameter.device)
-        generator.manual_seed(zlib.crc32(f"{seed} {whole} {shard}".encode()))
-        parameter.normal_(0.0, INIT_STD, generator=generator)
+        _draw(parameter, f"{seed} {whole} {shard}")
+
+
+def _draw(parameter: torch.nn.Parameter, stream: str) -> None:
+    generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(stream.encode()))
+    parameter.normal_(0.0, INIT_STD, generator=generator)

@@ -20,6 +20,7 @@ from megarl.config.lora_section import LoraConfig
 from megarl.layout.boxes import Piece
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.megatron.adapter import COLUMNS, ROWS, Adapter, ExpertAdapter
+from megarl.megatron.dropout import start_streams
 from megarl.megatron.parallel import RankCoords, coords
 from megarl.models import MegatronPlace, ModelConfig, megatron_pieces
 from megarl.models.lora import (
@@ -29,6 +30,7 @@ from megarl.models.lora import (
     adapted_weights,
     adapter_pieces,
     adapter_slots,
+    check_expert_groups,
     group_size,
 )
 from megarl.models.shards import Shapes
@@ -56,9 +58,11 @@ def attach_adapters(
         ValueError: a pattern fits nothing; experts do not divide into groups in this layout.
     """
     weights = adapted_weights(config, lora)
-    check_expert_groups(config, layout, lora)
+    check_expert_groups(config, lora, layout.ep)
     place = coords()
     pieces = rank_pieces(config, layout, place)
+    if lora.dropout:
+        start_streams(seed)
     attached = []
     by_module: dict[str, list[AdapterSlot]] = {}
     for slot in adapter_slots(pieces, weights):
@@ -87,20 +91,6 @@ def attach_adapters(
             layer = chunks[int(chunk)].get_submodule(path)
             layer.get_submodule(adapter).start_magnitudes(layer)
     return attached
-
-
-def check_expert_groups(config: ModelConfig, layout: ParallelLayout, lora: LoraConfig) -> None:
-    """ValueError: `lora.expert_groups` cannot be, for this model in this layout."""
-    groups = lora.expert_groups
-    if groups is None:
-        return
-    if config.moe is None:
-        raise ValueError(f"lora.expert_groups={groups}: the model has no experts; leave it out")
-    if config.moe.num_experts % groups or groups % layout.ep:
-        raise ValueError(
-            f"lora.expert_groups={groups} must divide the model's {config.moe.num_experts} experts, and be a multiple of "
-            f"expert_model_parallel_size={layout.ep}, so that no group is on two ranks"
-        )
 
 
 @contextlib.contextmanager

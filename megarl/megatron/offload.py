@@ -9,7 +9,7 @@ To use a tensor whose storage is empty ends the process, so callers ask `require
 must never see weights (`tensor.numpy()`): torch then refuses to empty their storages.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -138,6 +138,16 @@ class Gradients:
 def weights_of(chunks: Chunks) -> Offloadable:
     """The parameters of a model, trained or not; buffers (rope frequencies, the routers' biases) stay."""
     return Offloadable(lambda: _parameters(chunks))
+
+
+def frozen_of(chunks: Chunks, trained: Sequence[torch.Tensor]) -> Offloadable:
+    """The parameters of a model but for those that are trained (adapters, value head)."""
+    return Offloadable(lambda: _parameters(chunks), excluded=lambda: trained)
+
+
+def trained_of(trained: Sequence[torch.Tensor]) -> Offloadable:
+    """Parameters that are trained beside frozen ones."""
+    return Offloadable(lambda: trained)
 
 
 def gradients_of(chunks: list[DistributedDataParallel]) -> Gradients:

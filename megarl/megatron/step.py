@@ -151,9 +151,11 @@ def _reduce_stats(collected: list[dict[str, Tensor]]) -> dict[str, float]:
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     stats: dict[str, float] = {}
     if last:
-        names = list(collected[0])
+        # Micro-batches of several kinds report sums of several names, in the same order on every rank.
+        names = list(dict.fromkeys(name for entry in collected for name in entry))
+        nothing = torch.zeros((), dtype=torch.double, device=platform.device())
         sums = torch.stack(
-            [torch.stack([entry[name].double() for name in names]) for entry in collected]
+            [torch.stack([entry.get(name, nothing).double() for name in names]) for entry in collected]
         ).sum(0)
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         stats = dict(zip(names, sums.tolist(), strict=True))

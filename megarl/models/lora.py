@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import count
 
 from megarl.config.lora_section import ALL_LINEAR, LoraConfig
 from megarl.layout.boxes import Box, Piece
@@ -20,6 +21,7 @@ from megarl.models.shards import Shapes
 from megarl.models.table import logical_tensors
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+IN_CHECKPOINTS = "adapters."  # what is before these names in Megatron's distributed checkpoints
 ADAPTER = "lora"  # the submodule of a linear layer that holds its adapters
 _LINEAR = (
     "_proj",
@@ -49,7 +51,7 @@ class AdapterSlot:
 
     @property
     def num_rows(self) -> int:
-        return sum(count for _, _, count in self.rows)
+        return sum(num for _, _, num in self.rows)
 
 
 def scaling(lora: LoraConfig) -> float:
@@ -58,17 +60,20 @@ def scaling(lora: LoraConfig) -> float:
     return alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
 
+def linear_weights(config: ModelConfig) -> Shapes:
+    """The weights of all linear layers but the head and routers, with their shapes."""
+    ends = tuple(f"{end}.weight" for end in _LINEAR)
+    return {name: shape for name, shape in logical_tensors(config).items() if name.endswith(ends)}
+
+
 def adapted_weights(config: ModelConfig, lora: LoraConfig) -> Shapes:
     """The weights that have adapters, with their shapes.
 
     Raises:
-        ValueError: a pattern that fits no linear layer, or none is left.
+        ValueError: a pattern that fits no linear layer, none is left, or some experts of a layer have adapters that the
+            others have not.
     """
-    linear = {
-        name.removesuffix(".weight"): shape
-        for name, shape in logical_tensors(config).items()
-        if name.endswith(tuple(f"{end}.weight" for end in _LINEAR))
-    }
+    linear = {name.removesuffix(".weight"): shape for name, shape in linear_weights(config).items()}
     for key, patterns in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         for pattern in patterns:
             if not any(_fits(name, pattern) for name in linear):
@@ -84,7 +89,26 @@ def adapted_weights(config: ModelConfig, lora: LoraConfig) -> Shapes:
     }
     if not chosen:
         raise ValueError("lora.exclude_modules leaves no linear layer that has an adapter")
+    if config.moe is not None:
+        _check_experts(chosen, config.moe.num_experts)
     return chosen
+
+
+def _check_experts(chosen: Shapes, num_experts: int) -> None:
+    """Experts of a layer are one layer in Megatron, spread over ranks: all of them have an adapter, or none."""
+    found: dict[tuple[str, str], int] = {}
+    for name in chosen:
+        layer, experts, rest = name.partition(".experts.")
+        if experts:
+            key = (layer, rest.split(".", 1)[1])
+            found[key] = found.get(key, 0) + 1
+    for (layer, projection), chosen_experts in found.items():
+        if chosen_experts < num_experts:
+            raise ValueError(
+                "lora.target_modules and lora.exclude_modules choose "
+                f"{projection.removesuffix('.weight')} of {chosen_experts} of the {num_experts} experts in {layer}; "
+                "experts of a layer have adapters all, or none"
+            )
 
 
 def _fits(module: str, pattern: str) -> bool:
@@ -141,30 +165,32 @@ def adapter_pieces(
     """
     every = [piece for piece in pieces if piece.tensor in weights]
     slots = {slot.weight: slot for slot in adapter_slots(every, weights)}
-    first = {slot.module: slot.tensors for slot in slots.values() if slot.number == 0}
+    sizes = {
+        slot.module: group_size(weights, lora, slot.tensors[0]) for slot in slots.values() if slot.number == 0
+    }
     out: dict[Piece, None] = {}  # in order, each once
     for piece in every:
-        slot, rank = slots[piece.local], lora.rank
-        name = piece.tensor.removesuffix(".weight")
-        number = (
-            ""
-            if slot.number is None
-            else str(slot.number // group_size(weights, lora, first[slot.module][0]))
-        )
-        local = f"{slot.module}.{adapter}."
-        (row, column), (rows, columns) = piece.box
-        above = 0 if lora.shared_a else slot.tensors.index(piece.tensor) * rank
-        out[Piece(name + A, Box((0, column), (rank, columns)), f"{local}a{number}",
-                  Box((above, 0), (rank, columns)))] = None  # fmt: skip
-        at = _compact(slot, piece.local_box.start[0])
-        out[Piece(name + B, Box((row, 0), (rows, rank)), f"{local}b{number}", Box((at, 0), (rows, rank)))] = (
-            None
-        )
-        if lora.use_dora:
-            out[Piece(name + MAGNITUDE, Box((row,), (rows,)), f"{local}m{number}", Box((at,), (rows,)))] = (
-                None
-            )
+        slot = slots[piece.local]
+        number = "" if slot.number is None else str(slot.number // sizes[slot.module])
+        out |= dict.fromkeys(_pieces_of(piece, slot, lora, f"{slot.module}.{adapter}.", number))
     return list(out)
+
+
+def _pieces_of(piece: Piece, slot: AdapterSlot, lora: LoraConfig, local: str, number: str) -> list[Piece]:
+    """Where the adapter of a weight's piece lies, in `a<number>`, `b<number>` and `m<number>` of the module `local`."""
+    name, rank = piece.tensor.removesuffix(".weight"), lora.rank
+    (row, column), (rows, columns) = piece.box
+    above = 0 if lora.shared_a else slot.tensors.index(piece.tensor) * rank
+    at = _compact(slot, piece.local_box.start[0])
+    found = [
+        Piece(
+            name + A, Box((0, column), (rank, columns)), f"{local}a{number}", Box((above, 0), (rank, columns))
+        ),
+        Piece(name + B, Box((row, 0), (rows, rank)), f"{local}b{number}", Box((at, 0), (rows, rank))),
+    ]
+    if lora.use_dora:
+        found.append(Piece(name + MAGNITUDE, Box((row,), (rows,)), f"{local}m{number}", Box((at,), (rows,))))
+    return found
 
 
 def group_size(weights: Shapes, lora: LoraConfig, expert: str) -> int:
@@ -173,10 +199,24 @@ def group_size(weights: Shapes, lora: LoraConfig, expert: str) -> int:
         return 1
     layer, rest = expert.split(".experts.")
     end = rest.split(".", 1)[1]
-    num_experts = sum(name.startswith(layer + ".experts.") and name.endswith("." + end) for name in weights)
+    num_experts = next(n for n in count() if f"{layer}.experts.{n}.{end}" not in weights)
     return num_experts // lora.expert_groups
+
+
+def check_expert_groups(config: ModelConfig, lora: LoraConfig, ep: int) -> None:
+    """ValueError: `lora.expert_groups` cannot be, for this model and this expert parallel size."""
+    groups = lora.expert_groups
+    if groups is None:
+        return
+    if config.moe is None:
+        raise ValueError(f"lora.expert_groups={groups}: the model has no experts; leave it out")
+    if config.moe.num_experts % groups or groups % ep:
+        raise ValueError(
+            f"lora.expert_groups={groups} must divide the model's {config.moe.num_experts} experts, and be a multiple of "
+            f"expert_model_parallel_size={ep}, so that no group is on two ranks"
+        )
 
 
 def _compact(slot: AdapterSlot, row: int) -> int:
     """Where a layer's row lies in `b`."""
-    return sum(count for _, first, count in slot.rows if first < row)
+    return sum(num for _, first, num in slot.rows if first < row)

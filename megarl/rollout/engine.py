@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from megarl.data.trajectories import Generation
 
 __all__ = [
+    "AdapterConfig",
     "EngineConfig",
     "EngineError",
     "Generation",
@@ -36,6 +37,21 @@ class NoValidWeightsError(EngineError):
 
 class WeightSyncError(EngineError):
     """Weights did not arrive as they were sent. Names the tensor and the engine's TP rank."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters that an engine serves beside the weights.
+
+    Attributes:
+        rank: of each.
+        scaling: what their outputs are multiplied with.
+        layers: the last parts of the names of the layers that may have one, by Hugging Face's names ("q_proj").
+    """
+
+    rank: int
+    scaling: float
+    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,7 @@ class EngineConfig:
         start_timeout: seconds for one start; a start that fails or takes longer is repeated once.
         allow_unknown_version: start an SGLang of a version that megarl was not tried with.
         stop_token_ids: tokens that end a response, and are part of it, besides the model's end tokens.
+        adapters: what it serves beside the weights, which come without them; None: nothing.
         request_timeout: seconds within which requests must bring the next response, and calls end.
     """
 
@@ -83,6 +100,7 @@ class EngineConfig:
     allow_unknown_version: bool = False
     request_timeout: float = 600.0
     stop_token_ids: tuple[int, ...] = ()
+    adapters: AdapterConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -189,10 +207,17 @@ class RolloutEngine(Protocol):
         """Say where weights come from: one `InboxFile` for each TP rank. Ends a connection that was there."""
 
     def begin_update(self, version: int) -> int | None:
-        """Announce a version; from here on the engine holds no valid weights. Returns the version that it held."""
+        """Announce a version; from here on the engine holds no valid weights.
 
-    def receive_weights(self) -> None:
+        Returns: the version that it held; None: it holds none, or serves adapters and the version came over another
+            connection.
+        """
+
+    def receive_weights(self, whole: bool = True) -> None:
         """Take the version from the trainer ranks, which send it meanwhile; returns when it is in place.
+
+        Args:
+            whole: false: what training leaves alone does not come, and stays as it is.
 
         Raises:
             WeightSyncError: a slice did not arrive as it was sent, a trainer rank is gone, or none was ever connected.

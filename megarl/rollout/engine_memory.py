@@ -4,11 +4,12 @@ SGLang answers with rank 0's figures, as they were at the start, in GiB; so its 
 another entry, which the ranks gather (0.5.21).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from megarl.rollout.adapters import buffers_of
 from megarl.rollout.receiver import RECEIVER
 
 KEY = "megarl_memory"
@@ -35,7 +36,8 @@ def _with_memory(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 def measure(scheduler: Any) -> dict[str, int]:
     """{"weights", "kv_cache", "sync_buffers"}: bytes on the device of this rank, by the storages of the tensors.
 
-    What is released counts as nothing: the memory saver takes the pages from under the storages, which stay.
+    What is released counts as nothing: the memory saver takes the pages from under the storages, which stay. Adapters count
+    with the weights, but are not released with them.
     """
     model = scheduler.tp_worker.model_runner.model
     allocator = scheduler.token_to_kv_pool_allocator
@@ -45,8 +47,9 @@ def measure(scheduler: Any) -> dict[str, int]:
     }
     released = scheduler.weight_updater.offload_tags
     receiver = getattr(model, RECEIVER, None)
+    kept = {"weights": buffers_of(model).values(), "kv_cache": ()}
     return {
-        **{tag: 0 if tag in released else _num_bytes(found) for tag, found in tensors.items()},
+        **{tag: _num_bytes(kept[tag] if tag in released else found) for tag, found in tensors.items()},
         "sync_buffers": receiver.buffer_bytes if receiver is not None else 0,
     }
 
@@ -79,7 +82,7 @@ def _pool_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         yield from _pool_tensors(child, seen)
 
 
-def _num_bytes(tensors: Iterator[torch.Tensor]) -> int:
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of their storages on the device, each counted once."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device]

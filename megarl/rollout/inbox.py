@@ -49,14 +49,14 @@ class Inbox:
         """Of memory that this rank has for the packets; what it maps is the trainer's."""
         return self._remote.buffer_bytes if self._remote is not None else 0
 
-    def begin(self) -> None:
-        """A version is about to come."""
+    def begin(self, first: int = 0) -> None:
+        """A version is about to come, from bucket `first` on."""
         if self._closed:
             raise LinkError(
                 "the connection was given up after an error: trainer and engine have to be connected anew"
             )
         if self._remote is not None:
-            self._remote.begin()
+            self._remote.begin(first)
 
     def take(self, version: int, bucket: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The packets of a bucket as they arrive: which parcel, and its bytes (uint8). Valid until `release`."""
@@ -173,9 +173,9 @@ class RemoteSources:
     def buffer_bytes(self) -> int:
         return sum(slot.nbytes for slot in self._slots)
 
-    def begin(self) -> None:
+    def begin(self, first: int) -> None:
         self._arrived, self._free = queue.Queue(), threading.Semaphore(len(self._slots))
-        threading.Thread(target=self._receive, name="weights", daemon=True).start()
+        threading.Thread(target=self._receive, args=(first,), name="weights", daemon=True).start()
 
     def take(self, bucket: int) -> dict[int, torch.Tensor]:
         """By trainer rank, the bytes of its packet."""
@@ -192,13 +192,14 @@ class RemoteSources:
         self._closed = True
         self._free.release()
 
-    def _receive(self) -> None:
+    def _receive(self, first: int) -> None:
         arrived, free = self._arrived, self._free
         bucket = -1
         try:
             if self._device != "cpu":
                 torch.cuda.set_device(self._slots[0].device)  # a thread begins with the first GPU
-            for index, (bucket, parcels) in enumerate(self._buckets):
+            due = [(bucket, parcels) for bucket, parcels in self._buckets if bucket >= first]
+            for index, (bucket, parcels) in enumerate(due):
                 free.acquire()
                 if self._closed:
                     return

@@ -75,6 +75,8 @@ class SyncShare:
         buckets: the parcels of each bucket, by peer.
         padding: of an engine rank: parameter -> its elements that no slice fills.
         fp8_block: of a source: rows and columns of a block of what it quantises (None: it does not).
+        frozen: so many of the first buckets have what training leaves alone; a version may begin after them.
+        scaling: of an engine rank: of the adapters that its other buckets have (None: they have weights).
     """
 
     rank: int
@@ -82,6 +84,8 @@ class SyncShare:
     buckets: tuple[tuple[Parcel, ...], ...]
     padding: dict[str, int]
     fp8_block: tuple[int, int] | None = None
+    frozen: int = 0
+    scaling: float | None = None
 
     @cached_property
     def slot_bytes(self) -> int:

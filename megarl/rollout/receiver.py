@@ -11,7 +11,8 @@ Guarantees, each asserted by a test:
   slice that was not sent because it has not changed;
 - nothing is skipped: an unknown name, type or place is an error (SGLang's own loaders ignore such names);
 - a version is complete: over its buckets every element of every parameter is written exactly once, but for
-  the padding that the share declares;
+  the padding that the share declares; a version of adapters alone is taken only on top of a whole one, from the same
+  trainer and into the same memory;
 - what SGLang derives from parameters is derived again from those of the version;
 - an error names the tensor and the rank, and reaches the engine's process through a file beside the
   rank's (`result_path`): an exception would end the scheduler (sglang 0.5.21).
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 
 from megarl.layout.boxes import Box
+from megarl.rollout.adapters import Slot, has_slot
 from megarl.rollout.checksum import checksum
 from megarl.rollout.inbox import Inbox
 from megarl.rollout.links import LinkError, Token, describe
@@ -68,14 +70,20 @@ class Received:
     seconds: dict[str, float] = field(default_factory=lambda: {"wait": 0.0, "write": 0.0, "verify": 0.0})
 
 
-def request_tensor(version: int, session: str, inboxes: Sequence[Path]) -> torch.Tensor:
+def request_tensor(version: int, session: str, inboxes: Sequence[Path], whole: bool = True) -> torch.Tensor:
     """The uint8 tensor that carries a request through SGLang.
 
     Args:
         session: names the connection of trainer and engine; a new one replaces what was there.
         inboxes: each TP rank's file.
+        whole: false: what training leaves alone does not come (`SyncShare.frozen`).
     """
-    request = {"version": version, "session": session, "inboxes": [str(path) for path in inboxes]}
+    request = {
+        "version": version,
+        "session": session,
+        "inboxes": [str(path) for path in inboxes],
+        "whole": whole,
+    }
     return torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
 
 
@@ -96,7 +104,7 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
     # Any exception that left this function would end SGLang's scheduler, and with it the whole engine.
     try:
         receiver = connected(model, request["session"], inbox)
-        result |= vars(receiver.receive(request["version"]))
+        result |= vars(receiver.receive(request["version"], request["whole"]))
     except Exception as error:
         kind = "" if isinstance(error, RefusedError) else f"{type(error).__name__}: "
         result |= {"ok": False, "error": f"{kind}{error} (TP rank {rank})"}
@@ -129,6 +137,8 @@ class Receiver:
         self.session, self._model, self._share = session, model, told.share
         self._bound_to: tuple = ()
         self._views: list[list[list[torch.Tensor]]] = []  # by bucket, parcel, slice
+        self._slot: Slot | None = None  # of adapters, where these are sent beside the weights
+        self._holds_frozen = False
         device = next(model.parameters()).device.type
         self._inbox = Inbox(told.share, told.addresses, device, told.timeout)
 
@@ -141,27 +151,36 @@ class Receiver:
         self._inbox.close()
 
     @torch.no_grad()
-    def receive(self, version: int) -> Received:
+    def receive(self, version: int, whole: bool = True) -> Received:
         """Write a version into the model's parameters and verify it there.
 
         A version that is refused is taken to its end all the same, so that no trainer rank waits for this one.
+
+        Args:
+            whole: false: what training leaves alone does not come; it is there from the last whole version.
         """
         received = Received(version, buffer_bytes=self._inbox.buffer_bytes)
-        refusal = self._bind()
+        refusal = self._bind(whole)
+        first = 0 if whole else self._share.frozen
         try:
-            refusal = self._take(version, received, refusal)
+            refusal = self._take(version, first, received, refusal)
         except LinkError:
+            self._holds_frozen = False
             self.close()  # the trainer ranks shall not wait for this one
             raise
+        self._holds_frozen = refusal is None
         if refusal is not None:
             raise refusal
-        renew_derived(self._model)
+        if whole:
+            renew_derived(self._model)
         return received
 
-    def _take(self, version: int, received: Received, refusal: RefusedError | None) -> RefusedError | None:
-        """Take all packets of a version; once there is a refusal they are left alone."""
-        self._inbox.begin()
-        for bucket, parcels in enumerate(self._share.buckets):
+    def _take(
+        self, version: int, first: int, received: Received, refusal: RefusedError | None
+    ) -> RefusedError | None:
+        """Take all packets of a version from bucket `first` on; once there is a refusal they are left alone."""
+        self._inbox.begin(first)
+        for bucket, parcels in list(enumerate(self._share.buckets))[first:]:
             begun = time.perf_counter()
             for index, data in self._inbox.take(version, bucket):
                 received.seconds["wait"] += time.perf_counter() - begun
@@ -172,12 +191,19 @@ class Receiver:
             self._inbox.release(version, bucket)
         return refusal
 
-    def _bind(self) -> RefusedError | None:
+    def _bind(self, whole: bool) -> RefusedError | None:
         """Find every slice's place in the model, unless they are known and it is as it was."""
-        targets = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
+        if (refusal := self._bind_adapters(whole)) is not None:
+            return refusal
+        adapters = self._slot.tensors if self._slot is not None else {}
+        targets = {**dict(self._model.named_buffers()), **named_weights(self._model), **adapters}
         bound_to = tuple((name, t.data_ptr(), t.shape, t.dtype) for name, t in targets.items())
         if bound_to == self._bound_to:
             return None
+        if not whole:
+            return RefusedError(
+                "adapters came alone, but the weights are not where they were: sync all of them"
+            )
         share, written = self._share, {}
         try:
             self._views = [
@@ -187,11 +213,28 @@ class Receiver:
             for parcels in share.buckets:
                 for item in (item for parcel in parcels for item in parcel.slices):
                     written.setdefault(item.local, []).append(item.box)
-            check_complete(weights_of(self._model), written, share.padding)
+            check_complete({**weights_of(self._model), **adapters}, written, share.padding)
         except RefusedError as error:
             return error
         self._bound_to = bound_to
         return None
+
+    def _bind_adapters(self, whole: bool) -> RefusedError | None:
+        """Find the adapters' slot; with a whole version it begins as zeros, which those that no slice fills stay."""
+        scaling = self._share.scaling
+        if (scaling is not None) != has_slot(self._model):
+            here, sent = ("with", "without") if scaling is None else ("without", "with")
+            return RefusedError(f"the engine was started {here} adapters, weights come {sent} them")
+        if scaling is None:
+            return None
+        if whole:
+            self._slot = Slot(self._model)
+            for tensor in self._slot.tensors.values():
+                tensor.zero_()
+        elif not self._holds_frozen or self._slot is None:
+            return RefusedError("adapters came alone, but the engine holds no verified weights for them")
+        problem = self._slot.problem(scaling)
+        return RefusedError(problem) if problem is not None else None
 
     def _write(
         self, packet: Packet, views: list[torch.Tensor], token: Token, received: Received
@@ -259,12 +302,20 @@ def place(item: Slice, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return target.data[box.slices]
 
 
+def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters by name, which are those of a model without adapters.
+
+    A layer that SGLang gave adapters has the layer that it was within it, as `base_layer` (sglang 0.5.21).
+    """
+    return {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
+
+
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The parameters that a version fills: all but those that SGLang's own check of weights leaves out, too.
 
     These are scales of the KV cache, which a model in float8 has as parameters (sglang 0.5.21).
     """
-    parameters = model.named_parameters()
+    parameters = named_weights(model).items()
     return {name: value for name, value in parameters if not getattr(value, "_skip_weight_check", False)}
 
 

@@ -4,6 +4,7 @@ Guarantees, each asserted by a test:
 
 - nothing is served before a whole, verified version is held, nor after one that failed;
 - each generation carries the version that SGLang itself says it was served by;
+- with adapters, every request is answered by these and the weights beside them;
 - an end token is part of its response, with its log-prob;
 - requests that SGLang answers by dying (empty prompt, unknown token id) are refused here;
 - the noise of a response depends on (seed, uid) only, so a resumed run repeats it;
@@ -27,9 +28,10 @@ from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.rollout import engine_memory
+from megarl.rollout import adapters, engine_memory
 from megarl.rollout.completions import NothingCompleted, as_completed
 from megarl.rollout.engine import (
+    AdapterConfig,
     EngineConfig,
     EngineError,
     Generation,
@@ -69,7 +71,7 @@ class SGLangEngine:
         self._released: set[str] = set()
         self._update: _Update | None = None
         self._inboxes: list[Path] = []
-        self._session = ""
+        self._session = self._session_held = ""
         self._last_answer = 0.0
 
     @property
@@ -92,6 +94,8 @@ class SGLangEngine:
         # On a CPU each flush of the cache collects garbage: half a second over all that was imported, unless that is
         # left out for good (0.5.21).
         self._call(self._engine.tokenizer_manager.freeze_gc(), "freeze_gc")
+        if self.config.adapters is not None:
+            self._load_adapter(self.config.adapters)
         if self.config.load_format == "auto":
             self._version = 0
             self._set_version(0)
@@ -125,7 +129,12 @@ class SGLangEngine:
 
     async def _answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         answer = await ask(
-            self._engine.tokenizer_manager, prompt_ids, sampling, uid, self.config.stop_token_ids
+            self._engine.tokenizer_manager,
+            prompt_ids,
+            sampling,
+            uid,
+            self.config.stop_token_ids,
+            adapters.NAME if self.config.adapters is not None else None,
         )
         self._last_answer = time.monotonic()
         return read_answer(uid, answer, self._version)
@@ -150,8 +159,10 @@ class SGLangEngine:
             )
         if self._update is not None:
             raise EngineError(f"version {version} came before version {self._update.version} was finished")
-        held, self._version = self._version, None
-        self._update = _Update(version)
+        held = self._version
+        if self.config.adapters is not None and self._session_held != self._session:
+            held = None  # over a new connection the weights come before adapters alone
+        self._version, self._update = None, _Update(version, held)
         self._control("begin_weight_update", BeginWeightUpdateReqInput())
         return held
 
@@ -159,14 +170,19 @@ class SGLangEngine:
         assert len(inboxes) == self.config.tensor_parallel_size, (len(inboxes), self.config)
         self._inboxes, self._session = list(inboxes), secrets.token_hex(8)
 
-    def receive_weights(self) -> None:
+    def receive_weights(self, whole: bool = True) -> None:
         update = self._require_update()
         if not self._inboxes:
             self._close_update()  # as after any version that did not come: the next one may begin
             raise WeightSyncError(f"version {update.version}: no trainer is connected, call connect first")
+        if not whole and update.held is None:
+            self._close_update()
+            raise WeightSyncError(
+                f"version {update.version} came without the weights that training leaves alone, and the engine holds none"
+            )
         for inbox in self._inboxes:
             result_path(inbox).unlink(missing_ok=True)
-        self._load(update.version)
+        self._load(update.version, whole)
         results = [json.loads(result_path(inbox).read_text()) for inbox in self._inboxes]
         errors = [result["error"] for result in results if not result["ok"]]
         if errors:
@@ -181,7 +197,7 @@ class SGLangEngine:
             raise WeightSyncError(f"version {update.version} did not come")
         self.flush_cache()  # what it holds was computed by the old weights
         self._set_version(update.version)
-        self._version = update.version
+        self._version, self._session_held = update.version, self._session
         return update.report()
 
     def release_memory(self, tags: Sequence[str]) -> None:
@@ -242,11 +258,27 @@ class SGLangEngine:
             raise EngineError("no update was begun, or it has failed: call begin_update first")
         return self._update
 
-    def _load(self, version: int) -> None:
+    def _load_adapter(self, served: AdapterConfig) -> None:
+        """Give SGLang the adapter without values, whose slot the syncs write into."""
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        nothing = [MultiprocessingSerializer.serialize({}) for _ in range(self.config.tensor_parallel_size)]
+        request = LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=adapters.NAME,
+            config_dict=adapters.empty_adapter(served),
+            serialized_named_tensors=nothing,
+        )
+        loading = self._engine.tokenizer_manager.load_lora_adapter_from_tensors(request, None)
+        answer = self._call(loading, "load_lora_adapter_from_tensors")
+        if not answer.success:
+            raise EngineError(f"SGLang refused the adapter: {answer.error_message}")
+
+    def _load(self, version: int, whole: bool) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        named = [("request", request_tensor(version, self._session, self._inboxes))]
+        named = [("request", request_tensor(version, self._session, self._inboxes, whole))]
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(named) for _ in self._inboxes],
             load_format=LOADER,
@@ -295,8 +327,8 @@ class SGLangEngine:
 class _Update:
     """A version on its way, and what the receivers answered, by TP rank."""
 
-    def __init__(self, version: int) -> None:
-        self.version = version
+    def __init__(self, version: int, held: int | None) -> None:
+        self.version, self.held = version, held
         self.results: list[dict] = []
         self._begun = time.perf_counter()
 

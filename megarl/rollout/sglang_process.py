@@ -8,7 +8,7 @@ its processes run (sglang 0.5.21).
 - On a CPU sequences are attended together (`sglang_attention`), not one after the other.
 - The TP ranks of an engine find each other through a file. SGLang's own way, a TCP store, would take a
   port that another engine may have taken a moment ago, and listen on every interface of the machine.
-- The ranks say how much memory they hold (`engine_memory`).
+- The ranks say how much memory they hold (`engine_memory`), and where their adapters lie (`adapters`).
 - There is no detokenizer process: token ids go in and come out (`skip_tokenizer_init`), so it would idle,
   for 3 s of start-up CPU time and 400 MB.
 """
@@ -25,7 +25,7 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from megarl.rollout import engine_memory
+from megarl.rollout import adapters, engine_memory
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -45,6 +45,7 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
         HookType.AROUND,
     )
     engine_memory.register()
+    adapters.register()
     if server_args.device == "cpu":
         from megarl.rollout import sglang_attention
 

@@ -31,12 +31,18 @@ def check_prompt(uid: str, ids: Sequence[int], max_new_tokens: int, context: int
 
 
 async def ask(
-    manager: Any, ids: Sequence[int], sampling: SamplingParams, uid: str, stop_token_ids: Sequence[int]
+    manager: Any,
+    ids: Sequence[int],
+    sampling: SamplingParams,
+    uid: str,
+    stop_token_ids: Sequence[int],
+    adapter: str | None = None,
 ) -> dict[str, Any]:
     """SGLang's answer to a prompt. A task of this that is cancelled aborts the request.
 
     Args:
         manager: SGLang's TokenizerManager.
+        adapter: the name of the adapter that answers; None: the model without any.
     """
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -44,6 +50,7 @@ async def ask(
         input_ids=list(ids),
         sampling_params=sglang_sampling(sampling, uid, stop_token_ids),
         return_logprob=True,
+        lora_path=adapter,
     )
     # Closed at once: until then it holds the lock that an update of the weights waits for (0.5.21).
     async with aclosing(manager.generate_request(request, None)) as answers:

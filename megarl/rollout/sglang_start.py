@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megarl.rollout import adapters
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.receiver import LOADER
 from megarl.rollout.sglang_model import config_overrides
@@ -87,6 +88,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "log_level": "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
+        **(adapters.server_arguments(config.adapters, config.device) if config.adapters is not None else {}),
     }
 
 

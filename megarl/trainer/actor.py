@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +19,9 @@ from megarl.algorithms.policy_loss import PolicyTokens, Sequences, actor_loss
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
 from megarl.hybrid_engine import Outbox, Sent
-from megarl.megatron.build import local_parameters
+from megarl.megatron.build import unwrap
 from megarl.megatron.logprobs import head_weight, hidden_head
+from megarl.megatron.lora import only_adapters
 from megarl.megatron.offload import assert_resident, weights_of
 from megarl.megatron.packed import OtherHead, PackedBatch
 from megarl.megatron.parallel import context_parallel_group
@@ -26,11 +29,18 @@ from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
 from megarl.rollout.packets import Address, SyncShare
 from megarl.trainer.model_worker import ModelWorker, RowColumns, Share, step_numbers
+from megarl.trainer.ptx import PtxUpdate, pack_ptx, with_ptx
 from megarl.trainer.specs import ModelSpec, PolicyUpdate
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 
 class ActorWorker(ModelWorker):
-    """A rank of the policy; with `reference_path` also of the reference policy in the same layout."""
+    """A rank of the policy; with `reference_path` also of the reference policy in the same layout.
+
+    With adapters the model without them is the reference: it is there anyway, and nothing is loaded for it.
+    """
 
     def __init__(
         self,
@@ -42,10 +52,12 @@ class ActorWorker(ModelWorker):
         super().__init__(info, spec)
         self.temperature = temperature
         self.outbox: Outbox | None = None
-        self.reference = (
-            self.load(reference_path, "lm", trainable=False) if reference_path is not None else None
-        )
-        if self.reference is not None:
+        self.reference: list[GPTModel] | None = None
+        if spec.adapted:
+            assert reference_path is None, "the reference is the model without its adapters"
+            self.reference = unwrap(self.chunks)
+        elif reference_path is not None:
+            self.reference = self.load(reference_path, "lm", trainable=False)
             self.parts["reference"] = weights_of(self.reference)
 
     def memory(self) -> list[dict[str, int]]:
@@ -59,7 +71,8 @@ class ActorWorker(ModelWorker):
     def compute_ref_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The reference's log-probs of the responses as `column`, at the sampling temperature."""
         assert self.reference is not None
-        return self._log_probs(self.reference, table, shares, column)
+        with self._without_adapters():
+            return self._log_probs(self.reference, table, shares, column)
 
     def compute_full_kl(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The policy's log-probs of the responses as `column`, the exact KL to the reference at each token as `full_kl` and
@@ -73,7 +86,8 @@ class ActorWorker(ModelWorker):
         """The batches with the reference's head, which the exact KL to it needs where log-probs are made."""
         assert self.reference is not None
         assert_resident(self.reference)
-        hidden = forward_only(self.reference, batches, hidden_head)
+        with self._without_adapters():
+            hidden = forward_only(self.reference, batches, hidden_head)
         if self.coords.pp != self.layout.pp - 1:
             return batches
         weight = head_weight(self.reference[-1])
@@ -81,6 +95,10 @@ class ActorWorker(ModelWorker):
             replace(batch, other=OtherHead(states, weight))
             for batch, states in zip(batches, hidden, strict=True)
         ]
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        """While this is active, the model with adapters is the reference."""
+        return only_adapters(self.reference, None) if self.spec.adapted else nullcontext()
 
     def _log_probs(
         self, chunks: list[torch.nn.Module], table: pa.Table, shares: list[Share], column: str
@@ -97,6 +115,8 @@ class ActorWorker(ModelWorker):
         plan: list[list[Share]],
         counts: list[LossCounts],
         how: PolicyUpdate,
+        texts: pa.Table | None = None,
+        ptx: PtxUpdate | None = None,
     ) -> list[dict[str, float]]:
         """One optimizer step for each mini-batch of `plan`; returns each step's sums, gradient norm and lr.
 
@@ -106,6 +126,7 @@ class ActorWorker(ModelWorker):
         Args:
             plan: by mini-batch, by data parallel rank, the rows of each micro-batch.
             counts: by mini-batch, what all of it holds.
+            texts: what is learnt beside the trajectories, shared out as `ptx` says; None: nothing.
         """
         head = self.lm_head(temperature=self.temperature, with_entropy=True)
         fields = ["old_log_probs", "advantages", "loss_weights"]
@@ -131,6 +152,7 @@ class ActorWorker(ModelWorker):
             )
             return actor_loss(output[:, 0], output[:, 1], tokens, how.options)
 
+        head, loss = (head, loss) if ptx is None else with_ptx(head, loss, self.lm_head())
         steps: list[dict[str, float]] = []
         for number, (shares, count) in enumerate(zip(plan, counts, strict=True)):
             if count.tokens == 0:
@@ -142,6 +164,9 @@ class ActorWorker(ModelWorker):
             batches = pack_weighted(self, source, shares[self.coords.dp], fields, how.aggregation, count)
             if full_kl:
                 batches = self.beside_reference(batches)
+            if ptx is not None:
+                assert texts is not None
+                batches += pack_ptx(self, texts, ptx, number)
             result = self.train(batches, head, loss)
             steps.append({**result.stats, **step_numbers(result)})
             if how.target_kl is not None:
@@ -162,10 +187,19 @@ class ActorWorker(ModelWorker):
         self.outbox = Outbox(share, self.info.scratch, host, platform.device().type, timeout)
         return self.outbox.address
 
-    def send_weights(self, version: int, held: dict[int, int | None] | None) -> Sent:
-        """Send this rank's share; `held`: what each engine rank holds (None: send what has not changed, too)."""
+    def send_weights(
+        self, version: int, held: dict[int, int | None] | None, *, merged: bool = True, whole: bool = True
+    ) -> Sent:
+        """Send this rank's share.
+
+        Args:
+            held: what each engine rank holds (None: send what has not changed, too).
+            merged: whether weights have adapters in them; else these travel beside the weights.
+            whole: whether weights are sent that training leaves alone.
+        """
         assert self.outbox is not None
-        return self.outbox.send(version, local_parameters(self.chunks), held)
+        tensors = self.trained_tensors() if merged else self.own_tensors()
+        return self.outbox.send(version, tensors, held, whole)
 
 
 def pack_weighted(

@@ -34,11 +34,12 @@ from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.trainer.api_prompts import Prompts, PromptSupply
 from megarl.trainer.controls import make_controls
-from megarl.trainer.export import export_hf
+from megarl.trainer.export import ADAPTER_FOLDER, export_hf
 from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import ModelInputs, load_model_inputs
-from megarl.trainer.ppo import collect, learn
+from megarl.trainer.ppo import collect, epochs, learn
+from megarl.trainer.ptx import load_ptx
 from megarl.trainer.reward_model import score_weights
 from megarl.trainer.roles import Roles, start_roles
 from megarl.trainer.run import Run, open_run
@@ -151,6 +152,8 @@ class Trainer:
             self._run = stack.enter_context(open_run(self.config, total_steps=num_steps))
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
+            ptx = load_ptx(self.config, models.tokenizer)
+            self._texts = epochs(ptx) if ptx is not None else None
             self._controls = make_controls(self.config, num_steps)
             self._monitor = start_monitor(self._run, self.config, self._controls)
             self._stack = stack.pop_all()
@@ -175,7 +178,7 @@ class Trainer:
         self.step = step = data.version
         with run.step(step) as metrics:
             run.seconds.update(data.seconds)
-            batch, learnt = learn(self.config, run, roles, data.groups, self._controls, step)
+            batch, learnt = learn(self.config, run, roles, data.groups, self._controls, step, self._texts)
             metrics |= {**data.metrics, **learnt}
             metrics |= roles.memory.report()
             metrics |= watch(run, self._monitor, step, metrics, batch)
@@ -187,10 +190,14 @@ class Trainer:
         return self._monitor.stop
 
     def save(self, folder: str | Path) -> str:
-        """Write the policy as a Hugging Face model, whole or not at all; returns the folder's path."""
+        """Write the policy as a Hugging Face model, whole or not at all; returns the folder's path.
+
+        With LoRA its weights are merged ones, and the adapters are written into `adapter` in it, in PEFT's format.
+        """
+        path = Path(folder).expanduser()
         with self._roles.memory.held("export"):
             model = self.config.actor_rollout_ref.model
-            return export_hf(self._run, self._roles.actor.group, model, Path(folder).expanduser())
+            return export_hf(self._run, self._roles.actor.group, model, path, path / ADAPTER_FOLDER)
 
     def close(self) -> None:
         """End every process of the run; a second time nothing."""

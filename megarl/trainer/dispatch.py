@@ -92,6 +92,12 @@ def update_plan(
     return plan, counts
 
 
+def rows_to_share(num_rows: int, layout: ParallelLayout) -> int:
+    """The least number of rows, `num_rows` or more, that can always be planned, whatever their lengths."""
+    unit = layout.dp * _schedule_multiple(layout)
+    return -(-num_rows // unit) * unit
+
+
 def _schedule_multiple(layout: ParallelLayout) -> int:
     """Megatron's interleaved schedule takes micro-batches in groups of the pipeline's size."""
     return layout.pp if layout.vpp else 1

@@ -77,9 +77,9 @@ class EngineWorker:
         """Announce a version; returns the one that the engine held."""
         return self.engine.begin_update(version)
 
-    def receive_weights(self) -> None:
-        """Take the version that the trainer ranks send meanwhile."""
-        self.engine.receive_weights()
+    def receive_weights(self, whole: bool = True) -> None:
+        """Take the version that the trainer ranks send meanwhile; `whole`: also what training leaves alone."""
+        self.engine.receive_weights(whole)
 
     def finish_update(self) -> SyncReport:
         """Serve the version that arrived."""

@@ -17,7 +17,9 @@ from megarl.hybrid_engine import check_hf_weights
 from megarl.models import ModelConfig, read_model_config
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Scorer
+from megarl.trainer.adapters import check_adapters
 from megarl.trainer.prompt_data import read_prompts, training_prompts
+from megarl.trainer.ptx import load_ptx
 from megarl.trainer.reward_model import RewardModelInputs, load_reward_model
 from megarl.trainer.scoring import check_prompts
 from megarl.trainer.validation import ValidationSet
@@ -27,12 +29,14 @@ from megarl.trainer.validation import ValidationSet
 class TrainInputs:
     """`num_steps` counts rollout steps of the run, each of which trains on data.train_batch_size prompts.
 
+    `ptx`: batches of the texts that are learnt beside the rewards; None: there are none.
     `num_filtered` prompts, of training and validation, were left out as too long.
     """
 
     tokenizer: PreTrainedTokenizerBase
     model: ModelConfig
     loader: BatchLoader
+    ptx: BatchLoader | None
     validation: tuple[ValidationSet, ...]
     reward_model: RewardModelInputs | None
     num_steps: int
@@ -60,6 +64,7 @@ def load_model_inputs(config: TrainConfig) -> ModelInputs:
     critic = read_model_config(config.critic.model.path) if config.critic is not None else None
     reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None
     check_models(config, model, critic, reward)
+    check_adapters(config, model, critic)
     check_hf_weights(model_path.path, model, mtp=model_path.mtp == "keep")
     if critic is not None:
         check_hf_weights(config.critic.model.path, critic, "value")
@@ -100,6 +105,7 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         tokenizer=tokenizer,
         model=models.model,
         loader=loader,
+        ptx=load_ptx(config, tokenizer),
         validation=tuple(ValidationSet(name, read.table, how) for name, (read, how) in held_out.items()),
         reward_model=models.reward_model,
         num_steps=config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch,

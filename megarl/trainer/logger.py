@@ -52,7 +52,7 @@ FIGURES = (
     Figure("loss", ("train/loss",)),
     Figure("val_loss", ("val/loss",)),
     Figure("reward", ("critic/score/mean",), ".3f"),
-    Figure("accuracy", ("val/score/mean",), ".3f"),
+    Figure("accuracy", ("val/score/mean", "val/accuracy", "train/accuracy"), ".3f"),
     Figure("kl", ("actor/ref_kl", "actor/ppo_kl"), ".2e"),
     Figure("entropy", ("actor/entropy",), ".3f"),
     Figure("grad_norm", ("actor/grad_norm", "train/grad_norm"), ".3f"),

@@ -9,6 +9,8 @@ Where a model and the rollout engines share devices, each phase of a step has th
     update            weights, gradients and optimizer states of actor and critic, one after the other where they
                       share devices; of the reference too, where the loss has the exact KL to it
 
+Adapters go with the weights that they are on, a shared critic's with the actor's weights.
+
 So the engines' KV cache comes only after their weights are synced, and is never there beside any weights but theirs;
 where both copies of the weights are, there is neither a cache nor an optimizer. What leaves goes before anything comes.
 What does not share devices, and on a CPU what is not asked for, stays where it is.
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -35,18 +37,24 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 ACCOUNT_EVERY = 10  # steps: asking all processes takes some 20 ms a phase
 ALL_OF = {
-    role: tuple(f"{role}_{part}" for part in ("weights", "gradients", "optimizer"))
+    role: tuple(f"{role}_{part}" for part in ("weights", "adapters", "gradients", "optimizer"))
     for role in ("actor", "critic")
 }
 NEEDS: dict[str, tuple[str, ...]] = {
-    "sync": ("actor_weights", "rollout_weights"),
+    "sync": ("actor_weights", "actor_adapters", "rollout_weights"),
     "generate": ("rollout_weights", "rollout_kv_cache"),
     "score_model": ("rollout_weights", "reward_model_weights"),
-    "evaluate_models": ("actor_weights", "ref_weights", "critic_weights"),
+    "evaluate_models": (
+        "actor_weights",
+        "actor_adapters",
+        "ref_weights",
+        "critic_weights",
+        "critic_adapters",
+    ),
     "update": ALL_OF["critic"] + ALL_OF["actor"],
     "update_critic": ALL_OF["critic"],
     "update_actor": ALL_OF["actor"],
-    "export": ("actor_weights",),
+    "export": ("actor_weights", "actor_adapters"),
 }
 
 Account = dict[str, dict["Device", int]]
@@ -104,14 +112,15 @@ class DeviceMemory:
 
     def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         """In which phases `roles` are updated: (phase, roles), all at once unless they make room for each other."""
+        groups = {
+            role: owner.group for role in roles for owner in self.owners if owner.name == f"{role}_optimizer"
+        }
         movable = {owner.group.role for owner in self.owners if owner.movable}
-        groups = [owner.group for owner in self.owners if owner.group.role in roles]
-        shared = any(
-            one is not other and set(_devices(one)) & set(_devices(other))
-            for one in groups
-            for other in groups
-        )
-        if len(roles) == 1 or (shared and movable & set(roles)):
+        one, other = groups[roles[0]], groups[roles[-1]]
+        shared = one is not other and set(_devices(one)) & set(_devices(other))
+        # In the same processes they cannot be updated at once anyway.
+        together = len(roles) > 1 and one is other
+        if len(roles) == 1 or together or (shared and movable & {one.role, other.role}):
             return [(f"update_{role}", (role,)) for role in roles]
         return [("update", tuple(roles))]
 
@@ -240,14 +249,15 @@ def device_memory(
 ) -> DeviceMemory:
     """The owners of a run's memory; engines that are freed have been released already."""
     policy = config.actor_rollout_ref
-    owners = _trained(config, run, "actor", actor, policy.actor.megatron, policy.actor.resource_pool)
-    if ref is not None:
+    adapted = policy.model.lora.rank > 0
+    owners = _trained(config, run, "actor", actor, policy.actor.megatron, policy.actor.resource_pool, adapted)
+    if ref is not None and not (adapted and ref.group is actor.group):  # else it is the actor itself
         movable = _movable(config, run, policy.ref.megatron.param_offload, policy.ref.resource_pool)
         owners.append(
             Owner("ref_weights", ref.group, "reference" if ref.group is actor.group else "weights", movable)
         )
     if critic is not None:
-        owners += _trained(config, run, "critic", critic, config.critic.megatron, config.critic.resource_pool)
+        owners += _critics(config, run, critic)
     if reward_model is not None:
         reward = config.reward_model
         movable = _movable(config, run, reward.megatron.param_offload, reward.resource_pool)
@@ -264,18 +274,39 @@ def device_memory(
 
 
 def phase_needs(config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """What each phase uses: NEEDS, and for the exact KL in the actor's loss the reference beside the actor."""
-    if not full_kl_in_loss(config):
-        return NEEDS
-    with_reference = ("update", "update_actor")
-    return NEEDS | {phase: (*NEEDS[phase], "ref_weights") for phase in with_reference}
+    """What each phase uses: NEEDS; for the exact KL in the actor's loss the reference beside the actor; for a critic that
+    shares the actor's model this model."""
+    needs = dict(NEEDS)
+    if full_kl_in_loss(config):
+        for phase in ("update", "update_actor"):
+            needs[phase] += ("ref_weights",)
+    if config.critic is not None and config.critic.model.share_base:
+        needs["update_critic"] += ("actor_weights",)
+    return needs
+
+
+def _critics(config: TrainConfig, run: Run, critic: Role) -> list[Owner]:
+    """The critic's owners; where it shares the actor's model these are parts of the actor's processes."""
+    section = config.critic
+    adapted, shares = section.model.lora.rank > 0, section.model.share_base
+    owners = _trained(config, run, "critic", critic, section.megatron, section.resource_pool, adapted)
+    if not shares:
+        return owners
+    return [replace(owner, part=f"critic_{owner.part}") for owner in owners if owner.part != "weights"]
 
 
 def _trained(
-    config: TrainConfig, run: Run, name: str, role: Role, megatron: MegatronConfig, pool: str
+    config: TrainConfig,
+    run: Run,
+    name: str,
+    role: Role,
+    megatron: MegatronConfig,
+    pool: str,
+    adapted: bool,
 ) -> list[Owner]:
     switches = {
         "weights": megatron.param_offload,
+        **({"adapters": megatron.param_offload} if adapted else {}),
         "gradients": megatron.grad_offload,
         "optimizer": megatron.optimizer_offload,
     }

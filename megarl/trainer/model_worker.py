@@ -6,7 +6,7 @@ the loss that they pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -15,23 +15,38 @@ import torch
 from megarl import platform
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import from_lists
-from megarl.hybrid_engine import Bundle, ExportPlan, load_hf_weights
+from megarl.hybrid_engine import (
+    AdapterExport,
+    Bundle,
+    ExportPlan,
+    adapter_export_plan,
+    load_adapters,
+    load_hf_weights,
+)
+from megarl.hybrid_engine.load import load_value_head
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
+from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
+from megarl.megatron.fp8_base import ExactWeights
 from megarl.megatron.logprobs import lm_head
+from megarl.megatron.lora import attach_adapters
+from megarl.megatron.merged import MergedParameters
 from megarl.megatron.offload import (
     Gradients,
     Offloadable,
     assert_resident,
+    frozen_of,
     gradients_of,
     optimizer_of,
+    trained_of,
     weights_of,
 )
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packed import PackedBatch, pack_sequences, pack_texts, pack_trajectories, unpack
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
+from megarl.megatron.parameter_sets import parameter_set
 from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import read_model_config
+from megarl.models.lora import ADAPTER
 from megarl.plugins import load_plugins
 from megarl.trainer.specs import ModelSpec
 
@@ -54,23 +69,39 @@ def step_numbers(result: StepResult) -> dict[str, float]:
 class ModelWorker:
     """One rank. Every method is called on all ranks of the role at once."""
 
-    def __init__(self, info: RankInfo, spec: ModelSpec) -> None:
+    def __init__(self, info: RankInfo, spec: ModelSpec, base: ModelWorker | None = None) -> None:
+        """
+        Args:
+            base: the rank, of the same layout, whose model this one's adapters are put on; None: it loads its own.
+        """
         self.info, self.spec = info, spec
         load_plugins(spec.plugins)
         self.layout = ParallelLayout.from_config(spec.megatron, info.world_size)
-        init_parallel(
-            self.layout,
-            info.rank,
-            info.world_size,
-            init_method=f"tcp://{info.master_addr}:{info.master_port}",
-            timeout_s=spec.timeout,
-            seed=spec.megatron.seed,
-        )
+        if base is None:
+            init_parallel(
+                self.layout,
+                info.rank,
+                info.world_size,
+                init_method=f"tcp://{info.master_addr}:{info.master_port}",
+                timeout_s=spec.timeout,
+                seed=spec.megatron.seed,
+            )
         self.coords = coords()
         self.export: ExportPlan | None = None
+        self.adapter_export: AdapterExport | None = None
         self.config = read_model_config(spec.path)
         self.dtype = platform.resolve_dtype(spec.megatron.dtype)
-        self.chunks = self.load(spec.path, spec.head, trainable=spec.optim is not None)
+        self.adapter = ADAPTER if base is None else f"{ADAPTER}_{spec.head}"
+        if base is None:
+            self.chunks = self.load(spec.path, spec.head, trainable=spec.optim is not None)
+        else:
+            self.chunks = unwrap(base.chunks)
+            if spec.head == "value":
+                add_value_head(self.chunks, spec.megatron.seed)
+                if hasattr(self.chunks[-1], "value_head"):
+                    load_value_head(spec.path, self.chunks[-1].value_head.weight.data)
+        if spec.adapted:
+            self._adapt()
         if spec.optim is not None:
             self.chunks = wrap_for_training(
                 self.chunks,
@@ -80,13 +111,58 @@ class ModelWorker:
             self.optimizer, self.scheduler = build_optimizer(
                 self.chunks, spec.optim, num_steps=spec.num_updates
             )
-        self.parts: dict[str, Offloadable | Gradients] = {"weights": weights_of(self.chunks)}
-        if spec.optim is not None:
-            self.parts["gradients"] = gradients_of(self.chunks)
-            self.parts["optimizer"] = optimizer_of(self.chunks, self.optimizer)
+        self.parts = self._parts(owns_model=base is None)
+
+    def _adapt(self) -> None:
+        """Freeze the model but for new adapters and its value head."""
+        lora = self.spec.lora
+        attach_adapters(
+            self.chunks, self.config, self.layout, lora, adapter=self.adapter, seed=self.spec.megatron.seed
+        )
+        if lora.adapter_path is not None:
+            load_adapters(
+                lora.adapter_path,
+                self.config,
+                lora,
+                self.layout,
+                self.info.rank,
+                local_parameters(self.chunks),
+                self.adapter,
+                self.spec.head,
+            )
+        if hasattr(self.chunks[-1], "value_head"):
+            self.chunks[-1].value_head.requires_grad_(True)
+
+    def _parts(self, *, owns_model: bool) -> dict[str, Offloadable | Gradients]:
+        """What this rank has on the device, by its name in the account of memory."""
+        parts: dict[str, Offloadable | Gradients] = {}
+        trained: tuple[torch.nn.Parameter, ...] = ()
+        if self.spec.adapted:
+            trained = parameter_set(self.chunks, self.adapter).parameters
+            parts["adapters"] = trained_of(trained)
+        if owns_model:
+            parts["weights"] = frozen_of(self.chunks, trained) if trained else weights_of(self.chunks)
+        if self.spec.optim is not None:
+            parts["gradients"] = gradients_of(self.chunks)
+            parts["optimizer"] = optimizer_of(self.chunks, self.optimizer)
+        return parts
+
+    def own_tensors(self) -> Mapping[str, torch.Tensor]:
+        """This rank's local tensors, adapters beside the weights; what is held in float8 is made when it is asked for."""
+        return ExactWeights(local_parameters(self.chunks), unwrap(self.chunks))
+
+    def trained_tensors(self) -> Mapping[str, torch.Tensor]:
+        """This rank's local tensors of the trained model, adapters merged into them, as `local_parameters` names them.
+
+        Called on all ranks at once. Merged tensors are made one by one, when they are asked for: do not collect them.
+        """
+        if not self.spec.adapted:
+            return local_parameters(self.chunks)
+        return MergedParameters(self.chunks, self.adapter)
 
     def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
         """A model's chunks on this rank, with the weights of the Hugging Face folder `path`."""
+        base_block = self.spec.lora.blocks
         chunks = build_model(
             self.config,
             self.layout,
@@ -94,10 +170,11 @@ class ModelWorker:
             dtype=self.dtype,
             trainable=trainable,
             recompute_granularity=self.spec.megatron.recompute_granularity if trainable else None,
+            base_block=base_block,
             seed=self.spec.megatron.seed,
         )
         parameters = local_parameters(chunks)
-        load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head)
+        load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head, base_block)
         return chunks
 
     def release_memory(self, parts: list[str]) -> None:
@@ -188,8 +265,10 @@ class ModelWorker:
             FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
                 as they were before.
         """
-        for part in ("weights", "gradients", "optimizer"):
-            self.parts[part].require()
+        assert_resident(self.chunks)
+        for part in ("weights", "adapters", "gradients", "optimizer"):
+            if part in self.parts:
+                self.parts[part].require()
         result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
         if result.ok:
             return result
@@ -205,11 +284,26 @@ class ModelWorker:
 
     def export_plan(self, mtp: bool) -> ExportPlan:
         """How the model is exported. `mtp`: with the source model's multi-token prediction layers."""
-        self.export = ExportPlan(self.config, self.layout, platform.torch_dtype(self.config.dtype), mtp=mtp)
+        dtype = platform.torch_dtype(self.config.dtype)
+        self.export = ExportPlan(self.config, self.layout, dtype, mtp=mtp, head=self.spec.head)
         return self.export
+
+    def adapter_plan(self) -> AdapterExport:
+        """How the adapters are exported, with the value head if there is one."""
+        spec = self.spec
+        self.adapter_export = adapter_export_plan(
+            self.config, self.layout, spec.lora, self.dtype, adapter=self.adapter, head=spec.head
+        )
+        return self.adapter_export
+
+    def pack_adapters(self) -> Bundle:
+        """What this rank holds of the adapters, after `adapter_plan`."""
+        assert self.adapter_export is not None
+        assert_resident(self.chunks)
+        return self.adapter_export.pack(self.info.rank, local_parameters(self.chunks))
 
     def pack_export(self, shard: int) -> Bundle:
         """What this rank holds of a shard file of the Hugging Face checkpoint, after `export_plan`."""
         assert self.export is not None
         assert_resident(self.chunks)
-        return self.export.pack(shard, self.info.rank, local_parameters(self.chunks))
+        return self.export.pack(shard, self.info.rank, self.trained_tensors())

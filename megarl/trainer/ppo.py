@@ -46,6 +46,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     controls = make_controls(config, inputs.num_steps)
     monitor = start_monitor(run, config, controls)
     prompts = epochs(inputs.loader)
+    texts = epochs(inputs.ptx) if inputs.ptx is not None else None
     if trainer.val_before_train:
         with run.step(0) as metrics:
             metrics |= sync_and_validate(config, run, roles, inputs, rewards, step=0)
@@ -53,7 +54,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     for step in range(1, inputs.num_steps + 1):
         with run.step(step) as metrics:
             groups, collected = collect(config, run, roles, prompts, rewards, inputs.reward_model, step)
-            batch, learnt = learn(config, run, roles, groups, controls, step)
+            batch, learnt = learn(config, run, roles, groups, controls, step, texts)
             metrics |= collected | learnt
             inputs.loader.report(*groups.prompt_scores())
             if due(trainer.test_freq, step, last=inputs.num_steps):
@@ -93,7 +94,13 @@ def collect(
 
 
 def learn(
-    config: TrainConfig, run: Run, roles: Roles, groups: Groups, controls: Controls, step: int
+    config: TrainConfig,
+    run: Run,
+    roles: Roles,
+    groups: Groups,
+    controls: Controls,
+    step: int,
+    texts: Iterator[pa.Table] | None = None,
 ) -> tuple[pa.Table, dict[str, float]]:
     """The second half: log-probs and values, advantages, updates of critic and policy; the batch as it was trained on."""
     seed = config.trainer.seed * 1_000_003 + step
@@ -103,7 +110,7 @@ def learn(
     with run.timed("advantages"):
         batch, metrics = compute_batch_advantages(batch, config.algorithm, controls.kl)
     with run.timed("update"):
-        metrics |= update(run, roles, batch, config, controls, step, seed)
+        metrics |= update(run, roles, batch, config, controls, step, seed, texts)
     run.save_trajectories(batch, "step", step)
     return batch, metrics | throughput(batch, groups.generated_tokens, run.seconds)
 

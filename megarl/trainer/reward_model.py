@@ -1,7 +1,8 @@
 """The reward model's part of a step: trajectories as the texts that it reads, and its score of each.
 
 A reward model is a Hugging Face folder of a model for sequence classification with one label: the decoder, and
-`score.weight` [1, hidden]. Its score of a text is the head's output at the text's last token.
+`score.weight` [1, hidden]. Its score of a text is the head's output at the text's last token, shifted and scaled as the
+folder's reward_normalization.json says if there is one (`megarl rm` writes it).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
 from megarl.data.trajectories import MESSAGES, from_lists, from_ragged, ragged
 from megarl.hybrid_engine.load import HFReader
 from megarl.models import ModelConfig, read_model_config
-from megarl.trainer.dispatch import plan_rows
+from megarl.trainer.dispatch import plan_rows, rows_to_share
+from megarl.trainer.reward_normalization import AS_IT_IS, RewardNormalization, read_normalization
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,12 +42,14 @@ class RewardModelInputs:
         policy: the policy's tokenizer.
         own: the reward model's; None: it reads the policy's token ids.
         max_length: tokens of a text that it reads; the end of a longer one is cut off.
+        normalization: what is made of the head's outputs; by default they are left alone.
     """
 
     model: ModelConfig
     policy: PreTrainedTokenizerBase
     own: PreTrainedTokenizerBase | None
     max_length: int
+    normalization: RewardNormalization = AS_IT_IS
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,9 @@ def load_reward_model(config: RewardModelConfig, policy: PreTrainedTokenizerBase
             f"reward_model.max_length={max_length} (null: the longest trajectory) is more than the "
             f"{model.max_position_embeddings} positions of the reward model in {path}; set it to that or less"
         )
-    return RewardModelInputs(model, policy, _own_tokenizer(config, policy), max_length)
+    return RewardModelInputs(
+        model, policy, _own_tokenizer(config, policy), max_length, read_normalization(path)
+    )
 
 
 def _own_tokenizer(
@@ -153,20 +159,24 @@ def score_with_model(run: Run, role: Role, batch: pa.Table, inputs: RewardModelI
     lists = texts_of(batch, inputs)
     lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
     cut = lengths > inputs.max_length
-    lists = [ids[: inputs.max_length] for ids in lists]
-    # Any number of rows is scored, but data parallel ranks share out equal numbers: the shortest text fills up.
-    unit = role.layout.dp * (role.layout.pp if role.layout.vpp else 1)
-    lists += [lists[int(lengths.argmin())]] * (-len(lists) % unit)
-    table = pa.table({"input_ids": from_ragged(*from_lists(lists, np.int32))})
-    shares = plan_rows(
-        np.array([len(ids) for ids in lists]), role.layout, role.cut.max_tokens, role.cut.micro_batch_size
-    )
-    results = run.wait(role.group.call("score_texts", run.put(table), shares))
-    scores = merge_scores(results, len(lists))[: batch.num_rows]
+    scores = score_lists(run, role, [ids[: inputs.max_length] for ids in lists])
+    scores = inputs.normalization.apply(scores)
     if not np.isfinite(scores).all():
         row = int(np.argmin(np.isfinite(scores)))
         raise FloatingPointError(f"the reward model's score of {batch['uid'][row]} is {scores[row]}")
     return ModelScores(scores, cut)
+
+
+def score_lists(run: Run, role: Role, lists: list[np.ndarray]) -> np.ndarray:
+    """What the head gives at the last token of each of any number of texts (token ids): float32 [texts]."""
+    # Data parallel ranks share out equal numbers: the shortest text fills up.
+    shortest = min(lists, key=len)
+    shared = lists + [shortest] * (rows_to_share(len(lists), role.layout) - len(lists))
+    table = pa.table({"input_ids": from_ragged(*from_lists(shared, np.int32))})
+    lengths = np.array([len(ids) for ids in shared])
+    shares = plan_rows(lengths, role.layout, role.cut.max_tokens, role.cut.micro_batch_size)
+    results = run.wait(role.group.call("score_texts", run.put(table), shares))
+    return merge_scores(results, len(shared))[: len(lists)]
 
 
 def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:

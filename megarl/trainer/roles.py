@@ -12,6 +12,7 @@ from megarl.cluster import ResourcePool, WorkerGroup
 from megarl.config import (
     ActorConfig,
     CriticConfig,
+    LoraConfig,
     PoolConfig,
     RolloutConfig,
     TrainConfig,
@@ -22,9 +23,10 @@ from megarl.hybrid_engine import EngineLayout, SyncPlan, best_device_order
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.rollout.engine import EngineConfig
+from megarl.rollout.engine import AdapterConfig, EngineConfig
 from megarl.rollout.sglang_engine import sglang_environment
 from megarl.trainer.dispatch import MicroBatching
+from megarl.trainer.lora_sync import engine_adapters, served_adapters
 from megarl.trainer.memory import DeviceMemory, device_memory, frees_engines
 from megarl.trainer.run import Run
 from megarl.trainer.specs import ModelSpec
@@ -32,6 +34,7 @@ from megarl.trainer.sync import SyncFacts, connect
 from megarl.trainer.turns import TurnsSpec, turns_spec
 
 ACTOR = "megarl.trainer.actor:ActorWorker"
+ACTOR_CRITIC = "megarl.trainer.shared_critic:ActorCriticWorker"
 CRITIC = "megarl.trainer.critic:CriticWorker"
 REWARD_MODEL = "megarl.trainer.reward_worker:RewardModelWorker"
 ENGINE = "megarl.trainer.engine:EngineWorker"
@@ -48,7 +51,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Roles:
-    """The parts of a run; `ref.group` is the actor's where the reference lives in the actor's processes."""
+    """The parts of a run; `ref.group` is the actor's where the reference lives in the actor's processes, and
+    `critic.group` where the critic shares the actor's model."""
 
     actor: Role
     engines: WorkerGroup
@@ -66,10 +70,13 @@ def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: in
     actor_pool, engine_pool = run.pools[policy.actor.resource_pool], run.pools[policy.rollout.resource_pool]
     layout = ParallelLayout.from_config(policy.actor.megatron, len(actor_pool))
     order = engine_devices(policy.rollout, model, layout, actor_pool, engine_pool)
-    sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order)
+    freed = frees_engines(config, run)
+    adapters, way = served_adapters(policy.rollout, model, policy.model.lora, freed)
+    if way is not None:
+        run.say(way)
+    sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
     with run.status("starting models and rollout engines"):
         context = config.data.max_prompt_length + config.data.max_response_length
-        freed = frees_engines(config, run)
         engines = start_engines(
             run,
             policy.rollout,
@@ -79,6 +86,7 @@ def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: in
             device_order=order,
             synced=True,
             releasable=freed,
+            adapters=engine_adapters(model, adapters) if adapters is not None else None,
             turns=turns_spec(
                 policy.rollout, policy.model, config.data.apply_chat_template_kwargs, config.plugins
             ),
@@ -87,7 +95,7 @@ def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: in
             run.wait(engines.started)
             run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
         actor = _start_actor(config, run, num_steps)
-        critic = _start_critic(config, run, num_steps) if config.critic is not None else None
+        critic = _start_critic(config, run, actor, num_steps) if config.critic is not None else None
         ref = _reference(config, run, actor, num_steps) if needs_reference(config) else None
         reward_model = _start_reward_model(config, run) if config.reward_model.enable else None
         run.wait([ref for group in run.groups for ref in group.started])
@@ -132,8 +140,9 @@ def sync_plan(
     actor_pool: ResourcePool,
     engine_pool: ResourcePool,
     device_order: Sequence[int],
+    adapters: LoraConfig | None = None,
 ) -> SyncPlan:
-    """The way of the actor's weights into the engines."""
+    """The way of the actor's weights into the engines. `adapters`: what these serve beside the weights."""
     places = _places(engine_pool)
     return SyncPlan(
         config=model,
@@ -146,6 +155,7 @@ def sync_plan(
         device="cuda" if actor_pool.use_gpu else "cpu",
         transport=rollout.sync_transport,
         fp8_block=fp8_block(rollout),
+        adapters=adapters,
     )
 
 
@@ -159,6 +169,7 @@ def start_engines(
     synced: bool,
     device_order: Sequence[int] | None = None,
     releasable: bool = False,
+    adapters: AdapterConfig | None = None,
     turns: TurnsSpec | None = None,
 ) -> WorkerGroup:
     """Start the rollout engines.
@@ -167,6 +178,7 @@ def start_engines(
         device_order: the numbers of the pool's devices in the order in which the engines' ranks take them.
         synced: whether they wait for weights; others serve those of the model folder.
         releasable: whether their memory can be released.
+        adapters: what they serve beside the weights; None: nothing.
         turns: how trajectories of several turns are played; None: they have one.
     """
     tp = rollout.tensor_model_parallel_size
@@ -188,6 +200,7 @@ def start_engines(
         start_timeout=rollout.start_timeout,
         request_timeout=rollout.request_timeout,
         stop_token_ids=rollout.stop_token_ids,
+        adapters=adapters,
     )
     return run.start(
         WorkerGroup(
@@ -215,6 +228,7 @@ def fp8_block(rollout: RolloutConfig) -> tuple[int, int] | None:
 
 
 def _start_actor(config: TrainConfig, run: Run, num_steps: int) -> Role:
+    """The actor's processes, with the critic in them where it shares the actor's model."""
     policy = config.actor_rollout_ref
     shared_reference = needs_reference(config) and reference_in_actor(config)
     spec = ModelSpec(
@@ -226,29 +240,41 @@ def _start_actor(config: TrainConfig, run: Run, num_steps: int) -> Role:
         timeout=config.trainer.collective_timeout,
         # The ranks' working directory need not be this one.
         plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
+        lora=policy.model.lora,
     )
-    kwargs = {
+    kwargs: dict[str, object] = {
         "spec": spec,
         "temperature": policy.rollout.temperature,
-        "reference_path": policy.model.path if shared_reference else None,
+        "reference_path": policy.model.path if shared_reference and not spec.adapted else None,
     }
+    shared_critic = config.critic is not None and config.critic.model.share_base
+    if shared_critic:
+        kwargs["critic"] = _critic_spec(config, num_steps)
+    worker = ACTOR_CRITIC if shared_critic else ACTOR
     return _start_model(
-        run, "actor", ACTOR, policy.actor.resource_pool, spec, kwargs, _cut(config, policy.actor)
+        run, "actor", worker, policy.actor.resource_pool, spec, kwargs, _cut(config, policy.actor)
     )
 
 
-def _start_critic(config: TrainConfig, run: Run, num_steps: int) -> Role:
+def _start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
+    """The critic: in processes of its own, or in the actor's where it shares the actor's model."""
+    critic, cut = config.critic, _cut(config, config.critic)
+    if critic.model.share_base:
+        return Role(actor.group, actor.layout, cut)
+    spec = _critic_spec(config, num_steps)
+    return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, cut)
+
+
+def _critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
     critic = config.critic
-    spec = ModelSpec(
+    return ModelSpec(
         path=critic.model.path,
         head="value",
         megatron=critic.megatron,
         optim=critic.optim,
         num_updates=num_steps * _updates_per_step(config, critic),
         timeout=config.trainer.collective_timeout,
-    )
-    return _start_model(
-        run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, _cut(config, critic)
+        lora=critic.model.lora,
     )
 
 
@@ -267,6 +293,7 @@ def _reference(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Ro
         optim=None,
         num_updates=0,
         timeout=config.trainer.collective_timeout,
+        lora=policy.model.lora,  # not that it had adapters: its weights are held as the actor's are
     )
     kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
     return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, cut)

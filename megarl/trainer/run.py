@@ -18,9 +18,9 @@ from rich.table import Table
 from megarl.cluster import ResourcePool, WorkerGroup, start_cluster, stop_cluster, stream, wait
 from megarl.config import (
     BatchPlan,
-    SFTBatchPlan,
-    SFTConfig,
     TrainConfig,
+    TuningBatchPlan,
+    TuningConfig,
     batch_table,
     resolve_batches,
     save_batch_plan,
@@ -106,7 +106,7 @@ class Run:
 
 
 @contextmanager
-def open_run(config: TrainConfig | SFTConfig, total_steps: int) -> Iterator[Run]:
+def open_run(config: TrainConfig | TuningConfig, total_steps: int) -> Iterator[Run]:
     """A training run: writes down what is run, starts the cluster, opens the log.
 
     Args:
@@ -144,7 +144,7 @@ def open_engine_run(address: str | None, num_devices: int, folder: Path) -> Iter
         stop_cluster(cluster)
 
 
-def print_plan(console: Console, plan: BatchPlan | SFTBatchPlan, total_steps: int) -> None:
+def print_plan(console: Console, plan: BatchPlan | TuningBatchPlan, total_steps: int) -> None:
     header, *rows = batch_table(plan)
     table = Table(
         *header, title=f"{total_steps} steps", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False

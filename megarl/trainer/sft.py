@@ -5,19 +5,18 @@ from __future__ import annotations
 import pyarrow as pa
 
 from megarl.cluster import WorkerGroup
-from megarl.config import PoolConfig, SFTConfig, check_models
+from megarl.config import SFTConfig, check_models
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
 from megarl.hybrid_engine import check_hf_weights
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.trainer.dispatch import plan_rows
-from megarl.trainer.export import FOLDER, export_hf
-from megarl.trainer.ppo import due, epochs
-from megarl.trainer.roles import open_pools
+from megarl.trainer.adapters import check_adapters
+from megarl.trainer.dispatch import plan_rows, rows_to_share
+from megarl.trainer.export import export_hf
 from megarl.trainer.run import Run, open_run
-from megarl.trainer.specs import ModelSpec
+from megarl.trainer.tuning import VAL_LOSS, Stages, run_steps, start_group
 
 WORKER = "megarl.trainer.sft_worker:SFTWorker"
 
@@ -26,6 +25,7 @@ def train(config: SFTConfig) -> str:
     """Fine-tune the model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     model = read_model_config(config.model.path)
     check_models(config, model)
+    check_adapters(config, model)
     check_hf_weights(config.model.path, model, mtp=config.model.mtp == "keep")
     training, validation = load_examples(config)
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
@@ -33,18 +33,22 @@ def train(config: SFTConfig) -> str:
     with open_run(config, num_steps) as run:
         if training.num_truncated:
             run.say(f"cut {training.num_truncated} examples to data.max_length")
-        group, layout = start_group(config, run, num_steps)
-        for step, batch in zip(range(1, num_steps + 1), epochs(loader), strict=False):
-            with run.step(step) as metrics:
-                with run.timed("update"):
-                    metrics |= train_batch(config, run, group, layout, batch)
-                if validation is not None and due(config.trainer.test_freq, step, num_steps):
-                    with run.timed("validate"):
-                        metrics |= validate(config, run, group, layout, validation)
-        return export_hf(run, group, config.model, run.folder / FOLDER)
+        if training.num_split:
+            run.say(
+                f"split {training.num_split} texts that are longer than data.max_length: {len(training)} examples in all"
+            )
+        group, layout = start_group(config, run, num_steps, "sft", WORKER, "lm")
+        stages = Stages(
+            update=lambda batch: train_batch(config, run, group, layout, batch),
+            validate=None
+            if validation is None
+            else lambda: validate(config, run, group, layout, validation.table),
+            export=lambda folder: export_hf(run, group, config.model, folder),
+        )
+        return run_steps(config.trainer, run, loader, num_steps, stages)
 
 
-def load_examples(config: SFTConfig) -> tuple[SftDataset, pa.Table | None]:
+def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:
     """The training and the validation examples."""
     data, model = config.data, config.model
     tokenizer = load_tokenizer(model.tokenizer_path, model.trust_remote_code)
@@ -56,29 +60,13 @@ def load_examples(config: SFTConfig) -> tuple[SftDataset, pa.Table | None]:
             max_length=data.max_length,
             prompt_key=data.prompt_key,
             response_key=data.response_key,
+            text_key=data.text_key,
+            append_eos=data.append_eos,
             truncation=data.truncation,
             chat_template_kwargs=data.apply_chat_template_kwargs,
         )
 
-    return dataset(data.train_files), dataset(data.val_files).table if data.val_files is not None else None
-
-
-def start_group(config: SFTConfig, run: Run, num_steps: int) -> tuple[WorkerGroup, ParallelLayout]:
-    trainer = config.trainer
-    open_pools(run, {"global": PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)})
-    pool = run.pools["global"]
-    spec = ModelSpec(
-        path=config.model.path,
-        head="lm",
-        megatron=config.megatron,
-        optim=config.optim,
-        num_updates=num_steps,
-        timeout=trainer.collective_timeout,
-    )
-    with run.status("starting the model's ranks"):
-        group = run.start(WorkerGroup("sft", WORKER, pool, len(pool), {"spec": spec}, run.log_dir))
-        run.wait(group.started)
-    return group, ParallelLayout.from_config(config.megatron, len(pool))
+    return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)
 
 
 def train_batch(
@@ -92,10 +80,22 @@ def train_batch(
 def validate(
     config: SFTConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, examples: pa.Table
 ) -> dict[str, float]:
-    """The mean loss over all learnt tokens of held-out examples."""
-    plan = plan_rows(list_lengths(examples, "input_ids"), layout, config.max_token_len_per_gpu)
-    sums = run.wait(group.call("sum_losses", run.put(examples), plan))
-    return {"val/loss": sum(value for value in sums if value is not None) / learnt_tokens(examples)}
+    """The mean loss over all learnt tokens of held-out examples, of which there may be any number."""
+    shared = with_idle_rows(examples, rows_to_share(examples.num_rows, layout))
+    plan = plan_rows(list_lengths(shared, "input_ids"), layout, config.max_token_len_per_gpu)
+    sums = run.wait(group.call("sum_losses", run.put(shared), plan))
+    return {VAL_LOSS: sum(value for value in sums if value is not None) / learnt_tokens(examples)}
+
+
+def with_idle_rows(examples: pa.Table, num_rows: int) -> pa.Table:
+    """The examples with copies of the shortest one, of which nothing is learnt, up to `num_rows`."""
+    shortest = examples.slice(int(list_lengths(examples, "input_ids").argmin()), 1)
+    idle = shortest.set_column(
+        shortest.schema.get_field_index("loss_mask"),
+        "loss_mask",
+        pa.array([[False] * len(shortest["input_ids"][0])], examples.schema.field("loss_mask").type),
+    )
+    return pa.concat_tables([examples, *[idle] * (num_rows - examples.num_rows)])
 
 
 def learnt_tokens(batch: pa.Table) -> int:

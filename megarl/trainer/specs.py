@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.covariance import ClipCov, KLCov
 from megarl.algorithms.loss_inputs import PolicyLossOptions
-from megarl.config import MegatronConfig, OptimConfig
+from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class ModelSpec:
         num_updates: optimizer steps of the whole run, over which learning rates may decay.
         timeout: seconds after which a collective that not all ranks joined is an error.
         plugins: the user's files, whole paths, that the ranks import before anything is looked up by name.
+        lora: the adapters that are trained instead of the weights, if their rank is not 0.
     """
 
     path: str
@@ -29,6 +30,12 @@ class ModelSpec:
     num_updates: int
     timeout: float
     plugins: tuple[str, ...] = ()
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and nothing of the model but a value head."""
+        return self.optim is not None and self.lora.rank > 0
 
 
 @dataclass(frozen=True)

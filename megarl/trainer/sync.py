@@ -1,4 +1,7 @@
-"""The actor's weights into all engines: connected once, sent before every rollout."""
+"""The actor's weights into all engines: connected once, sent before every rollout.
+
+Where engines serve adapters, the weights go with the first version, and again when an engine has lost them.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SyncFacts:
-    """What is known of a sync before it runs.
+class VersionFacts:
+    """What is known of a version before it is sent.
 
     Attributes:
         account: bytes by link, in all, and the most for a rank (`SyncPlan.account`).
         received: what each engine rank shall receive, in bytes.
-        engine_ranks: of one engine.
-        skip_unchanged: whether slices are sent that have not changed since the version that an engine holds.
     """
 
     account: dict[str, int]
     received: tuple[int, ...]
     num_buckets: int
+
+
+@dataclass(frozen=True)
+class SyncFacts:
+    """What is known of all syncs of a run.
+
+    Attributes:
+        whole: of a version with all weights, and the adapters if engines serve any.
+        adapters: of a version of adapters alone; None: engines serve none.
+        engine_ranks: of one engine.
+        skip_unchanged: whether slices are sent that have not changed since the version that an engine holds.
+    """
+
+    whole: VersionFacts
+    adapters: VersionFacts | None
     engine_ranks: int
     skip_unchanged: bool
 
@@ -50,7 +66,15 @@ def connect(
     tp = plan.engines.tp
     of_engines = [targets[first : first + tp] for first in range(0, len(targets), tp)]
     run.wait(engines.call_each("connect", [(shares, addresses, timeout) for shares in of_engines]))
-    return SyncFacts(plan.account(), tuple(plan.plan.bytes_received()), len(plan.buckets), tp, skip_unchanged)
+    served = plan.adapters is not None
+    return SyncFacts(
+        VersionFacts(plan.account(), tuple(plan.bytes_received()), len(plan.buckets)),
+        VersionFacts(plan.account(False), tuple(plan.bytes_received(False)), len(plan.buckets) - plan.frozen)
+        if served
+        else None,
+        tp,
+        skip_unchanged,
+    )
 
 
 def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
@@ -62,15 +86,18 @@ def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
     with run.timed("sync_begin"):
         held = run.wait(engines.call("begin_update", version))
     held_by_rank = dict(enumerate(engine for engine in held for _ in range(facts.engine_ranks)))
+    served = facts.adapters is not None
+    whole = not served or None in held
     with run.timed("sync_send"):
-        sending = actor.call("send_weights", version, held_by_rank if facts.skip_unchanged else None)
-        results = run.wait([*sending, *engines.call("receive_weights")])
+        known = held_by_rank if facts.skip_unchanged else None
+        sending = actor.call("send_weights", version, known, merged=not served, whole=whole)
+        results = run.wait([*sending, *engines.call("receive_weights", whole)])
     with run.timed("sync_finish"):
         reports = run.wait(engines.call("finish_update"))
-    return sync_metrics(facts, results[: len(sending)], reports)
+    return sync_metrics(facts.whole if whole else facts.adapters, results[: len(sending)], reports)
 
 
-def sync_metrics(facts: SyncFacts, sent: list[Sent], reports: list[SyncReport]) -> dict[str, float]:
+def sync_metrics(facts: VersionFacts, sent: list[Sent], reports: list[SyncReport]) -> dict[str, float]:
     """The plan's bytes, and what the ranks measured: bytes, memory, and seconds of the slowest rank in each phase."""
     written = [count for report in reports for count in report.bytes_written]
     kept = [count for report in reports for count in report.bytes_kept]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +16,7 @@ from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
 from megarl.config import TrainConfig
 from megarl.trainer.controls import Controls
 from megarl.trainer.dispatch import update_plan
+from megarl.trainer.ptx import plan_ptx
 from megarl.trainer.roles import Roles
 from megarl.trainer.specs import PolicyUpdate
 
@@ -31,10 +34,14 @@ def update(
     controls: Controls,
     step: int,
     seed: int,
+    texts: Iterator[pa.Table] | None = None,
 ) -> dict[str, float]:
     """The critic's and the actor's updates; the actor waits out the critic's warm-up.
 
     Both at once, unless they make room for each other on the same devices. Moves the coefficient of the KL loss.
+
+    Args:
+        texts: batches of data.ptx, of which the actor takes one for each of its mini-batches; None: there are none.
     """
     table, metrics = run.put(batch), {}
     trains_actor = roles.critic is None or step > config.critic.warmup_steps
@@ -43,7 +50,10 @@ def update(
     ]
     for phase, names in roles.memory.turns(trained):
         with roles.memory.held(phase):
-            calls = {name: _start_update(name, roles, batch, table, config, controls, seed) for name in names}
+            calls = {
+                name: _start_update(name, run, roles, batch, table, config, controls, seed, texts)
+                for name in names
+            }
             for name, refs in calls.items():
                 steps = run.wait(refs)[0]
                 metrics |= _update_metrics(name, steps)
@@ -57,12 +67,14 @@ def update(
 
 def _start_update(
     name: str,
+    run: Run,
     roles: Roles,
     batch: pa.Table,
     table: ray.ObjectRef,
     config: TrainConfig,
     controls: Controls,
     seed: int,
+    texts: Iterator[pa.Table] | None,
 ) -> list[ray.ObjectRef]:
     """Call the update of "critic" or "actor" on `table`, which is `batch` in the object store."""
     how = policy_update(config, controls, seed)
@@ -73,7 +85,13 @@ def _start_update(
             "update_values", table, plan, counts, how.aggregation, critic.cliprange_value, critic.vf_coef
         )
     plan, counts = update_plan(batch, roles.actor.layout, roles.actor.cut, seed)
-    return roles.actor.group.call("update_policy", table, plan, counts, how)
+    if texts is None:
+        return roles.actor.group.call("update_policy", table, plan, counts, how)
+    beside = list(itertools.islice(texts, len(plan)))
+    joined, ptx = plan_ptx(
+        beside, roles.actor.layout, roles.actor.cut, config.actor_rollout_ref.actor.ptx_coef
+    )
+    return roles.actor.group.call("update_policy", table, plan, counts, how, run.put(joined), ptx)
 
 
 def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float]:

@@ -3,6 +3,7 @@ import pytest
 from megarl.config import EvalConfig, TrainConfig, check_config, load_config, resolve
 
 RECIPE = "recipes/dapo_cpu.yaml"
+ROLLOUT, LORA = "actor_rollout_ref.rollout", ["actor_rollout_ref.model.lora.rank=4"]
 
 
 def problems(*overrides, schema=TrainConfig, recipe=RECIPE):
@@ -38,6 +39,15 @@ def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
         (
             ["data.val_sets.a.files=x.parquet", "data.val_sets.a.max_samples=0"],
             "data.val_sets.a.max_samples=0: it must be -1 (all) or at least 1",
+        ),
+        ([f"{ROLLOUT}.lora_sync=merged"], "lora_sync=merged, but there are no adapters"),
+        (
+            [*LORA, f"{ROLLOUT}.lora_sync=adapters", f"{ROLLOUT}.quantization=fp8"],
+            "lora_sync=adapters beside rollout.quantization=fp8",
+        ),
+        (
+            [*LORA, f"{ROLLOUT}.lora_sync=adapters", f"{ROLLOUT}.sync_skip_unchanged=true"],
+            "rollout.sync_skip_unchanged=true is of merged weights: leave one of them out",
         ),
     ],
 )

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 import megarl.config
-from megarl.config import EvalConfig, SFTConfig, TrainConfig
+from megarl.config import EvalConfig, RMConfig, SFTConfig, TrainConfig
 from megarl.config.options import field_types, section_type, table_type, walk
 from megarl.config.problems import nearest_keys
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvalConfig])
+@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, RMConfig, EvalConfig])
 def test_every_key_is_documented(schema: type) -> None:
     keys = list(walk(schema))
     assert len({key for key, _, _ in keys}) == len(keys) > 20
@@ -18,7 +18,7 @@ def test_every_key_is_documented(schema: type) -> None:
         assert member.metadata["help"].endswith("."), key
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvalConfig])
+@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, RMConfig, EvalConfig])
 def test_defaults_are_among_the_choices(schema: type) -> None:
     for key, member, kind in walk(schema):
         if section_type(kind) is not None or table_type(kind) is not None:
@@ -55,7 +55,7 @@ def test_every_key_is_read() -> None:
     names = set(re.findall(r"(?<=[.\"'])\w+", code))
     unread = {
         key
-        for schema in (TrainConfig, SFTConfig, EvalConfig)
+        for schema in (TrainConfig, SFTConfig, RMConfig, EvalConfig)
         for key, member, kind in walk(schema)
         if section_type(kind) is None
         and table_type(kind) is None

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from megarl.cli import main
-from megarl.config import EvalConfig, SFTConfig, TrainConfig
+from megarl.config import EvalConfig, RMConfig, SFTConfig, TrainConfig
 from megarl.config.options import section_type, table_type, walk
 from megarl.config.reference import reference
 
@@ -22,7 +22,7 @@ def test_every_key_has_a_row_or_stands_in_a_section_that_refers_to_one() -> None
     rows = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
     shared = dict(re.findall(r"^### `([^`]+)`\n\n.*\n\nThe keys of `([^`]+)`\.$", page, re.MULTILINE))
     assert shared["critic.optim"] == "actor_rollout_ref.actor.optim"
-    for schema in (TrainConfig, SFTConfig, EvalConfig):
+    for schema in (TrainConfig, SFTConfig, RMConfig, EvalConfig):
         for key, _, kind in walk(schema):
             if section_type(kind) is not None or table_type(kind) is not None:
                 continue

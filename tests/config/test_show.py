@@ -175,7 +175,7 @@ def test_what_a_base_gives_in_vain_is_not_noted(train_yaml: Path) -> None:
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_recipes_say_nothing_in_vain(recipe: Path) -> None:
-    command = next((name for name in ("eval", "sft") if name in recipe.stem), "train")
+    command = next((name for name in ("eval", "sft", "rm", "dpo") if name in recipe.stem), "train")
     config, origins = load_with_origins(SCHEMAS[command], recipe)
     assert notes(config, said_here(origins, recipe)) == []
     assert [key for key, (_, origin) in resolved_keys(config, origins).items() if "None" in origin] == []

@@ -1,12 +1,16 @@
 """Weight syncs between simulated ranks: what arrives, what it takes, what is counted."""
 
+import weakref
+from collections.abc import Mapping
+
 import pytest
 import torch
 
 from megarl.hybrid_engine import EngineLayout, SyncPlan, sglang_layout
+from megarl.hybrid_engine.outbox import fill
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
-from megarl.rollout.packets import IPC, P2P, SHARED
+from megarl.rollout.packets import IPC, P2P, SHARED, Packet
 from tests.hybrid_engine.fusions import Rank, expected_sglang
 from tests.hybrid_engine.shards import empty_shards, load_all
 from tests.hybrid_engine.transfer import Transfer
@@ -174,6 +178,38 @@ def test_what_an_engine_holds_already_is_not_sent(tiny_model, start, transport):
     _, received = transfer.run(3, {0: 2, 1: 2, 2: None, 3: None})
     assert [one.bytes_written > 0 for one in received] == [False, False, True, True]
     assert_holds(transfer, changed, model.config.hf, engines)
+
+
+class MadeWhenAsked(Mapping):
+    """Copies of tensors; no copy may be alive when the next one is made."""
+
+    def __init__(self, tensors):
+        self._tensors, self._last, self.made = tensors, None, 0
+
+    def __getitem__(self, name):
+        assert self._last is None or self._last() is None
+        found = self._tensors[name].clone()
+        self._last, self.made = weakref.ref(found), self.made + 1
+        return found
+
+    def __iter__(self):
+        return iter(self._tensors)
+
+    def __len__(self):
+        return len(self._tensors)
+
+
+@pytest.mark.parametrize("fp8_block", [None, (4, 8)])
+def test_one_tensor_at_a_time_is_asked_of_the_trainer(tiny_model, fp8_block):
+    """So that weights that are merged when they are asked for never are a second model."""
+    model, parallel = tiny_model("qwen2"), ParallelLayout(world=2, tp=2)
+    shares, _ = make_sync(model, parallel, EngineLayout(2), fp8_block=fp8_block).shares()
+    for share, tensors in zip(shares, load_all(model.folder, parallel), strict=True):
+        asked = MadeWhenAsked(tensors)
+        parcels = [parcel for bucket in share.buckets for parcel in bucket]
+        for parcel in parcels:
+            fill(Packet(torch.zeros(parcel.nbytes, dtype=torch.uint8), parcel), asked, None, fp8_block)
+        assert asked.made == sum(len(parcel.slices) for parcel in parcels)
 
 
 def test_a_small_model_is_cut_into_enough_buckets_for_an_overlap(tiny_model):

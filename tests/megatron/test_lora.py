@@ -25,6 +25,7 @@ from tests.megatron.test_parity import GRID, make_case
 from tests.ranks import RankPool
 
 LORA = LoraConfig(rank=4, alpha=16)
+FEW = ("one", "tp2", "pp2_vpp2", "tp2_sp_cp2", "tp2_sp_pp2_dp2")  # of the layouts; the others are slow
 # PEFT starts B with zeros, and Adam divides by gradients that are rounding alone: here all values are random.
 STEADY = replace(OPTIM, eps=1e-4, clip_grad=0.05)
 
@@ -132,12 +133,17 @@ def check(
             assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in GRID]
+)
 def test_every_layout_trains_as_peft_does(ranks: RankPool, plain: Adapted, name: str) -> None:
     check(ranks, plain, LORA, *GRID[name])
 
 
-@pytest.mark.parametrize("name", ["one", "tp2", "tp2_sp", "tp2_sp_pp2_dp2"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("one", "tp2", "tp2_sp")] + ["tp2_sp_pp2_dp2"],
+)
 @pytest.mark.parametrize(
     "lora",
     [
@@ -150,7 +156,7 @@ def test_kinds_of_adapters(ranks: RankPool, folder: str, lora: LoraConfig, name:
     check(ranks, adapt(folder, lora), lora, *GRID[name])
 
 
-@pytest.mark.parametrize("name", ["one", "pp2", "tp2_sp"])
+@pytest.mark.parametrize("name", [pytest.param("one", marks=pytest.mark.slow), "pp2", "tp2_sp"])
 def test_recomputed_activations(ranks: RankPool, plain: Adapted, name: str) -> None:
     check(ranks, plain, LORA, *GRID[name], recompute_granularity="full")
 
@@ -183,3 +189,71 @@ def test_adapters_that_are_off_change_nothing(ranks: RankPool, plain: Adapted) -
         without, new, off, on = result
         assert torch.equal(new, without) and torch.equal(off, without)
         assert (on - without).abs().max() > 0.01
+
+
+def _starts(rank: int, world: int, folder: str, lora: LoraConfig, sizes: dict[str, Any]) -> list:
+    """What this rank has of each adapter as it starts."""
+    layout = ParallelLayout(world=world, **sizes)
+    init_parallel(layout, rank, world)
+    config = read_model_config(folder)
+    chunks = build_model(config, layout, dtype=torch.float32)
+    load_hf_weights(folder, config, layout, rank, local_parameters(chunks))
+    attach_adapters(chunks, config, layout, lora, seed=3)
+    local, weights = local_parameters(chunks), adapted_weights(config, lora)
+    pieces = adapter_pieces(rank_pieces(config, layout, coords()), weights, lora)
+    return [(tensor, box, local[name][place.slices].clone()) for tensor, box, name, place in pieces]
+
+
+def test_adapters_start_alike_in_every_layout(ranks: RankPool, folder: str) -> None:
+    """A uniform up to 1 / sqrt(in), as PEFT's; B zero; magnitudes the norms of the rows."""
+    lora = LoraConfig(rank=4, use_dora=True)
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    shapes = logical_adapters(read_model_config(folder), lora)
+    whole = {name: tensor for name, _, tensor in ranks.run(_starts, folder, lora, {}, world=1)[0]
+             if tensor.shape == shapes[name]}  # fmt: skip
+    for rank in ranks.run(_starts, folder, lora, {"tp": 2, "sp": True, "pp": 2}, world=4):
+        for name, box, tensor in rank:
+            weight = state[name.split(".lora_")[0] + ".weight"]
+            if "magnitude" in name:
+                torch.testing.assert_close(tensor, weight[box.slices].norm(dim=1))
+            elif "lora_B" in name:
+                assert not tensor.any()
+            elif name in whole:
+                assert torch.equal(tensor, whole[name][box.slices])
+    drawn = {name: tensor for name, tensor in whole.items() if "lora_A" in name}
+    assert len(drawn) == 4 * 7
+    for name, tensor in drawn.items():
+        bound = tensor.shape[1] ** -0.5
+        assert 0.9 * bound < tensor.abs().max() < bound and abs(tensor.mean()) < bound / 5, name
+    assert len({tensor.sum().item() for tensor in drawn.values()}) == len(drawn), (
+        "each has numbers of its own"
+    )
+
+
+def _moved(rank: int, world: int, case: Adapted) -> tuple[float, float]:
+    """Shares of A's larger elements that differ from what they were, after one step and after 20."""
+    layout = ParallelLayout(world=world)
+    init_parallel(layout, rank, world)
+    config = read_model_config(case.folder)
+    chunks = build_model(config, layout, dtype=torch.bfloat16)
+    load_hf_weights(case.folder, config, layout, rank, local_parameters(chunks))
+    attach_adapters(chunks, config, layout, LORA)
+    place_adapters(chunks, case, LORA, layout)
+    chunks = wrap_for_training(chunks)
+    optimizer, scheduler = build_optimizer(chunks, replace(OPTIM, lr=1e-4, eps=1e-8))
+    local = {name: t for name, t in local_parameters(chunks).items() if name.endswith(".lora.a")}
+    assert {tensor.dtype for tensor in local.values()} == {torch.bfloat16}
+    before = torch.cat([tensor.flatten() for tensor in local.values()]).clone()
+    head, shares = lm_head(vocab_size=VOCAB, chunk_tokens=16), []
+    for step in range(20):
+        train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
+        if step in (0, 19):
+            now = torch.cat([tensor.flatten() for tensor in local.values()])
+            shares.append((now != before)[before.abs() > 0.125].float().mean().item())
+    return tuple(shares)
+
+
+def test_steps_too_small_for_bfloat16_add_up(ranks: RankPool, plain: Adapted) -> None:
+    """Elements from 1/8 on are 2**-10 apart: 1e-4 changes none of them, 20 times that does."""
+    ((once, often),) = ranks.run(_moved, plain, world=1)
+    assert once == 0 and often > 0.5

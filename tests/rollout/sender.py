@@ -38,7 +38,10 @@ class Sender:
         num_buckets: int = 2,
         transport: str = SHARED,
         timeout: float = 60.0,
+        frozen: int = 0,
+        scaling: float | None = None,
     ) -> None:
+        """`frozen`: so many of the first buckets have what training leaves alone; the others adapters of `scaling`."""
         self.parameters: dict[str, torch.Tensor] = {}
         leaving: list[list[Parcel]] = [[] for _ in range(num_buckets)]
         targets = []
@@ -51,9 +54,11 @@ class Sender:
                     leaving[bucket].append(Parcel(rank, start, here))
                     arriving[bucket].append(Parcel(0, start, there))
             buckets = tuple(tuple(parcels) for parcels in arriving)
-            targets.append(SyncShare(rank, {0: transport}, buckets, of_rank.padding))
+            targets.append(
+                SyncShare(rank, {0: transport}, buckets, of_rank.padding, frozen=frozen, scaling=scaling)
+            )
         transports = dict.fromkeys(range(len(slices)), transport)
-        share = SyncShare(0, transports, tuple(tuple(parcels) for parcels in leaving), {})
+        share = SyncShare(0, transports, tuple(tuple(parcels) for parcels in leaving), {}, frozen=frozen)
         folder.mkdir(exist_ok=True)
         self._short = TemporaryDirectory()  # a test's own folder may be too long for a socket's path
         self.outbox = TamperingOutbox(share, self._short.name, "127.0.0.1", "cpu", timeout)
@@ -72,9 +77,9 @@ class Sender:
             there.append(Slice(tensor, local, Box(tuple(start), tuple(value.shape)), dtype))
         return tuple(here), tuple(there)
 
-    def send(self, version: int, held: Mapping[int, int | None] | None = None) -> Future:
+    def send(self, version: int, held: Mapping[int, int | None] | None = None, whole: bool = True) -> Future:
         """Begin to send a version; the result is a `Sent`."""
-        return self._thread.submit(self.outbox.send, version, self.parameters, held)
+        return self._thread.submit(self.outbox.send, version, self.parameters, held, whole)
 
     def close(self) -> None:
         self.outbox.close()

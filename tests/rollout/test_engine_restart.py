@@ -6,13 +6,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.config.lora_section import LoraConfig
+from megarl.layout.grid import ParallelLayout
 from megarl.rollout.engine import EngineConfig, NoValidWeightsError, WeightSyncError
 from megarl.rollout.links import LinkError
+from tests.rollout.adapter_trainer import AdapterTrainer, adapters_of, engine_adapters, peft_model
 from tests.rollout.conftest import Model
 from tests.rollout.manifests import rank_slices
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import Sender
 from tests.rollout.test_sglang_engine import GREEDY, PROMPTS, UIDS, assert_serves
+from tests.rollout.test_sync_of_adapters import assert_serves as assert_serves_adapters
 
 LINK_TIMEOUT, FEW_SECONDS = 120.0, 10
 
@@ -81,5 +85,57 @@ def test_a_restarted_engine_serves_nothing_until_all_was_sent_again(model_a, mod
         assert (held, sent.bytes_sent, sent.bytes_unchanged) == (3, 0, first.bytes_sent)
         for sender in (old, new):
             sender.close()
+    finally:
+        engine.process.kill()
+
+
+def test_a_restarted_engine_gets_the_weights_before_adapters_alone(model_a, tmp_path):
+    """One rank, adapters on some projections of fused layers."""
+    lora = LoraConfig(rank=4, alpha=3, use_rslora=True, target_modules=("q_proj", "v_proj", "down_proj"))
+    config = EngineConfig(
+        str(model_a.path),
+        max_num_seqs=8,
+        max_total_tokens=1024,
+        adapters=engine_adapters(model_a.path, lora),
+    )
+
+    def connect_adapters(folder: Path) -> AdapterTrainer:
+        trainer = AdapterTrainer(model_a.path, lora, ParallelLayout(world=2, tp=2), 1, folder)
+        engine.call("connect", trainer.inboxes)
+        return trainer
+
+    engine = EngineProcess(config, tmp_path / "first.log")
+    models = [peft_model(model_a.path, lora, seed) for seed in (1, 2)]
+    try:
+        engine.start()
+        old = connect_adapters(tmp_path / "old")
+        for version, model in enumerate(models, start=1):
+            old.put(adapters_of(model))
+            old.run(engine, version, whole=version == 1)
+            assert_serves_adapters(engine, model, version)
+        kill(engine)
+
+        engine = EngineProcess(config, tmp_path / "second.log").start()
+        # The trainer does not know, and sends adapters alone over the links that it has.
+        assert engine.call("begin_update", 3) is None
+        with pytest.raises(WeightSyncError, match="no trainer is connected"):
+            engine.call("receive_weights", False)
+        with pytest.raises(LinkError, match=r"engine rank 0 .*died"):
+            old.outboxes[0].send(3, old.ranks[0], whole=False)
+        new = connect_adapters(tmp_path / "new")
+        assert engine.call("begin_update", 3) is None
+        with pytest.raises(WeightSyncError, match="the engine holds none"):
+            engine.call("receive_weights", False)
+        with pytest.raises(NoValidWeightsError):
+            engine.call("generate", PROMPTS, UIDS, GREEDY)
+        new.put(adapters_of(models[1]))
+        report = new.run(engine, 3)
+        assert list(report.bytes_written) == new.sync.bytes_received()
+        assert_serves_adapters(engine, models[1], 3)
+        new.put(adapters_of(models[0]))
+        new.run(engine, 4, whole=False)
+        assert_serves_adapters(engine, models[0], 4)
+        for trainer in (old, new):
+            trainer.close()
     finally:
         engine.process.kill()

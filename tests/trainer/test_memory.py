@@ -84,7 +84,8 @@ def test_never_both_copies_and_both_caches():
             with memory.held(phase):
                 here = log[-1]
                 renamed = {name.replace("actor_reference", "ref_weights") for name in here}
-                assert renamed == set(NEEDS[phase])
+                there = {owner.name for owner in memory.owners}
+                assert renamed == there & set(NEEDS[phase])
     # The order of a run: a cache comes after the weights were synced.
     memory, log, _ = make()
     for phase in (*STEP, *STEP, "sync", "generate", "export"):
@@ -106,7 +107,7 @@ def test_the_exact_kl_in_the_loss_has_the_reference_beside_the_actor(used):
     actor = ActorConfig(
         ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0), use_kl_loss=used, kl_loss_type="full"
     )
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor))
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor), critic=None)
     memory, log, _ = make()
     memory.needs = phase_needs(config)
     for phase in STEP:
@@ -136,6 +137,33 @@ def test_what_cannot_move_stays_and_is_not_called():
 def test_updates_take_turns_only_to_make_room(movable, critic_devices, expected):
     memory, _, _ = make(movable, critic_devices)
     assert memory.turns(["critic", "actor"]) == expected
+
+
+@pytest.mark.parametrize("movable", [True, False])
+def test_a_critic_in_the_actors_processes_waits_for_them(movable):
+    """What it needs beside its own parts is the actor's model."""
+    memory, log, _ = make(movable)
+    (actor,) = {
+        owner.group.role: owner.group for owner in memory.owners if owner.name == "actor_weights"
+    }.values()
+    memory.owners = [owner for owner in memory.owners if owner.group.role != "critic"]
+    for part in ("gradients", "optimizer"):
+        memory.owners.append(Owner(f"critic_{part}", actor, f"critic_{part}", movable))
+        actor.everything |= {f"actor_critic_{part}"}
+        actor.everything -= {f"critic_{part}"}
+    assert memory.turns(["critic", "actor"]) == [("update_critic", ("critic",)), ("update_actor", ("actor",))]
+    config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(
+            actor=ActorConfig(ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0))
+        ),
+        critic=SimpleNamespace(model=SimpleNamespace(share_base=True)),
+    )
+    memory.needs = phase_needs(config)
+    with memory.held("update_critic"):
+        there = {owner.name for owner in memory.owners if owner.resident}
+    if movable:
+        assert there == {"actor_weights", "critic_gradients", "critic_optimizer"}
+        assert "actor_weights" in log[-1] and "actor_optimizer" not in log[-1]
 
 
 def test_only_those_who_train_are_given_room():

@@ -23,6 +23,7 @@ from megarl.models import read_model_config
 from megarl.models.tiny import make_tiny_model
 from megarl.trainer.dispatch import MicroBatching
 from megarl.trainer.reward_model import ModelScores, RewardModelInputs, load_reward_model, score_with_model
+from megarl.trainer.reward_normalization import FILE, RewardNormalization
 from megarl.trainer.reward_worker import RewardModelWorker
 from megarl.trainer.roles import Role
 from megarl.trainer.scoring import Scored, mix_scores
@@ -171,6 +172,18 @@ def test_chats_are_rendered_anew_for_another_tokenizer(folders: dict[str, Path])
     ]
     assert found.scores.tolist() == [len(own(own.decode(text))["input_ids"]) for text in group.texts]
     assert own("Tom has 12 pens")["input_ids"] != policy("Tom has 12 pens")["input_ids"]
+
+
+def test_scores_are_shifted_and_scaled_as_the_folder_says(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As `megarl rm` has measured it; texts get their lengths from the model."""
+    policy, batch, group = load_tokenizer(folders["policy"]), trajectories(), Recorder()
+    folder = shutil.copytree(folders["llama"], tmp_path / "rm")
+    (folder / FILE).write_bytes(RewardNormalization(4.0, 2.0, 9).to_json())
+    inputs = load_reward_model(settings(folder), policy)
+    role = Role(group, ParallelLayout(world=1), MicroBatching(0, 40, None))
+    found = score_with_model(RUN, role, batch, inputs)
+    lengths = [len(row["prompt_ids"] + row["response_ids"]) for row in batch.to_pylist()]
+    assert found.scores.tolist() == [(length - 4) / 2 for length in lengths]
 
 
 def test_the_end_of_a_long_text_is_cut_off_and_told(folders: dict[str, Path]) -> None:

@@ -235,7 +235,10 @@ def test_sft_follows_transformers(task, tmp_path):
 
 
 def plain_losses(path, loader):
-    model = AutoModelForCausalLM.from_pretrained(path)
+    return losses_of(AutoModelForCausalLM.from_pretrained(path), loader)
+
+
+def losses_of(model, loader):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for _, batch in zip(range(3), loader, strict=False):

@@ -58,3 +58,21 @@ def in_float8(model, out, block):
             tensors[name] = ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).view(tensor.shape)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+def test_adapters_are_served_beside_weights_that_are_sent_once(task, tmp_path):
+    """Two actor ranks, two engines; step 2's validation is answered by adapters that came alone."""
+    printed = succeed(
+        "train", *PPO, *on(task, tmp_path), *SMALL, "trainer.test_freq=2", "actor_rollout_ref.model.lora.rank=4",
+        "actor_rollout_ref.actor.entropy_coeff=0.1",  # so that there is something to learn, whatever the rewards
+    )  # fmt: skip
+    assert "rollout engines serve adapters beside the weights" in printed
+    first, second = steps(tmp_path)
+    assert second["sync/bytes_total"] < 0.25 * first["sync/bytes_total"]
+    assert second["sync/bytes_written_max_per_rank"] == second["sync/bytes_total"] / 2
+    assert second["sync/buckets"] < first["sync/buckets"]
+    for step in (first, second):
+        assert step["training/rollout_log_prob_diff_max"] < 1e-4
+    answers = read_trajectories(tmp_path / "rollouts" / "val-000002.parquet")
+    assert greedy_differences(tmp_path / "hf", answers) == (0, pytest.approx(0.0, abs=1e-4))
+    assert greedy_differences(task / "model", answers) != (0, pytest.approx(0.0, abs=1e-4))

@@ -25,7 +25,9 @@ def run(options: argparse.Namespace) -> None:
     """
     console = Console()
     if options.verify:
-        compared = compare(options.source, options.target, companions=options.hf, console=console)
+        compared = compare(
+            options.source, options.target, companions=options.hf, adapter=options.merge, console=console
+        )
         compared.print(console)
         if not compared.equal:
             raise RuntimeError(f"{options.source} and {options.target} differ")
@@ -38,6 +40,7 @@ def run(options: argparse.Namespace) -> None:
         shard_bytes=parse_size(options.shard_size),
         mtp=options.mtp == "keep",
         companions=options.hf,
+        adapter=options.merge,
         console=console,
     )
     console.print(

@@ -1,14 +1,16 @@
-"""Two checkpoints, of either kind, tensor by tensor: names, shapes, types, values."""
+"""Two checkpoints, of either kind, or two folders of adapters, tensor by tensor: names, shapes, types, values."""
 
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 
+from megarl.hybrid_engine.convert.merge import MergedSource
 from megarl.hybrid_engine.convert.moves import Moves
 from megarl.hybrid_engine.convert.run import progress
 from megarl.hybrid_engine.convert.sources import open_source
 from megarl.hybrid_engine.convert.targets import HFTarget
+from megarl.hybrid_engine.peft_files import PeftReader, is_adapter
 
 GROUP_BYTES = 256 << 20  # of tensors that are compared at a time; a larger one is alone
 _SLICE = 1 << 22  # elements whose difference is computed at a time
@@ -26,12 +28,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`num_equal` tensors are equal bit for bit; the others differ, or one checkpoint alone has them."""
+    """`num_equal` tensors are equal bit for bit; the others differ, or one checkpoint alone has them. `not_compared`: what
+    else a checkpoint has, in words."""
 
     num_equal: int
     different: tuple[Difference, ...]
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
+    not_compared: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -52,6 +56,8 @@ class Comparison:
             console.print(f"... and {len(rows) - limit} more")
         found = "all" if self.equal else f"{len(rows)} differ or are in one checkpoint only;"
         console.print(f"{found} {self.num_equal} tensors are equal bit for bit")
+        for what in self.not_compared:
+            console.print(f"not compared: {what}", markup=False, highlight=False)
 
 
 def compare(
@@ -59,18 +65,22 @@ def compare(
     b: str,
     *,
     companions: str | None = None,
+    adapter: str | None = None,
     console: Console | None = None,
 ) -> Comparison:
-    """Compare two checkpoints by their Hugging Face tensors.
+    """Compare two checkpoints by their Hugging Face tensors, or two folders of adapters.
 
     Args:
         companions: the Hugging Face folder to take the config from, for a Megatron checkpoint that has none.
+        adapter: folder of adapters in PEFT's format that is merged into the first before it is compared.
         console: where progress is shown.
 
     Raises:
-        ValueError: one of them is no checkpoint, or does not fit its own config.
+        ValueError: one of them is no checkpoint, or does not fit its own config; adapters and a checkpoint.
     """
-    moves = [_as_hf(path, companions) for path in (a, b)]
+    if is_adapter(a) and is_adapter(b) and adapter is None:
+        return compare_adapters(a, b)
+    moves = [_as_hf(a, companions, adapter), _as_hf(b, companions)]
     items = [{item.local: item for item in each.target.items} for each in moves]
     shared = [name for name in items[0] if name in items[1]]
     different, num_equal = [], 0
@@ -94,11 +104,36 @@ def compare(
         tuple(different),
         tuple(name for name in items[0] if name not in items[1]),
         tuple(name for name in items[1] if name not in items[0]),
+        tuple(f"{each.source.ignored} of {each.source.path}" for each in moves if each.source.ignored),
     )
 
 
-def _as_hf(path: str, companions: str | None) -> Moves:
+def compare_adapters(a: str, b: str) -> Comparison:
+    """Compare two folders of adapters in PEFT's format: what the outputs are multiplied with, and tensor by tensor.
+
+    Raises:
+        ValueError: one of them is none, not whole, or asks for something that is not supported.
+    """
+    with PeftReader(a) as first, PeftReader(b) as second:
+        different = []
+        for fact in ("scaling", "use_dora"):
+            values = [getattr(reader.facts, fact) for reader in (first, second)]
+            if values[0] != values[1]:
+                different.append(Difference(fact, *map(str, values), None))
+        shared = sorted(first.names & second.names)
+        tensors = [_difference(name, first.read(name), second.read(name)) for name in shared]
+        return Comparison(
+            tensors.count(None),
+            (*different, *filter(None, tensors)),
+            tuple(sorted(first.names - second.names)),
+            tuple(sorted(second.names - first.names)),
+        )
+
+
+def _as_hf(path: str, companions: str | None, adapter: str | None = None) -> Moves:
     source = open_source(path, companions)
+    if adapter is not None:
+        source = MergedSource(source, adapter)
     source.check()
     return Moves(source, HFTarget(source.config, source.head, source.mtp), None)
 

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megarl.files import whole_folder
+from megarl.hybrid_engine.convert.extract import extract_adapters
+from megarl.hybrid_engine.convert.merge import MergedSource
 from megarl.hybrid_engine.convert.moves import Moves
 from megarl.hybrid_engine.convert.sources import open_source
 from megarl.hybrid_engine.convert.targets import TARGETS
@@ -39,29 +41,42 @@ def convert(
     shard_bytes: int = 4 << 30,
     mtp: bool = True,
     companions: str | None = None,
+    adapter: str | None = None,
     console: Console | None = None,
 ) -> Conversion:
     """Write the checkpoint `source` as another one, the new folder `target`.
 
     Args:
-        to: "hf" or "megatron"; None: what the source is not.
+        to: "hf", "megatron", or "peft" for the adapters that a Megatron checkpoint has beside its weights; None: what
+            the source is not, or "hf" with an adapter.
         dtype: of the weights, one of DTYPES; None: each keeps its own.
         shard_bytes: size of a file; a larger tensor is alone in its own.
         mtp: whether multi-token prediction layers are kept.
         companions: the Hugging Face folder to take config and tokenizer from, for a Megatron checkpoint that has
             none of its own.
+        adapter: folder of adapters in PEFT's format to merge into the weights of a Hugging Face folder.
         console: where progress is shown.
 
     Raises:
         ValueError: a wrong argument; a source with anything missing, left over or of another shape than its config
-            makes it; tensors of different types that one tensor is to hold.
+            makes it; tensors of different types that one tensor is to hold; an adapter that is not of this model.
         OSError: the disk is full or not writable.
         In either case nothing is left of the target.
     """
     _check_arguments(target, to, dtype, shard_bytes)
     opened = open_source(source, companions, mtp)
+    if to == "peft":
+        if adapter is not None:
+            raise ValueError(
+                "--merge makes a model of an adapter, --to peft takes adapters out of a checkpoint"
+            )
+        tensors = extract_adapters(opened, target, DTYPES.get(dtype))
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        return Conversion(opened.kind, to, len(tensors), num_bytes, 1, ())
+    if adapter is not None:
+        opened = MergedSource(opened, adapter)
     opened.check()
-    kind = to or ("megatron" if opened.kind == "hf" else "hf")
+    kind = to or ("megatron" if opened.kind == "hf" and adapter is None else "hf")
     writing = TARGETS[kind](opened.config, opened.head, opened.mtp)
     moves = Moves(opened, writing, DTYPES.get(dtype))
     files = moves.files(shard_bytes)
@@ -84,8 +99,9 @@ def convert(
 def _check_arguments(target: str, to: str | None, dtype: str | None, shard_bytes: int) -> None:
     if Path(target).exists():
         raise ValueError(f"{target!r} exists; name a new folder, or remove it first")
-    if to not in (None, *TARGETS):
-        raise ValueError(f"a checkpoint can be converted to {' or '.join(TARGETS)}, not to {to!r}")
+    kinds = (*TARGETS, "peft")
+    if to not in (None, *kinds):
+        raise ValueError(f"a checkpoint can be converted to {', '.join(kinds)}, not to {to!r}")
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     if shard_bytes < 1:

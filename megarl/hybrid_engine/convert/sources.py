@@ -18,8 +18,10 @@ from megarl.hybrid_engine.convert.megatron_layout import (
 )
 from megarl.hybrid_engine.layouts import hf_layout
 from megarl.hybrid_engine.load import HFReader
+from megarl.hybrid_engine.peft_files import is_adapter
 from megarl.layout import Box, Copy, Layout
 from megarl.models import ModelConfig, read_model_config
+from megarl.models.lora import IN_CHECKPOINTS
 
 COMPANIONS = (
     "hf"  # the folder within a Megatron checkpoint that keeps config, tokenizer and generation config
@@ -86,6 +88,10 @@ def open_source(path: str, companions: str | None = None, mtp: bool = True) -> S
     if not folder.is_dir():
         raise ValueError(
             f"{path!r} is not a folder; a Hugging Face folder or a Megatron checkpoint is needed"
+        )
+    if is_adapter(folder):
+        raise ValueError(
+            f"{path!r} is a folder of adapters; to merge it into its base model: megarl convert BASE NEW --merge {path}"
         )
     checkpoint = _megatron_folder(folder)
     if checkpoint is not None:
@@ -156,7 +162,10 @@ class HFSource:
 
 
 class MegatronSource:
-    """A distributed checkpoint, whatever the layout and the form (layers stacked or numbered) it was saved in."""
+    """A distributed checkpoint, whatever the layout and the form (layers stacked or numbered) it was saved in.
+
+    `weights` and `adapters`: its tensors by key.
+    """
 
     kind = "megatron"
 
@@ -171,8 +180,12 @@ class MegatronSource:
         self.config = read_model_config(str(self.companions))
         self.mtp = mtp and self.config.num_mtp_layers > 0
         self.reader = DCPReader(folder)
-        self.weights = {key: t for key, t in self.reader.tensors.items() if not _OPTIMIZER.match(key)}
-        self.ignored = "optimizer states" if len(self.weights) < len(self.reader.tensors) else ""
+        tensors = {key: t for key, t in self.reader.tensors.items() if not _OPTIMIZER.match(key)}
+        self.adapters = {key: t for key, t in tensors.items() if key.startswith(IN_CHECKPOINTS)}
+        self.weights = {key: t for key, t in tensors.items() if key not in self.adapters}
+        left = ["optimizer states"] * (len(tensors) < len(self.reader.tensors))
+        left += ["adapters (--to peft writes them)"] if self.adapters else []
+        self.ignored = ", ".join(left)
         self.head = "value" if "value_head.weight" in self.weights else "lm"
         self.definition = self._define()
         self.layout = self.definition.layout

@@ -6,9 +6,10 @@ import threading
 from pathlib import Path
 
 
-def peak_growth_mb(source: str, target: str, shard_bytes: int) -> float:
-    """By how much the resident memory of a process grows at most while it converts."""
+def peak_growth_mb(source: str, target: str, shard_bytes: int, adapter: str | None = None) -> float:
+    """By how much the resident memory of a process grows at most while it converts, or merges an adapter."""
     command = [sys.executable, "-m", "tests.hybrid_engine.convert.rss", source, target, str(shard_bytes)]
+    command += [adapter] if adapter else []
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
@@ -19,10 +20,12 @@ def _resident_mb() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
-def _main(source: str, target: str, shard_bytes: int) -> None:
+def _main(source: str, target: str, shard_bytes: int, adapter: str | None = None) -> None:
     from megarl.hybrid_engine.convert import convert
 
-    convert(source, target + "-first", shard_bytes=shard_bytes)  # what is loaded or started once
+    convert(
+        source, target + "-first", shard_bytes=shard_bytes, adapter=adapter
+    )  # what is loaded or started once
     before, peak, done = _resident_mb(), 0.0, threading.Event()
 
     def watch() -> None:
@@ -32,11 +35,11 @@ def _main(source: str, target: str, shard_bytes: int) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    convert(source, target, shard_bytes=shard_bytes)
+    convert(source, target, shard_bytes=shard_bytes, adapter=adapter)
     done.set()
     watcher.join()
     print(peak - before)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

@@ -1,0 +1,271 @@
+"""Preferences from Parquet or JSON lines: several texts for one prompt, and which of them is better.
+
+A row is a ranking of K texts: a pair (`chosen`, `rejected`), or `responses` with `ranks` or `scores`. Its texts are the
+prompt with one response each, as the chat template renders them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.examples import Rows, read_examples
+from megarl.data.files import check_messages, lookup
+from megarl.data.tokenizer import encode_texts, render_text
+
+PREFERENCE_SCHEMA = pa.schema(
+    [
+        ("uid", pa.string()),  # "<file stem>:<row in file>"
+        ("input_ids", pa.list_(pa.list_(pa.int32()))),  # of each text
+        ("scores", pa.list_(pa.float64())),  # of each text: greater is better, equal ones are not compared
+        ("margin", pa.float32()),
+    ]
+)
+ANSWER_SCHEMA = pa.schema([("uid", pa.string()), ("input_ids", pa.list_(pa.int32()))])
+
+Chat = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class PreferenceKeys:
+    """The columns of a row, dotted or not; see `read_ranking`."""
+
+    prompt: str = "prompt"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    margin: str | None = None
+    responses: str = "responses"
+    ranks: str = "ranks"
+    scores: str = "scores"
+
+    def columns(self) -> list[str]:
+        keys = (self.prompt, self.chosen, self.rejected, self.margin, self.responses, self.ranks, self.scores)
+        return [key for key in keys if key is not None]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Chats that differ in what answers the prompt, and how good each is.
+
+    Attributes:
+        chats: each ends with a message of the assistant's.
+        scores: of each chat, greater is better.
+        margin: how much greater the reward of the better one of two should at least be.
+    """
+
+    chats: list[Chat]
+    scores: list[float]
+    margin: float
+
+
+def read_ranking(row: Mapping[str, Any], keys: PreferenceKeys) -> Ranking:
+    """The ranking of a row: of `responses` where it has them, else of `chosen` and `rejected`.
+
+    Raises:
+        ValueError: a column is missing or of another form; no two responses differ in rank.
+    """
+    row = dict(row)
+    prompt, responses = _found(row, keys.prompt), _found(row, keys.responses)
+    if responses is None:
+        chats = [_chat(prompt, lookup(row, key), key) for key in (keys.chosen, keys.rejected)]
+        scores = [1.0, 0.0]
+    else:
+        if not isinstance(responses, list) or len(responses) < 2:
+            raise ValueError(f"{keys.responses!r} must be a list of two or more, found {responses!r}")
+        chats = [_chat(prompt, response, keys.responses) for response in responses]
+        scores = _scores(row, keys, len(responses))
+    margin = 0.0 if keys.margin is None else lookup(row, keys.margin)
+    if not _is_number(margin):
+        raise ValueError(f"{keys.margin!r} must be a number, found {margin!r}")
+    return Ranking(chats, scores, float(margin))
+
+
+def tokenize_whole_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    end_at_eos: bool,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a chat as the template renders it.
+
+    Args:
+        end_at_eos: leave out what the template writes after the last message's end token, as a policy does, which stops
+            there; a template without one is kept whole.
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
+    ids = encode_texts(tokenizer, [render_text(tokenizer, messages, False, template_kwargs)])[0]
+    if end_at_eos and tokenizer.eos_token_id in ids:
+        last = len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id)
+        after = tokenizer.decode(ids[last + 1 :])
+        if not after.strip():  # else it ends an earlier message
+            ids = ids[: last + 1]
+    return ids
+
+
+class PreferenceDataset:
+    """All rankings of some files, tokenised when the dataset is made.
+
+    Attributes:
+        table: `PREFERENCE_SCHEMA`, rows in file order.
+        num_truncated: texts that were cut to `max_length`.
+        num_dropped: rows that were left out.
+    """
+
+    def __init__(
+        self,
+        files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        max_tokens: int | None = None,
+        keys: PreferenceKeys | None = None,
+        truncation: Literal["error", "right", "drop"] = "error",
+        end_at_eos: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            files: a path, a glob or a list of both (.parquet, .jsonl, .json).
+            max_length: tokens of a text, chat template included.
+            max_tokens: of all texts of a ranking together, which are in one micro-batch; None: any number.
+            truncation: what is done with longer texts: "error" refuses, "right" cuts their end, "drop" leaves out the row.
+            end_at_eos: see `tokenize_whole_chat`.
+            chat_template_kwargs: what the chat template is given besides the messages.
+
+        Raises:
+            ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
+        """
+        self._tokenizer, self._keys = tokenizer, keys or PreferenceKeys()
+        self._max_length, self._max_tokens, self._truncation = max_length, max_tokens, truncation
+        self._end_at_eos, self._template_kwargs = end_at_eos, chat_template_kwargs
+        self.num_truncated = self.num_dropped = 0
+        self.table = read_examples(files, self._keys.columns(), self._of_row, PREFERENCE_SCHEMA)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def _of_row(self, row: dict[str, Any]) -> Rows:
+        ranking = read_ranking(row, self._keys)
+        texts = [
+            tokenize_whole_chat(self._tokenizer, chat, self._end_at_eos, self._template_kwargs)
+            for chat in ranking.chats
+        ]
+        longest = max(map(len, texts))
+        if longest > self._max_length:
+            if self._truncation == "error":
+                raise ValueError(
+                    f"a text has {longest} tokens, more than max_length {self._max_length}; raise it or set truncation to "
+                    "right or drop"
+                )
+            if self._truncation == "drop":
+                self.num_dropped += 1
+                return []
+            self.num_truncated += sum(len(text) > self._max_length for text in texts)
+            texts = [text[: self._max_length] for text in texts]
+        total = sum(map(len, texts))
+        if self._max_tokens is not None and total > self._max_tokens:
+            raise ValueError(
+                f"the {len(texts)} texts have {total} tokens together, more than max_token_len_per_gpu {self._max_tokens}: "
+                f"they are compared in one micro-batch; raise it to {total} at least"
+            )
+        return [{"input_ids": texts, "scores": ranking.scores, "margin": ranking.margin}]
+
+
+def texts_of(table: pa.Table, rows: Sequence[int] | None = None) -> pa.Table:
+    """The texts of the rankings `rows` (None: all), one ranking after the other: column `input_ids`, one text a row."""
+    lists = table["input_ids"] if rows is None else table["input_ids"].take(pa.array(rows, pa.int64()))
+    return pa.table({"input_ids": lists.combine_chunks().flatten()})
+
+
+def ranking_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Tokens of all texts of each ranking together [rows]."""
+    lists = table["input_ids"].combine_chunks()
+    tokens = pc.list_value_length(lists.flatten()).to_numpy(zero_copy_only=False).astype(np.int64)
+    counts = pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.add.reduceat(tokens, np.cumsum(counts) - counts)
+
+
+def best_answers(table: pa.Table, num: int | None) -> pa.Table:
+    """The best text of each of the first `num` (None: all) rankings (of equal ones the first): `ANSWER_SCHEMA`."""
+    rows = (table if num is None else table.slice(0, num)).to_pylist()
+    best = [row["input_ids"][max(range(len(row["scores"])), key=row["scores"].__getitem__)] for row in rows]
+    return pa.table({"uid": [row["uid"] for row in rows], "input_ids": best}, schema=ANSWER_SCHEMA)
+
+
+def read_answers(
+    files: str | Path | Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt_key: str,
+    response_key: str,
+    max_length: int,
+    end_at_eos: bool,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> pa.Table:
+    """Prompts with one response each as texts: `ANSWER_SCHEMA`; longer ones are cut to `max_length` tokens.
+
+    Raises:
+        ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
+    """
+
+    def text(row: dict[str, Any]) -> Rows:
+        chat = _chat(_found(row, prompt_key), lookup(row, response_key), response_key)
+        ids = tokenize_whole_chat(tokenizer, chat, end_at_eos, chat_template_kwargs)
+        return [{"input_ids": ids[:max_length]}]
+
+    return read_examples(files, [prompt_key, response_key], text, ANSWER_SCHEMA)
+
+
+def _found(row: dict[str, Any], key: str) -> Any:
+    """Value of a dotted key; None where there is none."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _chat(prompt: Any, response: Any, key: str) -> Chat:
+    """Prompt (messages, a user's text, or None) and response (a text, the messages after the prompt, or all messages)."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    before = [] if prompt is None else check_messages(prompt, "prompt")
+    if isinstance(response, str):
+        if not response:
+            raise ValueError(f"{key!r} is an empty text")
+        if not before:
+            raise ValueError(f"{key!r} is a text, but the row has no prompt before it")
+        return [*before, {"role": "assistant", "content": response}]
+    after = check_messages(response, key)
+    if after[-1]["role"] != "assistant":
+        raise ValueError(f"the last message of {key!r} is of {after[-1]['role']!r}, not of the assistant")
+    return after if after[: len(before)] == before else [*before, *after]
+
+
+def _scores(row: dict[str, Any], keys: PreferenceKeys, count: int) -> list[float]:
+    ranks, scores = _found(row, keys.ranks), _found(row, keys.scores)
+    if (ranks is None) == (scores is None):
+        there = "neither" if ranks is None else "both"
+        raise ValueError(f"one of {keys.ranks!r} and {keys.scores!r} must be given, found {there}")
+    key, values = (keys.scores, scores) if ranks is None else (keys.ranks, ranks)
+    if not isinstance(values, list) or len(values) != count or not all(map(_is_number, values)):
+        raise ValueError(
+            f"{key!r} must have a number for each of the {count} {keys.responses!r}, found {values!r}"
+        )
+    if len(set(values)) == 1:
+        raise ValueError(f"all {key!r} are equal: there is nothing to compare")
+    return [float(value) if ranks is None else -float(value) for value in values]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,183 @@
+"""A frozen model's linear layers in float8: each weight is made from blocks for the layer's own computation, and again for
+its backward pass, and is gone between them.
+
+A layer's `weight` (of experts `weight0`, ...) is a float8 parameter, and beside it lie the scales (`weight_scale_inv`;
+see `megarl.models.float8`). While the layer computes, the weight itself stands in its place; what autograd would keep of
+it is made anew when the backward pass asks for it.
+
+Guarantees, each asserted by a test: outputs and gradients are, bit for bit, those of the model whose weights have been
+quantised and dequantised; a model is built and loaded without ever having more than one layer's weights in another type.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl import platform
+from megarl.models.float8 import FP8, SCALES, Block, dequantise, in_blocks
+
+
+@dataclass(frozen=True)
+class Float8Base:
+    """Which of a rank's weights are in float8.
+
+    Attributes:
+        shapes: local name -> shape (`base_weights`).
+        block: rows and columns that share a scale.
+    """
+
+    shapes: dict[str, tuple[int, int]]
+    block: Block
+
+    def of_chunk(self, chunk: int) -> "Float8Base":
+        """Those of a model chunk, under the names that they have in it."""
+        prefix = f"{chunk}:"
+        own = {
+            name.removeprefix(prefix): shape for name, shape in self.shapes.items() if name.startswith(prefix)
+        }
+        return Float8Base(own, self.block)
+
+
+@contextlib.contextmanager
+def unallocated(base: Float8Base) -> Iterator[None]:
+    """While this is active, modules that are built get parameters of these shapes without memory, on torch's device
+    "meta"; `allocate` gives it to them."""
+    shapes = set(base.shapes.values())
+
+    def take(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
+        if parameter is None or tuple(parameter.shape) not in shapes:
+            return None
+        return _like(parameter, parameter.data.to("meta"))
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(take)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def allocate(model: torch.nn.Module, base: Float8Base) -> None:
+    """Give memory to what `unallocated` took it from: in float8 to the base, in its own type to what is as large."""
+    layers: dict[torch.nn.Module, list[str]] = {}
+    for name, parameter in list(model.named_parameters()):
+        path, _, kind = name.rpartition(".")
+        layer = model.get_submodule(path)
+        if name in base.shapes:
+            layers.setdefault(layer, []).append(kind)
+        elif parameter.is_meta:
+            setattr(layer, kind, _like(parameter, torch.empty_like(parameter.data, device=platform.device())))
+    for layer, kinds in layers.items():
+        hold_in_float8(layer, kinds, base.block)
+
+
+def hold_in_float8(layer: torch.nn.Module, kinds: list[str], block: Block) -> None:
+    """Turn the parameters `kinds` of a linear layer into blocks (zeros, to be loaded), from which it computes."""
+    for kind in kinds:
+        weight, device = layer.get_parameter(kind), platform.device()
+        held = _like(weight, torch.zeros(weight.shape, dtype=FP8, device=device))
+        held.block, held.exact_dtype = block, weight.dtype
+        scales = torch.ones(in_blocks(weight.shape, block), dtype=torch.float32, device=device)
+        setattr(layer, kind, held)
+        layer.register_parameter(kind + SCALES, torch.nn.Parameter(scales, requires_grad=False))
+    use = _Use(kinds)
+    layer.register_forward_pre_hook(use.begin)
+    layer.register_forward_hook(use.end, always_call=True)
+
+
+def exact_weight(layer: torch.nn.Module, kind: str = "weight") -> Tensor:
+    """A linear layer's weight: its own parameter, or a new tensor where it is held in float8."""
+    weight = layer.get_parameter(kind)
+    if weight.dtype != FP8:
+        return weight
+    return dequantise(weight.data, layer.get_parameter(kind + SCALES).data, weight.block, weight.exact_dtype)
+
+
+class ExactWeights(Mapping[str, Tensor]):
+    """`local_parameters` as they would be if none were in float8: those that are, are made when they are asked for.
+
+    Only the last one is kept, so whoever holds on to nothing has one at a time.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], chunks: Sequence[torch.nn.Module]) -> None:
+        """
+        Args:
+            tensors: `local_parameters(chunks)`, or some of them.
+            chunks: without their wrapping.
+        """
+        self.in_float8 = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
+        scales = {name + SCALES for name in self.in_float8}
+        self._tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
+        self._chunks = chunks
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.in_float8:
+            return self._tensors[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # gone before the next one is made
+            self._last = (name, self.make(name))
+        return self._last[1]
+
+    def make(self, name: str) -> Tensor:
+        """One of `in_float8`, as a new tensor."""
+        chunk, path = name.split(":", 1)
+        layer, _, kind = path.rpartition(".")
+        return exact_weight(self._chunks[int(chunk)].get_submodule(layer), kind)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class _Use:
+    """One computation of a layer with its weights in the place of their blocks."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        self._kinds = kinds
+        self._held: dict[str, torch.nn.Parameter] = {}
+        self._saving = contextlib.ExitStack()
+
+    def begin(self, layer: torch.nn.Module, inputs: tuple) -> None:
+        """Forward pre-hook."""
+        made = {}
+        for kind in self._kinds:
+            self._held[kind] = layer.get_parameter(kind)
+            made[kind] = _like(self._held[kind], exact_weight(layer, kind))
+        kind_of = {weight.untyped_storage()._cdata: kind for kind, weight in made.items()}
+
+        def pack(tensor: Tensor) -> Tensor | tuple:
+            kind = kind_of.get(tensor.untyped_storage()._cdata)
+            if kind is None:
+                return (
+                    tensor.detach()
+                )  # not the tensor itself: an output that held itself would never be freed
+            return kind, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(packed: Tensor | tuple) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            kind, *view = packed
+            return exact_weight(layer, kind).as_strided(*view)
+
+        self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+        for kind, weight in made.items():
+            setattr(layer, kind, weight)
+
+    def end(self, layer: torch.nn.Module, inputs: tuple, output: object) -> None:
+        """Forward hook, also after an error."""
+        self._saving.close()
+        for kind, held in self._held.items():
+            setattr(layer, kind, held)
+        self._held.clear()
+
+
+def _like(parameter: torch.nn.Parameter, values: Tensor) -> torch.nn.Parameter:
+    """A frozen parameter with these values and the marks that Megatron put on `parameter`."""
+    made = torch.nn.Parameter(values, requires_grad=False)
+    made.__dict__.update(parameter.__dict__)
+    return made

@@ -1,0 +1,6 @@
+"""What a job will hold on each device, in bytes, before it runs.
+
+Promises: weights, adapters, gradients and optimizer states are those of the weight tables, to the byte; activations are
+the tensors that backward passes keep, listed layer by layer; both are compared with real allocations by tests. Engines'
+weights are those of SGLang's table. Needs no weight and no device. Must not know: process groups, Ray, RL.
+"""

@@ -1,0 +1,128 @@
+"""Weights in float8: blocks of rows and columns that share a scale, and which weights of a frozen model are held so.
+
+The format is that of DeepSeek-V3's checkpoints (arXiv:2412.19437, section 3.3.2): e4m3 values, for each block the float32
+scale amax / 448, and w = value * scale. A tensor's scales are named as there, with SCALES after its name.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+from megarl.layout.boxes import Piece
+from megarl.layout.grid import ParallelLayout
+from megarl.models.config import ModelConfig
+from megarl.models.lora import linear_weights
+from megarl.models.shards import MegatronPlace, Shapes
+from megarl.models.table import megatron_pieces
+
+SCALES = "_scale_inv"
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+STRIP_ELEMENTS = 1 << 20
+
+Block = tuple[int, int]
+"""Rows and columns that share a scale."""
+
+
+def block_scales(values: torch.Tensor, block: Block) -> torch.Tensor:
+    """The scale of each block of `values` [rows, columns]; 1 for blocks of zeros, whose values are 0 with any."""
+    rows, columns = in_blocks(values.shape, block)
+    padded = torch.nn.functional.pad(
+        values.abs(), (0, columns * block[1] - values.shape[1], 0, rows * block[0] - values.shape[0])
+    )
+    scales = padded.view(rows, block[0], columns, block[1]).amax((1, 3)) / LARGEST
+    return torch.where(scales > 0, scales, torch.ones_like(scales))
+
+
+def in_blocks(shape: Iterable[int], block: Block) -> tuple[int, ...]:
+    """How many blocks a tensor of this shape has, begun ones counted."""
+    return tuple(-(-extent // step) for extent, step in zip(shape, block, strict=True))
+
+
+def quantise(weight: torch.Tensor, block: Block, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write `weight` [rows, columns] as `values` (float8, of its shape) and `scales` [blocks of rows, of columns]."""
+
+    def strip(rows: slice, of_blocks: slice) -> None:
+        exact = weight[rows].float()
+        scales[of_blocks].copy_(block_scales(exact, block))
+        values[rows].copy_((exact / _spread(scales[of_blocks], block, exact.shape)).to(FP8))
+
+    _over_strips(weight.shape, block, strip)
+
+
+def dequantise(values: torch.Tensor, scales: torch.Tensor, block: Block, dtype: torch.dtype) -> torch.Tensor:
+    """Each element times the scale of its block, in float32, as a tensor of this type."""
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+
+    def strip(rows: slice, of_blocks: slice) -> None:
+        exact = values[rows].float()
+        out[rows].copy_(exact.mul_(_spread(scales[of_blocks], block, exact.shape)))
+
+    _over_strips(values.shape, block, strip)
+    return out
+
+
+def _spread(scales: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor:
+    """Scales a block -> scales an element."""
+    wide = scales.repeat_interleave(block[1], 1)[:, : shape[1]]
+    return wide.repeat_interleave(block[0], 0)[: shape[0]]
+
+
+def _over_strips(shape: torch.Size, block: Block, use: Callable[[slice, slice], None]) -> None:
+    """Call use(rows, rows of blocks) for strips of whole blocks, which bound what is taken beside the weight."""
+    height = max(1, STRIP_ELEMENTS // (shape[1] * block[0]))
+    for first in range(0, -(-shape[0] // block[0]), height):
+        use(slice(first * block[0], (first + height) * block[0]), slice(first, first + height))
+
+
+def base_weights(pieces: Iterable[Piece], linear: Shapes) -> dict[str, tuple[int, int]]:
+    """Local name -> shape of the weights of a Megatron rank's linear layers.
+
+    Args:
+        pieces: all of the rank's pieces (`megatron_pieces`).
+        linear: `linear_weights`.
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    for piece in pieces:
+        if piece.tensor in linear:
+            start, size = piece.local_box
+            rows, _ = shapes.get(piece.local, (0, 0))
+            shapes[piece.local] = (max(rows, start[0] + size[0]), size[1])
+    return shapes
+
+
+def check_base_block(config: ModelConfig, layout: ParallelLayout, block: int) -> None:
+    """Refuse blocks that a layout's shards cut: each block of a weight is then on one rank, in one place.
+
+    So quantised values are the same in every layout, and those of a checkpoint can be taken as they are.
+
+    Raises:
+        ValueError: names a weight, and the largest size that would do.
+    """
+    linear, fitting, example = linear_weights(config), block, ""
+    for piece in _some_pieces(config, layout):
+        if piece.tensor not in linear:
+            continue
+        for start, size, local, extent in zip(
+            *piece.box, piece.local_box.start, linear[piece.tensor], strict=True
+        ):
+            for edge in (start, local, 0 if start + size == extent else start + size):
+                if edge % fitting:
+                    fitting, example = math.gcd(edge, fitting), piece.tensor
+    if fitting != block:
+        raise ValueError(
+            f"lora.base_block={block}: in this layout ranks hold parts of {example} that cut such a block; "
+            f"lora.base_block={fitting} fits all weights"
+        )
+
+
+def _some_pieces(config: ModelConfig, layout: ParallelLayout) -> Iterable[Piece]:
+    """Of one layer of each kind, on all ranks that cut it."""
+    layers = [[0, config.num_layers - 1]]
+    for part, count in (("dense", layout.tp), ("experts", layout.etp)):
+        for rank in range(count):
+            place = MegatronPlace(layout.tp, rank % layout.tp, layout.ep, 0, layout.etp, rank % layout.etp)
+            yield from megatron_pieces(
+                config, place, layers=layers, first_stage=False, last_stage=False, part=part
+            )

@@ -1,0 +1,129 @@
+"""`megarl plan memory`: its options, and the table that it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config import TrainConfig, check_config, load_config, resolve
+from megarl.config.hub import fetch_models
+from megarl.config.model_fit import check_models
+from megarl.models import read_model_config
+from megarl.trainer.memory_fit import fit, layout_keys
+from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs, plan_memory
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the plan; with --fit that of the fewest nodes.
+
+    Raises:
+        ValueError: names the option or key, and what would be right; the memory does not fit.
+    """
+    for name in ("gpu_memory", "reserve"):
+        if getattr(options, name) < 0:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {getattr(options, name):g} GiB; it must be at least 0"
+            )
+    if options.max_nodes < 1:
+        raise ValueError(f"--max-nodes is {options.max_nodes}; it must be at least 1")
+    config, inputs = read_inputs(options.recipe, options.overrides)
+    limit, reserve = round(options.gpu_memory * GIB), round(options.reserve * GIB)
+    keys = []
+    if options.fit:
+        if len(config.resource_pools) > 1:
+            raise ValueError("--fit looks for a layout of one resource pool; the recipe has several")
+        found = fit(config, inputs, limit, reserve, options.max_nodes, not options.without_engines)
+        if found is None:
+            raise ValueError(
+                f"on no number of nodes up to --max-nodes {options.max_nodes} does it fit {options.gpu_memory:g} GiB of each "
+                f"device (less --reserve {options.reserve:g})"
+            )
+        config, plan = found
+        keys = layout_keys(config)
+    else:
+        check_models(config, inputs.model, inputs.critic, inputs.reward)
+        plan = plan_memory(config, inputs, limit, reserve)
+        plan = plan.without_engines() if options.without_engines else plan
+    if options.json:
+        print(json.dumps(as_json(plan, keys), indent=2))
+    else:
+        _print(Console(), config, plan, keys)
+
+
+def read_inputs(recipe: str, overrides: list[str]) -> tuple[TrainConfig, PlanInputs]:
+    """A recipe, resolved and checked, without the files of its data, and the facts of its models."""
+    config = load_config(TrainConfig, recipe, overrides)
+    check_config(config, data_files=False)
+    config = fetch_models(resolve(config), weights=False)
+    per_node = min(pool.n_gpus_per_node for pool in config.resource_pools.values())
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if tp > per_node:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp}: the devices of an engine are on one node, which has "
+            f"{per_node}"
+        )
+    model = read_model_config(config.actor_rollout_ref.model.path)
+    critic = None if config.critic is None else read_model_config(config.critic.model.path)
+    reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None
+    return config, PlanInputs(model, critic, reward)
+
+
+def as_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:
+    """The plan in bytes."""
+    return {
+        "fits": plan.fits,
+        "problems": plan.problems(),
+        "phases": {
+            phase: {
+                "total": plan.fullest(phase),
+                **{owner.name: max(owner.at(phase)) for owner in plan.owners if max(owner.at(phase))},
+            }
+            for phase in plan.phases
+        },
+        "peak": plan.peak,
+        "reserve": plan.reserve,
+        "limit": plan.limit,
+        "kv_tokens": plan.kv_tokens,
+        "kv_token_bytes": plan.kv_token_bytes,
+        "layout": keys,
+    }
+
+
+def _print(console: Console, config: TrainConfig, plan: MemoryPlan, keys: list[str]) -> None:
+    """The owners by phase, in GiB of the fullest device."""
+    devices = {name: pool.nnodes * pool.n_gpus_per_node for name, pool in plan.pools.items()}
+    policy = config.actor_rollout_ref
+    lines = [
+        f"{policy.model.path}: {', '.join(f'{count} devices in pool {name}' for name, count in devices.items())}; GiB of the "
+        "fullest device",
+        *keys,
+    ]
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+    table = Table("GiB", *plan.phases, box=SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for owner in plan.owners:
+        table.add_row(owner.name, *(_cell(max(owner.at(phase))) for phase in plan.phases))
+    table.add_section()
+    table.add_row("all of these", *(_cell(plan.fullest(phase)) for phase in plan.phases), style="bold")
+    console.print(table)
+    room = (plan.limit - plan.reserve - plan.peak) / GIB
+    cache = (
+        f"engines' cache: {plan.kv_tokens:,} tokens of {plan.kv_token_bytes / 1024:.1f} KiB a device "
+        f"({max(plan.kv_tokens, 0) // plan.longest} of the longest trajectories)"
+    )
+    lines = [
+        *([cache] if plan.kv_token_bytes else []),
+        f"of {plan.limit / GIB:.1f} GiB a device, {plan.reserve / GIB:.1f} of them for CUDA, NCCL and fragments: "
+        f"{'fits, ' if plan.fits else 'does not fit, '}{room:.1f} GiB {'are left' if room >= 0 else 'missing'}",
+        *plan.problems(),
+    ]
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+
+
+def _cell(size: int) -> str:
+    return f"{size / GIB:.2f}" if size else "-"

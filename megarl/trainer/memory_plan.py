@@ -1,0 +1,374 @@
+"""What a run will hold on the fullest device in each phase of a step, owner by owner, before it runs.
+
+Owners and phases are those of `megarl.trainer.memory`; the run is one on GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megarl.config import (
+    MegatronConfig,
+    PoolConfig,
+    RolloutConfig,
+    TrainConfig,
+    needs_reference,
+    reference_in_actor,
+)
+from megarl.config.lora_section import LoraConfig
+from megarl.hybrid_engine.layouts import EngineLayout
+from megarl.layout.grid import ParallelLayout
+from megarl.memory.model import ModelUse, StageBytes, model_bytes
+from megarl.memory.serving import cache_bytes, engine_adapter_bytes, engine_weight_bytes
+from megarl.models import ModelConfig
+from megarl.models.lora import adapted_weights
+from megarl.models.shards import Shapes
+from megarl.trainer.lora_sync import served_adapters
+from megarl.trainer.memory import phase_needs
+
+SLOTS = 2  # of a sync, each of a bucket
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Memory that is on every device of a pool, or is not, as a whole.
+
+    Attributes:
+        stages: bytes, by pipeline stage of the role (one entry where it has none).
+        phases: in which it is there; None: in all.
+    """
+
+    name: str
+    role: str
+    pool: str
+    stages: tuple[int, ...]
+    phases: frozenset[str] | None
+
+    def at(self, phase: str) -> tuple[int, ...]:
+        return self.stages if self.phases is None or phase in self.phases else (0,) * len(self.stages)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The owners, and what follows from them.
+
+    Attributes:
+        phases: of a step.
+        kv_tokens: that an engine's cache holds, 0 where nothing is left for it; kv_token_bytes: of each, on a rank.
+        limit: bytes of a device. reserve: what is left of it to CUDA, NCCL and fragments.
+    """
+
+    owners: tuple[Owned, ...]
+    phases: tuple[str, ...]
+    pools: Mapping[str, PoolConfig]
+    kv_tokens: int
+    kv_token_bytes: int
+    longest: int
+    limit: int
+    reserve: int
+
+    def total(self, phase: str, pool: str) -> int:
+        """Of the pool's fullest device: the fullest stage of each role."""
+        roles: dict[str, list[int]] = {}
+        for owner in self.owners:
+            if owner.pool == pool:
+                found = roles.setdefault(owner.role, [0] * len(owner.stages))
+                roles[owner.role] = [a + b for a, b in zip(found, owner.at(phase), strict=True)]
+        return sum(max(stages) for stages in roles.values())
+
+    def fullest(self, phase: str) -> int:
+        return max(self.total(phase, pool) for pool in self.pools)
+
+    def without_engines(self) -> MemoryPlan:
+        """The same for engines that have devices of their own, which are not planned."""
+        owners = tuple(owner for owner in self.owners if owner.role != "rollout")
+        return replace(self, owners=owners, kv_tokens=self.longest, kv_token_bytes=0)
+
+    @property
+    def peak(self) -> int:
+        return max(map(self.fullest, self.phases))
+
+    @property
+    def fits(self) -> bool:
+        return self.peak + self.reserve <= self.limit and self.kv_tokens >= self.longest
+
+    def problems(self) -> list[str]:
+        """Why it does not fit, each with what would make it."""
+        found = []
+        for phase in self.phases:
+            over = self.fullest(phase) + self.reserve - self.limit
+            if over > 0:
+                largest = max(self.owners, key=lambda owner: max(owner.at(phase)))
+                found.append(
+                    f"{phase} takes {over / GIB:.1f} GiB more than there are; the largest part is {largest.name} "
+                    f"({max(largest.at(phase)) / GIB:.1f} GiB)"
+                )
+        if self.kv_tokens < self.longest:
+            found.append(
+                f"the engines' cache holds {max(self.kv_tokens, 0):,} tokens, less than one trajectory of {self.longest:,}: "
+                "raise rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size, or rollout.quantization=fp8"
+            )
+        return found
+
+
+@dataclass
+class PlanInputs:
+    """What is read or worked out once for many plans of one recipe, which differ by layouts and nodes alone."""
+
+    model: ModelConfig
+    critic: ModelConfig | None = None
+    reward: ModelConfig | None = None
+    adapted: dict[tuple[str, LoraConfig], Shapes] = field(default_factory=dict)
+    served: dict[object, int] = field(default_factory=dict)
+    stages: dict[object, list[StageBytes]] = field(default_factory=dict)
+
+    def weights(self, role: str, model: ModelConfig, lora: LoraConfig) -> Shapes | None:
+        if not lora.rank:
+            return None
+        if (role, lora) not in self.adapted:
+            self.adapted[role, lora] = adapted_weights(model, lora)
+        return self.adapted[role, lora]
+
+
+def plan_memory(config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int) -> MemoryPlan:
+    """The plan of a resolved configuration.
+
+    Args:
+        limit: bytes of a device.
+        reserve: bytes that are not planned with.
+
+    Raises:
+        ValueError: a layout that cannot be.
+    """
+    pools, needs = config.resource_pools, phase_needs(config)
+    owners = [*_actor(config, inputs, needs), *_others(config, inputs, needs)]
+    served, kv_tokens, token = _engines(config, inputs, needs, limit)
+    phases = ["sync", "generate", *(["score_model"] if config.reward_model.enable else []), "evaluate_models"]
+    phases += [] if config.critic is None else ["update_critic"]
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return MemoryPlan(
+        (*owners, *served), (*phases, "update_actor"), pools, kv_tokens, token, longest, limit, reserve
+    )
+
+
+def _layout(megatron: MegatronConfig, pool: PoolConfig) -> ParallelLayout:
+    return ParallelLayout.from_config(megatron, pool.nnodes * pool.n_gpus_per_node)
+
+
+def _tokens(tokens: int | None, trajectories: int | None, longest: int) -> int:
+    """Of a micro-batch; one trajectory that is longer is a micro-batch of its own."""
+    return tokens if tokens is not None else (trajectories or 1) * longest
+
+
+def _use(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
+    """The actor's or the critic's model."""
+    policy = config.actor_rollout_ref
+    section, lora = (
+        (policy.actor, policy.model.lora) if role == "actor" else (config.critic, config.critic.model.lora)
+    )
+    model = inputs.model if role == "actor" else inputs.critic or inputs.model
+    megatron, longest = section.megatron, config.data.max_prompt_length + config.data.max_response_length
+    tokens = _tokens(section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu, longest)
+    evaluated = tokens
+    if role == "actor":
+        ref = policy.ref
+        evaluated = _tokens(
+            ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu, longest
+        )
+    return ModelUse(
+        config=model,
+        layout=_layout(megatron, config.resource_pools[section.resource_pool]),
+        tokens=tokens,
+        evaluated=evaluated,
+        head="lm" if role == "actor" else "value",
+        itemsize=_dtype(megatron.dtype).itemsize,
+        lora=lora,
+        adapted=inputs.weights(role, model, lora),
+        base_block=policy.model.lora.blocks if role == "actor" or section.model.share_base else lora.blocks,
+        distributed=megatron.use_distributed_optimizer,
+        overlap=megatron.overlap_grad_reduce,
+        recompute=megatron.recompute_granularity,
+        chunk_tokens=megatron.log_prob_chunk_tokens,
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype:
+    return getattr(torch, name or "bfloat16")
+
+
+def _trained(
+    config: TrainConfig, inputs: PlanInputs, role: str, needs: Mapping[str, tuple[str, ...]]
+) -> Iterator[Owned]:
+    """The owners of a role that is trained."""
+    section = config.actor_rollout_ref.actor if role == "actor" else config.critic
+    pool, megatron = section.resource_pool, section.megatron
+    key = (role, megatron, config.resource_pools[pool], section.ppo_max_token_len_per_gpu)
+    if key not in inputs.stages:
+        inputs.stages[key] = model_bytes(_use(config, inputs, role))
+    stages = inputs.stages[key]
+    shares = role == "critic" and section.model.share_base
+    switches = {
+        "weights": megatron.param_offload,
+        "adapters": megatron.param_offload,
+        "gradients": megatron.grad_offload,
+        "optimizer": megatron.optimizer_offload,
+    }
+    for part, switch in switches.items():
+        if shares and part == "weights":
+            continue
+        name = f"{role}_{part}"
+        sizes = tuple(getattr(stage.held, part) for stage in stages)
+        if any(sizes):
+            there = _when(needs, name) if _movable(config, switch, pool) else None
+            yield Owned(name, "actor" if shares else role, pool, sizes, there)
+    owner = "actor" if shares else role
+    update = frozenset({f"update_{role}"})
+    yield Owned(f"{role}_activations", owner, pool, _of(stages, "kept"), update)
+    yield Owned(f"{role}_working", owner, pool, _of(stages, "working"), update)
+    yield Owned(f"{role}_evaluating", owner, pool, _of(stages, "evaluating"), frozenset({"evaluate_models"}))
+    if role == "actor":
+        bucket = SLOTS * (config.actor_rollout_ref.rollout.sync_bucket_mb << 20)
+        yield Owned("actor_sync_buffers", role, pool, (bucket,) * len(stages), None)
+        if any(stage.merged for stage in stages):
+            yield Owned("actor_merging", role, pool, _of(stages, "merged"), frozenset({"sync"}))
+
+
+def _of(stages: list[StageBytes], part: str) -> tuple[int, ...]:
+    return tuple(getattr(stage, part) for stage in stages)
+
+
+def _actor(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]]) -> Iterator[Owned]:
+    yield from _trained(config, inputs, "actor", needs)
+    if config.critic is not None:
+        yield from _trained(config, inputs, "critic", needs)
+
+
+def _others(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]]) -> Iterator[Owned]:
+    """The models that are only evaluated; a reference in the actor's processes is the actor itself if that has adapters."""
+    policy, reward = config.actor_rollout_ref, config.reward_model
+    inside = reference_in_actor(config)
+    if needs_reference(config) and not (inside and policy.model.lora.rank):
+        ref, role = policy.ref, "actor" if inside else "ref"
+        where = (ref.megatron, ref.resource_pool, "ref", role)
+        blocks = policy.model.lora.blocks  # its weights are held as the actor's are
+        yield from _evaluated(config, inputs.model, "lm", *where, needs, blocks)
+    if reward.enable:
+        model = inputs.reward or inputs.model
+        yield from _evaluated(
+            config,
+            model,
+            "value",
+            reward.megatron,
+            reward.resource_pool,
+            "reward_model",
+            "reward_model",
+            needs,
+        )
+
+
+def _evaluated(
+    config: TrainConfig,
+    model: ModelConfig,
+    head: str,
+    megatron: MegatronConfig,
+    pool: str,
+    name: str,
+    role: str,
+    needs: Mapping[str, tuple[str, ...]],
+    base_block: int | None = None,
+) -> Iterator[Owned]:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    ref = config.actor_rollout_ref.ref
+    tokens = _tokens(ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu, longest)
+    use = ModelUse(
+        model,
+        _layout(megatron, config.resource_pools[pool]),
+        tokens,
+        tokens,
+        head,
+        trainable=False,
+        base_block=base_block,
+        itemsize=_dtype(megatron.dtype).itemsize,
+        chunk_tokens=megatron.log_prob_chunk_tokens,
+    )
+    stages, there = model_bytes(use), _when(needs, f"{name}_weights")
+    movable = _movable(config, megatron.param_offload, pool)
+    weights = tuple(stage.held.weights for stage in stages)
+    yield Owned(f"{name}_weights", role, pool, weights, there if movable else None)
+    if role != "actor":  # beside the actor's own passes they are one after the other
+        yield Owned(f"{name}_evaluating", role, pool, _of(stages, "evaluating"), there)
+
+
+def _engines(
+    config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]], limit: int
+) -> tuple[list[Owned], int, int]:
+    """The engines' owners, the tokens of their cache, and the bytes of one."""
+    policy = config.actor_rollout_ref
+    rollout, model = policy.rollout, inputs.model
+    layout, dtype, pool = _engine_layout(rollout), _dtype(rollout.dtype), rollout.resource_pool
+    weights, freed = served_bytes(rollout, inputs), _frees_engines(config)
+    adapters, _ = served_adapters(rollout, model, policy.model.lora, freed)
+    if adapters is not None:
+        weights += engine_adapter_bytes(model, layout, adapters, dtype)
+    token = cache_bytes(model, layout, dtype)
+    tokens = rollout.max_total_tokens
+    if tokens is None:
+        tokens = math.floor((rollout.gpu_memory_utilization * limit - weights) / token)
+    kv = max(tokens, 0) * token
+    owned = [
+        Owned(
+            "rollout_weights", "rollout", pool, (weights,), _when(needs, "rollout_weights") if freed else None
+        ),
+        Owned(
+            "rollout_kv_cache", "rollout", pool, (kv,), _when(needs, "rollout_kv_cache") if freed else None
+        ),
+    ]
+    if pool != policy.actor.resource_pool:
+        owned.append(
+            Owned("rollout_sync_buffers", "rollout", pool, (SLOTS * (rollout.sync_bucket_mb << 20),), None)
+        )
+    return owned, tokens, token
+
+
+def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
+    """Weights that a rank of an engine holds, without adapters."""
+    layout, dtype = _engine_layout(rollout), _dtype(rollout.dtype)
+    block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
+    key = (layout.tp, layout.ep, dtype, block)
+    if key not in inputs.served:
+        inputs.served[key] = engine_weight_bytes(inputs.model, layout, dtype, block)
+    return inputs.served[key]
+
+
+def _engine_layout(rollout: RolloutConfig) -> EngineLayout:
+    return EngineLayout(
+        rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
+    )
+
+
+def _when(needs: Mapping[str, tuple[str, ...]], name: str) -> frozenset[str]:
+    return frozenset(phase for phase, owners in needs.items() if name in owners)
+
+
+def _shares(config: TrainConfig, pool: str | None) -> bool:
+    """Whether engines are on the pool's GPUs, too."""
+    return pool == config.actor_rollout_ref.rollout.resource_pool
+
+
+def _movable(config: TrainConfig, switch: bool | None, pool: str) -> bool:
+    return _shares(config, pool) if switch is None else switch
+
+
+def _frees_engines(config: TrainConfig) -> bool:
+    policy = config.actor_rollout_ref
+    if policy.rollout.free_cache_engine is not None:
+        return policy.rollout.free_cache_engine
+    roles = [policy.actor, policy.ref, *([config.critic] if config.critic is not None else [])]
+    if config.reward_model.enable:
+        roles.append(config.reward_model)
+    return any(_shares(config, role.resource_pool) for role in roles)

@@ -1,0 +1,140 @@
+"""The loop of the commands that fit one Megatron model to examples: steps, validations, the best model, an early end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from megarl.cluster import WorkerGroup
+from megarl.config import PoolConfig, TuningConfig, TuningTrainerConfig
+from megarl.files import whole_file
+from megarl.layout.grid import ParallelLayout
+from megarl.trainer.export import FOLDER
+from megarl.trainer.ppo import due, epochs
+from megarl.trainer.roles import open_pools
+from megarl.trainer.run import Run
+from megarl.trainer.specs import ModelSpec
+
+VAL_LOSS = "val/loss"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the commands do differently.
+
+    Attributes:
+        update: one optimizer step on a batch; its metrics.
+        validate: metrics of held-out examples, `val/loss` among them; None: there are none.
+        export: write the model as a Hugging Face folder, whole or not at all; returns its path.
+    """
+
+    update: Callable[[pa.Table], dict[str, float]]
+    validate: Callable[[], dict[str, float]] | None
+    export: Callable[[Path], str]
+
+
+@dataclass
+class Progress:
+    """Validation losses so far: which is the best, and whether it is time to stop.
+
+    Attributes:
+        patience: validations in a row without a lower loss after which the run ends; None: it does not.
+        min_delta: how much lower than `threshold` a loss must be to count for `patience`.
+        best: the lowest loss; infinite before the first.
+        threshold: the lowest one that counted.
+        stale: validations since then.
+    """
+
+    patience: int | None
+    min_delta: float
+    best: float = float("inf")
+    threshold: float = float("inf")
+    stale: int = 0
+
+    def observe(self, loss: float) -> bool:
+        """Whether this loss is the lowest so far; one that is no number is not."""
+        if loss < self.threshold - self.min_delta:
+            self.threshold, self.stale = loss, 0
+        else:
+            self.stale += 1
+        lowest = loss < self.best
+        self.best = loss if lowest else self.best
+        return lowest
+
+    @property
+    def stop(self) -> bool:
+        return self.patience is not None and self.stale >= self.patience
+
+
+def start_group(
+    config: TuningConfig, run: Run, num_steps: int, name: str, worker: str, head: str, **arguments: Any
+) -> tuple[WorkerGroup, ParallelLayout]:
+    """The model's ranks on all devices of the run, and their layout.
+
+    Args:
+        worker: the ranks' class, as module:class; `arguments` beside `spec` are given to it.
+        head: "lm" or "value".
+    """
+    trainer = config.trainer
+    open_pools(run, {"global": PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)})
+    pool = run.pools["global"]
+    spec = ModelSpec(
+        path=config.model.path,
+        head=head,
+        megatron=config.megatron,
+        optim=config.optim,
+        num_updates=num_steps,
+        timeout=trainer.collective_timeout,
+        lora=config.model.lora,
+    )
+    with run.status("starting the model's ranks"):
+        group = run.start(
+            WorkerGroup(name, worker, pool, len(pool), {"spec": spec, **arguments}, run.log_dir)
+        )
+        run.wait(group.started)
+    return group, ParallelLayout.from_config(config.megatron, len(pool))
+
+
+def run_steps(
+    trainer: TuningTrainerConfig, run: Run, loader: Iterable[pa.Table], num_steps: int, stages: Stages
+) -> str:
+    """All steps; returns the folder of the model after the last one.
+
+    Besides as the trainer's keys say the model every `save_freq` steps, and the best one so far as `best/hf`.
+    """
+    progress = Progress(trainer.early_stop_patience, trainer.early_stop_min_delta)
+    for step, batch in zip(range(1, num_steps + 1), epochs(loader), strict=False):
+        with run.step(step) as metrics:
+            with run.timed("update"):
+                metrics |= stages.update(batch)
+            validated = stages.validate is not None and due(trainer.test_freq, step, num_steps)
+            if validated:
+                with run.timed("validate"):
+                    metrics |= stages.validate()
+        if validated and progress.observe(metrics[VAL_LOSS]) and trainer.save_best:
+            save_best(run, step, metrics, stages.export)
+        if trainer.save_freq > 0 and step % trainer.save_freq == 0:
+            stages.export(run.folder / "checkpoints" / f"step-{step}" / FOLDER)
+        if progress.stop:
+            run.say(
+                f"step {step}: the last {progress.stale} validations had no {VAL_LOSS} under {progress.threshold:.6g} by "
+                f"trainer.early_stop_min_delta={trainer.early_stop_min_delta:g}: the run ends early"
+            )
+            break
+    return stages.export(run.folder / FOLDER)
+
+
+def save_best(run: Run, step: int, metrics: dict[str, float], export: Callable[[Path], str]) -> None:
+    """Write the model as `best/hf` in the run folder, and of which step it is into `best/best.json`."""
+    folder = run.folder / "best"
+    (folder / "best.json").unlink(missing_ok=True)  # it would say of another model while this one is written
+    run.say(f"step {step}: the lowest {VAL_LOSS} so far, {metrics[VAL_LOSS]:.6g}")
+    export(folder / FOLDER)
+    found = {"step": step, **{name: value for name, value in metrics.items() if name.startswith("val/")}}
+    with whole_file(folder / "best.json") as temporary:
+        temporary.write_text(json.dumps(found, indent=2) + "\n")

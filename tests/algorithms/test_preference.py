@@ -1,0 +1,82 @@
+"""The reward model's loss against the papers' formulas, with numbers worked by hand."""
+
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.preference import preference_loss, preference_metrics, ranking_pairs
+
+
+def log_loss(difference: float) -> float:
+    return math.log(1 + math.exp(-difference))
+
+
+def test_four_texts_make_six_pairs_of_equal_weight() -> None:
+    """InstructGPT, eq. 1, K = 4: rewards 2, 0, 1, -1 of texts ranked 1, 2, 3, 4.
+
+    Differences of the pairs 12 13 14 23 24 34: 2, 1, 3, -1, 1, 2; the third text should be under the second, but is not.
+    """
+    rewards = torch.tensor([2.0, 0.0, 1.0, -1.0], requires_grad=True)
+    pairs = ranking_pairs(torch.tensor([-1, -2, -3, -4]), torch.tensor([0, 4]))
+    assert list(zip(pairs.better.tolist(), pairs.worse.tolist(), strict=True)) == [
+        (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3),
+    ]  # fmt: skip
+    loss, sums = preference_loss(rewards, pairs, torch.zeros(4), num_rankings=1)
+    differences = [2.0, 1.0, 3.0, -1.0, 1.0, 2.0]
+    assert loss.item() == pytest.approx(sum(map(log_loss, differences)) / 6, rel=1e-6)
+    assert loss.item() == pytest.approx(0.373705, abs=1e-6)
+    loss.backward()
+    # the derivative by the reward of a pair's better text is sigmoid(difference) - 1
+    slopes = [1 / (1 + math.exp(-difference)) - 1 for difference in differences]
+    expected = [
+        slopes[0] + slopes[1] + slopes[2],
+        -slopes[0] + slopes[3] + slopes[4],
+        -slopes[1] - slopes[3] + slopes[5],
+        -slopes[2] - slopes[4] - slopes[5],
+    ]
+    torch.testing.assert_close(rewards.grad, torch.tensor(expected) / 6)
+    found = preference_metrics({name: value.item() for name, value in sums.items()}, 1)
+    assert found == {
+        "loss": pytest.approx(loss.item()), "accuracy": pytest.approx(5 / 6), "margin": pytest.approx(8 / 6)
+    }  # fmt: skip
+
+
+def test_rankings_count_alike_however_many_pairs_they_have() -> None:
+    """A pair with difference 1, and three texts of which two are equally good: two pairs, 2 and 0.5."""
+    rewards = torch.tensor([1.0, 0.0, 3.0, 1.0, 2.5])
+    pairs = ranking_pairs(torch.tensor([1.0, 0.0, 7.0, 5.0, 5.0]), torch.tensor([0, 2, 5]))
+    loss, sums = preference_loss(rewards, pairs, torch.zeros(5), num_rankings=2)
+    assert loss.item() == pytest.approx((log_loss(1) + (log_loss(2) + log_loss(0.5)) / 2) / 2, rel=1e-6)
+    assert sums["pairs"].item() == 3 and sums["margin"].item() == pytest.approx(3.5)
+
+
+def test_a_batch_in_parts_is_the_batch() -> None:
+    """Losses are sums: each part is divided by the rankings of the whole."""
+    rewards, scores = torch.randn(7), torch.tensor([3.0, 1.0, 2.0, 0.0, 1.0, 5.0, 4.0])
+    whole, _ = preference_loss(
+        rewards, ranking_pairs(scores, torch.tensor([0, 3, 5, 7])), torch.zeros(7), num_rankings=3
+    )
+    parts = [(0, 3), (3, 5), (5, 7)]
+    losses = [
+        preference_loss(
+            rewards[a:b], ranking_pairs(scores[a:b], torch.tensor([0, b - a])), torch.zeros(b - a), num_rankings=3
+        )[0]
+        for a, b in parts
+    ]  # fmt: skip
+    assert sum(losses).item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def test_a_margin_is_what_the_better_reward_should_have_more() -> None:
+    """Llama 2, eq. 2: -log sigmoid(r_chosen - r_rejected - m)."""
+    pairs = ranking_pairs(torch.tensor([1.0, 0.0]), torch.tensor([0, 2]))
+    loss, sums = preference_loss(torch.tensor([1.5, 1.0]), pairs, torch.tensor([2.0, 2.0]), num_rankings=1)
+    assert loss.item() == pytest.approx(log_loss(0.5 - 2.0), rel=1e-6)
+    assert sums["accuracy"].item() == 1 and sums["margin"].item() == pytest.approx(0.5)
+
+
+def test_equal_rewards_are_right_by_half() -> None:
+    """A head that begins at zero knows nothing: log 2, and as many right as by chance."""
+    pairs = ranking_pairs(torch.tensor([1.0, 0.0]), torch.tensor([0, 2]))
+    loss, sums = preference_loss(torch.zeros(2), pairs, torch.zeros(2), num_rankings=1)
+    assert loss.item() == pytest.approx(math.log(2)) and sums["accuracy"].item() == 0.5

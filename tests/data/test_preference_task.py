@@ -1,0 +1,142 @@
+"""The preference task: its rule, its files, and what they hide."""
+
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data import preference_task as task
+from megarl.data.arithmetic import NAMES, THINGS, Problem
+
+SIZES = {"num_texts": 40, "num_sft": 1500, "num_rankings": 1500, "num_train": 60, "num_test": 50}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    files = task.write_preference_task(
+        tmp_path_factory.mktemp("task"), **SIZES, seed=3, teacher_errors=0.7, label_noise=0.2
+    )
+    return {name: pq.read_table(path).to_pylist() for name, path in files.items()}
+
+
+@pytest.mark.parametrize(
+    "answer, name, thing, tone",
+    [
+        ("Sure: Tom, pens", 1, 1, 1),
+        (" Sure: Tom, pens\n", 1, 1, 1),
+        ("Tom, pens", 1, 1, 0),
+        ("Sure: Ann, pens", 0, 1, 1),
+        ("Sure: Tom", 1, 0, 1),
+        ("Sure: Tom, cups", 1, 0, 1),
+        ("Ann", 0, 0, 0),
+        ("Sure: Tom, pens pens", 0, 0, 0),
+        ("Sure: Tom Tom, pens", 0, 0, 0),
+        ("pens", 0, 0, 0),
+        ("", 0, 0, 0),
+    ],
+)
+def test_the_rule(answer: str, name: int, thing: int, tone: int) -> None:
+    found = task.judge(answer, "Sure: Tom, pens")
+    assert found == {
+        "name": name,
+        "thing": thing,
+        "tone": tone,
+        "score": pytest.approx((name + thing + tone) / 3),
+        "perfect": float(name and thing and tone),
+    }
+
+
+def test_a_plain_request_wants_a_plain_answer() -> None:
+    assert task.judge("Tom, pens", "Tom, pens")["perfect"] == 1
+    assert task.judge("Sure: Tom, pens", "Tom, pens")["tone"] == 0
+
+
+def test_a_request_and_what_it_wants() -> None:
+    problem = Problem("sub", 5, 2, "With 5 eggs, Zoe sells 2.")
+    polite, plain = (task.Request(problem, polite) for polite in (True, False))
+    assert polite.prompt == "With 5 eggs, Zoe sells 2. Who has what, please?"
+    assert plain.prompt == "With 5 eggs, Zoe sells 2. Who has what?"
+    assert (polite.ideal, plain.ideal) == ("Sure: Zoe, eggs", "Zoe, eggs")
+    assert plain.text == "With 5 eggs, Zoe sells 2. So Zoe has eggs."
+
+
+def question(prompt: str) -> str:
+    return prompt.partition(" Who has")[0]
+
+
+def test_no_problem_occurs_twice(rows) -> None:
+    assert {name: len(part) for name, part in rows.items()} == {
+        "texts": 40, "sft": 1500, "rankings": 1500, "train": 60, "test": 50, "pairs_test": 50,
+    }  # fmt: skip
+    questions = [row["text"].partition(" So ")[0] for row in rows["texts"]]
+    for name in ("sft", "rankings", "train", "test", "pairs_test"):
+        questions += [question(row["prompt"][0]["content"]) for row in rows[name]]
+    assert len(questions) == len(set(questions)) == sum(len(part) for part in rows.values())
+
+
+def test_demonstrations_lack_qualities_as_often_as_asked_for(rows) -> None:
+    def mean(split: str, quality: str) -> float:
+        judged = [
+            task.judge(row["extra_info"]["answer"], row["reward_model"]["ground_truth"])
+            for row in rows[split]
+        ]
+        return sum(found[quality] for found in judged) / len(judged)
+
+    # 0.04 is three standard deviations of a mean of 1500
+    assert mean("sft", "name") == pytest.approx(0.3, abs=0.04)
+    assert mean("sft", "thing") == pytest.approx(0.5, abs=0.04)
+    assert mean("sft", "tone") == pytest.approx(0.6, abs=0.04)
+    assert mean("test", "perfect") == mean("train", "perfect") == 1
+
+
+def ideal_of(row: dict) -> str:
+    """By the prompt's words alone."""
+    words = row["prompt"][0]["content"].replace(",", "").split()
+    name = next(word for word in words if word in NAMES)
+    thing = next(word for word in words if word in THINGS)
+    return f"{'Sure: ' if 'please?' in words else ''}{name}, {thing}"
+
+
+def test_rankings_follow_the_rule_but_for_the_noise(rows) -> None:
+    right = 0
+    for row in rows["rankings"]:
+        assert len(set(row["responses"])) == 4
+        scores = [task.judge(answer, ideal_of(row))["score"] for answer in row["responses"]]
+        assert len(set(scores)) > 1 and min(row["ranks"]) == 1
+        right += all(
+            (row["ranks"][a] < row["ranks"][b]) == (scores[a] > scores[b])
+            and (row["ranks"][a] == row["ranks"][b]) == (scores[a] == scores[b])
+            for a, b in combinations(range(4), 2)
+        )
+    assert right / 1500 == pytest.approx(0.8, abs=0.035)
+    for row in rows["pairs_test"]:
+        chosen, rejected = (task.judge(row[name], ideal_of(row))["score"] for name in ("chosen", "rejected"))
+        assert chosen > rejected
+
+
+def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
+    sizes = dict.fromkeys(SIZES, 5)
+    first, again, other = (
+        task.write_preference_task(tmp_path / name, **sizes, seed=seed)
+        for name, seed in (("first", 1), ("again", 1), ("other", 2))
+    )
+    for name, path in first.items():
+        assert path.read_bytes() == again[name].read_bytes() != other[name].read_bytes()
+
+
+def test_texts_for_a_tokenizer_have_all_words() -> None:
+    words = Counter(word for text in task.preference_texts(500) for word in text.split())
+    assert {"Sure:", "please?", "So", *THINGS} <= set(words)
+
+
+@pytest.mark.parametrize("name", ["teacher_errors", "label_noise"])
+def test_parts_outside_of_0_to_1_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be from 0 to 1, found 1.5"):
+        task.write_preference_task(tmp_path, **SIZES, seed=1, **{name: 1.5})
+
+
+def test_more_problems_than_there_are_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="different problems asked for"):
+        task.write_preference_task(tmp_path, **{**SIZES, "num_texts": 30_000}, seed=1)

@@ -1,0 +1,174 @@
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data.preferences import (
+    PREFERENCE_SCHEMA,
+    PreferenceDataset,
+    PreferenceKeys,
+    best_answers,
+    ranking_lengths,
+    read_answers,
+    read_ranking,
+    texts_of,
+    tokenize_whole_chat,
+)
+from megarl.data.sft import tokenize_chat
+
+QUESTION = {"role": "user", "content": "Tom has 3 pens."}
+GOOD, BAD = "#### 3", "#### 4"
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+PAIRS = {
+    "messages and texts": {"prompt": [QUESTION], "chosen": GOOD, "rejected": BAD},
+    "texts": {"prompt": QUESTION["content"], "chosen": GOOD, "rejected": BAD},
+    "messages after the prompt": {"prompt": [QUESTION], "chosen": [answer(GOOD)], "rejected": [answer(BAD)]},
+    "whole chats": {"chosen": [QUESTION, answer(GOOD)], "rejected": [QUESTION, answer(BAD)]},
+    "whole chats beside their prompt": {
+        "prompt": [QUESTION],
+        "chosen": [QUESTION, answer(GOOD)],
+        "rejected": [QUESTION, answer(BAD)],
+    },
+    "null columns of rankings": {
+        "prompt": [QUESTION], "chosen": GOOD, "rejected": BAD, "responses": None, "ranks": None
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", PAIRS.values(), ids=PAIRS)
+def test_every_form_of_a_pair_is_the_same_pair(row):
+    ranking = read_ranking(row, PreferenceKeys())
+    assert ranking.chats == [[QUESTION, answer(GOOD)], [QUESTION, answer(BAD)]]
+    assert ranking.scores == [1.0, 0.0] and ranking.margin == 0.0
+
+
+def test_ranks_fall_and_scores_rise():
+    row = {"prompt": "Hi", "responses": ["a", "b", "c"]}
+    assert read_ranking({**row, "ranks": [2, 1, 2]}, PreferenceKeys()).scores == [-2.0, -1.0, -2.0]
+    assert read_ranking({**row, "scores": [0.5, 7, -1]}, PreferenceKeys()).scores == [0.5, 7.0, -1.0]
+
+
+def test_all_keys_can_be_renamed():
+    keys = PreferenceKeys("q.text", "win", "lose", "m", "answers", "places", "points")
+    assert set(keys.columns()) == {"q.text", "win", "lose", "m", "answers", "places", "points"}
+    ranking = read_ranking({"q": {"text": "Hi"}, "win": "a", "lose": "b", "m": 2}, keys)
+    assert ranking.chats[0] == [{"role": "user", "content": "Hi"}, answer("a")] and ranking.margin == 2.0
+    row = {"q": {"text": "Hi"}, "answers": ["a", "b"], "m": 0}
+    assert read_ranking({**row, "places": [1, 2]}, keys).scores == [-1.0, -2.0]
+    assert read_ranking({**row, "points": [1, 2]}, keys).scores == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "Hi", "chosen": GOOD}, "no 'rejected'"),
+        ({"chosen": GOOD, "rejected": BAD}, "'chosen' is a text, but the row has no prompt"),
+        ({"prompt": "Hi", "chosen": "", "rejected": BAD}, "'chosen' is an empty text"),
+        ({"prompt": "Hi", "chosen": GOOD, "rejected": [QUESTION]}, "the last message of 'rejected' is of 'user'"),
+        ({"prompt": "Hi", "chosen": GOOD, "rejected": 3}, "'rejected' must be a non-empty list"),
+        ({"prompt": 3, "chosen": GOOD, "rejected": BAD}, "'prompt' must be a non-empty list"),
+        ({"prompt": "Hi", "responses": ["a"], "ranks": [1]}, "'responses' must be a list of two or more"),
+        ({"prompt": "Hi", "responses": ["a", "b"]}, "one of 'ranks' and 'scores' must be given, found neither"),
+        (
+            {"prompt": "Hi", "responses": ["a", "b"], "ranks": [1, 2], "scores": [1, 2]},
+            "one of 'ranks' and 'scores' must be given, found both",
+        ),
+        ({"prompt": "Hi", "responses": ["a", "b"], "ranks": [1]}, "'ranks' must have a number for each of the 2"),
+        ({"prompt": "Hi", "responses": ["a", "b"], "ranks": [1, None]}, "'ranks' must have a number for each"),
+        ({"prompt": "Hi", "responses": ["a", "b"], "scores": [2, 2]}, "all 'scores' are equal"),
+    ],
+)  # fmt: skip
+def test_wrong_rows_are_named(tokenizer, tmp_path, row, message):
+    path = write_rows(tmp_path / "x.jsonl", [PAIRS["texts"], row])
+    with pytest.raises(ValueError, match=rf"x\.jsonl row 1: .*{message}"):
+        PreferenceDataset(path, tokenizer, max_length=64)
+
+
+def test_a_margin_must_be_a_number(tokenizer, tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", [{**PAIRS["texts"], "m": 1.5}, {**PAIRS["texts"], "m": "much"}])
+    with pytest.raises(ValueError, match=r"x\.jsonl row 1: 'm' must be a number, found 'much'"):
+        PreferenceDataset(path, tokenizer, max_length=64, keys=PreferenceKeys(margin="m"))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_texts_are_what_a_policy_writes_and_a_reward_model_reads(tokenizer, tmp_path, suffix):
+    """Prompt and response with its end token, as in SFT and in trajectories; pairs and rankings in one file."""
+    rows = [
+        {**PAIRS["null columns of rankings"]},
+        {"prompt": [QUESTION], "chosen": None, "rejected": None, "responses": [GOOD, BAD, "5"], "ranks": [1, 2, 3]},
+    ]  # fmt: skip
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        write_rows(path, rows)
+    table = PreferenceDataset(path, tokenizer, max_length=64).table
+    assert table.schema == PREFERENCE_SCHEMA and table["uid"].to_pylist() == ["x:0", "x:1"]
+    texts = [tokenize_chat(tokenizer, [QUESTION, answer(text)])[0] for text in (GOOD, BAD, "5")]
+    assert texts[0][-1] == tokenizer.eos_token_id
+    assert table["input_ids"].to_pylist() == [texts[:2], texts]
+    assert table["scores"].to_pylist() == [[1.0, 0.0], [-1.0, -2.0, -3.0]]
+    assert texts_of(table)["input_ids"].to_pylist() == [*texts[:2], *texts]
+    assert texts_of(table, [1, 0])["input_ids"].to_pylist() == [*texts, *texts[:2]]
+    assert ranking_lengths(table).tolist() == [sum(map(len, texts[:2])), sum(map(len, texts))]
+
+
+def test_texts_can_end_as_the_template_ends_them(tokenizer):
+    chat = [QUESTION, answer(GOOD)]
+    whole = tokenize_whole_chat(tokenizer, chat, end_at_eos=False)
+    assert tokenizer.decode(whole).endswith("#### 3<|im_end|>\n")
+    assert tokenize_whole_chat(tokenizer, chat, end_at_eos=True) == whole[:-1]
+
+
+def test_long_texts_and_long_rankings(tokenizer, tmp_path):
+    rows = [PAIRS["texts"], {**PAIRS["texts"], "rejected": BAD * 9}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    whole = PreferenceDataset(path, tokenizer, max_length=99).table
+    short, long = (max(map(len, texts)) for texts in whole["input_ids"].to_pylist())
+    assert short < long
+    with pytest.raises(
+        ValueError, match=rf"x\.jsonl row 1: a text has {long} tokens, more than max_length {short}"
+    ):
+        PreferenceDataset(path, tokenizer, max_length=short)
+    cut = PreferenceDataset(path, tokenizer, max_length=short, truncation="right")
+    assert cut.num_truncated == 1
+    assert cut.table["input_ids"].to_pylist()[1][1] == whole["input_ids"].to_pylist()[1][1][:short]
+    dropped = PreferenceDataset(path, tokenizer, max_length=short, truncation="drop")
+    assert dropped.num_dropped == 1 and dropped.table["uid"].to_pylist() == ["x:0"]
+    total = int(ranking_lengths(whole)[1])
+    with pytest.raises(
+        ValueError, match=rf"x\.jsonl row 1: the 2 texts have {total} tokens .* raise it to {total}"
+    ):
+        PreferenceDataset(path, tokenizer, max_length=99, max_tokens=total - 1)
+    assert len(PreferenceDataset(path, tokenizer, max_length=99, max_tokens=total)) == 2
+
+
+def test_reference_answers(tokenizer, tmp_path):
+    rows = [
+        {"prompt": "Hi", "responses": ["a", "b", "c"], "scores": [1, 3, 3]},
+        {"prompt": "Hi", "chosen": "d", "rejected": "e"},
+    ]
+    table = PreferenceDataset(write_rows(tmp_path / "x.jsonl", rows), tokenizer, max_length=64).table
+    hi = {"role": "user", "content": "Hi"}
+    texts = [tokenize_chat(tokenizer, [hi, answer(text)])[0] for text in ("b", "d")]
+    assert best_answers(table, None)["input_ids"].to_pylist() == texts
+    assert best_answers(table, 1)["input_ids"].to_pylist() == texts[:1]
+    path = write_rows(
+        tmp_path / "y.jsonl", [{"prompt": "Hi", "extra": {"answer": text}} for text in ("b", "d")]
+    )
+    options = {"prompt_key": "prompt", "max_length": 64, "end_at_eos": True}
+    found = read_answers(path, tokenizer, response_key="extra.answer", **options)
+    assert found["input_ids"].to_pylist() == texts
+    with pytest.raises(ValueError, match=r"y\.jsonl row 0: no 'extra.other'"):
+        read_answers(path, tokenizer, response_key="extra.other", **options)

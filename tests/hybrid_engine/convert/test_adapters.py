@@ -1,0 +1,146 @@
+"""Adapters in Megatron's distributed checkpoints: saved in one layout, loaded in another, converted."""
+
+import os
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.cli import main
+from megarl.config.lora_section import LoraConfig
+from megarl.hybrid_engine import (
+    Bundle,
+    adapter_export_plan,
+    load_adapters,
+    load_hf_weights,
+    write_peft_adapter,
+)
+from megarl.hybrid_engine.adapters import adapter_layout, write_adapter_config
+from megarl.hybrid_engine.convert import compare, convert
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.adapter_checkpoint import restore_adapters, sharded_adapters, without_adapters
+from megarl.megatron.build import local_parameters
+from megarl.megatron.lora import attach_adapters
+from megarl.models import read_model_config
+from megarl.models.lora import logical_adapters
+from megarl.models.tiny import make_tiny_model
+from tests.hybrid_engine.convert import megatron
+from tests.hybrid_engine.peft_folders import write_random
+
+
+def _states(chunks: list[Any]) -> dict[str, Any]:
+    """The model's own tensors, without adapters."""
+    return {name: without_adapters(states) for name, states in megatron.sharded_states(chunks).items()}
+
+
+def _save(
+    rank: int, world: int, sizes: dict[str, Any], model: str, adapter: str, lora: LoraConfig, folder: str
+) -> None:
+    """Load a model and adapters of PEFT's format into the layout, and save both with Megatron."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    layout, config = ParallelLayout(world=world, **sizes), read_model_config(model)
+    chunks = megatron.build(rank, world, sizes, model)
+    load_hf_weights(model, config, layout, rank, local_parameters(chunks))
+    attach_adapters(chunks, config, layout, lora)
+    local = local_parameters(chunks)
+    load_adapters(adapter, config, lora, layout, rank, local)
+    where = adapter_layout(config, layout, lora)
+    states = _states(chunks) | sharded_adapters(where, logical_adapters(config, lora), rank, local)
+    filesystem_async._results_queue = queue.Queue()  # as in megatron.save
+    if rank == 0:
+        os.makedirs(folder)
+    torch.distributed.barrier()
+    dist_checkpointing.save(states, folder)
+    filesystem_async._results_queue = None
+    if rank == 0:
+        write_adapter_config(Path(folder), config, lora, model)
+
+
+def _load(
+    rank: int, world: int, sizes: dict[str, Any], model: str, lora: LoraConfig, folder: str
+) -> tuple[list[str], Bundle]:
+    """Load a checkpoint into new adapters; returns the weights that are not the model's, and the adapters packed."""
+    from megatron.core import dist_checkpointing
+
+    layout, config = ParallelLayout(world=world, **sizes), read_model_config(model)
+    chunks = megatron.build(rank, world, sizes, model)
+    expected = {name: torch.full_like(tensor, torch.nan) for name, tensor in local_parameters(chunks).items()}
+    load_hf_weights(model, config, layout, rank, expected)
+    attach_adapters(chunks, config, layout, lora)
+    local = local_parameters(chunks)
+    for name in local.keys() - expected.keys():
+        local[name].data.fill_(torch.nan)
+    where = adapter_layout(config, layout, lora)
+    states = _states(chunks) | sharded_adapters(where, logical_adapters(config, lora), rank, local)
+    loaded = dist_checkpointing.load(states, folder)
+    for index, chunk in enumerate(chunks):
+        own = loaded.pop("model" if len(chunks) == 1 else f"model{index}")
+        chunk.load_state_dict(own, strict=False)
+    restore_adapters(loaded, where, rank, local)
+    different = [name for name, tensor in expected.items() if not torch.equal(local[name], tensor)]
+    return different, adapter_export_plan(config, layout, lora, torch.float32).pack(rank, local)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "saved", "loaded"),
+    [
+        (
+            "qwen2",
+            LoraConfig(rank=2, alpha=8, use_dora=True),
+            (4, {"tp": 2, "sp": True, "pp": 2}),
+            (2, {"pp": 2, "vpp": 2}),
+        ),
+        ("qwen3_moe", LoraConfig(rank=2), (4, {"tp": 2, "sp": True, "ep": 2, "etp": 2}), (4, {"ep": 4})),
+        pytest.param(
+            "deepseek_v3",
+            LoraConfig(rank=2, expert_groups=4, shared_a=True),
+            (4, {"pp": 2, "ep": 2}),
+            (2, {"tp": 2, "sp": True}),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["qwen2", "qwen3_moe", "deepseek_v3"],
+)
+def test_adapters_saved_in_one_layout_are_loaded_in_another(ranks, tmp_path, family, lora, saved, loaded):
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+    model = str(make_tiny_model(tmp_path / "hf", ["one two"], family=family, **sizes))
+    adapter, folder = str(tmp_path / "adapter"), str(tmp_path / "saved")
+    write_random(model, lora, adapter)
+    ranks.run(_save, saved[1], model, adapter, lora, folder, world=saved[0])
+
+    results = ranks.run(_load, loaded[1], model, lora, folder, world=loaded[0])
+    assert [different for different, _ in results] == [[]] * loaded[0]
+    plan = adapter_export_plan(
+        read_model_config(model), ParallelLayout(world=loaded[0], **loaded[1]), lora, torch.float32
+    )
+    write_peft_adapter(str(tmp_path / "again"), model, plan, [bundle for _, bundle in results])
+    assert compare(adapter, str(tmp_path / "again")).equal
+
+    convert(folder, str(tmp_path / "converted"), to="peft", companions=model)
+    assert compare(adapter, str(tmp_path / "converted")).equal
+    done = convert(folder, str(tmp_path / "base"), companions=model)
+    assert done.left_out[0] == "adapters (--to peft writes them)"
+    assert compare(model, str(tmp_path / "base")).equal
+    verified = compare(model, folder, companions=model)
+    assert verified.equal and verified.not_compared == (f"adapters (--to peft writes them) of {folder}",)
+    check_mistakes(tmp_path, folder, model)
+
+
+def check_mistakes(tmp_path: Path, folder: str, model: str) -> None:
+    """What cannot be converted to adapters is named, and leaves nothing."""
+    out = str(tmp_path / "out")
+    assert main(["convert", folder, out, "--to", "peft", "--hf", model, "--dtype", "bfloat16"]) == 0
+    tensors = compare(str(tmp_path / "adapter"), out)
+    assert tensors.num_equal == 0 and not tensors.only_in_a
+    with pytest.raises(ValueError, match=r"has no adapters: --to peft takes those of a Megatron checkpoint"):
+        convert(model, str(tmp_path / "no"), to="peft")
+    with pytest.raises(ValueError, match=r"--merge makes a model of an adapter, --to peft takes"):
+        convert(folder, str(tmp_path / "no"), to="peft", companions=model, adapter=out)
+    Path(folder, "adapter_config.json").unlink()
+    with pytest.raises(ValueError, match=r"has adapters, but no adapter_config.json that says what they are"):
+        convert(folder, str(tmp_path / "no"), to="peft", companions=model)
+    assert not (tmp_path / "no").exists()

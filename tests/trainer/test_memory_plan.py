@@ -1,0 +1,141 @@
+"""`megarl plan memory`: the recipes that come with megarl fit, the terms are what formulas say, and a search finds layouts."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.layout.grid import ParallelLayout
+from megarl.memory.activations import _in_flight
+from megarl.trainer.memory import ALL_OF
+from megarl.trainer.memory_command import read_inputs
+from megarl.trainer.memory_fit import _ends, fit
+from megarl.trainer.memory_plan import GIB, plan_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN, DEEPSEEK = (
+    str(ROOT / f"recipes/{name}.yaml") for name in ("qwen2.5_72b_grpo_lora", "deepseek_v3_grpo_lora")
+)
+LORA = "actor_rollout_ref.model.lora"
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes' paths are relative to it."""
+    monkeypatch.chdir(ROOT)
+
+
+def planned(capsys: pytest.CaptureFixture, *arguments: str) -> dict:
+    assert main(["plan", "memory", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_72b_with_adapters_fits_eight_gpus_of_80_gb(capsys) -> None:
+    """Its 72.7 G parameters over 8 devices, twice while they are sent; no copy for the reference policy."""
+    plan = planned(capsys, QWEN)
+    assert plan["fits"] and not plan["problems"]
+    update, sync = plan["phases"]["update_actor"], plan["phases"]["sync"]
+    assert update["actor_weights"] == pytest.approx(72.7e9 * 2 / 8, rel=2e-3)
+    assert sync["rollout_weights"] == pytest.approx(72.7e9 * 2 / 8, rel=2e-3)
+    assert update["actor_gradients"] == 2 * update["actor_adapters"]
+    assert update["actor_optimizer"] == 6 * update["actor_adapters"]  # one data parallel rank
+    assert not any(name.startswith("ref_") for phase in plan["phases"].values() for name in phase)
+    # 80 layers' inputs of 16384 / 8 tokens, computed again layer by layer
+    assert update["actor_activations"] == pytest.approx(80 * 2048 * 8192 * 2, rel=0.3)
+    more = planned(capsys, QWEN, f"{LORA}.rank=128")
+    assert more["fits"]
+    assert more["phases"]["update_actor"]["actor_adapters"] == 4 * update["actor_adapters"]
+
+
+def test_without_adapters_it_does_not_fit_and_the_reason_is_named(capsys) -> None:
+    plan = planned(capsys, QWEN, f"{LORA}.rank=0", f"{LORA}.alpha=null")
+    assert not plan["fits"]
+    update = plan["phases"]["update_actor"]
+    assert update["actor_gradients"] == 2 * update["actor_weights"]
+    assert update["actor_optimizer"] == 6 * update["actor_weights"]
+    assert plan["phases"]["evaluate_models"]["ref_weights"] == update["actor_weights"]
+    assert any(
+        "update_actor takes" in problem and "actor_optimizer" in problem for problem in plan["problems"]
+    )
+
+
+def test_671b_with_adapters_on_a_float8_base(capsys) -> None:
+    plan = planned(capsys, DEEPSEEK, "--gpu-memory", "140")
+    assert plan["fits"] and not plan["problems"]
+    # Engines of 8 devices hold 671 G parameters in about a byte each.
+    assert plan["phases"]["sync"]["rollout_weights"] == pytest.approx(671e9 / 8, rel=0.03)
+    assert plan["kv_token_bytes"] == 61 * (512 + 64) * 2
+    small = planned(capsys, DEEPSEEK, "--gpu-memory", "79")
+    assert not small["fits"] and any("rollout_weights" in problem for problem in small["problems"])
+    alone = planned(capsys, DEEPSEEK, "--gpu-memory", "79", "--without-engines")
+    assert alone["fits"] and "rollout_weights" not in alone["phases"]["sync"]
+
+
+@pytest.mark.parametrize("recipe", [QWEN, DEEPSEEK])
+def test_the_recipes_weight_sync_can_be_planned(recipe: str, capsys) -> None:
+    assert main(["plan", recipe, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["reshard"]["max_received"] < report["full_gather"]["max_received"]
+
+
+def test_a_critic_and_its_base() -> None:
+    critic = [
+        f"{LORA}.rank=32",
+        "algorithm.adv_estimator=gae",
+        "critic.model.lora={rank: 32}",
+        "critic.optim.lr=1e-5",
+    ]
+    phases = {}
+    for shared in ("false", "true"):
+        config, inputs = read_inputs(QWEN, [*critic, f"critic.model.share_base={shared}"])
+        plan = plan_memory(config, inputs, 79 * GIB, 0)
+        phases[shared] = {owner.name: max(owner.at("update_critic")) for owner in plan.owners}
+    apart, shared = phases["false"], phases["true"]
+    assert "critic_weights" not in shared and apart["critic_weights"] > 15e9 and not apart["actor_weights"]
+    assert shared["actor_weights"] > 15e9
+    assert {name: apart[name] for name in ALL_OF["critic"][1:]} == {
+        name: shared[name] for name in ALL_OF["critic"][1:]
+    }
+
+
+def test_the_search_takes_the_fewest_nodes() -> None:
+    config, inputs = read_inputs(QWEN, [])
+    found, plan = fit(config, inputs, 79 * GIB, 6 * GIB, 2)
+    assert found.trainer.nnodes == 1 and plan.fits
+    assert fit(config, inputs, 30 * GIB, 6 * GIB, 1) is None
+    more, _ = fit(config, inputs, 40 * GIB, 6 * GIB, 4)
+    assert more.trainer.nnodes > 1
+
+
+def test_uneven_stages_hold_all_layers() -> None:
+    for stages in range(2, 16):
+        for first, last in _ends(61, stages):
+            given = [count for count in (first, last) if count is not None]
+            assert (61 - sum(given)) % max(1, stages - len(given)) == 0
+
+
+def test_micro_batches_that_wait_for_their_backward_pass() -> None:
+    """As in Narayanan et al. 2021 (arXiv:2104.04473), section 2.2: at most as many as there are stages from here on."""
+    layout = ParallelLayout(world=4, pp=4)
+    assert [_in_flight(layout, stage, None) for stage in range(4)] == [[4], [3], [2], [1]]
+    assert _in_flight(layout, 0, 2) == [2]
+    virtual = ParallelLayout(world=4, pp=4, vpp=2)
+    assert [sum(_in_flight(virtual, stage, None)) for stage in range(4)] == [11, 9, 7, 5]
+    assert Counter(_in_flight(virtual, 0, 4)) == Counter([4, 4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([QWEN, "--max-nodes", "0"], "--max-nodes is 0; it must be at least 1"),
+        ([QWEN, "--reserve", "-1"], "--reserve is -1 GiB; it must be at least 0"),
+        ([QWEN, "trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=16"], "are on one node, which has 8"),
+        ([QWEN, "--fit", "--max-nodes", "1", "--gpu-memory", "30"], "on no number of nodes up to --max-nodes 1"),
+        ([QWEN, "--fit", "--gpu-memory", "20"], "engines are on one node of 8 devices"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(arguments, message, capsys) -> None:
+    assert main(["plan", "memory", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -50,7 +50,8 @@ def test_texts_beside_the_rewards(preferences: Path, task: Path, tmp_path: Path)
     """The texts' loss of the first step is transformers' on the loader's first batches."""
     run, files = tmp_path / "run", preferences / "data/texts.parquet"
     succeed(
-        "train", *PPO, *on(task, run), *ONE_DEVICE, "trainer.total_training_steps=2",
+        "train", *PPO, *on(task, run), *ONE_DEVICE, "critic.megatron.pipeline_model_parallel_size=1",
+        "trainer.total_training_steps=2",
         f"data.ptx={{files: {files}, text_key: text, batch_size: 4, max_length: 60}}",
         "actor_rollout_ref.actor.ptx_coef=2", "actor_rollout_ref.actor.optim.lr=1e-9",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",

@@ -32,7 +32,7 @@ from megarl.config.batches import (
 )
 from megarl.config.check import check_config
 from megarl.config.data_sections import DataConfig
-from megarl.config.dpo_sections import DPOConfig, DPOLossConfig
+from megarl.config.dpo_sections import DPOConfig, DPODataConfig, DPOLossConfig
 from megarl.config.health_section import HealthConfig
 from megarl.config.load import load_config, save_config, to_dict
 from megarl.config.lora_section import LoraConfig
@@ -90,6 +90,7 @@ __all__ = [
     "CriticModelConfig",
     "CustomRewardConfig",
     "DPOConfig",
+    "DPODataConfig",
     "DPOLossConfig",
     "DataConfig",
     "EvalConfig",

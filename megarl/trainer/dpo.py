@@ -18,7 +18,7 @@ from megarl.cluster import WorkerGroup
 from megarl.config import DPOConfig, check_models
 from megarl.data.loader import TableLoader
 from megarl.data.preference_chats import PreferenceChats, chats_of
-from megarl.data.preferences import PreferenceKeys, ranking_lengths
+from megarl.data.preferences import ranking_lengths
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
 from megarl.hybrid_engine import check_hf_weights
@@ -27,7 +27,7 @@ from megarl.models import read_model_config
 from megarl.trainer.adapters import check_adapters
 from megarl.trainer.dispatch import plan_rows, rows_to_share
 from megarl.trainer.export import export_hf
-from megarl.trainer.rankings import compared_chats
+from megarl.trainer.rankings import compared_chats, preference_keys
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.tuning import VAL_LOSS, Stages, run_steps, start_group
 
@@ -76,14 +76,7 @@ def load_preferences(config: DPOConfig) -> tuple[PreferenceChats, PreferenceChat
             tokenizer,
             max_length=data.max_length,
             max_tokens=config.max_token_len_per_gpu,
-            keys=PreferenceKeys(
-                prompt=data.prompt_key,
-                chosen=data.chosen_key,
-                rejected=data.rejected_key,
-                responses=data.responses_key,
-                ranks=data.ranks_key,
-                scores=data.scores_key,
-            ),
+            keys=preference_keys(data),
             truncation=data.truncation,
             chat_template_kwargs=data.apply_chat_template_kwargs,
         )

@@ -17,7 +17,6 @@ from megarl.config import RMConfig, check_models
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import (
     PreferenceDataset,
-    PreferenceKeys,
     best_answers,
     ranking_lengths,
     read_answers,
@@ -30,7 +29,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.adapters import check_adapters
 from megarl.trainer.dispatch import MicroBatching, plan_rows
 from megarl.trainer.export import export_hf
-from megarl.trainer.rankings import compared_texts
+from megarl.trainer.rankings import compared_texts, preference_keys
 from megarl.trainer.reward_model import score_lists
 from megarl.trainer.reward_normalization import FILE, measure_normalization
 from megarl.trainer.roles import Role
@@ -110,15 +109,7 @@ def load_preferences(
         tokenizer,
         max_length=data.max_length,
         max_tokens=config.max_token_len_per_gpu,
-        keys=PreferenceKeys(
-            prompt=data.prompt_key,
-            chosen=data.chosen_key,
-            rejected=data.rejected_key,
-            margin=data.margin_key,
-            responses=data.responses_key,
-            ranks=data.ranks_key,
-            scores=data.scores_key,
-        ),
+        keys=preference_keys(data, data.margin_key),
         truncation=data.truncation,
         end_at_eos=data.end_at_eos,
         chat_template_kwargs=data.apply_chat_template_kwargs,

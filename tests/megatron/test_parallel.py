@@ -79,7 +79,7 @@ def test_a_process_can_leave_a_layout_and_join_another(ranks: RankPool, tmp_path
 def _lonely_collective(rank: int, world: int, folder: str) -> tuple[str, float]:
     destroy_parallel()
     layout = ParallelLayout(world=2, tp=2)
-    init_parallel(layout, rank, world, init_method=f"file://{folder}/meet", timeout_s=5)
+    init_parallel(layout, rank, world, init_method=f"file://{folder}/meet", timeout_s=10)
     done = Path(folder) / "done"
     start = time.monotonic()
     message = ""
@@ -105,4 +105,6 @@ def _lonely_collective(rank: int, world: int, folder: str) -> tuple[str, float]:
 def test_a_collective_that_others_miss_raises_at_the_timeout(ranks: RankPool, tmp_path: Path) -> None:
     message, seconds = ranks.run(_lonely_collective, str(tmp_path), world=2)[0]
     assert "Timed out" in message
-    assert 4.9 < seconds < 30
+    assert (
+        9.9 < seconds < 60
+    )  # the groups themselves are made within the same limit: less fails on a busy machine

@@ -1,8 +1,9 @@
 """InstructGPT's three stages on one machine, by megarl's public commands, each printed so that it can be run by hand.
 
 Makes a tiny model and a preference task, lets the model read plain texts, fine-tunes it on demonstrations, trains a reward
-model on ranked answers, and trains the policy with PPO against it; then, for comparison, with DPO on the rankings alone. After each stage a rule that no stage has seen judges
-answers to held-out requests. Ends with a table of what each stage gained, and `<out>/summary.json`.
+model on ranked answers, and trains the policy with PPO against it; then, for comparison, with DPO on the rankings alone.
+After each stage a rule that no stage has seen judges answers to held-out requests. Ends with a table of what each stage
+gained, and `<out>/summary.json`.
 """
 
 import argparse
@@ -26,7 +27,7 @@ POLICIES = {
     "ppo": "3: PPO with the reward model",
     "dpo": "2 and 3 in one: DPO",
 }
-TASK = {"num-layers": "4", "teacher-errors": "0.5"}
+TASK = {"num-layers": "4", "teacher-errors": "0.3"}
 COMMANDS = {"pretrain": "sft", "sft": "sft", "rm": "rm", "dpo": "dpo"}
 QUALITIES = ("name", "thing", "tone", "score", "perfect")
 console = Console(highlight=False)

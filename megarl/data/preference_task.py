@@ -1,11 +1,16 @@
 """A preference task, made up from a seed: who has what in the stories of the demo's word problems, told in the tone of the
 question.
 
-"Tom has 3 pens and buys 4. Who has what, please?" -> "Sure: Tom, pens"; without the "please" -> "Tom, pens". A rule (`judge`) tells how good an answer is by three qualities. Models never see it: they learn from demonstrations of
-mixed quality, then from answers that it has ranked, some of them wrongly. So what each stage of training gains can be
+"Story: Tom has 3 pens and buys 4. Who has what, please?" -> "Sure, Tom has pens."; without the "please" -> "So Tom has
+pens." A rule (`judge`) tells how good an answer is by three qualities. Models never see it: they learn from demonstrations
+of mixed quality, then from answers that it has ranked, some of them wrongly. So what each stage of training gains can be
 measured by a rule that had no part in it.
 
-The plain texts tell the same stories with nobody asking: what a model may know before it learns to answer.
+The plain texts tell the same stories, ask whether names and things occur in them ("Ann? No. pens? Yes."), and end with who
+has what: what a model may know before it learns to answer people. Without the questions a tiny reward model takes long to
+find out that an answer's words should be those of the story. Names and things have a space before them wherever they
+occur, and so are the same token in a story and in an answer: a tiny model learns to copy them within a hundred steps, while a
+word that is one token at the start of a text and another one elsewhere takes it many times as long.
 """
 
 import itertools
@@ -23,9 +28,11 @@ from megarl.data.files import write_parquet
 from megarl.data.gsm8k import WORD_PROBLEM_SCHEMA, word_problem
 
 DATA_SOURCE = "megarl/who-has-what"
-COURTESY = "Sure: "
+OPENINGS = {True: "Sure,", False: "So"}  # by politeness
 QUALITIES = ("name", "thing", "tone")
+QUESTIONS = 4  # of a plain text
 RANKED = 4  # answers of a ranking
+MISSING = 0.25  # of the answers without the right thing, the part that has none; the others have a wrong one
 
 TEXT_SCHEMA = pa.schema([("text", pa.string())])
 PAIR_SCHEMA = pa.schema(
@@ -43,7 +50,7 @@ RANKING_SCHEMA = pa.schema(
     ]
 )
 
-_ANSWER = re.compile(r"(Sure: )?([A-Z][a-z]+)(?:, ([a-z]+))?")
+_ANSWER = re.compile(r"(Sure,|So) ([A-Z][a-z]+)(?: has ([a-z]+))?\.")
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,8 @@ class Flaws:
     form: float = 0.0
 
 
-# Without answers whose form is wrong the reward model likes what it has never seen: `Sure: Tom, cups cups cups`.
-COMPARED_FLAWS = Flaws(name=0.4, thing=0.4, tone=0.3, form=0.2)
+# Without answers whose form is wrong the reward model likes what it has never seen: `Sure, Tom has cups cups.`
+COMPARED_FLAWS = Flaws(name=0.4, thing=0.5, tone=0.3, form=0.15)
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,11 @@ class Request:
 
     @property
     def prompt(self) -> str:
-        return f"{self.problem.question} Who has what{', please' if self.polite else ''}?"
+        return f"{self.story} Who has what{', please' if self.polite else ''}?"
+
+    @property
+    def story(self) -> str:
+        return f"Story: {self.problem.question}"
 
     @property
     def name(self) -> str:
@@ -85,9 +96,10 @@ class Request:
         """The only answer that has all qualities."""
         return _answer(self.name, self.thing, self.polite)
 
-    @property
-    def text(self) -> str:
-        return f"{self.problem.question} So {self.name} has {self.thing}."
+    def text(self, generator: np.random.Generator) -> str:
+        """The story with questions about it, half of which are to be answered with no, and who has what."""
+        questions = [self._yes_or_no(generator) for _ in range(QUESTIONS)]
+        return f"{self.story} {' '.join(questions)} So {self.name} has {self.thing}."
 
     def flawed_answer(self, flaws: Flaws, generator: np.random.Generator) -> str:
         """An answer that lacks each quality as often as `flaws` says."""
@@ -97,16 +109,22 @@ class Request:
         if wrong["name"]:
             name = _another(NAMES, name, generator)
         if wrong["thing"]:
-            thing = None if generator.random() < 0.5 else _another(THINGS, self.thing, generator)
+            thing = None if generator.random() < MISSING else _another(THINGS, self.thing, generator)
         answer = _answer(name, thing, self.polite != wrong["tone"])
         return _with_stray_words(answer, generator) if wrong["form"] else answer
+
+    def _yes_or_no(self, generator: np.random.Generator) -> str:
+        words, word = (NAMES, self.name) if generator.random() < 0.5 else (THINGS, self.thing)
+        if generator.random() < 0.5:
+            return f"{word}? Yes."
+        return f"{_another(words, word, generator)}? No."
 
 
 def judge(answer: str, ideal: str) -> dict[str, float]:
     """The hidden rule: each quality 0 or 1, `score`: their mean, `perfect`: whether it has all of them.
 
     name and thing: they are those of the story; tone: polite if the ideal answer is. An answer of another form than
-    `Sure: Tom, pens`, `Tom, pens`, `Sure: Tom` or `Tom` has none.
+    `Sure, Tom has pens.`, `So Tom has pens.`, `Sure, Tom.` or `So Tom.` has none.
 
     Args:
         ideal: of a Request.
@@ -118,7 +136,7 @@ def judge(answer: str, ideal: str) -> dict[str, float]:
     values = {
         "name": float(found[2] == best[2]),
         "thing": float(found[3] == best[3]),
-        "tone": float((found[1] is None) == (best[1] is None)),
+        "tone": float(found[1] == best[1]),
     }
     return {**values, "score": sum(values.values()) / len(values), "perfect": float(all(values.values()))}
 
@@ -144,7 +162,7 @@ def write_preference_task(
     num_test: int,
     seed: int,
     max_operand: int = 6,
-    teacher_errors: float = 0.5,
+    teacher_errors: float = 0.3,
     label_noise: float = 0.1,
 ) -> dict[str, Path]:
     """Write the files of the three stages; no problem occurs twice in them.
@@ -155,8 +173,8 @@ def write_preference_task(
 
     Args:
         num_test: requests of test.parquet, and pairs of pairs_test.parquet.
-        teacher_errors: the part of the demonstrations, from 0 to 1, that have the wrong name. Half of them have no thing or the
-            wrong one, and 0.4 the wrong tone.
+        teacher_errors: the part of the demonstrations, from 0 to 1, that lack a quality: for each of the three, independent of
+            the others.
         label_noise: the part of the rankings, from 0 to 1, in which the best answer and another one of lower rank have
             changed places. The labels of pairs_test.parquet are right.
 
@@ -169,12 +187,12 @@ def write_preference_task(
     for name, part in (("teacher_errors", teacher_errors), ("label_noise", label_noise)):
         if not 0 <= part <= 1:
             raise ValueError(f"{name} must be from 0 to 1, found {part}")
-    flaws = Flaws(name=teacher_errors, thing=0.5, tone=0.4)
+    flaws = Flaws(name=teacher_errors, thing=teacher_errors, tone=teacher_errors)
     sizes = [num_texts, num_sft, num_rankings, num_train, num_test, num_test]
     requests, generator = iter(make_requests(sum(sizes), seed, max_operand)), np.random.default_rng((seed, 1))
     texts, sft, rankings, train, test, pairs = (list(itertools.islice(requests, size)) for size in sizes)
     rows: dict[str, tuple[list[dict[str, Any]], pa.Schema]] = {
-        "texts": ([{"text": request.text} for request in texts], TEXT_SCHEMA),
+        "texts": ([{"text": request.text(generator)} for request in texts], TEXT_SCHEMA),
         "sft": (
             [
                 _row(request, "sft", index, request.flawed_answer(flaws, generator))
@@ -202,7 +220,8 @@ def write_preference_task(
 def preference_texts(num: int = 2000, *, seed: int = 0, max_operand: int = 6) -> list[str]:
     """Plain texts, prompts and answers, from which a tokenizer for this task can be trained."""
     requests = make_requests(num, seed, max_operand)
-    return [text for request in requests for text in (request.text, request.prompt, request.ideal)]
+    generator = np.random.default_rng((seed, 3))
+    return [text for request in requests for text in (request.text(generator), request.prompt, request.ideal)]
 
 
 def _row(request: Request, split: str, index: int, answer: str) -> dict[str, Any]:
@@ -244,7 +263,7 @@ def _chat(request: Request) -> list[dict[str, str]]:
 
 
 def _answer(name: str, thing: str | None, polite: bool) -> str:
-    return f"{COURTESY if polite else ''}{name}{f', {thing}' if thing is not None else ''}"
+    return f"{OPENINGS[polite]} {name}{f' has {thing}' if thing is not None else ''}."
 
 
 def _another(words: Sequence[str], word: str, generator: np.random.Generator) -> str:
@@ -254,9 +273,9 @@ def _another(words: Sequence[str], word: str, generator: np.random.Generator) ->
 
 def _with_stray_words(answer: str, generator: np.random.Generator) -> str:
     """One to three words of other answers, anywhere but most often at the end."""
-    words = answer.split()
-    known = (*THINGS, *NAMES, COURTESY.strip())
+    words = answer.removesuffix(".").split()
+    known = (*THINGS, *NAMES, *OPENINGS.values(), "has")
     for _ in range(int(generator.integers(1, 4))):
         place = len(words) if generator.random() < 0.6 else int(generator.integers(len(words)))
         words.insert(place, known[generator.integers(len(known))])
-    return " ".join(words)
+    return f"{' '.join(words)}."

@@ -17,6 +17,8 @@ MAX_LINES = 400
 FLOORS = {
     "files": 0,
     "plugins": 0,
+    "signals": 0,
+    "checkpoints": 1,
     "config": 1,
     "platform": 1,
     "data": 2,
@@ -24,6 +26,7 @@ FLOORS = {
     "environments": 2,
     "rewards": 2,
     "layout": 2,
+    "dcp": 3,
     "models": 3,
     "megatron": 4,
     "rollout": 4,
@@ -37,15 +40,18 @@ FLOORS = {
 HEAVY = {"torch", "transformers", "ray", "megatron", "sglang"}
 # What a room must not know, wherever in a file the import stands.
 FORBIDDEN = {
+    "checkpoints": HEAVY,
     "config": HEAVY,
     "platform": {"transformers", "ray", "sglang"},
     "files": HEAVY,
     "plugins": HEAVY,
+    "signals": HEAVY,
     "data": {"ray", "megatron", "sglang"},
     "algorithms": {"transformers", "ray", "megatron", "sglang"},
     "environments": HEAVY,
     "rewards": {"ray", "megatron", "sglang"},
     "layout": HEAVY,
+    "dcp": {"transformers", "ray", "megatron", "sglang"},
     "models": {"ray", "megatron", "sglang"},
     "megatron": {"ray", "sglang"},
     "rollout": {"ray", "megatron"},

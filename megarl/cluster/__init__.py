@@ -6,34 +6,55 @@ What the room promises:
 - user methods run in the main thread of their process, one at a time, in the order in which they were called;
 - arguments that are `ObjectRef`s are resolved from the shared object store without a copy;
 - `wait` and `stream` raise within seconds when any process of any group they watch dies, also when the others hang, and
-  names role, rank, host, cause and the last lines of that process's own log;
+  name role, rank, host, cause and the last lines of that process's own log;
+- with a `Watch` they do so too when a process is stopped, or nobody works any more on what is waited for;
+- a report tells of a failure all that there is: the stacks of all processes, on all machines, and the ends of their logs;
 - nothing outlives the controller: neither workers nor what the workers started, even after `kill -9`.
 
 It knows nothing of models, algorithms or torch: a worker class is named by its import path and is imported
 in its own process only.
 
 Files: `cluster` starts or joins Ray, `pool` reserves devices, `worker` is the rank's process, `group` the
-controller's handle on all ranks of a role, `failure` waits and explains, `guard` cleans up after the dead,
-`hosts` does small jobs on a given machine.
+controller's handle on all ranks of a role, `failure` waits and explains, `errors` is what it raises, `watch` finds
+who hangs, `stacks` where everybody is, `report` writes it down, `guard` cleans up after the dead, `hosts` does small
+jobs on a given machine.
 """
 
-from megarl.cluster.cluster import Cluster, start_cluster, stop_cluster
-from megarl.cluster.failure import WaitTimeout, WorkerDied, WorkerFailed, stream, wait
+from megarl.cluster.cluster import Cluster, abandon_cluster, start_cluster, stop_cluster
+from megarl.cluster.errors import (
+    RayFailed,
+    RunFailure,
+    WaitTimeout,
+    WorkerDied,
+    WorkerFailed,
+    WorkerHung,
+    WorkerLost,
+)
+from megarl.cluster.failure import stream, wait
 from megarl.cluster.group import WorkerGroup
 from megarl.cluster.pool import Device, ResourcePool
+from megarl.cluster.report import write_report
+from megarl.cluster.watch import Watch
 from megarl.cluster.worker import RankInfo
 
 __all__ = [
     "Cluster",
     "Device",
     "RankInfo",
+    "RayFailed",
     "ResourcePool",
+    "RunFailure",
     "WaitTimeout",
+    "Watch",
     "WorkerDied",
     "WorkerFailed",
     "WorkerGroup",
+    "WorkerHung",
+    "WorkerLost",
+    "abandon_cluster",
     "start_cluster",
     "stop_cluster",
     "stream",
     "wait",
+    "write_report",
 ]

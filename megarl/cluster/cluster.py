@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -24,8 +24,9 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
-from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked
+from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked, process_state
 from megarl.cluster.hosts import start_guard
+from megarl.signals import job_signals_blocked
 
 _MIB = 2**20
 _FIRST_CALL = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -35,11 +36,27 @@ _MARK_NAME = f"{MARK_PREFIX}CLUSTER"
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that this process is connected to. `mark` and `temp_dir` are None if it only joined it."""
+    """A cluster that this process is connected to. `mark` and `temp_dir` are None if it only joined it.
+
+    `servers`: the process ids of the servers of a cluster that this process has started, by their names.
+    """
 
     address: str
     mark: str | None
     temp_dir: str | None
+    servers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a server is gone or stopped."""
+        return self.server_in(None) is not None or self.server_in("T") is not None
+
+    def server_in(self, state: str | None) -> str | None:
+        """A server whose process is in `state` (T: stopped, None: gone), such as "Ray's raylet (process 12)"; None: none is."""
+        for name, pid in self.servers.items():
+            if process_state(pid) == state:
+                return f"Ray's {name} (process {pid})"
+        return None
 
 
 def start_cluster(
@@ -70,7 +87,7 @@ def start_cluster(
     token = secrets.token_hex(8)
     mark = f"{_MARK_NAME}={token}"
     variables = {_MARK_NAME: token, "RAY_USAGE_STATS_ENABLED": "0"} | KEEP_ENVIRON
-    with _loopback_only(), _environment(variables):
+    with _loopback_only(), _environment(variables), job_signals_blocked():
         start_guard(mark, parent=0, directories=[temp_dir])
         context = ray.init(
             address="local",  # also where RAY_ADDRESS is set
@@ -92,15 +109,37 @@ def start_cluster(
                 "enable_metrics_collection": False,
             },
         )
-    return Cluster(context.address_info["gcs_address"], mark, temp_dir)
+    servers = {
+        name: processes[0].process.pid
+        for name, processes in ray._private.worker._global_node.all_processes.items()
+        if name in (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+    }
+    return Cluster(context.address_info["gcs_address"], mark, temp_dir, servers)
 
 
 def stop_cluster(cluster: Cluster) -> None:
     """Disconnects; a cluster that this process started is gone when it returns, with all its processes."""
+    node = ray._private.worker._global_node
+    if cluster.mark is not None and node is not None:
+        # `ray.shutdown` gives each of them a second to end by SIGTERM, which they do not get.
+        for processes in node.all_processes.values():
+            for started in processes:
+                started.process.terminate = started.process.kill
     ray.shutdown()
     if cluster.mark is not None:
         kill_marked(cluster.mark)
         shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def abandon_cluster(cluster: Cluster) -> None:
+    """End a cluster that this process has started, and all that runs on it, without a word to its servers.
+
+    For one whose servers are gone or stopped: they would be waited for.
+    """
+    assert cluster.mark is not None and cluster.temp_dir is not None
+    kill_marked(cluster.mark)
+    ray.shutdown()
+    shutil.rmtree(cluster.temp_dir, ignore_errors=True)
 
 
 def _send_token_where_asked(address: str) -> None:

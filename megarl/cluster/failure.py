@@ -4,10 +4,13 @@ Guarantees:
 
 - `wait` raises within seconds when any process of the watched groups has died, whether or not it takes part in
   the calls and whether or not the other ranks hang in a collective;
+- with a `Watch` it raises when one is stopped, or when nobody works any more that it waits for (see watch.py);
 - the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by
-  peer"), and of several exceptions the earliest;
+  peer"), and of several exceptions the earliest; where ranks waited in vain for others, the others are named;
 - an exception ends the wait although other ranks still run;
-- `stream` does the same for what generator methods yield, and keeps none of it.
+- `stream` does the same for what generator methods yield, and keeps none of it;
+- of a group that can be spared, a process that nobody waits for may be dead, and one that yields a stream may die: the
+  other streams are read to their end before that is raised.
 
 How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a
 SIGKILL, Ray 2.60), and the owner's library keeps that state; asking it costs 0.3 us a process, no message and no
@@ -16,15 +19,17 @@ and then Ray moves the user's methods out of the main thread. A machine that van
 check.
 """
 
+import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.actor import ActorHandle
 
+from megarl.cluster.errors import RankProcess, WaitTimeout, WorkerDied, WorkerFailed, WorkerHung, WorkerLost
 from megarl.cluster.hosts import dump_stacks, log_tail, on_node
+from megarl.cluster.stacks import stacks_of
+from megarl.cluster.watch import Hang, Watch
 from megarl.cluster.worker import RankError
 
 if TYPE_CHECKING:
@@ -37,93 +42,39 @@ _GRACE_SECONDS = 1.5
 # How long to wait for the guard's word on how a process ended.
 _EXIT_LINE_SECONDS = 2.0
 _NODE_SECONDS = 5.0
-_DEAD = 4  # ActorTableData.ActorState.DEAD
+# What gloo and NCCL say when a collective has taken longer than the group's timeout (torch 2.13).
+_COLLECTIVE_TIMEOUT = re.compile(
+    r"timed? ?out (waiting|after|in)|collective operation timeout", re.IGNORECASE
+)
 
 Source = ray.ObjectRef | ray.ObjectRefGenerator
 """A call's result, or the stream of a generator method."""
-
-
-@dataclass(frozen=True)
-class RankProcess:
-    """One rank as the controller sees it; `pid` is 0, `mark` and `scratch` empty until the process has reported."""
-
-    actor: ActorHandle
-    role: str
-    rank: int
-    host: str
-    node_id: str
-    log_path: str
-    pid: int = 0
-    mark: str = ""
-    scratch: str = ""
-
-    @property
-    def name(self) -> str:
-        """Such as "actor rank 3"."""
-        return f"{self.role} rank {self.rank}"
-
-    def __str__(self) -> str:
-        return f"{self.name} (process {self.pid or '?'} on {self.host})"
-
-
-class WorkerDied(RuntimeError):
-    """A process ended that should not have."""
-
-    def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
-        self.role, self.rank, self.host, self.pid = process.role, process.rank, process.host, process.pid
-        self.cause, self.log_path, self.log_tail = cause, process.log_path, log_tail
-        super().__init__(f"{process} died: {cause}{_log_part(process, log_tail)}{_others_part(others)}")
-
-
-class WorkerFailed(RuntimeError):
-    """A method (or the constructor) of a worker raised; `kind` and `message` are those of its exception."""
-
-    def __init__(self, process: RankProcess, error: RankError, others: Sequence[str] = ()) -> None:
-        self.role, self.rank, self.host, self.pid = process.role, process.rank, process.host, process.pid
-        self.kind, self.message, self.remote_traceback = error.kind, error.message, error.remote_traceback
-        self.log_path, self.log_tail = process.log_path, error.log_tail
-        super().__init__(
-            f"{process} raised {error}\n{_indent(error.remote_traceback)}"
-            f"{_log_part(process, error.log_tail)}{_others_part(others)}"
-        )
-
-
-class WaitTimeout(TimeoutError):
-    """Some calls were not answered in time; `silent` names their ranks."""
-
-    def __init__(self, seconds: float, silent: Sequence[RankProcess], num_calls: int) -> None:
-        self.silent = [process.name for process in silent]
-        lines = [f"no answer within {seconds:g} s from {len(silent)} of {num_calls} calls; silent are:"]
-        lines += [
-            f"  {process}: the stacks of its threads are now at the end of {process.log_path}"
-            if process.pid
-            else f"  {process.name}: its process never came up; the machine is overloaded, or more groups "
-            f"share its device than gpu_fraction allows"
-            for process in silent
-        ]
-        super().__init__("\n".join(lines))
-
-
-def is_dead(process: RankProcess) -> bool:
-    """True once Ray knows that the process has ended."""
-    return process.actor._get_local_state() == _DEAD
+Processes = dict[Any, RankProcess]
+"""By Ray's id of their actors."""
 
 
 def wait(
-    refs: Sequence[ray.ObjectRef], groups: Sequence["WorkerGroup"], timeout: float | None = None
+    refs: Sequence[ray.ObjectRef],
+    groups: Sequence["WorkerGroup"],
+    timeout: float | None = None,
+    watch: Watch | None = None,
+    spare: "WorkerGroup | None" = None,
 ) -> list[Any]:
     """Results of `refs`, in their order, while watching all processes of `groups`.
 
     Args:
         refs: what `call` and `call_each` of these groups returned.
         timeout: seconds; None waits for ever (deaths still end it).
+        watch: looks for processes that hang; None: nobody does.
+        spare: one of the groups, whose processes may be dead unless `refs` are calls of them.
 
     Raises:
         WorkerDied: a process of `groups` died, or did before.
+        WorkerHung: a process of `groups` is stopped, or all that are waited for have long been idle.
         WorkerFailed: a call raised.
         WaitTimeout: calls were not answered within `timeout`.
     """
-    processes = _processes(refs, groups)
+    processes = _processes(refs, groups, spare)
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[ray.ObjectRef, Any] = {}
     pending = list(dict.fromkeys(refs))
@@ -137,27 +88,49 @@ def wait(
         _refuse_deaths(processes)
         if not pending:
             return [results[ref] for ref in refs]
+        _refuse_hangs(processes, pending, watch)
         if deadline is not None and time.monotonic() >= deadline:
-            silent = list({_actor_id(ref): processes[_actor_id(ref)] for ref in pending}.values())
-            _dump_stacks(silent)
-            raise WaitTimeout(timeout, silent, len(refs))
+            raise _silence(timeout, pending, len(refs), processes)
 
 
-def stream(streams: Sequence[ray.ObjectRefGenerator], groups: Sequence["WorkerGroup"]) -> Iterator[Any]:
+def stream(
+    streams: Sequence[ray.ObjectRefGenerator],
+    groups: Sequence["WorkerGroup"],
+    timeout: float | None = None,
+    watch: Watch | None = None,
+    spare: "WorkerGroup | None" = None,
+) -> Iterator[Any]:
     """What the streams of `stream_each` yield, as it comes, from any rank, until all have ended.
 
     Processes are watched while this waits for the next value, not while the caller works on the last one.
 
+    Args:
+        timeout: seconds within which the next value must come; None: no limit.
+        watch, spare: as for `wait`; a process of `spare` may die or hang without ending the streams of the others.
+
     Raises:
-        WorkerDied: a process of `groups` died, or did before.
+        WorkerDied, WorkerHung: a process of `groups` did; of `spare` when the others' streams have ended.
         WorkerFailed: a generator raised.
+        WaitTimeout: nothing came within `timeout`.
     """
-    processes = _processes(streams, groups)
-    pending = list(streams)
-    _refuse_deaths(processes)
-    while pending:
+    processes = _processes(streams, groups, spare)
+    spared = {process.actor._actor_id for process in spare.processes} if spare is not None else set()
+    pending, lost = list(streams), []
+    came = time.monotonic()
+    while True:
+        losses = _losses(processes, pending, watch)
+        for failure in losses:
+            if failure.process.actor._actor_id not in spared:
+                raise failure
+            del processes[failure.process.actor._actor_id]
+        lost += losses
+        pending = [source for source in pending if _actor_id(source) in processes]
+        if not pending:
+            break
         ready, _ = _next_ready(pending, None)
         for source in ready:
+            if _actor_id(source) not in processes:
+                continue
             ref = next(source, None)
             if ref is None:
                 pending.remove(source)
@@ -165,27 +138,84 @@ def stream(streams: Sequence[ray.ObjectRefGenerator], groups: Sequence["WorkerGr
             try:
                 value = ray.get(ref)
             except ray.exceptions.RayError as error:
+                if _actor_id(source) in spared and not isinstance(error, ray.exceptions.RayTaskError):
+                    lost.append(_died(processes.pop(_actor_id(source)), error, []))
+                    pending = [other for other in pending if _actor_id(other) in processes]
+                    continue
                 others = [other for other in pending if other is not source]
                 raise _root_cause(source, error, others, processes) from None
             del ref  # the store may free what the caller drops
             yield value
-        _refuse_deaths(processes)
+            came = time.monotonic()
+        if timeout is not None and time.monotonic() - came >= timeout:
+            raise _silence(timeout, pending, len(streams), processes)
+    if lost:
+        raise lost[0]
 
 
-def _processes(sources: Sequence[Source], groups: Sequence["WorkerGroup"]) -> dict[Any, RankProcess]:
-    """The processes of `groups` by Ray's id of their actors, which must include those of `sources`."""
+def _processes(
+    sources: Sequence[Source], groups: Sequence["WorkerGroup"], spare: "WorkerGroup | None"
+) -> Processes:
+    """The processes of `groups`, which must include those of `sources`; of `spare` these only."""
     processes = {process.actor._actor_id: process for group in groups for process in group.processes}
-    strangers = [source for source in sources if _actor_id(source) not in processes]
+    called = {_actor_id(source) for source in sources}
+    strangers = called - set(processes)
     assert not strangers, (
-        f"these calls are not on a process of the groups {[g.role for g in groups]}: {strangers}"
+        f"some calls are not on a process of the groups {[g.role for g in groups]}: {strangers}"
     )
-    return processes
+    spared = {process.actor._actor_id for process in spare.processes} if spare is not None else set()
+    return {key: process for key, process in processes.items() if key in called or key not in spared}
 
 
-def _refuse_deaths(processes: dict[Any, RankProcess]) -> None:
-    dead = [process for process in processes.values() if is_dead(process)]
+def _refuse_deaths(processes: Processes) -> None:
+    dead = [process for process in processes.values() if process.is_dead]
     if dead:
         raise _died(dead[0], None, [f"{process} died, too" for process in dead[1:]])
+
+
+def _refuse_hangs(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> None:
+    hang = _look(processes, pending, watch)
+    if hang is not None:
+        raise _hung(hang)
+
+
+def _losses(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> list[WorkerLost]:
+    """Who died or hangs, at the moment."""
+    dead = [process for process in processes.values() if process.is_dead]
+    if dead:
+        return [_died(process, None, []) for process in dead]
+    hang = _look(processes, pending, watch)
+    return [_hung(hang)] if hang is not None else []
+
+
+def _look(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> Hang | None:
+    if watch is None:
+        return None
+    called = {processes[_actor_id(source)].mark for source in pending}
+    return watch.look(list(processes.values()), called - {""})
+
+
+def _hung(hang: Hang) -> WorkerHung:
+    """Names the rank that the others wait for, if its stacks tell."""
+    stacks = stacks_of(hang.processes)
+    at_fault = [
+        process
+        for process, found in zip(hang.processes, stacks, strict=True)
+        if found is None or not found.waits_for_others
+    ]
+    first, *others = at_fault or hang.processes
+    named = [f"{process} likewise" for process in others]
+    waiting = [process.name for process in hang.processes if process not in (first, *others)]
+    if waiting:
+        named.append(f"{', '.join(waiting)} wait in a collective")
+    tail = on_node(first.node_id, _NODE_SECONDS, log_tail, first.log_path)
+    return WorkerHung(first, hang.cause, tail[0] if tail is not None else "", named)
+
+
+def _silence(timeout: float, pending: Sequence[Source], num_calls: int, processes: Processes) -> WaitTimeout:
+    silent = list({_actor_id(ref): processes[_actor_id(ref)] for ref in pending}.values())
+    _dump_stacks(silent)
+    return WaitTimeout(timeout, silent, num_calls)
 
 
 def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Source], list[Source]]:
@@ -197,13 +227,11 @@ def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Sou
     return ray.wait(pending, num_returns=len(pending), timeout=0, fetch_local=False)
 
 
-def _root_cause(
-    source: Source, error: Exception, pending: list[Source], processes: dict[Any, RankProcess]
-) -> Exception:
+def _root_cause(source: Source, error: Exception, pending: list[Source], processes: Processes) -> Exception:
     """What to report when `source` ended in `error`: looks a little longer for what may have caused it."""
     errors = {_actor_id(source): error}
     deadline = time.monotonic() + _GRACE_SECONDS
-    while time.monotonic() < deadline and not any(is_dead(process) for process in processes.values()):
+    while time.monotonic() < deadline and not any(process.is_dead for process in processes.values()):
         if not pending:
             time.sleep(0.05)
         ready, pending = _next_ready(pending, deadline)
@@ -217,16 +245,25 @@ def _root_cause(
     }
     lines = {key: f"{processes[key]} raised {str(report).splitlines()[0]}" for key, report in reports.items()}
     # Ray's books first, then what looks like a death although Ray is not sure yet (an unreachable process).
-    dead = [key for key, process in processes.items() if is_dead(process)]
+    dead = [key for key, process in processes.items() if process.is_dead]
     dead += [key for key in errors if key not in reports and key not in dead]
     if dead:
         others = [f"{processes[key]} died, too" for key in dead[1:]]
         others += [line for key, line in lines.items() if key not in dead]
         return _died(processes[dead[0]], errors.get(dead[0]), others)
     first = min(reports, key=lambda key: reports[key].time)
-    return WorkerFailed(
-        processes[first], reports[first], [line for key, line in lines.items() if key != first]
-    )
+    others = [line for key, line in lines.items() if key != first]
+    if _COLLECTIVE_TIMEOUT.search(reports[first].message):
+        others += _missing([processes[_actor_id(other)] for other in pending], processes[first].role)
+    return WorkerFailed(processes[first], reports[first], others)
+
+
+def _missing(pending: Sequence[RankProcess], role: str) -> list[str]:
+    """Who did not come to a collective of `role`: those that have neither raised nor are in one."""
+    candidates = [process for process in pending if process.role == role]
+    found = zip(candidates, stacks_of(candidates), strict=True)
+    missing = [process for process, stacks in found if stacks is None or not stacks.waits_for_others]
+    return [f"missing in the collective: {', '.join(map(str, missing))}"] if missing else []
 
 
 def _report(error: ray.exceptions.RayTaskError) -> RankError:
@@ -268,16 +305,3 @@ def _dump_stacks(silent: Sequence[RankProcess]) -> None:
 def _actor_id(source: Source) -> Any:
     ref = source.completed() if isinstance(source, ray.ObjectRefGenerator) else source
     return ref.task_id().actor_id()
-
-
-def _log_part(process: RankProcess, tail: str) -> str:
-    where = f"log: {process.log_path} on {process.host}"
-    return f"\n{where}, its last lines:\n{_indent(tail)}" if tail else f"\n{where} (empty)"
-
-
-def _others_part(others: Sequence[str]) -> str:
-    return f"\nalso: {'; '.join(others)}" if others else ""
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.splitlines())

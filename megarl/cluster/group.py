@@ -4,6 +4,7 @@ Guarantees:
 
 - rank r runs on device r * `devices_per_rank` of the pool, whatever order Ray starts the processes in;
 - every rank gets the same rendezvous address, a port that rank 0 reserved on its own machine;
+- `restart` replaces the process of one rank on its own devices, and touches no other;
 - `shutdown` returns when the processes, and on this machine all their descendants and scratch folders, are gone.
 """
 
@@ -16,8 +17,10 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.failure import RankProcess, is_dead, wait
+from megarl.cluster.errors import RankProcess
+from megarl.cluster.failure import wait
 from megarl.cluster.guard import kill_marked, parent_of
+from megarl.cluster.hosts import on_node
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.worker import ProcessFacts, RankInfo, Worker
 
@@ -25,6 +28,7 @@ from megarl.cluster.worker import ProcessFacts, RankInfo, Worker
 # are shared by agreement between the roles, not by this number.
 DEVICE_SHARE = 0.125
 _EXIT_SECONDS = 1.0
+_KILL_SECONDS = 15.0  # until a node has ended the processes of a rank
 
 
 class WorkerGroup:
@@ -72,29 +76,17 @@ class WorkerGroup:
         self.world_size = world_size
         self._single_machine = sum(node["Alive"] for node in ray.nodes()) == 1
         self._devices = _devices_of_ranks(role, pool, world_size, devices_per_rank, device_order)
-        log_dir = Path(log_dir).absolute()
-        self.processes: list[RankProcess] = [
-            RankProcess(
-                actor=_create_actor(devices[0], gpu_fraction),
-                role=role,
-                rank=rank,
-                host=devices[0].host,
-                node_id=devices[0].node_id,
-                log_path=str(log_dir / f"{role}-rank{rank}.log"),
-            )
-            for rank, devices in enumerate(self._devices)
-        ]
+        self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}
+        self._worker, self._setup_timeout = (worker_class, init_kwargs), setup_timeout
+        self._restarts = [0] * world_size
+        self.processes: list[RankProcess] = [self._create(rank) for rank in range(world_size)]
         try:
-            facts = self._set_up(env or {}, setup_timeout)
+            self._set_up(range(world_size))
         except Exception:
             self.shutdown()
             raise
-        infos = self._rank_infos(facts)
         self.started: list[ray.ObjectRef] = [
-            process.actor.start.options(name=f"{role}-rank{process.rank}.start").remote(
-                info, worker_class, init_kwargs
-            )
-            for process, info in zip(self.processes, infos, strict=True)
+            self._start(info) for info in self._rank_infos(range(world_size))
         ]
 
     @property
@@ -136,6 +128,11 @@ class WorkerGroup:
         assert len(per_rank_args) == self.world_size, (method, len(per_rank_args), self.world_size)
         return self._invoke(method, per_rank_args, {}, num_returns)
 
+    def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+        """As `call`, on one rank alone."""
+        (ref,) = self._invoke(method, [args], kwargs, 1, self.processes[rank : rank + 1])
+        return ref
+
     def stream_each(
         self, method: str, per_rank_args: Sequence[tuple[Any, ...]]
     ) -> list[ray.ObjectRefGenerator]:
@@ -151,18 +148,40 @@ class WorkerGroup:
             for process, args in zip(self.processes, per_rank_args, strict=True)
         ]
 
+    def restart(self, rank: int) -> None:
+        """Replace a rank's process, in whatever state it is, by a new one that works as the first one did when it began.
+
+        It has a log of its own, `<role>-rank<r>.restart<n>.log`, and `started[rank]` is its start. For ranks that have no
+        process group with the others of theirs, which would know nothing of the new one.
+
+        Raises:
+            WorkerDied, WorkerFailed, WaitTimeout: the new process did not come up.
+        """
+        old = self.processes[rank]
+        if old.pid:  # a stopped process does not listen to Ray
+            on_node(old.node_id, _KILL_SECONDS, kill_marked, old.mark, old.pid)
+        self._end([old], _EXIT_SECONDS)
+        self._restarts[rank] += 1
+        self.processes[rank] = self._create(rank)
+        self._set_up([rank])
+        (info,) = self._rank_infos([rank])
+        self.started[rank] = self._start(info)
+
     def shutdown(self, timeout: float = 10.0) -> None:
         """Ends all processes with all that they started; may be called again, or after the group has failed.
 
         On other machines the guards end the descendants and remove the scratch folders, within a second or so.
         """
-        for process in self.processes:
+        self._end(self.processes, timeout)
+
+    def _end(self, processes: Sequence[RankProcess], timeout: float) -> None:
+        for process in processes:
             ray.kill(process.actor)
         deadline = time.monotonic() + timeout
-        while not all(is_dead(process) for process in self.processes) and time.monotonic() < deadline:
+        while not all(process.is_dead for process in processes) and time.monotonic() < deadline:
             time.sleep(0.02)
         node = ray.get_runtime_context().get_node_id()
-        here = [process for process in self.processes if process.pid and process.node_id == node]
+        here = [process for process in processes if process.pid and process.node_id == node]
         # Ray has told them to end, and they tell Ray that they do. To kill one before that would be a crash in
         # Ray's eyes, and it would say so on the user's screen at the end of a good run.
         deadline = time.monotonic() + _EXIT_SECONDS
@@ -173,51 +192,73 @@ class WorkerGroup:
             shutil.rmtree(process.scratch, ignore_errors=True)
 
     def _invoke(
-        self, method: str, per_rank_args: Sequence[tuple[Any, ...]], kwargs: dict[str, Any], num_returns: int
+        self,
+        method: str,
+        per_rank_args: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        num_returns: int,
+        processes: Sequence[RankProcess] | None = None,
     ) -> list[Any]:
         return [
             process.actor.invoke.options(
                 name=f"{self.role}-rank{process.rank}.{method}", num_returns=num_returns
             ).remote(method, *args, **kwargs)
-            for process, args in zip(self.processes, per_rank_args, strict=True)
+            for process, args in zip(processes or self.processes, per_rank_args, strict=True)
         ]
 
-    def _set_up(self, env: dict[str, str], timeout: float) -> list[ProcessFacts]:
+    def _create(self, rank: int) -> RankProcess:
+        """The process of a rank, which has yet to be set up."""
+        device, number = self._devices[rank][0], self._restarts[rank]
+        again = f".restart{number}" if number else ""
+        return RankProcess(
+            actor=_create_actor(device, self._share),
+            role=self.role,
+            rank=rank,
+            host=device.host,
+            node_id=device.node_id,
+            log_path=str(self._log_dir / f"{self.role}-rank{rank}{again}.log"),
+        )
+
+    def _set_up(self, ranks: Sequence[int]) -> None:
         refs = []
-        for process, devices in zip(self.processes, self._devices, strict=True):
-            gpu_ids = tuple(device.gpu_id for device in devices if device.gpu_id is not None)
-            merged = _environment(gpu_ids, self._single_machine) | env
-            name = f"{self.role}-rank{process.rank}"
-            refs.append(process.actor.setup.remote(name, process.log_path, merged, process.rank == 0))
-        facts: list[ProcessFacts] = wait(refs, [self], timeout)
-        self.processes = [
-            replace(
-                process,
+        for rank in ranks:
+            process = self.processes[rank]
+            gpu_ids = tuple(device.gpu_id for device in self._devices[rank] if device.gpu_id is not None)
+            merged = _environment(gpu_ids, self._single_machine) | self._env
+            name = f"{self.role}-rank{rank}"
+            refs.append(process.actor.setup.remote(name, process.log_path, merged, rank == 0))
+        facts: list[ProcessFacts] = wait(refs, [self], self._setup_timeout, spare=self)
+        for rank, fact in zip(ranks, facts, strict=True):
+            self.processes[rank] = replace(
+                self.processes[rank],
                 pid=fact.pid,
                 host=fact.host,
                 node_id=fact.node_id,
                 mark=fact.mark,
                 scratch=fact.scratch,
             )
-            for process, fact in zip(self.processes, facts, strict=True)
-        ]
-        return facts
+            if rank == 0:
+                self._port = fact.port
 
-    def _rank_infos(self, facts: list[ProcessFacts]) -> list[RankInfo]:
-        nodes = [fact.node_id for fact in facts]
+    def _start(self, info: RankInfo) -> ray.ObjectRef:
+        actor = self.processes[info.rank].actor
+        return actor.start.options(name=f"{self.role}-rank{info.rank}.start").remote(info, *self._worker)
+
+    def _rank_infos(self, ranks: Sequence[int]) -> list[RankInfo]:
+        nodes = [process.node_id for process in self.processes]
         return [
             RankInfo(
                 rank=rank,
                 world_size=self.world_size,
                 local_rank=nodes[:rank].count(nodes[rank]),
-                master_addr="127.0.0.1" if self._single_machine else facts[0].host,
-                master_port=facts[0].port,
+                master_addr="127.0.0.1" if self._single_machine else self.processes[0].host,
+                master_port=self._port,
                 role=self.role,
-                log_path=process.log_path,
+                log_path=self.processes[rank].log_path,
                 device_ids=tuple(d.gpu_id for d in self._devices[rank] if d.gpu_id is not None),
-                scratch=facts[rank].scratch,
+                scratch=self.processes[rank].scratch,
             )
-            for rank, process in enumerate(self.processes)
+            for rank in ranks
         ]
 
 

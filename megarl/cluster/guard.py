@@ -51,6 +51,12 @@ def parent_of(pid: int) -> int | None:
     return None if fields is None or fields[0] in ("Z", "X") else int(fields[1])
 
 
+def process_state(pid: int) -> str | None:
+    """As ps shows it (R, S, D, T for stopped), None if there is no such process or it is a zombie."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in ("Z", "X") else fields[0]
+
+
 def marked_processes(mark: str, process_group: int | None = None) -> list[int]:
     """Living processes with `mark` in their environment, or in `process_group`; never the caller."""
     needle = b"\0" + mark.encode() + b"\0"
@@ -152,6 +158,8 @@ def _environment(pid: str) -> bytes:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # for all processes of a job: the guard waits for its end
+        signal.signal(number, signal.SIG_IGN)
     # A second fork: Ray kills the direct children of a worker that exits, and the guard must outlive it.
     if os.fork() == 0:
         main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -85,12 +85,16 @@ def on_node(node_id: str, seconds: float, function: Callable[..., Any], *args: A
     """`function(*args)` on a node of the cluster; None if that node did not answer within `seconds`."""
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*args)
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = _call.options(scheduling_strategy=strategy).remote(function, *args)
     try:
-        return ray.get(task, timeout=seconds)
+        return ray.get(submit(node_id, function, *args), timeout=seconds)
     except ray.exceptions.RayError:  # the node may be as dead as the process that we ask about
         return None
+
+
+def submit(node_id: str, function: Callable[..., Any], *args: Any) -> ray.ObjectRef:
+    """Begin `function(*args)` on a node of the cluster."""
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return _call.options(scheduling_strategy=strategy).remote(function, *args)
 
 
 @ray.remote(num_cpus=0, max_retries=0)

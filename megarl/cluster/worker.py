@@ -11,7 +11,6 @@ import importlib
 import io
 import os
 import secrets
-import signal
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import ray
 
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
+from megarl.signals import outlive_job_signals
 
 _MARK_NAME = f"{MARK_PREFIX}RANK"
 _SHARED_MEMORY = "/dev/shm"
@@ -103,7 +103,7 @@ class Worker:
         _redirect_output(log_path)
         print(f"--- {name}: process {os.getpid()} on {ray.util.get_node_ip_address()}, {time.ctime()}")
         faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # see hosts.dump_stacks
+        outlive_job_signals()
         if os.getpgrp() != os.getpid():  # so unless the cluster was started with it disabled
             os.setpgid(0, 0)
         os.environ.update(KEEP_ENVIRON | env)

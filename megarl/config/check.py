@@ -14,6 +14,7 @@ from megarl.config.check_data import (
     template_problems,
     tokenizer_name_problems,
 )
+from megarl.config.check_halves import halves_problems
 from megarl.config.check_layout import engine_problems, layout_problems, pool_problems, update_problems
 from megarl.config.check_lora import lora_problems
 from megarl.config.check_numerics import checkpointing_problems, numerics_problems, optim_problems
@@ -25,6 +26,7 @@ from megarl.config.check_sampling import (
     multi_turn_problems,
     training_sampling_problems,
 )
+from megarl.config.check_saving import saving_problems
 from megarl.config.check_tuning import tuning_problems
 from megarl.config.hub import model_problems, tokenizer_problems
 from megarl.config.options import walk_values
@@ -133,7 +135,9 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from reward_model_problems(full)
     yield from numerics_problems(full)
     yield from lora_problems(full)
-    yield from data_problems(full, data_files)
+    yield from saving_problems(config.trainer, config.trainer.test_freq)
+    yield from halves_problems(full)
+    yield from data_problems(full, data_files and config.trainer.train_only is None)
     yield from reward_problems(full)
 
 

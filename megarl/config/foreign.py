@@ -43,7 +43,7 @@ _ADAPTERS = r"(?:lora_)?(rank|alpha|dropout|target_modules|exclude_modules|adapt
 _NO_LORA_KEY = "the keys of LoRA are those of {0}.lora"
 _NOT_TRAINED = "the reward model is not trained, so it has no adapters: name a folder with merged weights"
 _NO_PROFILER = "there is no profiler; the seconds of each phase are in the metrics timing_s/*, the bytes of each owner in memory/*"
-_NO_RESUME = "runs cannot be resumed yet; trainer.save_freq exports the policy, which actor_rollout_ref.model.path may name"
+_CONTENTS = "checkpoints always hold all that a run goes on with; trainer.save_hf adds the policy as a Hugging Face model"
 _GPU_KERNELS = (
     "the kernels follow from the machine (Megatron-core with Transformer Engine on GPUs); leave it out"
 )
@@ -80,7 +80,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
     ),
     (r"(reward_model)\.(micro_batch_size)", _GLOBAL_SIZE),
     (_ROLE + r"\.rollout_n", "follows from actor_rollout_ref.rollout.n; leave it out"),
-    (_ROLE + r"\.checkpoint\..*|" + _ROLE + r"\.checkpoint", _NO_RESUME),
+    (_ROLE + r"\.checkpoint\..*|" + _ROLE + r"\.checkpoint", _CONTENTS),
     (r".*\bprofiler(?:\..*)?", _NO_PROFILER),
     # optimizer
     (_TRAINED + r"\.optim\.lr_warmup_steps_ratio", "use {0}.optim.lr_warmup_steps, in optimizer steps"),
@@ -96,7 +96,10 @@ _KEYS: tuple[tuple[str, str], ...] = (
         "the optimizer is AdamW; its settings are the keys of {0}.optim",
     ),
     (_TRAINED + r"\.optim\.(?:lr_warmup_init|lr_wsd_.*|weight_decay_incr_style)", "use the keys of {0}.optim"),
-    (_TRAINED + r"\.optim\.use_checkpoint_opt_param_scheduler", _NO_RESUME),
+    (
+        _TRAINED + r"\.optim\.use_checkpoint_opt_param_scheduler",
+        "a resumed run has the configuration's schedule, at the checkpoint's step; leave it out",
+    ),
     # Megatron
     (
         _ROLE + r"\.megatron\.override_transformer_config\.recompute_granularity",
@@ -235,12 +238,10 @@ _KEYS: tuple[tuple[str, str], ...] = (
     (r"trainer\.critic_warmup", "use critic.warmup_steps"),
     (r"trainer\.validation_data_dir", "they are written to trainer.rollout_data_dir, too"),
     (r"trainer\.val_only", "use the command `megarl eval`"),
-    (
-        r"trainer\.(?:resume_mode|resume_from_path|del_local_ckpt_after_load|max_actor_ckpt_to_keep"
-        r"|max_critic_ckpt_to_keep|esi_redundant_time)",
-        _NO_RESUME,
-    ),
-    (r"trainer\.default_hdfs_dir", "the run folder is trainer.default_local_dir, which may lie on a mounted file system"),
+    (r"trainer\.max_(?:actor|critic)_ckpt_to_keep", "use trainer.max_ckpt_to_keep: a checkpoint holds both"),
+    (r"trainer\.del_local_ckpt_after_load", "use trainer.max_ckpt_to_keep; the one that a run goes on from is never deleted first"),
+    (r"trainer\.esi_redundant_time", "use trainer.max_run_minutes, which leaves time for the save"),
+    (r"trainer\.default_hdfs_dir", "use trainer.checkpoint_url, a folder that fsspec can open, such as hdfs://..."),
     (r"trainer\.ray_wait_register_center_timeout", "use actor_rollout_ref.rollout.start_timeout, in seconds"),
     (r"trainer\.(?:device|use_legacy_worker_impl)", "follows from the machine; leave it out"),
     (r"ray_(?:kwargs|init)(?:\..*)?", "use trainer.ray_address for a running cluster; null: one is started"),
@@ -359,8 +360,8 @@ FLAGS: Mapping[str, str] = {
 
 # Commands of other trainers.
 _EXPORT = (
-    "`megarl train` exports the policy as a Hugging Face folder, <run folder>/hf, and with trainer.save_freq every so many "
-    "steps; `megarl convert` turns a Megatron checkpoint into such a folder"
+    "`megarl train` exports the policy as a Hugging Face folder, <run folder>/hf, and with trainer.save_hf into each checkpoint; "
+    "`megarl convert` turns a Megatron checkpoint into such a folder"
 )
 COMMANDS: Mapping[str, str] = {
     "merge": _EXPORT,

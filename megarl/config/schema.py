@@ -17,10 +17,13 @@ from megarl.config.health_section import HealthConfig
 from megarl.config.lora_section import LoraConfig
 from megarl.config.options import option, optional_section, section
 from megarl.config.reward_sections import CustomRewardConfig, RewardConfig, RewardModelConfig
+from megarl.config.saving_section import SavingConfig
 from megarl.config.sections import (
     DEFAULT_LOGGERS,
+    IDLE_TIMEOUT_HELP,
     LOGGER_HELP,
     LOGGERS,
+    PHASE_TIMEOUT_HELP,
     MegatronConfig,
     ModelPathConfig,
     OptimConfig,
@@ -196,7 +199,7 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(SavingConfig):
     """The run."""
 
     project_name: str = option("First folder of the default run folder.", "megarl")
@@ -209,18 +212,29 @@ class TrainerConfig:
     nnodes: int = option("Nodes.", 1, ge=1)
     n_gpus_per_node: int = option("Devices a node: GPUs, or processes where there are none.", 1, ge=1)
     test_freq: int = option("Validate every so many steps; -1: never.", -1, ge=-1)
-    save_freq: int = option(
-        "Every so many steps the policy is written as a Hugging Face model into <run folder>/checkpoints/step-<n>/hf, "
-        "whole or not at all; -1: never. It has no optimizer state: a run cannot be resumed from it.",
-        -1,
-        ge=-1,
-    )
     val_before_train: bool = option("Validate before the first step.", False)
     logger: tuple[str, ...] = option(LOGGER_HELP, DEFAULT_LOGGERS, choices=LOGGERS)
     log_val_generations: int = option(
         "Answers of each validation that tensorboard, wandb, mlflow and swanlab are given to show; 0: none.",
         0,
         ge=0,
+    )
+    on_nonfinite: str = option(
+        "What NaN or infinity in log-probs, values, advantages, a loss or a gradient does: stop the run, or skip the rest of the "
+        "step. Its trajectories go into <run folder>/failures, for megarl replay. A reward that is not finite costs its sample "
+        "alone.",
+        "stop",
+        choices=("stop", "skip"),
+    )
+    rollout_only: bool = option(
+        "Train nothing: each step's trajectories are generated, scored and written into rollout_data_dir.",
+        False,
+    )
+    train_only: str | None = option(
+        "Generate nothing: step n is trained on step-<n>.parquet of this folder, trajectories as rollout_data_dir has them; null: "
+        "on what is generated.",
+        None,
+        is_path=True,
     )
     seed: int = option("Of everything that has no seed of its own.", 1, ge=0)
     ray_address: str | None = option("A running Ray cluster; null: one is started.", None)
@@ -230,6 +244,8 @@ class TrainerConfig:
         is_path=True,
     )
     collective_timeout: float = option("Seconds that ranks wait for each other.", 600.0, gt=0)
+    phase_timeout: float | None = option(PHASE_TIMEOUT_HELP, 7200.0, gt=0)
+    idle_timeout: float | None = option(IDLE_TIMEOUT_HELP, 60.0, gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,13 @@ LOGGER_HELP = (
     "folder, which is written in any case. wandb, mlflow, swanlab: to these, where they are installed, under "
     "project_name and experiment_name."
 )
+PHASE_TIMEOUT_HELP = (
+    "Seconds that any one call of ranks or engines may take, such as all updates of a step; null: no limit."
+)
+IDLE_TIMEOUT_HELP = (
+    "Seconds after which a call counts as hung if none of the processes that are waited for uses a processor or a disk; "
+    "null: never. With rollout.multi_turn at least twice its step_timeout."
+)
 ROLLOUT_ENGINES = ("sglang",)
 MTP_CHOICES = ("drop", "keep")
 SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p")
@@ -207,11 +214,22 @@ class RolloutConfig:
         "Tokens in an engine's KV cache; null: from the memory.", None, ge=1
     )
     seed: int = option("Of the sampling.", 1, ge=0)
+    deterministic: bool | None = option(
+        "A response depends on weights, prompt and seed only, bit by bit, not on what else the engine does at the time "
+        "(docs/reproducibility.md); on GPUs SGLang's enable_deterministic_inference. null: on CPUs in float32 that can.",
+        None,
+    )
     start_timeout: float = option("Seconds that the start of an engine may take.", 300.0, gt=0)
     request_timeout: float = option(
         "Seconds within which an engine must bring the next of its responses, and answer any other call.",
         600.0,
         gt=0,
+    )
+    max_restarts: int = option(
+        "Training: how many engines that died or hang are started anew in a run; they get the current weights, and their "
+        "unfinished trajectories are asked for again. 0: the run ends with the first.",
+        3,
+        ge=0,
     )
     val_kwargs: SamplingConfig = section("How validation samples.", SamplingConfig)
     multi_turn: MultiTurnConfig = section(

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.options import option, section
+from megarl.config.saving_section import SavingConfig
 from megarl.config.sections import (
     DEFAULT_LOGGERS,
+    IDLE_TIMEOUT_HELP,
     LOGGER_HELP,
     LOGGERS,
+    PHASE_TIMEOUT_HELP,
     MegatronConfig,
     OptimConfig,
     TrainedModelConfig,
@@ -18,7 +21,7 @@ from megarl.config.sections import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningTrainerConfig:
+class TuningTrainerConfig(SavingConfig):
     """The run."""
 
     project_name: str = option("First folder of the default run folder.", "megarl")
@@ -31,12 +34,6 @@ class TuningTrainerConfig:
     nnodes: int = option("Nodes.", 1, ge=1)
     n_gpus_per_node: int = option("Devices a node: GPUs, or processes where there are none.", 1, ge=1)
     test_freq: int = option("Validate every so many steps, and after the last; -1: never.", -1, ge=-1)
-    save_freq: int = option(
-        "Every so many steps the model is written as a Hugging Face model into <run folder>/checkpoints/step-<n>/hf, "
-        "whole or not at all; -1: never. It has no optimizer state: a run cannot be resumed from it.",
-        -1,
-        ge=-1,
-    )
     save_best: bool = option(
         "The model of the lowest val/loss is written into <run folder>/best/hf, whole or not at all, whenever a validation "
         "is the best so far; best/best.json beside it says of which step it is, and its metrics.",
@@ -52,6 +49,8 @@ class TuningTrainerConfig:
     seed: int = option("Of everything that has no seed of its own.", 1, ge=0)
     ray_address: str | None = option("A running Ray cluster; null: one is started.", None)
     collective_timeout: float = option("Seconds that ranks wait for each other.", 600.0, gt=0)
+    phase_timeout: float | None = option(PHASE_TIMEOUT_HELP, 7200.0, gt=0)
+    idle_timeout: float | None = option(IDLE_TIMEOUT_HELP, 60.0, gt=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,7 +145,7 @@ def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) ->
         "environment_notes": [generation.environment_notes for generation in ordered],
     }
     table = pa.table([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
-    validate_trajectories(table)
+    validate_trajectories(table, finite=False)  # whoever uses them says what becomes of those that are not
     return with_messages(table, requests)
 
 
@@ -185,8 +185,11 @@ def with_messages(table: pa.Table, source: pa.Table) -> pa.Table:
     return table.append_column(MESSAGES, source[MESSAGES]) if MESSAGES in source.column_names else table
 
 
-def validate_trajectories(table: pa.Table) -> None:
+def validate_trajectories(table: pa.Table, *, finite: bool = True) -> None:
     """Check a trajectory table, appended columns included.
+
+    Args:
+        finite: whether log-probs must be.
 
     Raises:
         ValueError: a column is missing, of another type or has nulls; uids repeat; a prompt or response is
@@ -207,9 +210,10 @@ def validate_trajectories(table: pa.Table) -> None:
             list_lengths(table, name) != lengths, uids, f"{name} has another length than response_ids"
         )
     log_probs, offsets = ragged(table, "rollout_log_probs")
+    wrong = ~np.isfinite(log_probs) & finite
     row_of_token = np.repeat(np.arange(len(uids)), np.diff(offsets))
     bad_rows = np.zeros(len(uids), dtype=np.bool_)
-    bad_rows[row_of_token[~np.isfinite(log_probs)]] = True
+    bad_rows[row_of_token[wrong]] = True
     _refuse_rows(bad_rows, uids, "rollout_log_probs has values that are not finite")
     reasons = table["finish_reason"].to_pylist()
     unknown = np.array([reason not in FINISH_REASONS for reason in reasons], dtype=np.bool_)
@@ -326,8 +330,8 @@ def write_trajectories(table: pa.Table, path: str | Path) -> Path:
     return write_parquet(table, path)
 
 
-def read_trajectories(path: str | Path) -> pa.Table:
-    """Read a table that `write_trajectories` wrote.
+def read_trajectories(path: str | Path, *, finite: bool = True) -> pa.Table:
+    """Read a table that `write_trajectories` wrote; `finite`: whether its log-probs must be.
 
     Raises:
         ValueError: the file is missing, no Parquet, or no valid trajectory table.
@@ -338,7 +342,7 @@ def read_trajectories(path: str | Path) -> pa.Table:
     open_parquet(path).close()
     table = pq.read_table(path).combine_chunks()
     try:
-        validate_trajectories(table)
+        validate_trajectories(table, finite=finite)
     except ValueError as error:
         raise ValueError(f"{path} holds no valid trajectories: {error}") from error
     return table

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 
 from megarl.rewards.functions import Reward, RewardFunctions, RewardSpec
 from megarl.rewards.sample import Sample, Score, read_result
+from megarl.signals import outlive_job_signals
 
 _PR_SET_PDEATHSIG = 1
 _TRACEBACK_LINES = 8
@@ -43,6 +44,7 @@ class Setup:
 def main(socket: int, report: int, parent: int) -> None:
     """Serve until the other end of `socket` closes. `report`: a file for what faulthandler writes."""
     _die_with(parent)
+    outlive_job_signals()
     for descriptor in (socket, report):
         os.set_inheritable(descriptor, False)  # a process that a reward starts must not keep them open
     faulthandler.enable(report)

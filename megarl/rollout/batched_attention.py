@@ -1,9 +1,17 @@
-"""Decode attention on a CPU for a whole batch at a time.
+"""Attention on a CPU: decode for a whole batch at a time, and numbers that no other sequence has a part in.
 
 SGLang's `torch_native` backend attends one sequence after the other, in Python, in each layer: about 0.1 ms each,
 which is most of a decode step on a small model (sglang 0.5.21). Here the sequences of a batch are
 padded to one tensor, gathered from the KV cache by one index, and attended by one call. Sequences
 of very different lengths go in groups, so that less than half of what is gathered is padding.
+
+In float32 a token's attention has the same bits however it is computed: as part of a prompt, after a part of it that was
+cached, or as the next token, beside any others. torch's kernel takes its products from MKL, whose rounding depends on their
+sizes, so these are chosen by the token's own position alone, or such that they make no difference (torch 2.13.0,
+MKL 2024.2):
+
+- queries come in multiples of 8 rows (16 where heads are wider than 128), keys in multiples of 16 (`padded_length`);
+- tokens at positions below 256 see up to 256 keys at once, later ones multiples of 512, which is the kernel's own block.
 
 The functions here know tensors only; `sglang_attention` plugs them into SGLang.
 """
@@ -12,23 +20,45 @@ from dataclasses import dataclass
 
 import torch
 
+TILE = 16  # keys
+SHORT = 256  # sums of products of up to this many terms are not cut (by MKL at 384)
+BLOCK = 512  # keys that torch's kernel takes at a time
+
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of similar length. `rows` [n]: where they are in the batch; `slots` [n, longest]: where their
-    keys and values lie in the cache; `mask` [n, 1, 1, longest]: added to the scores, -inf on padding."""
+    """Sequences of similar length. `rows` [n]: where they are in the batch; `slots` [n, padded]: where their
+    keys and values lie in the cache; `mask` [n, 1, 1, padded]: added to the scores, -inf on padding."""
 
     rows: torch.Tensor
     slots: torch.Tensor
     mask: torch.Tensor
 
 
+def padded_length(length: int) -> int:
+    """Keys that a sequence of `length` tokens is given, those of padding included."""
+    step = TILE if length <= SHORT else BLOCK
+    return -(-length // step) * step
+
+
+def padded_rows(rows: int, width: int) -> int:
+    """Rows of queries that the kernel is given for `rows`, with heads of `width`: those of padding included."""
+    step = 8 if width <= 128 else 16
+    return -(-rows // step) * step
+
+
 def group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Rows in groups in which the shortest sequence is longer than half of the longest."""
+    """Rows in groups in which the shortest sequence (padded) is longer than half of the longest.
+
+    None of up to `SHORT` tokens is with one of more.
+    """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     groups: list[list[int]] = []
     for row in order:
-        if not groups or 2 * lengths[row] <= lengths[groups[-1][0]]:
+        longest = lengths[groups[-1][0]] if groups else 0
+        if 2 * padded_length(lengths[row]) <= padded_length(longest) or lengths[row] <= SHORT < longest:
+            longest = 0
+        if not longest:
             groups.append([])
         groups[-1].append(row)
     return groups
@@ -48,9 +78,10 @@ def make_groups(
     for members in group_by_length(lengths.tolist()):
         rows = torch.tensor(members)
         longest = int(lengths[members[0]])
-        real = torch.arange(longest) < lengths[rows, None]
-        slots = req_to_token[req_pool_indices[rows], :longest].long()
-        slots = torch.where(real, slots, 0)  # slot 0 is SGLang's own padding: finite, never read
+        real = torch.arange(padded_length(longest)) < lengths[rows, None]
+        slots = torch.zeros(real.shape, dtype=torch.int64)  # 0: SGLang's own padding, finite and never read
+        slots[:, :longest] = req_to_token[req_pool_indices[rows], :longest]
+        slots.masked_fill_(~real, 0)
         mask = torch.zeros(real.shape, dtype=dtype).masked_fill_(~real, float("-inf"))
         groups.append(Group(rows, slots, mask[:, None, None, :]))
     return groups
@@ -63,19 +94,73 @@ def attend(
 
     Args:
         query: [n, heads, dim]; heads of a group share a key head: they are its "query positions" below.
-        keys: [n, length, key heads, dim]; values: [n, length, key heads, value dim].
-        mask: [n, 1, 1, length].
+        keys: [n, padded, key heads, dim]; values: [n, padded, key heads, value dim].
+        mask: [n, 1, 1, padded].
 
     Returns:
         [n, heads, value dim].
     """
     n, heads, dim = query.shape
     num_kv = keys.shape[2]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query.view(n, num_kv, heads // num_kv, dim),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=mask,
-        scale=scale,
+    out = _attention(
+        query.view(n, num_kv, heads // num_kv, dim), keys.transpose(1, 2), values.transpose(1, 2), mask, scale
     )
     return out.reshape(n, heads, values.shape[3])
+
+
+def attend_prompt(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Causal attention of the last tokens of one sequence, of which the cache may have had the first ones.
+
+    Args:
+        query: [new, heads, dim].
+        keys: [length, key heads, dim]; values: [length, key heads, value dim]; of the new tokens, too.
+
+    Returns:
+        [new, heads, value dim].
+    """
+    length = len(keys)
+    cached = length - len(query)
+    width = max(query.shape[2], values.shape[2])
+    query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    parts = []
+    for first, end in prompt_blocks(cached, length):
+        num_keys = padded_length(end)
+        hidden = (
+            torch.arange(num_keys) > torch.arange(first, first + padded_rows(end - first, width))[:, None]
+        )
+        mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+        k, v = (_pad(x[:, :, :end], 2, num_keys) for x in (keys, values))
+        parts.append(_attention(query[:, :, first - cached : end - cached], k, v, mask, scale))
+    return torch.cat(parts, 2)[0].transpose(0, 1)
+
+
+def prompt_blocks(cached: int, length: int) -> list[tuple[int, int]]:
+    """The positions from `cached` to `length`, cut at `SHORT` and every multiple of `BLOCK`."""
+    cuts = [cut for cut in (SHORT, *range(BLOCK, length, BLOCK)) if cached < cut < length]
+    return list(zip([cached, *cuts], [*cuts, length], strict=True))
+
+
+def _attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """query: [n, heads, rows, dim]; keys, values: [n, key heads, padded, ...] -> [n, heads, rows, value dim]."""
+    rows, dim, value_dim = query.shape[2], query.shape[3], values.shape[3]
+    width = max(dim, value_dim)  # latent attention's values are narrower, which torch's kernel does not take
+    out = torch.nn.functional.scaled_dot_product_attention(
+        _pad(_pad(query, 2, padded_rows(rows, width)), 3, width),
+        _pad(keys, 3, width),
+        _pad(values, 3, width),
+        attn_mask=mask,
+        scale=dim**-0.5 if scale is None else scale,
+        enable_gqa=query.shape[1] != keys.shape[1],
+    )
+    return out[:, :, :rows, :value_dim]
+
+
+def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Zeros after what `x` has in dimension `dim` (2 or 3 of 4), which becomes `size`."""
+    if x.shape[dim] == size:
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, size - x.shape[2]) if dim == 2 else (0, size - x.shape[3]))

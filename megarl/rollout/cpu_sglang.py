@@ -29,14 +29,14 @@ def on_torch_import() -> None:
 def on_sglang_start() -> None:
     """Give SGLang's CPU engine what it lacks or does otherwise than its GPU engine.
 
-    That is: the GPU's weight layout, expert parallelism, weights in float8, memory that can be freed, no NCCL and no
-    pinned memory. Called by SGLang in each of its processes (engine, schedulers, detokenizer) before it builds a model.
+    That is: the GPU's weight layout, expert parallelism, weights in float8, memory that can be freed, numbers that
+    do not depend on other requests, no NCCL and no pinned memory. Called by SGLang in each of its processes (engine, schedulers, detokenizer) before it builds a model.
     """
     if os.environ.get(SWITCH) != "1":
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megarl.rollout import cpu_fp8, cpu_memory
+    from megarl.rollout import batch_invariant, cpu_fp8, cpu_memory
 
     HookRegistry.register(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
@@ -51,6 +51,7 @@ def on_sglang_start() -> None:
     HookRegistry.register(
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", _present_experts, HookType.AROUND
     )
+    batch_invariant.register()
     cpu_fp8.register()
     cpu_memory.register()
     _unpin_lora()

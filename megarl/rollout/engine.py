@@ -79,6 +79,8 @@ class EngineConfig:
         allow_unknown_version: start an SGLang of a version that megarl was not tried with.
         stop_token_ids: tokens that end a response, and are part of it, besides the model's end tokens.
         adapters: what it serves beside the weights, which come without them; None: nothing.
+        deterministic: a response depends on weights, prompt and seed only, bit by bit; neither on the requests beside it nor on
+            what the cache holds. On a CPU in float32 only.
         request_timeout: seconds within which requests must bring the next response, and calls end.
     """
 
@@ -101,6 +103,7 @@ class EngineConfig:
     request_timeout: float = 600.0
     stop_token_ids: tuple[int, ...] = ()
     adapters: AdapterConfig | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

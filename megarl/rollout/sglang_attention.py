@@ -1,7 +1,7 @@
 """Plugs `batched_attention` into SGLang's CPU engine.
 
 Takes the place of `torch_native` in SGLang's registry, so that whatever SGLang decides by that name
-still holds. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Prefill, sliding
+still holds. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Sliding
 windows and cross attention are SGLang's own (sglang 0.5.21).
 """
 
@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-from megarl.rollout.batched_attention import Group, attend, make_groups
+from megarl.rollout.batched_attention import Group, attend, attend_prompt, make_groups
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
@@ -21,6 +21,40 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
         self._groups = None  # of another batch
+
+    def _run_sdpa_forward_extend(
+        self,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        extend_prefix_lens,
+        extend_seq_lens,
+        encoder_lens=None,
+        scaling=None,
+        enable_gqa=False,
+        causal=False,
+        is_cross_attn=False,
+        sliding_window_size=None,
+    ):
+        """query: [tokens, heads, dim]; caches: [slots, key heads, dim]; output: [tokens, heads, value dim]."""
+        if encoder_lens is not None or sliding_window_size is not None or not causal:
+            return super()._run_sdpa_forward_extend(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
+                extend_seq_lens, encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
+            )  # fmt: skip
+        first = 0
+        lengths = (req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist())
+        for request, length, new in zip(*lengths, strict=True):
+            slots = req_to_token[request, :length]
+            keys, values = (cache[slots].to(query.dtype) for cache in (k_cache, v_cache))
+            end = first + new
+            output[first:end] = attend_prompt(query[first:end], keys, values, scaling)
+            first = end
+        return output
 
     def _run_sdpa_forward_decode(
         self,

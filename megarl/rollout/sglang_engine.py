@@ -8,6 +8,7 @@ Guarantees, each asserted by a test:
 - an end token is part of its response, with its log-prob;
 - requests that SGLang answers by dying (empty prompt, unknown token id) are refused here;
 - the noise of a response depends on (seed, uid) only, so a resumed run repeats it;
+- with `deterministic` its tokens and log-probs do not depend on other requests, on the cache or on time, bit by bit;
 - SGLang's processes end when this one does, however it ends;
 - this process ends, with an error in its log, within a second of one of SGLang's.
 
@@ -168,6 +169,8 @@ class SGLangEngine:
 
     def connect(self, inboxes: Sequence[Path]) -> None:
         assert len(inboxes) == self.config.tensor_parallel_size, (len(inboxes), self.config)
+        if self._update is not None:  # a version that ended with the connection before, on the trainer's side
+            self._close_update()
         self._inboxes, self._session = list(inboxes), secrets.token_hex(8)
 
     def receive_weights(self, whole: bool = True) -> None:

@@ -3,7 +3,7 @@
 Only engines that megarl starts are affected: SGLang lets a subclass of its `Engine` name the functions that
 its processes run (sglang 0.5.21).
 
-- The scheduler of each TP rank ends with its owner, from its first line on.
+- The scheduler of each TP rank ends with its owner, from its first line on, and not with the signals of a job's end.
 - Requests are sampled with their own seed: a response's noise depends on nothing that runs beside it.
 - On a CPU sequences are attended together (`sglang_attention`), not one after the other.
 - The TP ranks of an engine find each other through a file. SGLang's own way, a TCP store, would take a
@@ -23,9 +23,11 @@ from pathlib import Path
 import zmq
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rollout import adapters, engine_memory
+from megarl.signals import outlive_job_signals
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -33,6 +35,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
     """The main function of a scheduler process; arguments are those of `run_scheduler_process`."""
     die_with_parent()
+    outlive_job_signals()
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{rendezvous_file(port_args)}"
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
@@ -129,10 +132,21 @@ def cut_by_min_p(
     return original(probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **kwargs)
 
 
+class _NoDraining(SignalHandler):
+    """At SIGTERM SGLang would answer what it was asked and end: its owner decides about that."""
+
+    def sigterm_handler(self, signum=None, frame=None) -> None:
+        pass
+
+
 class TokenEngine(Engine):
     """SGLang's engine for token ids."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.tokenizer_manager.signal_handler_class = _NoDraining
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):

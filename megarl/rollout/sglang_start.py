@@ -83,6 +83,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "custom_weight_loader": [LOADER],
         "enable_memory_saver": config.enable_memory_saver,
         "sampling_backend": "pytorch",  # the one that takes a seed for each request
+        "enable_deterministic_inference": config.deterministic,  # on a CPU see `batch_invariant`
         "sleep_on_idle": True,  # else an idle scheduler polls, and takes a core from the trainer
         "host": "127.0.0.1",
         "log_level": "error",

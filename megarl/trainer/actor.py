@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,7 @@ from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
 from megarl.rollout.packets import Address, SyncShare
+from megarl.trainer.blame import trajectory_names
 from megarl.trainer.model_worker import ModelWorker, RowColumns, Share, step_numbers
 from megarl.trainer.ptx import PtxUpdate, pack_ptx, with_ptx
 from megarl.trainer.specs import ModelSpec, PolicyUpdate
@@ -167,7 +169,8 @@ class ActorWorker(ModelWorker):
             if ptx is not None:
                 assert texts is not None
                 batches += pack_ptx(self, texts, ptx, number)
-            result = self.train(batches, head, loss)
+            names = partial(trajectory_names, table, shares[self.coords.dp])
+            result = self.train(batches, head, loss, names)
             steps.append({**result.stats, **step_numbers(result)})
             if how.target_kl is not None:
                 change = result.stats["actor/ppo_kl"] / result.stats["actor/tokens"]

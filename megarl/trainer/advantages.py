@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pyarrow as pa
 import torch
@@ -15,14 +17,16 @@ from megarl.algorithms.rollout_correction import CorrectionOptions, correct_roll
 from megarl.config import AlgorithmConfig
 from megarl.data.trajectories import append_column, from_ragged, ragged
 
+SCORED_MASK = "scored_mask"  # `response_mask` as it was before tokens were rejected: 1 on live ones
+
 
 def compute_batch_advantages(
     batch: pa.Table, algorithm: AlgorithmConfig, kl: KLController
 ) -> tuple[pa.Table, dict[str, float]]:
     """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapts the KL coefficient.
 
-    With `algorithm.rollout_correction` what it rejects leaves `response_mask`, and its weights are appended as
-    `rollout_is_weights`. A trajectory without a live token (a failed reward, say) takes no part in any statistic.
+    With `algorithm.rollout_correction` what it rejects leaves `response_mask` (which is kept as SCORED_MASK), and its weights
+    are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) takes no part in any statistic.
 
     Args:
         batch: columns `score`, `old_log_probs`, and those that the estimator and the KL need: `ref_log_probs`,
@@ -93,7 +97,8 @@ def _token_rewards(
         column.get("full_kl"),
     )
     metrics = {"actor/ref_kl": mean_kl, "actor/kl_coef": kl.coef}
-    kl.update(mean_kl, num_rows)
+    if math.isfinite(mean_kl):  # else the rewards are not, and the step is not trained on
+        kl.update(mean_kl, num_rows)
     return rewards, metrics
 
 
@@ -116,6 +121,7 @@ def _correct(
     found = correct_rollout(column["old_log_probs"], column["rollout_log_probs"], mask, offsets, options)
     bounds = offsets.numpy()
     if options.rs_level is not None:
+        batch = append_column(batch, SCORED_MASK, (mask.numpy(), bounds))
         place = batch.column_names.index("response_mask")
         masks = from_ragged(found.mask.numpy().astype(np.bool_), bounds)
         batch = batch.set_column(place, "response_mask", masks)

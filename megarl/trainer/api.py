@@ -17,6 +17,7 @@ It is `megarl train` cut in two: the same configuration, processes and stages, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from megarl.trainer.export import ADAPTER_FOLDER, export_hf
 from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import ModelInputs, load_model_inputs
+from megarl.trainer.nonfinite import whole_step
 from megarl.trainer.ppo import collect, epochs, learn
 from megarl.trainer.ptx import load_ptx
 from megarl.trainer.reward_model import score_weights
@@ -149,7 +151,7 @@ class Trainer:
         with ExitStack() as stack:  # closes what was opened if something fails on the way
             scorer = stack.enter_context(make_scorer(self.config, function))
             models = load_model_inputs(self.config)
-            self._run = stack.enter_context(open_run(self.config, total_steps=num_steps))
+            self._run = stack.enter_context(open_run(self.config, total_steps=num_steps, resumable=False))
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
             ptx = load_ptx(self.config, models.tokenizer)
@@ -164,7 +166,8 @@ class Trainer:
         return self.collector.collect(prompts)
 
     def update_policy(self, data: TrainingData) -> dict[str, float]:
-        """Train critic and policy on trajectories; returns the step's metrics, and `reward`, their mean score.
+        """Train critic and policy on trajectories; returns the step's metrics, and `reward`, their mean score (NaN of a
+        step that was left out, see trainer.on_nonfinite).
 
         Raises:
             ValueError: the trajectories are not those of the newest weights.
@@ -178,11 +181,17 @@ class Trainer:
         self.step = step = data.version
         with run.step(step) as metrics:
             run.seconds.update(data.seconds)
-            batch, learnt = learn(self.config, run, roles, data.groups, self._controls, step, self._texts)
-            metrics |= {**data.metrics, **learnt}
+            metrics |= data.metrics
+            batch = None
+            with whole_step(run, self.config, self._controls, step, metrics):
+                batch, learnt = learn(
+                    self.config, run, roles, data.groups.batch(), self._controls, step, self._texts
+                )
+                metrics |= learnt
             metrics |= roles.memory.report()
-            metrics |= watch(run, self._monitor, step, metrics, batch)
-        return {"reward": metrics["critic/score/mean"], **metrics}
+            if batch is not None:
+                metrics |= watch(run, self._monitor, step, metrics, batch)
+        return {"reward": metrics.get("critic/score/mean", math.nan), **metrics}
 
     @property
     def stop(self) -> str | None:
@@ -223,7 +232,14 @@ def _refuse_keys_of_the_loop(config: TrainConfig) -> None:
         "data.streaming": data.streaming,
         "trainer.test_freq": trainer.test_freq != -1,
         "trainer.save_freq": trainer.save_freq != -1,
+        "trainer.save_minutes": trainer.save_minutes is not None,
+        "trainer.max_run_minutes": trainer.max_run_minutes is not None,
+        "trainer.best_metric": trainer.best_metric is not None,
+        "trainer.checkpoint_url": trainer.checkpoint_url is not None,
+        "trainer.resume_mode": trainer.resume_mode == "path",
         "trainer.val_before_train": trainer.val_before_train,
+        "trainer.rollout_only": trainer.rollout_only,
+        "trainer.train_only": trainer.train_only,
     }
     names = [name for name, value in given.items() if value]
     if names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pyarrow as pa
 import torch
@@ -12,6 +13,7 @@ from megarl.algorithms.value_loss import value_loss
 from megarl.megatron.packed import PackedBatch
 from megarl.megatron.value import value_head
 from megarl.trainer.actor import pack_weighted
+from megarl.trainer.blame import trajectory_names
 from megarl.trainer.model_worker import ModelWorker, RowColumns, Share, step_numbers
 
 MicroBatchLoss = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -59,6 +61,7 @@ class CriticWorker(ModelWorker):
                 continue
             fields = ["values", "returns", "loss_weights"]
             batches = pack_weighted(self, table, shares[self.coords.dp], fields, aggregation, count)
-            result = self.train(batches, value_head, loss)
+            names = partial(trajectory_names, table, shares[self.coords.dp])
+            result = self.train(batches, value_head, loss, names)
             steps.append({**result.stats, **step_numbers(result)})
         return steps

@@ -58,7 +58,7 @@ def train(config: DPOConfig) -> str:
             export=lambda folder: export_hf(run, group, config.model, folder),
         )
         loader = TableLoader(SimpleNamespace(table=table), data.train_batch_size, data.shuffle, data.seed)
-        return run_steps(config.trainer, run, loader, num_steps, stages)
+        return run_steps(config.trainer, run, loader, num_steps, stages, group)
 
 
 def load_preferences(config: DPOConfig) -> tuple[PreferenceChats, PreferenceChats | None]:

@@ -18,7 +18,7 @@ from megarl.models import read_model_config
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.trainer.prompt_data import read_prompts
 from megarl.trainer.roles import open_pools, start_engines
-from megarl.trainer.run import open_engine_run
+from megarl.trainer.run import engine_limits, open_engine_run
 from megarl.trainer.scoring import Rewards, check_prompts
 from megarl.trainer.turns import turns_spec
 from megarl.trainer.validation import ValidationSet, validate
@@ -36,7 +36,8 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     with make_scorer(config) as scorer:
         sets = load_problems(config, tokenizer, scorer)
         save_config(config, folder / "config.yaml")
-        with open_engine_run(trainer.ray_address, trainer.nnodes * trainer.n_gpus_per_node, folder) as run:
+        num_devices, limits = trainer.nnodes * trainer.n_gpus_per_node, engine_limits(config.rollout)
+        with open_engine_run(trainer.ray_address, num_devices, folder, limits) as run:
             pool = PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
             open_pools(run, {"global": pool})
             context = data.max_prompt_length + data.max_response_length

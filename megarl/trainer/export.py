@@ -51,8 +51,3 @@ def _export_adapters(run: Run, group: WorkerGroup, model: TrainedModelConfig, fo
     plan: AdapterExport = run.wait(group.call("adapter_plan"))[0]
     write_peft_adapter(str(folder), model.path, plan, run.wait(group.call("pack_adapters")))
     run.say(f"exported adapters: {folder}")
-
-
-def export_checkpoint(run: Run, group: WorkerGroup, model: TrainedModelConfig, step: int) -> str:
-    """The policy after `step` as `<run folder>/checkpoints/step-<step>/hf` (adapters beside it); returns that path."""
-    return export_hf(run, group, model, run.folder / "checkpoints" / f"step-{step}" / FOLDER)

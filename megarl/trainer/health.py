@@ -27,6 +27,7 @@ from megarl.data.trajectories import ragged
 from megarl.files import naming
 from megarl.trainer.controls import Controls
 from megarl.trainer.findings import ACTOR, Finding, History, find, kl_coefficients
+from megarl.trainer.logger import keep_lines
 
 if TYPE_CHECKING:
     from megarl.trainer.run import Run
@@ -102,10 +103,23 @@ class HealthMonitor:
                 )
         return done
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it has seen so far, as JSON values; the controls, which it changes, have a state of their own."""
+        return {
+            "history": asdict(self.history),
+            "in_a_row": dict(self.in_a_row),
+            "reported": dict(self.reported),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.history = History(**state["history"])
+        self.in_a_row, self.reported = dict(state["in_a_row"]), dict(state["reported"])
+
 
 def start_monitor(run: Run, config: TrainConfig, controls: Controls) -> HealthMonitor:
-    """The monitor of a new run; what an earlier run reported in its folder is dropped."""
-    (run.folder / HEALTH_FILE).unlink(missing_ok=True)
+    """The monitor of a run; what was reported in its folder of steps that it has not come to is dropped."""
+    if (run.folder / HEALTH_FILE).exists():
+        keep_lines(run.folder / HEALTH_FILE, run.resumed_step)
     return HealthMonitor(config, controls)
 
 

@@ -93,7 +93,6 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         return read
 
     loader, num_filtered = training_prompts(data, tokenizer, check)
-    steps_of_epoch = max(1, loader.num_rows // data.train_batch_size)
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
     held_out = (
         {} if data.val_files is None else {"": (dataset(data.val_files, data.val_max_samples), val_kwargs)}
@@ -108,9 +107,15 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         ptx=load_ptx(config, tokenizer),
         validation=tuple(ValidationSet(name, read.table, how) for name, (read, how) in held_out.items()),
         reward_model=models.reward_model,
-        num_steps=config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch,
+        num_steps=num_training_steps(config, loader),
         num_filtered=num_filtered + sum(read.num_filtered for read, _ in held_out.values()),
     )
+
+
+def num_training_steps(config: TrainConfig, loader: BatchLoader) -> int:
+    """The rollout steps of a run over the prompts of `loader`."""
+    steps_of_epoch = max(1, loader.num_rows // config.data.train_batch_size)
+    return config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
 
 
 def check_names(config: TrainConfig) -> None:

@@ -100,7 +100,7 @@ class RunLogger:
         self._total_steps = total_steps
         self._to_console = "console" in sinks
         last_kept = -1 if resumed_step is None else resumed_step
-        _keep_metrics(self.folder / METRICS_FILE, last_kept)
+        keep_lines(self.folder / METRICS_FILE, last_kept)
         self._events = _open_events(self.folder, last_kept + 1) if "tensorboard" in sinks else None
         trackers = [name for name in dict.fromkeys(sinks) if name in TRACKERS]
         assert tracked is not None or not trackers, f"{trackers} need to be told of the run"
@@ -200,11 +200,21 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     return rows
 
 
-def _keep_metrics(path: Path, last_kept: int) -> None:
-    kept = [row for row in read_metrics(path) if row["step"] <= last_kept] if path.is_file() else []
+def keep_lines(path: Path, last_step: int) -> None:
+    """Drop what a file of JSON lines holds of steps after `last_step`, and a last line that was cut off."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if lines and not _is_json(lines[-1]):
+        lines.pop()
     with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for row in kept:
-            file.write(json.dumps({name: _json_number(value) for name, value in row.items()}) + "\n")
+        file.writelines(f"{line}\n" for line in lines if json.loads(line)["step"] <= last_step)
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def _append(path: Path, line: str) -> None:

@@ -8,6 +8,7 @@ Where a model and the rollout engines share devices, each phase of a step has th
     evaluate_models   the weights of actor, reference and critic
     update            weights, gradients and optimizer states of actor and critic, one after the other where they
                       share devices; of the reference too, where the loss has the exact KL to it
+    save_<role>       the weights and optimizer states of a role, which a checkpoint takes from there
 
 Adapters go with the weights that they are on, a shared critic's with the actor's weights.
 
@@ -18,7 +19,7 @@ What does not share devices, and on a CPU what is not asked for, stays where it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -54,6 +55,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "update": ALL_OF["critic"] + ALL_OF["actor"],
     "update_critic": ALL_OF["critic"],
     "update_actor": ALL_OF["actor"],
+    "save_actor": tuple(name for name in ALL_OF["actor"] if name != "actor_gradients"),
+    "save_critic": tuple(name for name in ALL_OF["critic"] if name != "critic_gradients"),
     "export": ("actor_weights", "actor_adapters"),
 }
 
@@ -89,6 +92,7 @@ class DeviceMemory:
     phases: dict[str, Account] = field(default_factory=dict)
     steps: int = 0
     printed: list[list[str]] = field(default_factory=list)
+    recover: Callable[[], object] = lambda: None  # replaces engines that were lost meanwhile
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -103,10 +107,13 @@ class DeviceMemory:
         At its end, when all that it makes is there, it is accounted for, in the first two steps (the optimizer's states
         are made in the first one) and in every `ACCOUNT_EVERY`th.
         """
+        if name == "sync":
+            self.recover()
         with self.run.timed("memory"):
             self._enter(name)
         yield
         if self.steps < 2 or (self.steps + 1) % ACCOUNT_EVERY == 0:
+            self.recover()  # every process is asked
             with self.run.timed("memory"):
                 self.phases[name] = self._measure()
 
@@ -144,6 +151,17 @@ class DeviceMemory:
             self._print(rows)
         self.phases = {}
         return metrics
+
+    def make_room(self, group: WorkerGroup) -> None:
+        """Take everything that is movable and not of `group` off the devices: processes of it are started anew."""
+        others = [owner for owner in self.owners if owner.group is not group]
+        self._move("release_memory", [owner for owner in others if owner.movable and owner.resident])
+
+    def join(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Release what new processes of a group, which have all their memory, have more than the group's others."""
+        parts = [owner.part for owner in self.owners if owner.group is group and not owner.resident]
+        if parts:
+            self.run.wait([group.call_rank(rank, "release_memory", parts) for rank in ranks])
 
     def _enter(self, name: str) -> None:
         needed = self.needs[name]
@@ -242,15 +260,23 @@ def device_memory(
     config: TrainConfig,
     run: Run,
     actor: Role,
-    engines: WorkerGroup,
+    engines: WorkerGroup | None,
     critic: Role | None,
     ref: Role | None,
     reward_model: Role | None,
+    *,
+    trains: bool = True,
 ) -> DeviceMemory:
-    """The owners of a run's memory; engines that are freed have been released already."""
+    """The owners of a run's memory; engines that are freed have been released already.
+
+    Args:
+        trains: whether the actor has gradients and an optimizer.
+    """
     policy = config.actor_rollout_ref
     adapted = policy.model.lora.rank > 0
     owners = _trained(config, run, "actor", actor, policy.actor.megatron, policy.actor.resource_pool, adapted)
+    if not trains:
+        owners = [owner for owner in owners if owner.part == "weights"]
     if ref is not None and not (adapted and ref.group is actor.group):  # else it is the actor itself
         movable = _movable(config, run, policy.ref.megatron.param_offload, policy.ref.resource_pool)
         owners.append(
@@ -262,14 +288,16 @@ def device_memory(
         reward = config.reward_model
         movable = _movable(config, run, reward.megatron.param_offload, reward.resource_pool)
         owners.append(Owner("reward_model_weights", reward_model.group, "weights", movable))
-    freed = frees_engines(config, run)
-    owners += [
-        Owner(f"rollout_{part}", engines, part, movable=freed, resident=not freed)
-        for part in ("weights", "kv_cache")
-    ]
-    owners += [
-        Owner(f"{group.role}_sync_buffers", group, "sync_buffers", False) for group in (actor.group, engines)
-    ]
+    if engines is not None:
+        freed = frees_engines(config, run)
+        owners += [
+            Owner(f"rollout_{part}", engines, part, movable=freed, resident=not freed)
+            for part in ("weights", "kv_cache")
+        ]
+        owners += [
+            Owner(f"{group.role}_sync_buffers", group, "sync_buffers", False)
+            for group in (actor.group, engines)
+        ]
     return DeviceMemory(run, owners, phase_needs(config))
 
 

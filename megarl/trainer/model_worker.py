@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 
 from megarl import platform
+from megarl.checkpoints import FileFacts
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import from_lists
 from megarl.hybrid_engine import (
@@ -26,6 +27,8 @@ from megarl.hybrid_engine import (
 from megarl.hybrid_engine.load import load_value_head
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
+from megarl.megatron.checkpoint import Loaded, Saving, begin_save, finish_save, load_states
+from megarl.megatron.checkpoint_base import BaseModel
 from megarl.megatron.fp8_base import ExactWeights
 from megarl.megatron.logprobs import lm_head
 from megarl.megatron.lora import attach_adapters
@@ -48,6 +51,8 @@ from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.plugins import load_plugins
+from megarl.trainer.blame import Names, blame, no_names
+from megarl.trainer.rank_states import rank_states, write_companions
 from megarl.trainer.specs import ModelSpec
 
 Share = list[list[int]]
@@ -112,6 +117,8 @@ class ModelWorker:
                 self.chunks, spec.optim, num_steps=spec.num_updates
             )
         self.parts = self._parts(owns_model=base is None)
+        self.saving: Saving | None = None
+        self.base_model: BaseModel | None = None  # found out by the first save or load
 
     def _adapt(self) -> None:
         """Freeze the model but for new adapters and its value head."""
@@ -256,10 +263,14 @@ class ModelWorker:
         batches: list[PackedBatch],
         head: Callable,
         loss: Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+        names: Names = no_names,
     ) -> StepResult:
         """One optimizer step; equal results on every rank.
 
         In float16 a step whose gradient overflowed is left out (`ok` is false) and the loss scale lowered.
+
+        Args:
+            names: of what is in the micro-batches, for the error.
 
         Raises:
             FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
@@ -273,7 +284,10 @@ class ModelWorker:
         if result.ok:
             return result
         if result.loss_scale is None:
-            raise FloatingPointError(f"the gradient's norm is {result.grad_norm}; the step was not taken")
+            why = blame(self.chunks, batches, head, loss, names)
+            raise FloatingPointError(
+                f"the gradient's norm is {result.grad_norm}; the update was not made: {why}"
+            )
         least = self.spec.optim.min_loss_scale
         if result.loss_scale <= least:
             raise FloatingPointError(
@@ -307,3 +321,43 @@ class ModelWorker:
         assert self.export is not None
         assert_resident(self.chunks)
         return self.export.pack(shard, self.info.rank, self.trained_tensors())
+
+    def of_role(self, role: str) -> ModelWorker:
+        """The worker of a role that these ranks have; `role`: the name of its folder in checkpoints."""
+        return self
+
+    def begin_save(self, folder: str, role: str, *, background: bool) -> None:
+        """Begin to save the role's state (`megarl.megatron.checkpoint`) into an empty folder.
+
+        background: it goes on while the role computes, from a copy in the host's memory.
+        """
+        worker = self.of_role(role)
+        assert worker.saving is None, f"{role} is being saved"
+        worker.saving = begin_save(folder, rank_states(worker), background=background)
+
+    def is_saved(self, role: str) -> bool:
+        """Whether `finish_save` would not have to wait for this rank's files."""
+        saving = self.of_role(role).saving
+        assert saving is not None, f"{role} is not being saved"
+        return saving.written.done()
+
+    def finish_save(self, role: str) -> dict[str, FileFacts]:
+        """Wait for what `begin_save` began.
+
+        Returns: the files that this rank wrote, by name in the folder; they are flushed.
+
+        Raises:
+            OSError: a rank could not write.
+        """
+        worker = self.of_role(role)
+        saving, worker.saving = worker.saving, None
+        assert saving is not None, f"{role} is not being saved"
+        return finish_save(saving, lambda: write_companions(worker, saving.folder))
+
+    def load_checkpoint(self, folder: str, role: str) -> Loaded:
+        """Continue with the role's state as it was saved, in any layout.
+
+        Raises:
+            ValueError: it does not fit the role's model, or is damaged; names what.
+        """
+        return load_states(folder, rank_states(self.of_role(role)))

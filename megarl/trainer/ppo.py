@@ -11,12 +11,13 @@ from megarl.config import TrainConfig
 from megarl.rewards.scorer import make_scorer
 from megarl.trainer.advantages import compute_batch_advantages
 from megarl.trainer.controls import Controls, make_controls
-from megarl.trainer.export import FOLDER, export_checkpoint, export_hf
+from megarl.trainer.export import FOLDER, export_hf
 from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import TrainInputs, load_train_inputs
+from megarl.trainer.nonfinite import GENERATED, LEARNT_FROM, blaming, require_finite, whole_step
 from megarl.trainer.reward_model import RewardModelInputs, model_scores, score_weights
-from megarl.trainer.roles import Roles, start_roles
+from megarl.trainer.roles import Roles, policy_checkpoints, start_roles
 from megarl.trainer.rollouts import roll_out
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.samples import sample_rows
@@ -45,25 +46,30 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     trainer = config.trainer
     controls = make_controls(config, inputs.num_steps)
     monitor = start_monitor(run, config, controls)
+    parts = {"controls": controls, "monitor": monitor, "data": inputs.loader, "ptx": inputs.ptx}
+    checkpoints = policy_checkpoints(config, run, roles, parts)
+    done = checkpoints.resume()
     prompts = epochs(inputs.loader)
     texts = epochs(inputs.ptx) if inputs.ptx is not None else None
-    if trainer.val_before_train:
+    if trainer.val_before_train and not done:
         with run.step(0) as metrics:
             metrics |= sync_and_validate(config, run, roles, inputs, rewards, step=0)
             monitor.history.add(0, metrics)
-    for step in range(1, inputs.num_steps + 1):
+    for step in range(done + 1, inputs.num_steps + 1):
+        batch = None
         with run.step(step) as metrics:
-            groups, collected = collect(config, run, roles, prompts, rewards, inputs.reward_model, step)
-            batch, learnt = learn(config, run, roles, groups, controls, step, texts)
-            metrics |= collected | learnt
-            inputs.loader.report(*groups.prompt_scores())
+            with whole_step(run, config, controls, step, metrics):
+                groups, collected = collect(config, run, roles, prompts, rewards, inputs.reward_model, step)
+                metrics |= collected
+                batch, learnt = learn(config, run, roles, groups.batch(), controls, step, texts)
+                metrics |= learnt
+                inputs.loader.report(*groups.prompt_scores())
             if due(trainer.test_freq, step, last=inputs.num_steps):
                 metrics |= sync_and_validate(config, run, roles, inputs, rewards, step)
-            if due(trainer.save_freq, step):
-                with roles.memory.held("export"), run.timed("save"):
-                    export_checkpoint(run, roles.actor.group, config.actor_rollout_ref.model, step)
             metrics |= roles.memory.report()
-            metrics |= watch(run, monitor, step, metrics, batch)
+            if batch is not None:
+                metrics |= watch(run, monitor, step, metrics, batch)
+        checkpoints.after(step, metrics, last=step == inputs.num_steps or monitor.stop is not None)
         if monitor.stop is not None:
             break
 
@@ -90,29 +96,35 @@ def collect(
         by_model = model_scores(run, roles.reward_model, answers, reward_inputs, phase)
         with run.timed("reward"):
             groups.add(training_scores(rewards.collect(answers, f"step {step}", by_model), config))
-    return groups, metrics | groups.metrics()
+    speed = groups.generated_tokens / run.seconds["generate"]
+    return groups, metrics | groups.metrics() | {"perf/generate_tokens_per_s": speed}
 
 
 def learn(
     config: TrainConfig,
     run: Run,
     roles: Roles,
-    groups: Groups,
+    batch: pa.Table,
     controls: Controls,
     step: int,
     texts: Iterator[pa.Table] | None = None,
 ) -> tuple[pa.Table, dict[str, float]]:
-    """The second half: log-probs and values, advantages, updates of critic and policy; the batch as it was trained on."""
+    """The second half: log-probs and values, advantages, updates of critic and policy; the batch as it was trained on.
+
+    Raises:
+        NotFinite: a number that it works on, or makes, is not; nothing is trained from there on.
+    """
     seed = config.trainer.seed * 1_000_003 + step
-    batch = groups.batch()
+    require_finite(batch, GENERATED)
     with roles.memory.phase("evaluate_models"):
         batch = evaluate_models(run, roles, batch, config, seed)
     with run.timed("advantages"):
         batch, metrics = compute_batch_advantages(batch, config.algorithm, controls.kl)
-    with run.timed("update"):
+    require_finite(batch, LEARNT_FROM)
+    run.save_trajectories(batch, "step", step)  # before the updates, for one that fails
+    with run.timed("update"), blaming(batch):
         metrics |= update(run, roles, batch, config, controls, step, seed, texts)
-    run.save_trajectories(batch, "step", step)
-    return batch, metrics | throughput(batch, groups.generated_tokens, run.seconds)
+    return batch, metrics | throughput(batch, run.seconds)
 
 
 def epochs(loader: Iterable[pa.Table]) -> Iterator[pa.Table]:

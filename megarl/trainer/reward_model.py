@@ -23,6 +23,7 @@ from megarl.data.trajectories import MESSAGES, from_lists, from_ragged, ragged
 from megarl.hybrid_engine.load import HFReader
 from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.dispatch import plan_rows, rows_to_share
+from megarl.trainer.nonfinite import NotFinite
 from megarl.trainer.reward_normalization import AS_IT_IS, RewardNormalization, read_normalization
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def score_with_model(run: Run, role: Role, batch: pa.Table, inputs: RewardModelI
 
     Raises:
         ValueError: the reward model's chat template refuses a prompt.
-        FloatingPointError: a score is not finite.
+        NotFinite: a score is not finite.
     """
     lists = texts_of(batch, inputs)
     lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
@@ -163,7 +164,7 @@ def score_with_model(run: Run, role: Role, batch: pa.Table, inputs: RewardModelI
     scores = inputs.normalization.apply(scores)
     if not np.isfinite(scores).all():
         row = int(np.argmin(np.isfinite(scores)))
-        raise FloatingPointError(f"the reward model's score of {batch['uid'][row]} is {scores[row]}")
+        raise NotFinite(f"the reward model's score of trajectory {batch['uid'][row]} is {scores[row]}", batch)
     return ModelScores(scores, cut)
 
 

@@ -78,7 +78,7 @@ def train(config: RMConfig) -> str:
             validate=None if validation is None else lambda: validate(run, role, validation),
             export=lambda folder: export(config, run, role, inputs, folder),
         )
-        return run_steps(config.trainer, run, loader, num_steps, stages)
+        return run_steps(config.trainer, run, loader, num_steps, stages, group)
 
 
 def load_inputs(config: RMConfig) -> RMInputs:

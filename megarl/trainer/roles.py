@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 
 from megarl.cluster import ResourcePool, WorkerGroup
 from megarl.config import (
-    ActorConfig,
-    CriticConfig,
     LoraConfig,
     PoolConfig,
     RolloutConfig,
     TrainConfig,
     needs_reference,
-    reference_in_actor,
 )
 from megarl.hybrid_engine import EngineLayout, SyncPlan, best_device_order
 from megarl.layout import RankPlace
@@ -25,46 +22,46 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig, EngineConfig
 from megarl.rollout.sglang_engine import sglang_environment
-from megarl.trainer.dispatch import MicroBatching
+from megarl.trainer.checkpoints import Checkpoints, Stateful, make_checkpoints
+from megarl.trainer.determinism import is_deterministic
+from megarl.trainer.export import export_hf
 from megarl.trainer.lora_sync import engine_adapters, served_adapters
 from megarl.trainer.memory import DeviceMemory, device_memory, frees_engines
+from megarl.trainer.model_roles import Role, start_actor, start_critic, start_reference, start_reward_model
+from megarl.trainer.restarts import EngineRestarts
 from megarl.trainer.run import Run
-from megarl.trainer.specs import ModelSpec
-from megarl.trainer.sync import SyncFacts, connect
+from megarl.trainer.sync import SyncFacts, connect, sync_weights
 from megarl.trainer.turns import TurnsSpec, turns_spec
 
-ACTOR = "megarl.trainer.actor:ActorWorker"
-ACTOR_CRITIC = "megarl.trainer.shared_critic:ActorCriticWorker"
-CRITIC = "megarl.trainer.critic:CriticWorker"
-REWARD_MODEL = "megarl.trainer.reward_worker:RewardModelWorker"
 ENGINE = "megarl.trainer.engine:EngineWorker"
-
-
-@dataclass(frozen=True)
-class Role:
-    """A model's ranks, how they share it, and how its batches are cut."""
-
-    group: WorkerGroup
-    layout: ParallelLayout
-    cut: MicroBatching
 
 
 @dataclass(frozen=True)
 class Roles:
     """The parts of a run; `ref.group` is the actor's where the reference lives in the actor's processes, and
-    `critic.group` where the critic shares the actor's model."""
+    `critic.group` where the critic shares the actor's model.
+
+    A run that generates nothing has no engines, and so neither `sync` nor `restarts`.
+    """
 
     actor: Role
-    engines: WorkerGroup
-    sync: SyncFacts
+    engines: WorkerGroup | None
+    sync: SyncFacts | None
     critic: Role | None
     ref: Role | None
     reward_model: Role | None
     memory: DeviceMemory
+    restarts: EngineRestarts | None
 
 
-def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: int) -> Roles:
-    """Start all worker groups of a PPO run, at once, and wait until every process is ready."""
+def start_roles(
+    config: TrainConfig, run: Run, model: ModelConfig, num_steps: int, *, trains: bool = True
+) -> Roles:
+    """Start all worker groups of a PPO run, at once, and wait until every process is ready.
+
+    Args:
+        trains: whether models are trained; else the actor alone is there, and has no optimizer.
+    """
     open_pools(run, config.resource_pools)
     policy = config.actor_rollout_ref
     actor_pool, engine_pool = run.pools[policy.actor.resource_pool], run.pools[policy.rollout.resource_pool]
@@ -76,34 +73,99 @@ def start_roles(config: TrainConfig, run: Run, model: ModelConfig, num_steps: in
         run.say(way)
     sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
     with run.status("starting models and rollout engines"):
-        context = config.data.max_prompt_length + config.data.max_response_length
-        engines = start_engines(
-            run,
-            policy.rollout,
-            policy.model.path,
-            engine_pool,
-            context,
-            device_order=order,
-            synced=True,
-            releasable=freed,
-            adapters=engine_adapters(model, adapters) if adapters is not None else None,
-            turns=turns_spec(
-                policy.rollout, policy.model, config.data.apply_chat_template_kwargs, config.plugins
-            ),
-        )
-        if freed:  # before anything else comes to their devices
-            run.wait(engines.started)
-            run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
-        actor = _start_actor(config, run, num_steps)
-        critic = _start_critic(config, run, actor, num_steps) if config.critic is not None else None
-        ref = _reference(config, run, actor, num_steps) if needs_reference(config) else None
-        reward_model = _start_reward_model(config, run) if config.reward_model.enable else None
+        engines = _synced_engines(config, run, engine_pool, order, freed, model, adapters)
+        actor, critic, ref = _start_models(config, run, num_steps if trains else None)
+        reward_model = start_reward_model(config, run) if config.reward_model.enable else None
         run.wait([ref for group in run.groups for ref in group.started])
-    facts = connect(
-        run, actor.group, engines, sync, config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
+    timeout, skip = config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
+    join = partial(connect, run, actor.group, engines, sync, timeout, skip)
+    facts = join()
+    memory = device_memory(config, run, actor, engines, critic, ref, reward_model, trains=trains)
+    restarts = EngineRestarts(
+        run,
+        engines,
+        policy.rollout.max_restarts,
+        memory,
+        join,
+        lambda version: sync_weights(run, roles, version),
     )
-    memory = device_memory(config, run, actor, engines, critic, ref, reward_model)
-    return Roles(actor, engines, facts, critic, ref, reward_model, memory)
+    roles = Roles(actor, engines, facts, critic, ref, reward_model, memory, restarts)
+    memory.recover = restarts.replace_lost
+    run.restarts = restarts if restarts.max_restarts else None
+    return roles
+
+
+def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
+    """Start what trains, on its pools alone: no engines, no reward model."""
+    used = {config.actor_rollout_ref.actor.resource_pool}
+    if config.critic is not None:
+        used.add(config.critic.resource_pool)
+    if needs_reference(config):
+        used.add(config.actor_rollout_ref.ref.resource_pool)
+    open_pools(run, {name: pool for name, pool in config.resource_pools.items() if name in used})
+    with run.status("starting models"):
+        actor, critic, ref = _start_models(config, run, num_steps)
+        run.wait([ref for group in run.groups for ref in group.started])
+    memory = device_memory(config, run, actor, None, critic, ref, None)
+    return Roles(actor, None, None, critic, ref, None, memory, None)
+
+
+def _start_models(
+    config: TrainConfig, run: Run, num_steps: int | None
+) -> tuple[Role, Role | None, Role | None]:
+    """Actor, critic and reference, as far as there are any; `num_steps` as for `start_actor`."""
+    actor = start_actor(config, run, num_steps)
+    if num_steps is None:
+        return actor, None, None
+    critic = start_critic(config, run, actor, num_steps) if config.critic is not None else None
+    return actor, critic, start_reference(config, run, actor) if needs_reference(config) else None
+
+
+def _synced_engines(
+    config: TrainConfig,
+    run: Run,
+    pool: ResourcePool,
+    order: Sequence[int],
+    freed: bool,
+    model: ModelConfig,
+    adapters: LoraConfig | None,
+) -> WorkerGroup:
+    """The engines of a run that syncs them; their memory is released already where it is to come and go."""
+    policy, data = config.actor_rollout_ref, config.data
+    engines = start_engines(
+        run,
+        policy.rollout,
+        policy.model.path,
+        pool,
+        data.max_prompt_length + data.max_response_length,
+        device_order=order,
+        synced=True,
+        releasable=freed,
+        adapters=engine_adapters(model, adapters) if adapters is not None else None,
+        turns=turns_spec(policy.rollout, policy.model, data.apply_chat_template_kwargs, config.plugins),
+    )
+    if freed:  # before anything else comes to their devices
+        run.wait(engines.started)
+        run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
+    return engines
+
+
+def policy_checkpoints(
+    config: TrainConfig, run: Run, roles: Roles, parts: Mapping[str, Stateful | None]
+) -> Checkpoints:
+    """The checkpoints of a PPO run: of actor and critic, and of what changes in the controller (`parts`, by name)."""
+    groups = {"actor": roles.actor.group}
+    if roles.critic is not None:
+        groups["critic"] = roles.critic.group
+    model = config.actor_rollout_ref.model
+    return make_checkpoints(
+        run,
+        config.trainer,
+        groups,
+        {name: part for name, part in parts.items() if part is not None},
+        roles.memory.held,
+        lambda folder: export_hf(run, roles.actor.group, model, folder),
+    )
 
 
 def open_pools(run: Run, pools: dict[str, PoolConfig]) -> None:
@@ -182,12 +244,13 @@ def start_engines(
         turns: how trajectories of several turns are played; None: they have one.
     """
     tp = rollout.tensor_model_parallel_size
+    device, dtype = "cuda" if pool.use_gpu else "cpu", rollout_dtype(rollout, pool)
     engine = EngineConfig(
         model_path=model_path,
         tensor_parallel_size=tp,
         expert_parallel_size=rollout.expert_parallel_size,
-        device="cuda" if pool.use_gpu else "cpu",
-        dtype=rollout_dtype(rollout, pool),
+        device=device,
+        dtype=dtype,
         fp8_block=fp8_block(rollout),
         load_format="dummy" if synced else "auto",
         context_length=context_length,
@@ -201,6 +264,7 @@ def start_engines(
         request_timeout=rollout.request_timeout,
         stop_token_ids=rollout.stop_token_ids,
         adapters=adapters,
+        deterministic=is_deterministic(rollout, device, dtype, adapters is not None),
     )
     return run.start(
         WorkerGroup(
@@ -225,120 +289,6 @@ def rollout_dtype(rollout: RolloutConfig, pool: ResourcePool) -> str:
 def fp8_block(rollout: RolloutConfig) -> tuple[int, int] | None:
     """The blocks in which the engines hold weights in float8; None: they do not."""
     return rollout.quantization_block_size if rollout.quantization == "fp8" else None
-
-
-def _start_actor(config: TrainConfig, run: Run, num_steps: int) -> Role:
-    """The actor's processes, with the critic in them where it shares the actor's model."""
-    policy = config.actor_rollout_ref
-    shared_reference = needs_reference(config) and reference_in_actor(config)
-    spec = ModelSpec(
-        path=policy.model.path,
-        head="lm",
-        megatron=policy.actor.megatron,
-        optim=policy.actor.optim,
-        num_updates=num_steps * _updates_per_step(config, policy.actor),
-        timeout=config.trainer.collective_timeout,
-        # The ranks' working directory need not be this one.
-        plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
-        lora=policy.model.lora,
-    )
-    kwargs: dict[str, object] = {
-        "spec": spec,
-        "temperature": policy.rollout.temperature,
-        "reference_path": policy.model.path if shared_reference and not spec.adapted else None,
-    }
-    shared_critic = config.critic is not None and config.critic.model.share_base
-    if shared_critic:
-        kwargs["critic"] = _critic_spec(config, num_steps)
-    worker = ACTOR_CRITIC if shared_critic else ACTOR
-    return _start_model(
-        run, "actor", worker, policy.actor.resource_pool, spec, kwargs, _cut(config, policy.actor)
-    )
-
-
-def _start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
-    """The critic: in processes of its own, or in the actor's where it shares the actor's model."""
-    critic, cut = config.critic, _cut(config, config.critic)
-    if critic.model.share_base:
-        return Role(actor.group, actor.layout, cut)
-    spec = _critic_spec(config, num_steps)
-    return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, cut)
-
-
-def _critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
-    critic = config.critic
-    return ModelSpec(
-        path=critic.model.path,
-        head="value",
-        megatron=critic.megatron,
-        optim=critic.optim,
-        num_updates=num_steps * _updates_per_step(config, critic),
-        timeout=config.trainer.collective_timeout,
-        lora=critic.model.lora,
-    )
-
-
-def _reference(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
-    """The reference policy: in the actor's processes, or in processes of its own."""
-    policy = config.actor_rollout_ref
-    cut = MicroBatching(
-        0, policy.ref.log_prob_max_token_len_per_gpu, policy.ref.log_prob_micro_batch_size_per_gpu
-    )
-    if reference_in_actor(config):
-        return Role(actor.group, actor.layout, cut)
-    spec = ModelSpec(
-        path=policy.model.path,
-        head="lm",
-        megatron=policy.ref.megatron,
-        optim=None,
-        num_updates=0,
-        timeout=config.trainer.collective_timeout,
-        lora=policy.model.lora,  # not that it had adapters: its weights are held as the actor's are
-    )
-    kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
-    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, cut)
-
-
-def _start_reward_model(config: TrainConfig, run: Run) -> Role:
-    reward = config.reward_model
-    spec = ModelSpec(
-        path=reward.model.path,
-        head="value",
-        megatron=reward.megatron,
-        optim=None,
-        num_updates=0,
-        timeout=config.trainer.collective_timeout,
-    )
-    cut = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
-    return _start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, cut)
-
-
-def _start_model(
-    run: Run,
-    name: str,
-    worker_class: str,
-    pool_name: str,
-    spec: ModelSpec,
-    kwargs: dict[str, object],
-    cut: MicroBatching,
-) -> Role:
-    pool = run.pools[pool_name]
-    group = WorkerGroup(name, worker_class, pool, len(pool), kwargs, run.log_dir)
-    return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), cut)
-
-
-def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
-    return MicroBatching(
-        mini_batch_size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
-        max_tokens=section.ppo_max_token_len_per_gpu,
-        micro_batch_size=section.ppo_micro_batch_size_per_gpu,
-        epochs=section.ppo_epochs,
-        shuffle=config.actor_rollout_ref.actor.shuffle,
-    )
-
-
-def _updates_per_step(config: TrainConfig, section: ActorConfig | CriticConfig) -> int:
-    return config.data.train_batch_size // section.ppo_mini_batch_size * section.ppo_epochs
 
 
 def _places(pool: ResourcePool) -> tuple[RankPlace, ...]:

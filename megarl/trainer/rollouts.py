@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from megarl.cluster import WorkerLost
 from megarl.config import SamplingConfig, TrainConfig
 from megarl.data.trajectories import expand_prompts, replace_column, take
 from megarl.rollout.engine import SamplingParams
@@ -59,13 +60,22 @@ def greedy_requests(prompts: pa.Table) -> pa.Table:
 def generate(
     run: Run, engines: WorkerGroup, requests: pa.Table, sampling: SamplingParams, finished: Finished
 ) -> pa.Table:
-    """The trajectories of `requests`, in their order; `finished` has been told of all of them by then."""
-    parts = split_requests(requests, engines.world_size)
-    tables = []
-    for table in run.stream(engines.stream_each("stream", [(part, sampling) for part in parts])):
-        finished(table)
-        tables.append(table)
-    return in_order(pa.concat_tables(tables), requests["uid"].to_pylist())
+    """The trajectories of `requests`, in their order; `finished` has been told of all of them by then.
+
+    Those that were lost with their engine are asked for again when it has been started anew, if the run does that.
+    """
+    uids, tables, missing = requests["uid"].to_pylist(), [], requests
+    while missing.num_rows:
+        parts = split_requests(missing, engines.world_size)
+        try:
+            for table in run.stream(engines.stream_each("stream", [(part, sampling) for part in parts])):
+                finished(table)
+                tables.append(table)
+        except WorkerLost as failure:
+            run.revive(failure)
+        came = {uid for table in tables for uid in table["uid"].to_pylist()}
+        missing = take(requests, np.flatnonzero([uid not in came for uid in uids]))
+    return in_order(pa.concat_tables(tables), uids)
 
 
 def in_order(table: pa.Table, uids: list[str]) -> pa.Table:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
@@ -15,9 +16,24 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cluster import ResourcePool, WorkerGroup, start_cluster, stop_cluster, stream, wait
+from megarl.checkpoints import Checkpoint, CheckpointStore
+from megarl.cluster import (
+    Cluster,
+    ResourcePool,
+    RunFailure,
+    Watch,
+    WorkerGroup,
+    WorkerLost,
+    abandon_cluster,
+    start_cluster,
+    stop_cluster,
+    stream,
+    wait,
+    write_report,
+)
 from megarl.config import (
     BatchPlan,
+    RolloutConfig,
     TrainConfig,
     TuningBatchPlan,
     TuningConfig,
@@ -28,8 +44,22 @@ from megarl.config import (
     to_dict,
 )
 from megarl.data.trajectories import write_trajectories
+from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
+from megarl.trainer.checkpoints import find_resumed, open_store
 from megarl.trainer.logger import RunLogger
+from megarl.trainer.preemption import Preemption, noting_signals
 from megarl.trainer.trackers import TrackedRun
+
+if TYPE_CHECKING:
+    from megarl.trainer.restarts import EngineRestarts
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: that a call may take, and that nobody need work on it (see cluster/watch.py); None: no limit."""
+
+    phase: float | None = None
+    idle: float | None = 60.0
 
 
 @dataclass
@@ -43,6 +73,20 @@ class Run:
     groups: list[WorkerGroup] = field(default_factory=list)
     pools: dict[str, ResourcePool] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    at_step: int | None = None  # the last one that has begun
+    phases: list[str] = field(default_factory=list)  # those that are open, the outermost first
+    watch: Watch | None = None  # for processes that hang
+    phase_timeout: float | None = None  # seconds that a call may take
+    restarts: EngineRestarts | None = None  # engines that may die: they are started anew
+    store: CheckpointStore | None = None
+    resumed: Checkpoint | None = None  # the checkpoint that the run goes on from
+    started: float = field(default_factory=time.monotonic)
+    preemption: Preemption = field(default_factory=Preemption)
+
+    @property
+    def resumed_step(self) -> int:
+        """The last step that was made before the run began; -1: it is new, and not even step 0 was."""
+        return -1 if self.resumed is None else self.resumed.step
 
     @property
     def log_dir(self) -> Path:
@@ -67,12 +111,41 @@ class Run:
         return group
 
     def wait(self, refs: list[ray.ObjectRef]) -> list[Any]:
-        """The results; raises within seconds when any process of the run died or a call failed."""
-        return wait(refs, self.groups)
+        """The results; raises within seconds when any process of the run died or a call failed, and soon if one hangs.
+
+        Raises:
+            RunFailure: names a report of all processes. Engines that may be started anew count only where `refs` are theirs.
+        """
+        with self._reporting():
+            return wait(refs, self.groups, self.phase_timeout, self.watch, self._spare)
 
     def stream(self, streams: list[ray.ObjectRefGenerator]) -> Iterator[pa.Table]:
         """The tables that generator methods yield, as they come, from any rank; raises as `wait` does."""
-        return stream(streams, self.groups)
+        with self._reporting():
+            yield from stream(streams, self.groups, self.phase_timeout, self.watch, self._spare)
+
+    def revive(self, failure: WorkerLost) -> None:
+        """Go on after an engine was lost while it generated; raises the failure if that cannot be."""
+        if self.restarts is None:
+            raise failure
+        self.restarts.revive(failure)
+
+    @property
+    def _spare(self) -> WorkerGroup | None:
+        return self.restarts.engines if self.restarts is not None else None
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except RunFailure as failure:
+            step = "none yet" if self.at_step is None else str(self.at_step)
+            facts = {"step": step, "phase": " / ".join(self.phases) or "start"}
+            try:
+                write_report(self.folder, failure, self.groups, facts)
+            except OSError as error:
+                self.say(f"no report of the failure: {error}")
+            raise
 
     def put(self, table: pa.Table) -> ray.ObjectRef:
         """A table in the object store, from where every process reads it in place."""
@@ -82,9 +155,11 @@ class Run:
     def timed(self, phase: str) -> Iterator[None]:
         """Count the seconds of a phase of the step."""
         begun = time.perf_counter()
+        self.phases.append(phase)
         try:
             yield
         finally:
+            self.phases.pop()
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begun
 
     @contextmanager
@@ -92,6 +167,7 @@ class Run:
         """Time a step; what the caller puts into the dictionary is logged at its end."""
         self.seconds.clear()
         metrics: dict[str, float] = {}
+        self.at_step = step
         with self.timed("step"):
             yield metrics
         if "perf/tokens" in metrics:
@@ -106,42 +182,87 @@ class Run:
 
 
 @contextmanager
-def open_run(config: TrainConfig | TuningConfig, total_steps: int) -> Iterator[Run]:
-    """A training run: writes down what is run, starts the cluster, opens the log.
+def open_run(
+    config: TrainConfig | TuningConfig, total_steps: int, *, resumable: bool = True
+) -> Iterator[Run]:
+    """A training run: finds where it goes on, writes down what is run, starts the cluster, opens the log.
 
     Args:
         config: resolved and checked.
+        resumable: whether it can go on from a checkpoint; else it begins anew.
+
+    Raises:
+        ValueError: another run writes to its folder, or the checkpoint that it should go on from does not fit it.
     """
     trainer, plan = config.trainer, resolve_batches(config)
     folder = Path(trainer.default_local_dir)
-    save_config(config, folder / "config.yaml")
-    save_batch_plan(plan, folder)
-    with open_engine_run(trainer.ray_address, plan.devices, folder) as run:
+    with ExitStack() as stack:
+        say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
+        store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
+        resumed = find_resumed(config, store, say) if resumable else None
+        save_config(config, folder / "config.yaml")
+        save_batch_plan(plan, folder)
+        run = stack.enter_context(open_engine_run(trainer.ray_address, plan.devices, folder, limits(config)))
+        run.store, run.resumed = store, resumed
+        if resumable:  # there is a loop that asks for signals; over the handler that Ray has put there
+            run.preemption = stack.enter_context(noting_signals())
         run.say((folder / "config.yaml").read_text())
         print_plan(run.console, plan, total_steps)
         if isinstance(config, TrainConfig):
             run.trajectory_folder = Path(trainer.rollout_data_dir)
         tracked = TrackedRun(trainer.project_name, trainer.experiment_name, to_dict(config))
-        with RunLogger(
-            folder, trainer.logger, total_steps=total_steps, console=run.console, tracked=tracked
-        ) as run.logger:
-            yield run
+        run.logger = stack.enter_context(
+            RunLogger(
+                folder,
+                trainer.logger,
+                total_steps=total_steps,
+                console=run.console,
+                tracked=tracked,
+                resumed_step=None if resumed is None else resumed.step,
+            )
+        )
+        yield run
+
+
+def limits(config: TrainConfig | TuningConfig) -> Limits:
+    """The limits that a configuration gives to calls."""
+    trainer = config.trainer
+    if isinstance(config, TrainConfig):
+        return engine_limits(config.actor_rollout_ref.rollout, trainer.phase_timeout, trainer.idle_timeout)
+    return Limits(trainer.phase_timeout, trainer.idle_timeout)
+
+
+def engine_limits(rollout: RolloutConfig, phase: float | None = None, idle: float | None = 60.0) -> Limits:
+    """Limits of a run with engines, which idle while all environments think."""
+    if idle is not None and rollout.multi_turn.enable:
+        idle = max(idle, 2 * rollout.multi_turn.step_timeout)
+    return Limits(phase, idle)
 
 
 @contextmanager
-def open_engine_run(address: str | None, num_devices: int, folder: Path) -> Iterator[Run]:
+def open_engine_run(
+    address: str | None, num_devices: int, folder: Path, limits: Limits = Limits()
+) -> Iterator[Run]:
     """A run's folder and cluster (the one at `address`, or one of its own); ends every process it started."""
-    run = Run(folder, Console())
+    run = Run(folder, Console(), phase_timeout=limits.phase)
     run.say(f"run folder: {folder}")
     cluster = start_cluster(address, num_devices, folder)
+    run.watch = Watch(limits.idle, cluster)
     try:
         yield run
     finally:
-        for group in run.groups:
-            group.shutdown()
-        for pool in run.pools.values():
-            pool.close()
-        stop_cluster(cluster)
+        _end(run, cluster)
+
+
+def _end(run: Run, cluster: Cluster) -> None:
+    if cluster.is_broken:
+        abandon_cluster(cluster)
+        return
+    for group in run.groups:
+        group.shutdown()
+    for pool in run.pools.values():
+        pool.close()
+    stop_cluster(cluster)
 
 
 def print_plan(console: Console, plan: BatchPlan | TuningBatchPlan, total_steps: int) -> None:

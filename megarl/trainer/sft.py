@@ -45,7 +45,7 @@ def train(config: SFTConfig) -> str:
             else lambda: validate(config, run, group, layout, validation.table),
             export=lambda folder: export_hf(run, group, config.model, folder),
         )
-        return run_steps(config.trainer, run, loader, num_steps, stages)
+        return run_steps(config.trainer, run, loader, num_steps, stages, group)
 
 
 def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:

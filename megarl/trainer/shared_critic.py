@@ -16,7 +16,7 @@ from megarl.megatron.offload import frozen_of
 from megarl.megatron.parameter_sets import in_turn, parameter_set
 from megarl.trainer.actor import ActorWorker
 from megarl.trainer.critic import CriticWorker
-from megarl.trainer.model_worker import RowColumns, Share
+from megarl.trainer.model_worker import ModelWorker, RowColumns, Share
 from megarl.trainer.specs import ModelSpec
 
 
@@ -39,6 +39,9 @@ class ActorCriticWorker(ActorWorker):
         trained = self._actors.parameters + self._critics.parameters
         self.parts["weights"] = frozen_of(self.chunks, trained)
         self.parts |= {f"critic_{name}": part for name, part in self.critic.parts.items()}
+
+    def of_role(self, role: str) -> ModelWorker:
+        return self.critic if role == "critic" else self
 
     def compute_values(self, table: pa.Table, shares: list[Share]) -> RowColumns | None:
         """As `CriticWorker.compute_values`."""

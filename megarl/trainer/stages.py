@@ -10,6 +10,7 @@ import pyarrow as pa
 from megarl.config import TrainConfig, full_kl_in_reward, needs_old_log_probs, needs_ref_log_probs
 from megarl.data.trajectories import append_column, ragged, sequence_lengths
 from megarl.trainer.dispatch import first_pass_plan, forward_plan, merge_columns, update_plan
+from megarl.trainer.nonfinite import COMPUTED, require_finite
 from megarl.trainer.roles import Roles
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
 
     Args:
         seed: that of the step's `update`.
+
+    Raises:
+        NotFinite: one of these is not.
     """
     table = run.put(batch)
     actor, ref, critic = roles.actor, roles.ref, roles.critic
@@ -32,26 +36,26 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         plan, _ = update_plan(batch, actor.layout, actor.cut, seed)
         shares = first_pass_plan(plan, actor.cut.epochs)
         method = "compute_full_kl" if full_kl_in_reward(config) else "compute_log_probs"
-        calls.append(actor.group.call(method, table, shares, "old_log_probs"))
+        calls.append(("actor", actor.group.call(method, table, shares, "old_log_probs")))
     else:
         batch = append_column(batch, "old_log_probs", ragged(batch, "rollout_log_probs"))
     if ref is not None and needs_ref_log_probs(config):
         shares = forward_plan(batch, ref.layout, ref.cut)
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
-        calls.append(ref.group.call(method, table, shares, "ref_log_probs"))
+        calls.append(("ref", ref.group.call(method, table, shares, "ref_log_probs")))
     if critic is not None:
         shares = forward_plan(batch, critic.layout, critic.cut)
-        calls.append(critic.group.call("compute_values", table, shares))
-    for refs in calls:
-        batch = merge_columns(batch, run.wait(refs))
+        calls.append(("critic", critic.group.call("compute_values", table, shares)))
+    answers = [(role, run.wait(refs)) for role, refs in calls]
+    for _, results in answers:
+        batch = merge_columns(batch, results)
+    require_finite(batch, COMPUTED, answers)
     return batch
 
 
-def throughput(batch: pa.Table, generated: int, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Tokens a second of a step's phases: the `generated` response tokens, of the others all tokens of the batch."""
+def throughput(batch: pa.Table, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a second of the phases that go through all tokens of a batch."""
     tokens = int(sequence_lengths(batch).sum())
-    rates = {"generate": generated, "evaluate_models": tokens, "update": tokens}
-    return {
-        "perf/tokens": float(tokens),
-        **{f"perf/{phase}_tokens_per_s": count / seconds[phase] for phase, count in rates.items()},
-    }
+    phases = ("evaluate_models", "update")
+    rates = {f"perf/{phase}_tokens_per_s": tokens / seconds[phase] for phase in phases}
+    return {"perf/tokens": float(tokens), **rates}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megarl.cluster import WorkerLost
 from megarl.hybrid_engine import Sent, SyncPlan
 from megarl.rollout.engine import SyncReport
 
@@ -80,8 +81,24 @@ def connect(
 def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
     """Give every engine the actor's weights as `version`; nothing is served in between.
 
+    If engines are lost meanwhile and may be started anew, all of it is done again.
+
     Returns: bytes by link, memory, and the time that each part took, as metrics.
     """
+    while True:
+        try:
+            metrics = _sync_once(run, roles, version)
+        except WorkerLost as failure:
+            roles.restarts.note(failure)
+            roles.restarts.replace_lost()
+            with roles.memory.held("sync"):
+                pass  # back onto the devices, from where the start of an engine took what it could
+        else:
+            roles.restarts.version = version
+            return metrics
+
+
+def _sync_once(run: Run, roles: Roles, version: int) -> dict[str, float]:
     engines, actor, facts = roles.engines, roles.actor.group, roles.sync
     with run.timed("sync_begin"):
         held = run.wait(engines.call("begin_update", version))

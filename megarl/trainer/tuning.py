@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -14,6 +16,7 @@ from megarl.cluster import WorkerGroup
 from megarl.config import PoolConfig, TuningConfig, TuningTrainerConfig
 from megarl.files import whole_file
 from megarl.layout.grid import ParallelLayout
+from megarl.trainer.checkpoints import Stateful, make_checkpoints
 from megarl.trainer.export import FOLDER
 from megarl.trainer.ppo import due, epochs
 from megarl.trainer.roles import open_pools
@@ -21,6 +24,12 @@ from megarl.trainer.run import Run
 from megarl.trainer.specs import ModelSpec
 
 VAL_LOSS = "val/loss"
+
+
+class Loader(Stateful, Protocol):
+    """Batches of one epoch each time it is iterated, and their position."""
+
+    def __iter__(self) -> Iterator[pa.Table]: ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,20 @@ class Progress:
         self.best = loss if lowest else self.best
         return lowest
 
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values, which know no infinity."""
+        return {
+            "best": self.best if math.isfinite(self.best) else None,
+            "threshold": self.threshold if math.isfinite(self.threshold) else None,
+            "stale": self.stale,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.threshold = (
+            math.inf if state[name] is None else state[name] for name in ("best", "threshold")
+        )
+        self.stale = state["stale"]
+
     @property
     def stop(self) -> bool:
         return self.patience is not None and self.stale >= self.patience
@@ -101,14 +124,26 @@ def start_group(
 
 
 def run_steps(
-    trainer: TuningTrainerConfig, run: Run, loader: Iterable[pa.Table], num_steps: int, stages: Stages
+    trainer: TuningTrainerConfig,
+    run: Run,
+    loader: Loader,
+    num_steps: int,
+    stages: Stages,
+    group: WorkerGroup,
 ) -> str:
-    """All steps; returns the folder of the model after the last one.
+    """All steps that are still to be made; returns the folder of the model after the last one.
 
-    Besides as the trainer's keys say the model every `save_freq` steps, and the best one so far as `best/hf`.
+    Besides checkpoints, as the trainer's keys say, and the best model so far as `best/hf`.
     """
     progress = Progress(trainer.early_stop_patience, trainer.early_stop_min_delta)
-    for step, batch in zip(range(1, num_steps + 1), epochs(loader), strict=False):
+    parts = {"data": loader, "progress": progress}
+    checkpoints = make_checkpoints(
+        run, trainer, {"model": group}, parts, lambda phase: nullcontext(), stages.export
+    )
+    done = checkpoints.resume()
+    for step, batch in zip(range(done + 1, num_steps + 1), epochs(loader), strict=False):
+        if progress.stop:  # before it was interrupted
+            break
         with run.step(step) as metrics:
             with run.timed("update"):
                 metrics |= stages.update(batch)
@@ -118,14 +153,12 @@ def run_steps(
                     metrics |= stages.validate()
         if validated and progress.observe(metrics[VAL_LOSS]) and trainer.save_best:
             save_best(run, step, metrics, stages.export)
-        if trainer.save_freq > 0 and step % trainer.save_freq == 0:
-            stages.export(run.folder / "checkpoints" / f"step-{step}" / FOLDER)
+        checkpoints.after(step, metrics, last=step == num_steps or progress.stop)
         if progress.stop:
             run.say(
                 f"step {step}: the last {progress.stale} validations had no {VAL_LOSS} under {progress.threshold:.6g} by "
                 f"trainer.early_stop_min_delta={trainer.early_stop_min_delta:g}: the run ends early"
             )
-            break
     return stages.export(run.folder / FOLDER)
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import psutil
 from ray.cluster_utils import Cluster as RayCluster
 
-from megarl.cluster import ResourcePool, WorkerGroup, start_cluster, stop_cluster, wait
+from megarl.cluster import ResourcePool, RunFailure, WorkerGroup, start_cluster, stop_cluster, wait
 from megarl.cluster.guard import KEEP_ENVIRON
 from megarl.cluster.hosts import start_guard
+from megarl.trainer.preemption import REQUEUE, noting_signals
+from megarl.trainer.run import open_engine_run
 
 
 def hang(run_dir: str, address: str) -> None:
@@ -35,6 +37,28 @@ def hang(run_dir: str, address: str) -> None:
         temp_dir=cluster.temp_dir,
     )
     time.sleep(1000)
+
+
+def run(run_dir: str, method: str) -> None:
+    """A run whose ranks are called again and again; told to end it asks them once more, for what is to be saved."""
+    with open_engine_run(None, 4, Path(run_dir)) as run, noting_signals() as preemption:
+        run.pools["all"] = ResourcePool("all", 1, 4, timeout=30)
+        group = run.start(_group("rank", run.pools["all"], 2, run_dir))
+        children = run.wait(group.call("start_children"))
+        _report(
+            workers=group.pids,
+            children=[pid for pids in children for pid in pids],
+            servers=run.watch.cluster.servers,
+            started=[process.pid for process in psutil.Process().children(recursive=True)],
+            mark=run.watch.cluster.mark,
+        )
+        try:
+            while preemption.requested is None:
+                run.wait(group.call(method, 1))
+        except RunFailure as failure:
+            sys.exit(f"error: {failure}")
+        _report(saved=run.wait(group.call("echo", preemption.requested)), pids=group.pids)
+        sys.exit(REQUEUE)
 
 
 def stop(run_dir: str) -> None:
@@ -143,4 +167,6 @@ def _report(**values: Any) -> None:
 
 
 if __name__ == "__main__":
-    {"hang": hang, "serve": serve, "stop": stop, "two_nodes": two_nodes}[sys.argv[1]](*sys.argv[2:])
+    {"hang": hang, "run": run, "serve": serve, "stop": stop, "two_nodes": two_nodes}[sys.argv[1]](
+        *sys.argv[2:]
+    )

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -64,11 +64,11 @@ def guards_of(pids: Collection[int]) -> dict[int, list[str]]:
 
 
 def start_controller(
-    name: str, *arguments: Any, seconds: float = 90
+    name: str, *arguments: Any, seconds: float = 90, stderr: IO | None = None
 ) -> tuple[subprocess.Popen, dict[str, Any]]:
     """Starts `controllers.py name arguments...`; returns it with the JSON line that it reported in time."""
     command = [sys.executable, "-m", "tests.cluster.controllers", name, *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
     timer = threading.Timer(seconds, process.kill)
     timer.start()
     for line in process.stdout:

@@ -105,6 +105,29 @@ class Rank:
             time.sleep(1000)
         return self.info.rank
 
+    def reduce_unless(self, rank: int, seconds: float) -> None:
+        """All but `rank` wait in a collective of torch's, for at most `seconds`."""
+        import datetime
+
+        import torch
+        import torch.distributed as dist
+
+        address = f"tcp://{self.info.master_addr}:{self.info.master_port}"
+        dist.init_process_group("gloo", address, world_size=self.info.world_size, rank=self.info.rank)
+        group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+        dist.barrier()
+        if self.info.rank == rank:
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(1), group=group)
+
+    def work_if(self, rank: int, seconds: float) -> int:
+        """In C code, with the interpreter's lock, for about so long; the others sleep."""
+        begun = time.monotonic()
+        while self.info.rank == rank and time.monotonic() - begun < seconds:
+            pow(3, 3_000_000)
+        time.sleep(max(0.0, seconds - (time.monotonic() - begun)))
+        return self.info.rank
+
     def fail_if(self, rank: int) -> None:
         if self.info.rank == rank:
             print("I shall raise")

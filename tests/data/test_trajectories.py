@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data import trajectories as tr
+from megarl.data.files import write_parquet
 
 
 def make_prompts(num):
@@ -83,7 +84,6 @@ def test_every_request_has_exactly_one_generation():
     "changes, message",
     [
         ({"log_probs": [-1.0]}, "rollout_log_probs has another length than response_ids"),
-        ({"log_probs": [-1.0, float("nan")]}, "rollout_log_probs has values that are not finite"),
         ({"response_ids": [], "log_probs": []}, "response_ids is empty"),
         ({"finish_reason": "abort"}, "finish_reason is none of stop, length"),
     ],
@@ -93,6 +93,20 @@ def test_bad_generations_are_named(changes, message):
     generations = [make_generation("train:0/0", 2), make_generation("train:0/1", 2, **changes)]
     with pytest.raises(ValueError, match=rf"trajectory train:0/1: {message} \(1 of 2 trajectories\)"):
         tr.build_trajectories(requests, generations)
+
+
+def test_log_probs_that_are_not_finite_are_kept_for_those_who_ask(tmp_path):
+    requests = tr.expand_prompts(make_prompts(1), 2)
+    generations = [make_generation(uid, 2) for uid in requests["uid"].to_pylist()]
+    generations[1] = dataclasses.replace(generations[1], log_probs=[-1.0, float("nan")])
+    table = tr.build_trajectories(requests, generations)
+    message = r"train:0/1: rollout_log_probs has values that are not finite \(1 of 2 trajectories\)"
+    with pytest.raises(ValueError, match=message):
+        tr.write_trajectories(table, tmp_path / "a.parquet")
+    path = write_parquet(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=message):
+        tr.read_trajectories(path)
+    assert np.isnan(tr.ragged(tr.read_trajectories(path, finite=False), "rollout_log_probs")[0]).sum() == 1
 
 
 def test_all_response_aligned_lists_have_the_length_of_the_response():

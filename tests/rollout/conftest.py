@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megarl.rollout.engine import EngineConfig
+from tests.rollout.invariance import OBSTACLE
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_state
 
@@ -76,6 +77,7 @@ def engine(model_a, tmp_path_factory) -> Iterator[EngineProcess]:
         max_num_seqs=64,
         max_total_tokens=8192,
         enable_memory_saver=True,
+        deterministic=OBSTACLE is None,
     )
     process = EngineProcess(config, log).start()
     yield process

@@ -1,9 +1,18 @@
-"""Batched decode attention against attention of one sequence at a time."""
+"""Batched attention against attention of one sequence at a time, and against itself in other company."""
 
 import pytest
 import torch
 
-from megarl.rollout.batched_attention import attend, group_by_length, make_groups
+from megarl.rollout.batched_attention import (
+    attend,
+    attend_prompt,
+    group_by_length,
+    make_groups,
+    prompt_blocks,
+)
+from tests.rollout.invariance import needs_invariance
+
+HEADS = [(4, 4), (4, 2), (6, 1)]
 
 
 def one_at_a_time(query, k_cache, v_cache, slots_of, scale):
@@ -21,14 +30,14 @@ def one_at_a_time(query, k_cache, v_cache, slots_of, scale):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("heads", "num_kv"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("heads", "num_kv"), HEADS)
 def test_equals_attention_of_each_sequence(heads, num_kv):
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([1, 40, 3, 17, 39, 8, 2])
-    batch, dim, num_slots, context = len(lengths), 16, 300, 64
+    lengths = torch.tensor([1, 40, 3, 17, 39, 8, 2, 90])
+    batch, dim, num_slots, context = len(lengths), 16, 300, 94
     slots = torch.randperm(num_slots - 1, generator=generator) + 1  # slot 0 is padding
     req_to_token = torch.full((20, context), 299, dtype=torch.int32)
-    req_pool_indices = torch.tensor([3, 19, 0, 7, 8, 11, 5])
+    req_pool_indices = torch.tensor([3, 19, 0, 7, 8, 11, 5, 2])
     slots_of, at = [], 0
     for row, length in zip(req_pool_indices.tolist(), lengths.tolist(), strict=True):
         slots_of.append(slots[at : at + length])
@@ -46,20 +55,70 @@ def test_equals_attention_of_each_sequence(heads, num_kv):
             query[group.rows], k_cache[group.slots], v_cache[group.slots], group.mask, 0.25
         )
     expected = one_at_a_time(query, k_cache, v_cache, slots_of, 0.25)
-    assert len(groups) == 5  # {40, 39}, {17}, {8}, {3, 2}, {1}
+    assert len(groups) == 3  # {90}, {40, 39, 17}, {8, 3, 2, 1}
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("heads", "num_kv"), HEADS)
+def test_a_prompt_is_attended_causally(heads, num_kv):
+    generator = torch.Generator().manual_seed(0)
+    length = 23
+    query = torch.randn(length, heads, 16, generator=generator)
+    keys = torch.randn(length, num_kv, 16, generator=generator)
+    values = torch.randn(length, num_kv, 8, generator=generator)
+    expected = one_at_a_time(query, keys, values, [torch.arange(n + 1) for n in range(length)], 0.3)
+    for cached in (0, 1, 22):
+        found = attend_prompt(query[cached:], keys, values, 0.3)
+        torch.testing.assert_close(found.double(), expected[cached:], atol=1e-5, rtol=1e-5)
+
+
+@needs_invariance
+@pytest.mark.parametrize(
+    ("heads", "num_kv", "dim", "value_dim"),
+    [(4, 2, 16, 16), (4, 4, 12, 12), (14, 2, 64, 64), (4, 4, 128, 128), (9, 1, 72, 64), (4, 1, 144, 128)],
+)
+def test_a_token_has_the_same_bits_however_it_is_attended(heads, num_kv, dim, value_dim):
+    """In a prompt of any length, after any part that was cached, and as the next token beside longer ones."""
+    generator = torch.Generator().manual_seed(0)
+    longest = 1400
+    query = torch.randn(longest, heads, dim, generator=generator)
+    keys = torch.randn(longest, num_kv, dim, generator=generator)
+    values = torch.randn(longest, num_kv, value_dim, generator=generator)
+    whole = attend_prompt(query, keys, values, None)
+    for length in (1, 5, 16, 31, 100, 255, 256, 257, 400, 513, 700):
+        part = slice(0, length)
+        assert torch.equal(attend_prompt(query[part], keys[part], values[part], None), whole[part]), length
+        for cached in (1, 7, 90, 250, 256, 399, 600):
+            if cached < length:
+                found = attend_prompt(query[cached:length], keys[part], values[part], None)
+                assert torch.equal(found, whole[cached:length]), (length, cached)
+        for other in (length, length + 3, 2 * length):
+            last = torch.tensor([length - 1, other - 1])
+            groups = make_groups(
+                last + 1, torch.arange(longest).expand(2, -1), torch.arange(2), torch.float32
+            )
+            for group in groups:
+                tokens = last[group.rows]
+                found = attend(query[tokens], keys[group.slots], values[group.slots], group.mask, None)
+                assert torch.equal(found, whole[tokens]), (length, other)
+
+
 def test_groups_waste_less_than_half():
-    lengths = [1, 1000, 3, 501, 500, 2, 7, 7]
+    lengths = [1, 1000, 3, 513, 512, 30, 70, 37, 33, 257, 256]
     groups = group_by_length(lengths)
-    assert sorted(row for group in groups for row in group) == list(range(8))
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     assert [sorted(lengths[row] for row in group) for group in groups] == [
-        [501, 1000],
-        [500],
-        [7, 7],
-        [2, 3],
-        [1],
+        [513, 1000],
+        [257, 512],
+        [256],
+        [33, 37, 70],
+        [30],
+        [1, 3],
     ]
-    for group in groups:
-        assert sum(lengths[row] for row in group) > 0.5 * len(group) * max(lengths[row] for row in group)
+
+
+def test_prompts_are_cut_at_fixed_positions():
+    assert prompt_blocks(0, 30) == [(0, 30)]
+    assert prompt_blocks(0, 256) == [(0, 256)] and prompt_blocks(256, 257) == [(256, 257)]
+    assert prompt_blocks(10, 1100) == [(10, 256), (256, 512), (512, 1024), (1024, 1100)]
+    assert prompt_blocks(512, 1024) == [(512, 1024)]

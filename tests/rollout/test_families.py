@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megarl.models import SGLangPlace, read_model_config, sglang_padding, sglang_pieces
 from megarl.models.tiny import make_tiny_model
 from megarl.rollout.engine import EngineConfig, SamplingParams
+from tests.rollout.invariance import OBSTACLE, needs_invariance
 from tests.rollout.manifests import rank_slices
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_state
+from tests.rollout.test_sglang_engine_determinism import assert_alone_as_together
 
 TP, NUM_TOKENS = 2, 12
 EXPERT_PARALLEL = {"qwen3": 1, "qwen3_moe": 2, "deepseek_v3": 2, "glm4_moe": 2}
@@ -57,8 +59,9 @@ def family(request, tmp_path_factory) -> Iterator[Family]:
         expert_parallel_size=EXPERT_PARALLEL[request.param],
         load_format="auto",
         max_num_seqs=8,
-        max_total_tokens=1024,
+        max_total_tokens=512,
         enable_memory_saver=True,
+        deterministic=OBSTACLE is None,
     )
     engine = EngineProcess(config, folder.parent / "engine.log").start()
     yield Family(request.param, folder, engine)
@@ -88,6 +91,12 @@ def assert_serves(engine: EngineProcess, folder: Path) -> None:
 
 def test_answers_as_hugging_face(family):
     assert_serves(family.engine, family.folder)
+
+
+@needs_invariance
+def test_a_response_has_the_same_bits_in_any_company(family):
+    """Also when the cache is too small for all, so that some are put back and computed again."""
+    assert_alone_as_together(family.engine, [*PROMPTS, *PROMPTS[:3]], num_tokens=90)
 
 
 def test_serves_other_weights_after_a_sync(family, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from megarl.checkpoints import steps_in
 from megarl.data.trajectories import list_lengths, ragged, read_trajectories
 from tests.trainer.conftest import PPO, on, steps, succeed
 
@@ -39,7 +40,7 @@ def run(task, tmp_path_factory):
         "train", "recipes/dapo_cpu.yaml", *on(task, out / "run"), "trainer.total_training_steps=2",
         "data.train_batch_size=4", "data.gen_batch_size=8", f"actor_rollout_ref.rollout.n={N}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4", f"custom_reward_function.path={out}/reward.py", *ONE_DEVICE,
-        "trainer.test_freq=2", "trainer.save_freq=1", "reward_model.overlong_buffer.penalty_factor=0.5",
+        "trainer.test_freq=2", "trainer.save_freq=1", "trainer.save_hf=true", "reward_model.overlong_buffer.penalty_factor=0.5",
         f"data.val_sets.twice.files={task}/data/test.parquet", "data.val_sets.twice.n=2",
         "data.val_sets.twice.temperature=1.0",
     )  # fmt: skip
@@ -116,7 +117,7 @@ def test_the_policy_is_written_every_so_many_steps(run):
     )
     assert all(second[name].equal(final[name]) for name in final)
     assert any(not first[name].equal(final[name]) for name in final)
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-1", "step-2"]
+    assert steps_in(out / "checkpoints") == [1, 2]
 
 
 def test_the_reward_of_this_test_is_what_it_says():

@@ -25,6 +25,7 @@ SMALL = [
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.max_restarts=0",  # engines that are started anew: tests/faults/test_engine_dies.py
     "trainer.n_gpus_per_node=2",
     "trainer.total_training_steps=1000",
 ]
@@ -99,6 +100,15 @@ def test_a_killed_actor_rank(run, tmp_path):
     log = tmp_path / "run" / "logs" / "actor-rank1.log"
     assert "on 127.0.0.1) died: killed " in message
     assert f"log: {log} on 127.0.0.1, its last lines:\n  | " in message
+    (report,) = (tmp_path / "run" / "failures").iterdir()
+    assert f"stacks and logs of all processes: {report}\n" in message
+    text = report.read_text()
+    for part in ("\nstep: ", "\nphase: step", "role: actor\nrank: 1\nhost: 127.0.0.1\n", "cause: killed "):
+        assert part in text
+    # where the others were: the other rank, the engine's process and its scheduler
+    for part in ("ray::actor-rank0", "ray::rollout-rank0", "sglang::scheduler"):
+        head = next(line for line in text.splitlines() if line.startswith("-- process") and part in line)
+        assert "(most recent call first)" in text.partition(head)[2].partition("-- ")[0]
 
 
 def test_a_killed_sglang_scheduler(run, tmp_path):

@@ -259,7 +259,7 @@ def test_repetition_leaves_out_trajectories_without_a_live_token() -> None:
 
 def run_in(folder: Path) -> tuple[Any, io.StringIO]:
     text = io.StringIO()
-    return SimpleNamespace(folder=folder, say=lambda line: text.write(line + "\n")), text
+    return SimpleNamespace(folder=folder, resumed_step=-1, say=lambda line: text.write(line + "\n")), text
 
 
 def test_findings_actions_and_the_end_are_printed_and_written(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def ppo_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     succeed(
         "train", "recipes/lora_ppo_cpu.yaml", *short, *on(task, out), "trainer.total_training_steps=2",
         "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
-        "actor_rollout_ref.rollout.free_cache_engine=true", "trainer.save_freq=1",
+        "actor_rollout_ref.rollout.free_cache_engine=true", "trainer.save_freq=1", "trainer.save_hf=true",
         *(f"actor_rollout_ref.actor.megatron.{key}=true" for key in OFFLOAD),
     )  # fmt: skip
     return out

@@ -22,6 +22,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.models.tiny import make_tiny_model
 from megarl.trainer.dispatch import MicroBatching
+from megarl.trainer.nonfinite import NotFinite
 from megarl.trainer.reward_model import ModelScores, RewardModelInputs, load_reward_model, score_with_model
 from megarl.trainer.reward_normalization import FILE, RewardNormalization
 from megarl.trainer.reward_worker import RewardModelWorker
@@ -203,7 +204,7 @@ def test_a_score_that_is_no_number_ends_the_run(folders: dict[str, Path]) -> Non
         (list(range(7)), {"scores": (np.array([1.0] * 6 + [np.nan]), None)})
     ]
     inputs = RewardModelInputs(read_model_config(str(folders["llama"])), None, None, max_length=40)
-    with pytest.raises(FloatingPointError, match=r"score of p:6/0 is nan"):
+    with pytest.raises(NotFinite, match=r"score of trajectory p:6/0 is nan"):
         score_with_model(
             RUN, Role(group, ParallelLayout(world=1), MicroBatching(0, 40, None)), trajectories(), inputs
         )

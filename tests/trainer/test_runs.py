@@ -1,6 +1,7 @@
 """Whole runs: real Megatron ranks under Ray, a real SGLang engine, all through the command line."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def ppo_run(task, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "ppo"
     printed = succeed(
         "train", *PPO, *on(task, out), "trainer.total_training_steps=2", "trainer.test_freq=2",
-        "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.log_val_generations=2", *UNHEALTHY,
+        "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.log_val_generations=2", "trainer.save_freq=1", *UNHEALTHY,
     )  # fmt: skip
     return out, printed
 
@@ -120,15 +121,17 @@ def test_the_export_answers_as_the_engine_does(ppo_run, task, tmp_path):
 OFFLOAD = ("param_offload", "grad_offload", "optimizer_offload")
 
 
-def test_memory_that_comes_and_goes_changes_no_number(ppo_run, task, tmp_path):
-    """The same run with everything off the devices that a phase does not use."""
+def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, task, tmp_path):
+    """The same run, from the checkpoint of step 1, with everything off the devices that a phase does not use."""
     out, _ = ppo_run
+    shutil.copytree(out / "checkpoints" / "step-1", tmp_path / "checkpoints" / "step-1")
     printed = succeed(
         "train", *PPO, *on(task, tmp_path), "trainer.total_training_steps=2", "trainer.test_freq=2",
         "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.free_cache_engine=true", *UNHEALTHY,
         *(f"{role}.megatron.{key}=true" for role in ("actor_rollout_ref.actor", "critic") for key in OFFLOAD),
     )  # fmt: skip
-    for expected, found in zip(steps(out), steps(tmp_path), strict=True):
+    assert "going on from step 1" in printed and "param_offload: None -> True" in printed
+    for expected, found in zip(steps(out)[1:], steps(tmp_path), strict=True):
         measured = {
             name for name in found if name.startswith(("timing_s/", "perf/", "sync/seconds", "memory/"))
         }

@@ -2,24 +2,34 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from megarl.config import TuningTrainerConfig
+from megarl.checkpoints import CheckpointStore, seal_file
+from megarl.config import SFTConfig, TuningTrainerConfig, load_config, resolve, save_config
+from megarl.data.loader import TableLoader
+from megarl.trainer.checkpoints import find_resumed, open_store
 from megarl.trainer.run import Run
 from megarl.trainer.sft import learnt_tokens, with_idle_rows
 from megarl.trainer.tuning import Progress, Stages, run_steps
 
+RECIPE = [
+    "data.train_files=a.parquet", "data.max_length=8", "data.train_batch_size=2", "model.path=m", "optim.lr=1",
+    "max_token_len_per_gpu=8",
+]  # fmt: skip
 LOSSES = [3.0, 2.0, 1.95, 1.99, 1.0, 1.2, 1.1]
 
 
 class QuietRun(Run):
     """A run whose steps are kept instead of logged."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, console=None)
+    def __init__(self, folder: Path, store: CheckpointStore) -> None:
+        super().__init__(folder, console=None, store=store)
         self.said: list[str] = []
         self.steps: list[dict[str, float]] = []
 
@@ -31,11 +41,39 @@ class QuietRun(Run):
         metrics: dict[str, float] = {}
         yield metrics
         self.steps.append(metrics)
+        self.seconds["step"] = 1.0
+
+    def wait(self, refs: list[Any]) -> list[Any]:
+        return refs
+
+    @contextmanager
+    def status(self, what: str):
+        yield
+
+
+class Ranks:
+    """A group of one rank, whose state is the number of its updates."""
+
+    def __init__(self, done: list[Any]) -> None:
+        self.done = done
+
+    def call(self, method: str, *arguments: Any, background: bool = False) -> list[Any]:
+        if method == "begin_save":
+            self.saving = Path(arguments[0], "updates")
+            return [None]
+        if method == "load_checkpoint":
+            self.done[:] = [None] * int(Path(arguments[0], "updates").read_text())
+            return [None]
+        assert method == "finish_save"
+        self.saving.write_text(str(len(self.done)))
+        return [{self.saving.name: seal_file(self.saving)}]
 
 
 def play(folder: Path, num_steps: int = 7, **keys):
-    """Run steps whose validation losses are `LOSSES`; the model that is written is the number of its step."""
-    run, done = QuietRun(folder), []
+    """Run steps whose validation losses are `LOSSES`; the model that is written is the number of its updates."""
+    trainer = TuningTrainerConfig(test_freq=1, **keys)
+    config = resolve(load_config(SFTConfig, None, RECIPE))
+    done: list[Any] = []
 
     def update(batch: pa.Table) -> dict[str, float]:
         done.append(batch)
@@ -47,20 +85,30 @@ def play(folder: Path, num_steps: int = 7, **keys):
         return str(target)
 
     stages = Stages(update, lambda: {"val/loss": LOSSES[len(done) - 1], "val/accuracy": 0.5}, export)
-    loader = [pa.table({"row": [number]}) for number in range(3)]
-    written = run_steps(TuningTrainerConfig(test_freq=1, **keys), run, loader, num_steps, stages)
+    rows = SimpleNamespace(table=pa.table({"row": [0, 1, 2], "uid": ["a", "b", "c"]}))
+    loader = TableLoader(rows, 1, shuffle=False, seed=1)
+    with open_store(trainer, folder / "checkpoints", print) as store:
+        run = QuietRun(folder, store)
+        run.resumed = find_resumed(replace(config, trainer=trainer), store, run.say)
+        save_config(replace(config, trainer=trainer), folder / "config.yaml")
+        written = run_steps(trainer, run, loader, num_steps, stages, Ranks(done))
     assert written == str(folder / "hf")
-    models = {str(path.relative_to(folder).parent): path.read_text() for path in folder.rglob("model")}
-    return run, len(done), models
+    models = {
+        str(path.relative_to(folder).parent): path.read_text()
+        for path in folder.rglob("model")
+        if path.is_file()
+    }
+    rows_seen = [batch["row"][0].as_py() for batch in done if batch is not None]
+    return run, len(done), models, rows_seen
 
 
 def test_the_last_model_is_written_and_no_other(tmp_path: Path) -> None:
-    run, num_steps, models = play(tmp_path)
+    run, num_steps, models, _ = play(tmp_path)
     assert num_steps == len(run.steps) == 7 and models == {"hf": "7"}
 
 
 def test_the_best_model_is_that_of_the_lowest_validation_loss(tmp_path: Path) -> None:
-    run, _, models = play(tmp_path, save_best=True)
+    run, _, models, _ = play(tmp_path, save_best=True)
     assert models == {"hf": "7", "best/hf": "5"}
     assert json.loads((tmp_path / "best/best.json").read_text()) == {
         "step": 5, "val/loss": 1.0, "val/accuracy": 0.5
@@ -71,16 +119,32 @@ def test_the_best_model_is_that_of_the_lowest_validation_loss(tmp_path: Path) ->
 
 def test_a_run_ends_when_validations_no_longer_improve(tmp_path: Path) -> None:
     """Steps 3 and 4 are lower than step 2's 2.0, but not by 0.1."""
-    run, num_steps, models = play(tmp_path, early_stop_patience=2, early_stop_min_delta=0.1, save_best=True)
+    run, num_steps, models, _ = play(
+        tmp_path, early_stop_patience=2, early_stop_min_delta=0.1, save_best=True
+    )
     assert num_steps == 4 and models == {"hf": "4", "best/hf": "3"}
     assert "step 4: the last 2 validations had no val/loss under 2 by" in run.said[-1]
     assert play(tmp_path / "patient", early_stop_patience=3, early_stop_min_delta=0.1)[1] == 7
     assert play(tmp_path / "exact", early_stop_patience=2)[1] == 7
 
 
-def test_models_are_written_every_so_many_steps(tmp_path: Path) -> None:
-    _, _, models = play(tmp_path, save_freq=3)
-    assert models == {"hf": "7", "checkpoints/step-3/hf": "3", "checkpoints/step-6/hf": "6"}
+def test_a_run_goes_on_from_its_checkpoint_with_the_next_rows(tmp_path: Path) -> None:
+    """Stopped after step 5, saved after step 4; patience counts on, the best loss is remembered."""
+    keys = {"save_freq": 2, "save_hf": True, "save_best": True}
+    _, _, _, rows = play(tmp_path / "whole", **keys)
+    play(tmp_path / "cut", num_steps=5, **keys)
+    run, num_steps, models, later = play(tmp_path / "cut", **keys)
+    assert rows == [0, 1, 2, 0, 1, 2, 0] and later == rows[4:]
+    assert (num_steps, len(run.steps)) == (7, 3) and models["hf"] == "7"
+    assert (models["checkpoints/step-4/hf"], models["checkpoints/step-6/hf"]) == ("4", "6")
+    assert [text for text in run.said if "lowest" in text] == ["step 5: the lowest val/loss so far, 1"]
+
+
+def test_a_run_that_has_ended_early_does_not_go_on(tmp_path: Path) -> None:
+    keys = {"early_stop_patience": 1, "early_stop_min_delta": 0.1, "save_freq": 1}
+    assert play(tmp_path, **keys)[1] == 3
+    run, num_steps, _, _ = play(tmp_path, **keys)
+    assert num_steps == 3 and run.steps == []
 
 
 def test_a_loss_that_is_no_number_is_no_improvement() -> None:

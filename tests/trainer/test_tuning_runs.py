@@ -115,7 +115,7 @@ def rm_run(task, tmp_path_factory):
         "data.max_length=64", "data.train_batch_size=10", f"data.normalize_files={task}/data/sft.parquet",
         "data.normalize_response_key=extra_info.answer", "data.normalize_max_samples=9", "data.normalize=mean_std",
         f"model.path={task}/model", "max_token_len_per_gpu=256", "megatron.tensor_model_parallel_size=2",
-        "megatron.dtype=float32", "trainer.n_gpus_per_node=2", *OPTIM, "trainer.test_freq=2", "trainer.save_freq=4",
+        "megatron.dtype=float32", "trainer.n_gpus_per_node=2", *OPTIM, "trainer.test_freq=2", "trainer.save_freq=4", "trainer.save_hf=true",
         f"trainer.default_local_dir={out}/run",
     )  # fmt: skip
     dataset = PreferenceDataset(

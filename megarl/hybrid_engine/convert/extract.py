@@ -4,8 +4,8 @@ import shutil
 
 import torch
 
+from megarl.dcp import DCPReader, StoredTensor
 from megarl.files import whole_folder
-from megarl.hybrid_engine.convert.dcp import DCPReader, StoredTensor
 from megarl.hybrid_engine.convert.sources import MegatronSource, Source
 from megarl.hybrid_engine.hf_folder import save_tensors
 from megarl.hybrid_engine.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, PeftReader

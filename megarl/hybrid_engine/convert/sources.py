@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megarl.hybrid_engine.convert.dcp import Chunk, DCPReader
+from megarl.dcp import Chunk, DCPReader
 from megarl.hybrid_engine.convert.megatron_layout import (
     VOCAB_TENSORS,
     MegatronCheckpoint,
@@ -196,6 +196,11 @@ class MegatronSource:
 
     def check(self) -> None:
         """As `Source`; a vocabulary may be padded to any size."""
+        if self.adapters and self.weights.keys() <= {"value_head.weight"}:
+            raise ValueError(
+                f"checkpoint {self.path} has adapters and no weights; --to peft writes them, and --merge puts them into "
+                "their base model"
+            )
         wrong, expected = [], self.definition.tensors
         for key, tensor in expected.items():
             found = self.weights.get(key)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megarl.hybrid_engine.convert.dcp import DCPWriter
+from megarl.dcp import DCPWriter
 from megarl.hybrid_engine.convert.megatron_layout import megatron_checkpoint, stacks_layers
 from megarl.hybrid_engine.convert.sources import COMPANIONS
 from megarl.hybrid_engine.hf_folder import HFFolderWriter

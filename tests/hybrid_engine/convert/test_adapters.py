@@ -1,7 +1,6 @@
 """Adapters in Megatron's distributed checkpoints: saved in one layout, loaded in another, converted."""
 
 import os
-import queue
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from megarl.cli import main
 from megarl.config.lora_section import LoraConfig
+from megarl.dcp import DCPReader, DCPWriter
 from megarl.hybrid_engine import (
     Bundle,
     adapter_export_plan,
@@ -20,67 +20,78 @@ from megarl.hybrid_engine import (
 from megarl.hybrid_engine.adapters import adapter_layout, write_adapter_config
 from megarl.hybrid_engine.convert import compare, convert
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.adapter_checkpoint import restore_adapters, sharded_adapters, without_adapters
+from megarl.megatron.adapter_checkpoint import adapter_places
 from megarl.megatron.build import local_parameters
+from megarl.megatron.checkpoint_load import fill
+from megarl.megatron.checkpoint_places import Item, model_places, weight_items
 from megarl.megatron.lora import attach_adapters
 from megarl.models import read_model_config
 from megarl.models.lora import logical_adapters
 from megarl.models.tiny import make_tiny_model
 from tests.hybrid_engine.convert import megatron
 from tests.hybrid_engine.peft_folders import write_random
+from tests.ranks import RankPool
 
 
-def _states(chunks: list[Any]) -> dict[str, Any]:
-    """The model's own tensors, without adapters."""
-    return {name: without_adapters(states) for name, states in megatron.sharded_states(chunks).items()}
+def _items(rank: int, chunks: list[Any], model: str, layout: ParallelLayout, lora: LoraConfig) -> list[Item]:
+    """The rank's weights, and adapters that are attached to them."""
+    config = read_model_config(model)
+    items = weight_items(model_places(chunks, config.vocab_size), local_parameters(chunks))
+    attach_adapters(chunks, config, layout, lora)
+    places = adapter_places(adapter_layout(config, layout, lora).pieces(rank), logical_adapters(config, lora))
+    return items + weight_items(places, local_parameters(chunks))
 
 
-def _save(
-    rank: int, world: int, sizes: dict[str, Any], model: str, adapter: str, lora: LoraConfig, folder: str
-) -> None:
-    """Load a model and adapters of PEFT's format into the layout, and save both with Megatron."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
+def _parts(
+    rank: int, world: int, sizes: dict[str, Any], model: str, adapter: str, lora: LoraConfig
+) -> list[Item]:
+    """What a rank has of a model and of adapters in PEFT's format."""
     layout, config = ParallelLayout(world=world, **sizes), read_model_config(model)
     chunks = megatron.build(rank, world, sizes, model)
     load_hf_weights(model, config, layout, rank, local_parameters(chunks))
-    attach_adapters(chunks, config, layout, lora)
-    local = local_parameters(chunks)
-    load_adapters(adapter, config, lora, layout, rank, local)
-    where = adapter_layout(config, layout, lora)
-    states = _states(chunks) | sharded_adapters(where, logical_adapters(config, lora), rank, local)
-    filesystem_async._results_queue = queue.Queue()  # as in megatron.save
-    if rank == 0:
-        os.makedirs(folder)
-    torch.distributed.barrier()
-    dist_checkpointing.save(states, folder)
-    filesystem_async._results_queue = None
-    if rank == 0:
-        write_adapter_config(Path(folder), config, lora, model)
+    items = _items(rank, chunks, model, layout, lora)
+    load_adapters(adapter, config, lora, layout, rank, local_parameters(chunks))
+    return [item._replace(tensor=item.tensor.detach().clone()) for item in items]
+
+
+def _save(
+    ranks: RankPool,
+    world: int,
+    sizes: dict[str, Any],
+    model: str,
+    adapter: str,
+    lora: LoraConfig,
+    folder: str,
+) -> None:
+    """Write a checkpoint of both."""
+    parts = {}
+    for items in ranks.run(_parts, sizes, model, adapter, lora, world=world):
+        parts |= {(item.key, item.box): item for item in items}
+    os.makedirs(folder)
+    writer = DCPWriter(Path(folder))
+    writer.write_file(
+        (item.key, item.shape, item.box, item.tensor.view(item.box.size)) for item in parts.values()
+    )
+    writer.finish()
+    Path(folder, "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
+    write_adapter_config(Path(folder), read_model_config(model), lora, model)
 
 
 def _load(
     rank: int, world: int, sizes: dict[str, Any], model: str, lora: LoraConfig, folder: str
 ) -> tuple[list[str], Bundle]:
     """Load a checkpoint into new adapters; returns the weights that are not the model's, and the adapters packed."""
-    from megatron.core import dist_checkpointing
-
     layout, config = ParallelLayout(world=world, **sizes), read_model_config(model)
     chunks = megatron.build(rank, world, sizes, model)
     expected = {name: torch.full_like(tensor, torch.nan) for name, tensor in local_parameters(chunks).items()}
     load_hf_weights(model, config, layout, rank, expected)
-    attach_adapters(chunks, config, layout, lora)
+    items = _items(rank, chunks, model, layout, lora)
     local = local_parameters(chunks)
     for name in local.keys() - expected.keys():
         local[name].data.fill_(torch.nan)
-    where = adapter_layout(config, layout, lora)
-    states = _states(chunks) | sharded_adapters(where, logical_adapters(config, lora), rank, local)
-    loaded = dist_checkpointing.load(states, folder)
-    for index, chunk in enumerate(chunks):
-        own = loaded.pop("model" if len(chunks) == 1 else f"model{index}")
-        chunk.load_state_dict(own, strict=False)
-    restore_adapters(loaded, where, rank, local)
+    fill(DCPReader(Path(folder)), items)
     different = [name for name, tensor in expected.items() if not torch.equal(local[name], tensor)]
     return different, adapter_export_plan(config, layout, lora, torch.float32).pack(rank, local)
 
@@ -110,7 +121,7 @@ def test_adapters_saved_in_one_layout_are_loaded_in_another(ranks, tmp_path, fam
     model = str(make_tiny_model(tmp_path / "hf", ["one two"], family=family, **sizes))
     adapter, folder = str(tmp_path / "adapter"), str(tmp_path / "saved")
     write_random(model, lora, adapter)
-    ranks.run(_save, saved[1], model, adapter, lora, folder, world=saved[0])
+    _save(ranks, *saved, model, adapter, lora, folder)
 
     results = ranks.run(_load, loaded[1], model, lora, folder, world=loaded[0])
     assert [different for different, _ in results] == [[]] * loaded[0]

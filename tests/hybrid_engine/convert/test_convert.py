@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.cli import main
+from megarl.dcp import DCPReader, DCPWriter
 from megarl.files import whole_folder
 from megarl.hybrid_engine.convert import compare, convert
 from megarl.hybrid_engine.convert.command import parse_size
-from megarl.hybrid_engine.convert.dcp import DCPReader, DCPWriter
 from megarl.layout import Box
 from megarl.models.tiny import make_tiny_model
 from tests.disks import small_disk

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.dcp import DCPReader
 from megarl.hybrid_engine.convert import compare, convert
-from megarl.hybrid_engine.convert.dcp import DCPReader
 from megarl.models import MegatronPlace, megatron_pieces, read_model_config
 from megarl.models.tiny import make_tiny_model
 from tests.hybrid_engine.convert import megatron

@@ -1,0 +1,201 @@
+"""What makes a folder a checkpoint: its name, `step-<n>`, and its `manifest.json`, which is written last.
+
+The manifest has the facts of every other file, and a checksum of itself. A folder without a good one is no checkpoint.
+"""
+
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rich.console import Console
+
+from megarl.checkpoints.sealing import FileFacts, read_all_facts
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NUM_NAMED = 5  # damaged files that a message names
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        step: the step after which it was saved.
+        megarl: the version that wrote it.
+        files: the facts of each file, by its path in the folder, with slashes.
+        facts: what else the run wants to be known, as JSON has it.
+    """
+
+    step: int
+    megarl: str
+    files: Mapping[str, FileFacts]
+    facts: Mapping[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """The content of `manifest.json`; the same for equal manifests."""
+        content = {
+            "format": FORMAT,
+            "step": self.step,
+            "megarl": self.megarl,
+            "files": {name: asdict(facts) for name, facts in self.files.items()},
+            "facts": dict(self.facts),
+        }
+        return json.dumps({**content, "sha256": _digest(content)}, indent=1, sort_keys=True).encode()
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all its files."""
+        return sum(facts.bytes for facts in self.files.values())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is there, with a good manifest."""
+
+    step: int
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the run said when it was saved."""
+        return self.manifest.facts
+
+
+def folder_name(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    assert step >= 0, step
+    return f"step-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a folder of that name; None: it is no checkpoint's."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def steps_in(root: str | Path) -> list[int]:
+    """The steps that have a folder in `root`, in order; whether they are good is not looked at."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    steps = (step_of(path.name) for path in root.iterdir() if path.is_dir())
+    return sorted(step for step in steps if step is not None)
+
+
+def read_checkpoint(folder: str | Path) -> Checkpoint:
+    """The checkpoint in a folder, whose files are not looked at (see `find_damage`).
+
+    Raises:
+        ValueError: the folder has no manifest, or one that is not as it was written.
+    """
+    path = Path(folder) / MANIFEST_FILE
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{folder} is no whole checkpoint: {MANIFEST_FILE}: {error.strerror}") from None
+    manifest = parse_manifest(content, str(path))
+    named = step_of(Path(folder).resolve().name)
+    if named is not None and named != manifest.step:
+        raise ValueError(f"{path} is of step {manifest.step}, not of the step that its folder is named after")
+    return Checkpoint(manifest.step, Path(folder), manifest)
+
+
+def parse_manifest(content: bytes, name: str) -> Manifest:
+    """The manifest that a file `name` has as its content.
+
+    Raises:
+        ValueError: it is not as it was written, of a later version, or names files outside of its folder.
+    """
+    try:
+        document = json.loads(content)
+    except ValueError:  # JSON, or UTF-8
+        raise ValueError(f"{name} is damaged: it is not JSON") from None
+    if not isinstance(document, dict) or "format" not in document:
+        raise ValueError(f"{name} is no manifest of megarl's")
+    if document["format"] != FORMAT:
+        raise ValueError(f"{name} has format {document['format']!r}; this version of megarl reads {FORMAT}")
+    digest = document.pop("sha256", None)
+    if digest != _digest(document):
+        raise ValueError(f"{name} is damaged: its checksum is not that of its content")
+    # What has the right checksum was written by `to_bytes`, or by somebody who means harm.
+    outside = [file for file in document["files"] if not _is_inside(file)]
+    if outside:
+        raise ValueError(f"{name} names {outside[0]!r}, which is no file of its folder")
+    files = {file: FileFacts(**facts) for file, facts in document["files"].items()}
+    wrong = [file for file, facts in files.items() if not _SHA256.fullmatch(facts.sha256)]
+    if wrong:
+        raise ValueError(f"{name} has no SHA-256 of {wrong[0]}")
+    return Manifest(document["step"], document["megarl"], files, document["facts"])
+
+
+def find_damage(checkpoint: Checkpoint, *, hashes: bool, console: Console | None = None) -> list[str]:
+    """What of a checkpoint's files is not as it was written, file by file in words; empty: nothing.
+
+    Args:
+        hashes: read all files and compare their SHA-256; else only sizes are compared.
+        console: shows a progress bar there if it takes a while.
+    """
+    files, folder = checkpoint.manifest.files, checkpoint.folder
+    damage, whole = {}, {}
+    for name, facts in files.items():
+        try:
+            found = (folder / name).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            damage[name] = "is missing"
+            continue
+        except OSError as error:
+            damage[name] = f"cannot be read ({error.strerror})"
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            damage[name] = "is no file but something else"
+        elif found.st_size != facts.bytes:
+            damage[name] = f"has {found.st_size} bytes instead of {facts.bytes}"
+        else:
+            whole[name] = found.st_size
+    if hashes:
+        read = read_all_facts(folder, whole, f"verifying {folder.name}", console)
+        for name, known in read.items():
+            if isinstance(known, OSError):
+                damage[name] = f"cannot be read ({known.strerror})"
+            elif (problem := difference(known, files[name])) is not None:
+                damage[name] = problem
+    return [f"{name} {what}" for name, what in sorted(damage.items())]
+
+
+def difference(found: FileFacts, written: FileFacts) -> str | None:
+    """What a file that was `written` is now, in words; None: the same."""
+    if found.bytes != written.bytes:
+        return f"has {found.bytes} bytes instead of {written.bytes}"
+    return None if found == written else "has another SHA-256 than when it was written"
+
+
+def shortened(damage: list[str]) -> str:
+    """For a message: the first few, and how many more there are."""
+    more = len(damage) - _NUM_NAMED
+    return "; ".join(damage[:_NUM_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file's name in a manifest is a path in the folder, in its one spelling, and not the manifest's own."""
+    path = PurePosixPath(name)
+    return (
+        name == str(path)
+        and not path.is_absolute()
+        and ".." not in path.parts
+        and name not in (".", "", MANIFEST_FILE)
+        and "\0" not in name
+    )

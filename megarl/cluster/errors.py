@@ -1,0 +1,125 @@
+"""A rank as the controller sees it, and the errors that name it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray.actor import ActorHandle
+
+from megarl.cluster.worker import RankError
+
+_DEAD = 4  # ActorTableData.ActorState.DEAD
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """One rank as the controller sees it; `pid` is 0, `mark` and `scratch` empty until the process has reported."""
+
+    actor: ActorHandle
+    role: str
+    rank: int
+    host: str
+    node_id: str
+    log_path: str
+    pid: int = 0
+    mark: str = ""
+    scratch: str = ""
+
+    @property
+    def name(self) -> str:
+        """Such as "actor rank 3"."""
+        return f"{self.role} rank {self.rank}"
+
+    @property
+    def is_dead(self) -> bool:
+        """True once Ray knows that the process has ended."""
+        return self.actor._get_local_state() == _DEAD
+
+    def __str__(self) -> str:
+        return f"{self.name} (process {self.pid or '?'} on {self.host})"
+
+
+class RunFailure(RuntimeError):
+    """A process of a run, or of Ray, does not do what it should. `report`: the file that says more, where there is one."""
+
+    report: Path | None = None
+
+    def name_report(self, path: Path) -> None:
+        """Add the report's path to the message."""
+        self.report = path
+        self.args = (f"{self}\nstacks and logs of all processes: {path}",)
+
+
+class RankFailure(RunFailure):
+    """The failure of one rank, `process`; `cause` in a line."""
+
+    def __init__(self, process: RankProcess, cause: str, message: str, log_tail: str) -> None:
+        self.process, self.cause, self.log_tail = process, cause, log_tail
+        self.role, self.rank, self.host, self.pid = process.role, process.rank, process.host, process.pid
+        self.log_path = process.log_path
+        super().__init__(message)
+
+
+class WorkerLost(RankFailure):
+    """A process on which nobody can count any more."""
+
+
+class WorkerDied(WorkerLost):
+    """A process ended that should not have."""
+
+    def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
+        message = f"{process} died: {cause}{_log_part(process, log_tail)}{_others_part(others)}"
+        super().__init__(process, cause, message, log_tail)
+
+
+class WorkerHung(WorkerLost):
+    """A process lives, but is stopped, or its call does not come to an end."""
+
+    def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
+        message = f"{process} hangs: {cause}{_log_part(process, log_tail)}{_others_part(others)}"
+        super().__init__(process, cause, message, log_tail)
+
+
+class WorkerFailed(RankFailure):
+    """A method (or the constructor) of a worker raised; `kind` and `message` are those of its exception."""
+
+    def __init__(self, process: RankProcess, error: RankError, others: Sequence[str] = ()) -> None:
+        self.kind, self.message, self.remote_traceback = error.kind, error.message, error.remote_traceback
+        message = (
+            f"{process} raised {error}\n{_indent(error.remote_traceback)}"
+            f"{_log_part(process, error.log_tail)}{_others_part(others)}"
+        )
+        super().__init__(process, f"raised {error}", message, error.log_tail)
+
+
+class RayFailed(RunFailure):
+    """A process of the Ray cluster that the controller has started is gone or stopped."""
+
+
+class WaitTimeout(RunFailure, TimeoutError):
+    """Some calls were not answered in time; `silent` names their ranks."""
+
+    def __init__(self, seconds: float, silent: Sequence[RankProcess], num_calls: int) -> None:
+        self.silent = [process.name for process in silent]
+        lines = [f"no answer within {seconds:g} s from {len(silent)} of {num_calls} calls; silent are:"]
+        lines += [
+            f"  {process}: the stacks of its threads are now at the end of {process.log_path}"
+            if process.pid
+            else f"  {process.name}: its process never came up; the machine is overloaded, or more groups "
+            f"share its device than gpu_fraction allows"
+            for process in silent
+        ]
+        super().__init__("\n".join(lines))
+
+
+def _log_part(process: RankProcess, tail: str) -> str:
+    where = f"log: {process.log_path} on {process.host}"
+    return f"\n{where}, its last lines:\n{_indent(tail)}" if tail else f"\n{where} (empty)"
+
+
+def _others_part(others: Sequence[str]) -> str:
+    return f"\nalso: {'; '.join(others)}" if others else ""
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.splitlines())

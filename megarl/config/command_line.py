@@ -1,0 +1,230 @@
+"""The arguments of the `megarl` command: what it takes, and what it says about that."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+from megarl.config.sections import DTYPES
+
+PLAN_MEMORY = "plan memory"  # a command of two words
+DOCTOR = "look at configuration, models, data and machines before a run of `megarl train`; exit code 1: it would fail"
+
+RECIPES = ("train", "sft", "rm", "dpo", "eval")
+
+Runner = Callable[[argparse.Namespace], int | None]
+"""Runs a command; returns its exit code, None for 0."""
+
+
+def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        runners: by command, the function that its options are given to, as `run`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="megarl", description="Reinforcement learning of large language models."
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {version}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, text in (
+        ("train", "reinforcement learning: PPO, GRPO and their kin"),
+        ("sft", "supervised fine-tuning"),
+        ("rm", "a reward model from preferences"),
+        ("dpo", "a policy from preferences"),
+        ("eval", "accuracy of a model on held-out problems"),
+        ("doctor", DOCTOR),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("recipe", help="YAML file (or the first key=value, without a file)")
+        command.add_argument(
+            "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
+        )
+        command.set_defaults(run=runners[name])
+    _add_replay(commands, runners["replay"])
+    _add_config(commands, runners["config"])
+    _add_make_task(commands, runners["make-task"])
+    _add_verify(commands, runners["verify"])
+    _add_convert(commands, runners["convert"])
+    _add_plan(commands, runners["plan"])
+    _add_plan_memory(commands, runners[PLAN_MEMORY])
+    return parser
+
+
+def _add_replay(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = (
+        "train a step of a `megarl train` run once more, from its checkpoint and its trajectories, without engines or rewards, "
+        "and print the numbers beside those that were logged"
+    )
+    command = commands.add_parser("replay", help=text, description=text)
+    command.add_argument("folder", help="the run folder")
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="over the run's own config.yaml"
+    )
+    command.add_argument("--step", type=int, required=True, help="counted from 1")
+    command.add_argument(
+        "--trajectories",
+        metavar="FILE",
+        help="of the step (default: the run's own rollouts/step-<n>.parquet)",
+    )
+    command.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="where to begin (default: the newest good one before the step; steps in between are replayed, too)",
+    )
+    command.add_argument(
+        "--out", metavar="FOLDER", help="write the policy after the step there, as a Hugging Face model"
+    )
+    command.set_defaults(run=run)
+
+
+def _add_config(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = "print the resolved configuration: every key, its value, and where that comes from; start nothing"
+    command = commands.add_parser("config", help=text, description=text)
+    command.add_argument("recipe", nargs="?", help="YAML file (or the first key=value, without a file)")
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
+    )
+    command.add_argument(
+        "--command", choices=RECIPES, default="train", help="whose recipe it is (default: train)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "--reference", action="store_true", help="print the page docs/config.md: all keys of all commands"
+    )
+    command.set_defaults(run=run)
+
+
+def _add_make_task(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = "make a tiny random model and arithmetic word problems to try megarl with"
+    command = commands.add_parser("make-task", help=text, description=text)
+    command.add_argument("out", help="folder; gets model/ and data/")
+    command.add_argument("--seed", type=int, default=1)
+    command.add_argument("--max-operand", type=int, default=6, help="numbers in the problems are 1 to this")
+    command.add_argument(
+        "--teacher-errors", type=float, default=0.7, help="part of the sft answers that are one too many"
+    )
+    command.add_argument("--num-sft", type=int, default=4000, help="problems for supervised fine-tuning")
+    command.add_argument("--num-train", type=int, default=6000, help="problems for PPO")
+    command.add_argument("--num-test", type=int, default=300, help="held-out problems")
+    command.add_argument("--hidden-size", type=int, default=128)
+    command.add_argument("--num-layers", type=int, default=2)
+    text = "the sft rows get chats with a calculator, too (recipes/calculator_cpu.yaml)"
+    command.add_argument("--calculator", action="store_true", help=text)
+    text = "demonstrations, ranked answers and plain texts instead (tools/three_stages.py)"
+    command.add_argument("--preferences", action="store_true", help=text)
+    for name, number, text in (
+        ("--num-texts", 4000, "plain texts"),
+        ("--num-rankings", 4000, "problems whose answers are ranked"),
+    ):
+        command.add_argument(name, type=int, default=number, help=f"--preferences: {text}")
+    text = "--preferences: part of the rankings in which the best answer is not the first"
+    command.add_argument("--label-noise", type=float, default=0.1, help=text)
+    command.set_defaults(run=run)
+
+
+def _add_verify(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = "check that transformers gives the same greedy answers as an `megarl eval` run of the same model"
+    command = commands.add_parser("verify", help=text, description=text)
+    command.add_argument("model", help="Hugging Face folder, such as the one that `megarl train` exports")
+    command.add_argument("trajectories", help="trajectories.parquet of `megarl eval` with temperature 0")
+    command.add_argument("--max-samples", type=int, default=64)
+    command.set_defaults(run=run)
+
+
+def _add_convert(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = (
+        "convert between Hugging Face folders and Megatron distributed checkpoints, merge adapters into a model, or "
+        "compare two checkpoints, or two folders of adapters"
+    )
+    command = commands.add_parser("convert", help=text, description=text)
+    command.add_argument(
+        "source", help="a checkpoint of either kind; Megatron's may be of any parallel layout"
+    )
+    command.add_argument("target", help="the folder to write; with --verify the checkpoint to compare with")
+    command.add_argument(
+        "--verify", action="store_true", help="compare tensor by tensor; exit code 1: they differ"
+    )
+    command.add_argument(
+        "--merge",
+        metavar="ADAPTER",
+        help="folder of adapters in PEFT's format to merge into a Hugging Face folder",
+    )
+    command.add_argument(
+        "--to",
+        choices=("hf", "megatron", "peft"),
+        help="default: what the source is not; with --merge hf; peft: the adapters of a Megatron checkpoint",
+    )
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: each tensor's own"
+    )
+    command.add_argument(
+        "--shard-size", default="4GiB", help="size of a file, such as 500MiB (default: 4GiB)"
+    )
+    command.add_argument(
+        "--mtp",
+        choices=("keep", "drop"),
+        default="keep",
+        help="multi-token prediction layers (default: keep)",
+    )
+    command.add_argument(
+        "--hf", metavar="FOLDER", help="config and tokenizer for a Megatron checkpoint without an hf/ folder"
+    )
+    command.set_defaults(run=run)
+
+
+def _add_plan(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = "what a weight sync will move: bytes by link, buckets, seconds, beside gathering every full tensor"
+    command = commands.add_parser("plan", help=text, description=text)
+    command.add_argument(
+        "recipe", nargs="?", help="YAML file of `megarl train`; or --model, --train, --rollout, --devices"
+    )
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
+    )
+    command.add_argument("--model", metavar="PATH", help="Hugging Face folder, or its config.json")
+    command.add_argument(
+        "--train", metavar="SIZES", help="such as tp8-pp16-ep8-first3-last2 (also vpp, cp, etp)"
+    )
+    command.add_argument(
+        "--rollout", metavar="SIZES", help="of an engine, such as tp32-ep32 (also dp, of attention)"
+    )
+    command.add_argument("--devices", type=int, metavar="N", help="of the training")
+    command.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="default: 8")
+    command.add_argument(
+        "--engines", type=int, metavar="N", help="default: as many as the training's devices hold"
+    )
+    command.add_argument("--separate", action="store_true", help="the engines have devices of their own")
+    command.add_argument("--dtype", choices=DTYPES, help="that travels; default: the recipe's, or bfloat16")
+    command.add_argument("--fp8", action="store_true", help="projections travel in float8, with their scales")
+    command.add_argument("--bucket-mb", type=int, metavar="N", help="in MiB; default: the recipe's, or 256")
+    # By the makers' figures for H100 nodes: memory of 3.35 TB/s, read and written; NVLink 4, 900 GB/s for both
+    # directions; a network card of 400 Gb/s for each GPU.
+    for link, rate in (("local", 1675.0), ("intra", 450.0), ("inter", 50.0)):
+        text = f"GB/s of a device in each direction; default: {rate:g}"
+        command.add_argument(f"--bandwidth-{link}", type=float, default=rate, metavar="RATE", help=text)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=run)
+
+
+def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = "what a job will hold on each GPU in each phase of a step, term by term, and whether it fits"
+    command = commands.add_parser(PLAN_MEMORY, help=text, description=text)
+    command.add_argument(
+        "recipe", help="YAML file of `megarl train` (or the first key=value, without a file)"
+    )
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
+    )
+    text = "of a GPU; default: 79 (as sold: 80 GB)"
+    command.add_argument("--gpu-memory", type=float, default=79.0, metavar="GIB", help=text)
+    text = "of it that is not planned with: CUDA, NCCL, fragments; default: 6"
+    command.add_argument("--reserve", type=float, default=6.0, metavar="GIB", help=text)
+    command.add_argument(
+        "--fit", action="store_true", help="find the fewest nodes, and a layout, on which it fits"
+    )
+    text = "leave the engines out, as if they had devices of their own"
+    command.add_argument("--without-engines", action="store_true", help=text)
+    command.add_argument("--max-nodes", type=int, default=32, metavar="N", help="with --fit; default: 32")
+    command.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    command.set_defaults(run=run)

@@ -1,0 +1,256 @@
+"""The files of torch's distributed checkpoint format: chunks read one by one, files written one by one.
+
+megatron-core's `torch_dist` checkpoints have this format. `.metadata`, a pickle of torch's `Metadata`, lists the
+global tensors, the chunks that each is stored in, and where these lie: a chunk is a `torch.save` within a `.distcp`
+file. Torch's own reader loads a chunk anew for each slice that is wanted of it and unpickles whatever a file names, and
+its writer (2.13) keeps all tensors of a file in memory until it is written; hence these. Seen with torch 2.13.
+"""
+
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megarl.layout import Box
+
+_METADATA = ".metadata"
+_METADATA_MODULES = {
+    "torch",
+    "torch.serialization",
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.filesystem",
+    "pathlib",
+    "pathlib._local",
+}
+
+
+class Chunk(NamedTuple):
+    """A stored part of a global tensor: which, and `length` bytes from `offset` of a file."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+class StoredTensor(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class StoredObject(NamedTuple):
+    """An object is `length` bytes from `offset` of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Contents(NamedTuple):
+    """What files of a checkpoint hold, by key; `merged` for that of several files."""
+
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, StoredObject]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes what metadata consists of and nothing else: a pickle can name any function to be called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("megatron."):
+            return type(name, (), {})  # notes that older versions left, for their own use
+        found = super().find_class(module, name) if module in _METADATA_MODULES and "." not in name else None
+        described = isinstance(found, type) and found.__module__ in _METADATA_MODULES
+        if not described and not isinstance(found, torch.dtype) and name != "_get_layout":
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        return found
+
+
+class DCPReader:
+    """The global tensors of a checkpoint folder (`tensors`, by key), and its other objects (`objects`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        metadata = _read_metadata(folder)
+        where: Mapping[MetadataIndex, Any] = metadata.storage_data
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: dict[str, StoredObject] = {}
+        for key, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, BytesStorageMetadata):
+                info = where[MetadataIndex(key)]
+                self.objects[key] = StoredObject(info.relative_path, info.offset, info.length)
+                continue
+            chunks = []
+            for chunk in entry.chunks:
+                info = where[MetadataIndex(key, chunk.offsets)]
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                chunks.append(Chunk(box, info.relative_path, info.offset, info.length))
+            self.tensors[key] = StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks))
+
+    def load(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's values, [*chunk.box.size].
+
+        Raises:
+            ValueError: the file is not there, or not all of it.
+        """
+        tensor = self._load(chunk.file, chunk.offset, chunk.length)
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size:
+            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"{self.folder / chunk.file} holds a tensor of shape {found} at byte {chunk.offset}, "
+                f"{_METADATA} says {chunk.box.size}"
+            )
+        return tensor
+
+    def load_object(self, key: str) -> Any:
+        """An object of `objects`, which consists of tensors and Python's plain types.
+
+        Raises:
+            ValueError: as `load`.
+        """
+        return self._load(*self.objects[key])
+
+    def _load(self, file: str, offset: int, length: int) -> Any:
+        path = self.folder / file
+        try:
+            with path.open("rb") as opened:
+                view = _create_file_view(opened, offset, length)
+                return torch.load(view, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            raise ValueError(f"checkpoint {self.folder} lacks its file {file}") from None
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged at byte {offset}: {error}") from None
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    path = folder / _METADATA
+    try:
+        with path.open("rb") as file:
+            return _MetadataUnpickler(file).load()
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint {folder} has no {_METADATA}") from None
+    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise ValueError(f"{path} is no metadata of a distributed checkpoint: {error}") from None
+
+
+class DCPWriter:
+    """Writes a checkpoint into an empty folder, file by file; it is one when `finish` has returned."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._written: list[Contents] = []
+
+    def write_file(
+        self,
+        chunks: Iterable[tuple[str, tuple[int, ...], Box, torch.Tensor]],
+        objects: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the next file, as if each were that of a rank; arguments as `write_file`."""
+        self._written.append(write_file(self.folder, len(self._written), chunks, objects))
+
+    def finish(self) -> None:
+        write_metadata(self.folder, merged(self._written))
+
+
+def write_file(
+    folder: Path,
+    rank: int,
+    chunks: Iterable[tuple[str, tuple[int, ...], Box, torch.Tensor]],
+    objects: Mapping[str, Any] | None = None,
+) -> Contents:
+    """Write a rank's file, `file_name(rank)`. A checkpoint needs `write_metadata` besides.
+
+    Args:
+        chunks: key and shape of the global tensor, which part of it, its values ([*box.size]).
+        objects: what else to save, by key.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    name = file_name(rank)
+    places: dict[str, StoredObject] = {}
+    written: list[tuple[str, StoredTensor]] = []
+    with (folder / name).open("wb") as file:
+        for key, value in (objects or {}).items():
+            places[key] = StoredObject(name, *_save(value, file))
+        for key, shape, box, tensor in chunks:
+            assert tuple(tensor.shape) == box.size, (key, tensor.shape, box)
+            chunk = Chunk(box, name, *_save(tensor, file))
+            written.append((key, StoredTensor(tuple(shape), tensor.dtype, (chunk,))))
+    return Contents(_by_key(written), places)
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"__{rank}_0.distcp"
+
+
+def merged(parts: Iterable[Contents]) -> Contents:
+    """What several files hold together."""
+    objects: dict[str, StoredObject] = {}
+    tensors: list[tuple[str, StoredTensor]] = []
+    for part in parts:
+        objects |= part.objects
+        tensors += part.tensors.items()
+    return Contents(_by_key(tensors), objects)
+
+
+def write_metadata(folder: Path, contents: Contents) -> Path:
+    """Write the file that makes a checkpoint of the others, and return its path.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    entries: dict[str, Any] = {key: BytesStorageMetadata() for key in contents.objects}
+    where = {MetadataIndex(key): _StorageInfo(*place) for key, place in contents.objects.items()}
+    for key, tensor in contents.tensors.items():
+        chunks = []
+        for index, (box, *place) in enumerate(tensor.chunks):
+            chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)))
+            where[MetadataIndex(key, box.start, index)] = _StorageInfo(*place)
+        properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=tensor.dtype))
+        entries[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    metadata = Metadata(entries, storage_data=where, storage_meta=StorageMeta())
+    metadata.version = CURRENT_DCP_VERSION
+    path = folder / _METADATA
+    with path.open("wb") as file:
+        pickle.dump(metadata, file)
+    return path
+
+
+def _by_key(tensors: list[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """Tensors of the same key as one, with the chunks of all."""
+    chunks: dict[str, list[Chunk]] = {}
+    facts = {}
+    for key, tensor in tensors:
+        chunks.setdefault(key, []).extend(tensor.chunks)
+        shape, dtype = facts.setdefault(key, tensor[:2])
+        assert (shape, dtype) == tensor[:2], (key, shape, dtype, tensor)
+    return {key: StoredTensor(*facts[key], tuple(found)) for key, found in chunks.items()}
+
+
+def _save(value: Any, file: Any) -> tuple[int, int]:
+    """Returns: offset and length."""
+    start = file.tell()
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:  # torch's own, on closing what it could not write
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    return start, file.tell() - start

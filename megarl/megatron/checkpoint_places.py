@@ -1,0 +1,227 @@
+"""Where a rank's weights and optimizer states lie in the global tensors of a distributed checkpoint.
+
+A weight lies where Megatron's own `sharded_state_dict` puts it. A state of the optimizer (Adam's moments, the float32 copy of
+a bfloat16 or float16 weight) lies in a tensor of its weight's shape, `optimizer.state.<kind>.<weight>`, at the same place. A
+distributed optimizer has a range of a weight's elements, which is at most a few boxes: so every rank saves what it has, and
+reads what it needs, whatever layout saved it. Nothing is gathered. Seen with megatron-core 0.19.2, whose own formats gather
+the states of all data parallel ranks (`fully_reshardable`), or cannot be loaded with other expert parallel sizes.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory, is_main_replica
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt import GPTModel
+
+from megarl.layout import Box, Piece
+from megarl.megatron.build import local_parameters
+from megarl.models.shards import Shapes
+
+OPTIMIZER = "optimizer.state."
+CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True}
+"""What tells Megatron which names to ask for: layers have numbers in their names."""
+
+MAX_ELEMENTS = 1 << 26
+"""Of a part that is written and read at a time."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tensors of one rank lie.
+
+    Attributes:
+        pieces: `box` of the global tensor `tensor` is `local_box` of the rank's tensor `local`, in all dimensions but leading
+            ones of the former (an expert's index).
+        shapes: of the global tensors.
+        padded: of global tensors whose rows are the vocabulary's, which each layout pads in its own way, the rows that count.
+        copies: of the rank's tensors, those that are the same as another pipeline stage's (tied embeddings). They are loaded and
+            not saved: the stages' optimizers cut them at different elements.
+        extra_states: keys of what Transformer Engine's modules save beside their parameters, empty but for its own float8, that
+            this rank writes: Megatron refuses a checkpoint without them.
+    """
+
+    pieces: tuple[Piece, ...]
+    shapes: Shapes
+    padded: Mapping[str, int] = field(default_factory=dict)
+    copies: frozenset[str] = frozenset()
+    extra_states: tuple[str, ...] = ()
+
+    def saved(self) -> "Places":
+        """Those without copies."""
+        return replace(self, pieces=tuple(piece for piece in self.pieces if piece.local not in self.copies))
+
+
+class Item(NamedTuple):
+    """Box `box` of the global tensor `key`, of shape `shape`, is `tensor`, which lacks leading dimensions of size 1."""
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+
+
+def model_places(chunks: list[GPTModel], vocab_size: int) -> Places:
+    """Of all weights of a model, and buffers that are weights.
+
+    Args:
+        chunks: the models themselves (`unwrap`).
+        vocab_size: without padding.
+    """
+    known = local_parameters(chunks)
+    pieces: list[Piece] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    padded, copies, extra_states = {}, set(), []
+    for index, chunk in enumerate(chunks):
+        for name, state in _sharded_states(chunk).items():
+            if isinstance(state, ShardedObject):
+                if is_main_replica(state.replica_id):
+                    extra_states.append(state.unique_key)
+                continue
+            local = f"{index}:{name}"
+            assert local in known, f"{local} is neither a parameter nor a buffer that is a weight"
+            for shard in _shards(state):
+                pieces.append(_piece(shard, local, known[local]))
+                shapes[shard.key] = tuple(shard.global_shape)
+                if shard.allow_shape_mismatch:
+                    padded[shard.key] = vocab_size
+                if shard.replica_id[0] > 0:  # the first number is that of the stage
+                    copies.add(local)
+    missing = known.keys() - {piece.local for piece in pieces}
+    assert not missing, f"Megatron would not save {sorted(missing)}"
+    return Places(tuple(pieces), shapes, padded, frozenset(copies), tuple(extra_states))
+
+
+def _sharded_states(chunk: GPTModel) -> dict[str, Any]:
+    """Megatron's own description of a chunk, by names in it."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = CONTENT | {"dp_cp_group": group}
+    if chunk.post_process and chunk.output_layer is None:
+        # LanguageModule's own looks for the output layer, which a model with a value head lacks (0.19.2); beyond that it
+        # describes tied embeddings, which such a model has not.
+        return super(LanguageModule, chunk).sharded_state_dict(metadata=metadata)
+    return chunk.sharded_state_dict(metadata=metadata)
+
+
+def _shards(state: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
+    """One, or the gate's and the up projection's: parts of a fused weight that are sharded one by one."""
+    if isinstance(state, ShardedTensor):
+        yield state
+        return
+    assert isinstance(state, ShardedTensorFactory), state
+    yield from nested_values(state.build())
+
+
+def _piece(shard: ShardedTensor, local: str, whole: torch.Tensor) -> Piece:
+    """Where a shard lies: rows of the rank's tensor, all of them or some."""
+    assert shard.data.untyped_storage()._cdata == whole.untyped_storage()._cdata, (
+        f"{local} is given as a copy"
+    )
+    per_row = math.prod(whole.shape[1:])
+    first, rest = divmod(shard.data.storage_offset() - whole.storage_offset(), per_row)
+    assert rest == 0 and tuple(shard.local_shape[1:]) == tuple(whole.shape[1:]), (local, shard)
+    local_box = Box.rows(first, shard.local_shape[0], tuple(whole.shape))
+    box = Box(tuple(shard.global_offset), (1,) * shard.prepend_axis_num + tuple(shard.local_shape))
+    return Piece(shard.key, box, local, local_box)
+
+
+def weight_items(places: Places, parameters: Mapping[str, torch.Tensor]) -> list[Item]:
+    """A rank's weights. `parameters`: as `local_parameters` names them."""
+    return [
+        Item(
+            piece.tensor,
+            places.shapes[piece.tensor],
+            piece.box,
+            parameters[piece.local][piece.local_box.slices],
+        )
+        for piece in places.pieces
+    ]
+
+
+def pieces_by_tensor(places: Places) -> dict[str, list[Piece]]:
+    """The pieces of each of the rank's tensors."""
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in places.pieces:
+        found[piece.local].append(piece)
+    return found
+
+
+def range_items(
+    kind: str,
+    places: Places,
+    pieces: Sequence[Piece],
+    shape: tuple[int, ...],
+    start: int,
+    values: torch.Tensor,
+) -> Iterator[Item]:
+    """What a state has for some elements of a weight.
+
+    Args:
+        kind: of the state.
+        pieces: those of the weight's local tensor, of shape `shape`.
+        start, values: the state of the elements from `start` on, in row-major order, [number of elements].
+    """
+    for box in boxes_of_range(start, start + values.numel(), shape):
+        first = _row_major(box.start, shape) - start
+        part = values[first : first + box.numel].view(box.size)
+        for piece in pieces:
+            common = box.intersect(piece.local_box)
+            if common is not None:
+                inside = common.inside(box, Box.whole(box.size))
+                yield Item(
+                    f"{OPTIMIZER}{kind}.{piece.tensor}",
+                    places.shapes[piece.tensor],
+                    common.inside(piece.local_box, piece.box),
+                    part[inside.slices],
+                )
+
+
+def boxes_of_range(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """The elements [start, stop), in row-major order, of a tensor as boxes in order, as few as there can be."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield Box((start,), (stop - start,))
+        return
+    per_row = math.prod(shape[1:])
+    first, last = -(-start // per_row), stop // per_row  # whole rows
+    if first > last:
+        yield from _within_row(last, start, stop, shape)
+        return
+    yield from _within_row(first - 1, start, first * per_row, shape)
+    if first < last:
+        yield Box.rows(first, last - first, shape)
+    yield from _within_row(last, last * per_row, stop, shape)
+
+
+def _within_row(row: int, start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    before = row * math.prod(shape[1:])
+    for box in boxes_of_range(start - before, stop - before, shape[1:]):
+        yield Box((row, *box.start), (1, *box.size))
+
+
+def _row_major(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    place = 0
+    for at, extent in zip(index, shape, strict=True):
+        place = place * extent + at
+    return place
+
+
+def in_parts(items: Sequence[Item]) -> Iterator[Item]:
+    """The items, none with more than MAX_ELEMENTS elements."""
+    for item in items:
+        leading = len(item.shape) - item.tensor.dim()
+        for box in item.box.split(MAX_ELEMENTS):
+            yield item._replace(box=box, tensor=item.tensor[relative(box, item.box, leading)])
+
+
+def relative(part: Box, whole: Box, leading: int = 0) -> tuple[slice, ...]:
+    """The slices that take `part` out of `whole`, without its first `leading` dimensions."""
+    return part.inside(whole, Box.whole(whole.size)).slices[leading:]

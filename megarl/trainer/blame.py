@@ -1,0 +1,84 @@
+"""Which trajectory and which rank an update's gradient is not finite from: looked for once it is not, never before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import torch
+
+from megarl.megatron.build import unwrap
+from megarl.megatron.packed import PackedBatch
+from megarl.megatron.sequences import sequence_ids
+from megarl.megatron.step import Head, Loss, forward_only
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+_NUM_NAMED = 3  # trajectories of a micro-batch
+
+Names = Callable[[], Sequence[Sequence[str]]]
+
+
+def no_names() -> Sequence[Sequence[str]]:
+    return ()
+
+
+def trajectory_names(table: pa.Table, share: Sequence[Sequence[int]]) -> Sequence[Sequence[str]]:
+    """The uids of a share's trajectories, by micro-batch."""
+    uids = table["uid"].to_pylist()
+    return [[uids[row] for row in rows] for rows in share]
+
+
+def blame(
+    chunks: Sequence[DistributedDataParallel],
+    batches: Sequence[PackedBatch],
+    head: Head,
+    loss: Loss,
+    names: Names,
+) -> str:
+    """Run the micro-batches forward once more and say where numbers that are not finite come from.
+
+    Called on all ranks of a model at once; the same text on each of them.
+
+    Args:
+        names: gives those of the texts of each micro-batch, as far as they have any.
+    """
+    outputs = forward_only(unwrap(chunks), batches, head)
+    own = None
+    if outputs[0] is not None:
+        own = _first(batches, outputs, loss, names())
+    found: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, own)
+    told = [f"{text}, on rank {rank}" for rank, text in enumerate(found) if text is not None]
+    return told[0] if told else "outputs and loss are finite, so it is the backward pass"
+
+
+@torch.no_grad()
+def _first(
+    batches: Sequence[PackedBatch],
+    outputs: Sequence[torch.Tensor | None],
+    loss: Loss,
+    names: Sequence[Sequence[str]],
+) -> str | None:
+    """Of this rank's micro-batches the first one whose outputs or loss are not finite."""
+    told = []
+    for number, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
+        assert output is not None
+        total, _ = loss(output, batch)  # of all of them: context parallel ranks may add up in there
+        texts = names[number] if number < len(names) else ()
+        wrong = batch.mask & ~torch.isfinite(output.view(batch.num_tokens, -1)).all(-1)
+        if bool(wrong.any()):
+            text = int(sequence_ids(batch)[wrong][0])
+            told.append(f"the model's outputs for {_named(number, texts[text : text + 1])}")
+        elif not bool(torch.isfinite(total)):
+            told.append(f"the loss of {_named(number, texts)}")
+    return told[0] if told else None
+
+
+def _named(number: int, texts: Sequence[str]) -> str:
+    if not texts:
+        return f"micro-batch {number}"
+    more = ", ..." if len(texts) > _NUM_NAMED else ""
+    return f"trajectory {', '.join(texts[:_NUM_NAMED])}{more} (micro-batch {number})"

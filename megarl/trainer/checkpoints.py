@@ -1,0 +1,350 @@
+"""Checkpoints of a run: what of it is saved and when, and how it goes on from one.
+
+Guarantees:
+- A run that goes on from a checkpoint of step k begins step k + 1 as the one that saved it did: with its weights,
+  optimizers, schedules, random numbers, coefficients and data positions.
+- A checkpoint that cannot be written changes nothing of older ones, and nothing of the run (`trainer.on_save_error`).
+- Checkpoints that are not of this run's course are moved aside, never overwritten by it.
+
+In a checkpoint's folder: a folder for each role that is trained (Megatron's distributed format), `run.json` (what only
+the controller knows), `config.yaml`, with trainer.save_hf `hf`, and the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megarl.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    FileFacts,
+    Keep,
+    SaveSchedule,
+    find_damage,
+    read_checkpoint,
+    steps_in,
+)
+from megarl.checkpoints.manifest import folder_name, shortened
+from megarl.cluster import WorkerFailed, WorkerGroup
+from megarl.config import TrainConfig, TuningConfig
+from megarl.config.resume import changed_keys, refused_changes
+from megarl.config.saving_section import SavingConfig
+from megarl.files import naming
+from megarl.trainer.preemption import REQUEUE
+
+if TYPE_CHECKING:
+    from megarl.trainer.run import Run
+
+FOLDER = "checkpoints"
+STATE_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
+HF_FOLDER = "hf"
+_FILE_ERRORS = ("OSError", "FileNotFoundError", "PermissionError")
+
+
+class Stateful(Protocol):
+    """Something of the controller that changes from step to step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with a state. ValueError: it is of something else."""
+        ...
+
+
+@dataclass
+class Best:
+    """The best value so far of `trainer.best_metric`."""
+
+    metric: str | None
+    mode: str
+    value: float | None = None
+
+    def observe(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these metrics have a value that is better than all before.
+
+        Raises:
+            ValueError: they are of a validation and have none of that name.
+        """
+        if self.metric is None or not any(name.startswith("val/") for name in metrics):
+            return False
+        if self.metric not in metrics:
+            known = ", ".join(sorted(name for name in metrics if name.startswith("val/")))
+            raise ValueError(f"trainer.best_metric={self.metric!r}: validations have {known}")
+        value = metrics[self.metric]
+        sign = 1.0 if self.mode == "max" else -1.0
+        better = math.isfinite(value) and (self.value is None or sign * value > sign * self.value)
+        self.value = value if better else self.value
+        return better
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, "mode": self.mode, "value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A best value of another metric is none."""
+        if (state["metric"], state["mode"]) == (self.metric, self.mode):
+            self.value = state["value"]
+
+
+Held = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that was begun in the folder `partial`.
+
+    Attributes:
+        better: whether it is the best so far.
+        begun: by `time.perf_counter`.
+        seconds: that the run has waited for it so far.
+    """
+
+    step: int
+    partial: Path
+    better: bool
+    begun: float
+    seconds: float
+
+
+@dataclass
+class Checkpoints:
+    """Saves a run's state after its steps, when that is due.
+
+    Attributes:
+        groups: the roles that are trained, by the name of their folder.
+        parts: what of the controller changes from step to step, by name.
+        held: has on the devices what a phase ("save_<role>") needs, for the duration of a block.
+        export: writes the policy as a Hugging Face model into a folder.
+    """
+
+    run: Run
+    trainer: SavingConfig
+    groups: Mapping[str, WorkerGroup]
+    parts: Mapping[str, Stateful]
+    held: Held
+    export: Callable[[Path], Any]
+    schedule: SaveSchedule
+    best: Best
+    _unfinished: Unfinished | None = None
+
+    def resume(self) -> int:
+        """Take over the state of the checkpoint that the run goes on from; returns its step, 0 without one.
+
+        Raises:
+            ValueError: it does not fit this run; names what.
+        """
+        found = self.run.resumed
+        if found is None:
+            return 0
+        saved = json.loads((found.folder / STATE_FILE).read_text(encoding="utf-8"))
+        with self.run.status(f"going on from {found.folder}"):
+            for role, group in self.groups.items():
+                with self.held(f"save_{role}"):
+                    self.run.wait(group.call("load_checkpoint", str(found.folder / role), role))
+            for name, part in self._all_parts().items():
+                part.load_state_dict(saved[name])
+        return found.step
+
+    def after(self, step: int, metrics: Mapping[str, float], *, last: bool) -> None:
+        """Save after a step if that is due.
+
+        Args:
+            metrics: the step's.
+            last: whether the run is over with it.
+
+        Raises:
+            OSError: the checkpoint could not be written, and trainer.on_save_error says stop.
+            SystemExit: the run has to end here, and to be started again (REQUEUE).
+        """
+        better = self.best.observe(metrics)
+        self.schedule.stepped(self.run.seconds["step"])
+        due = self.schedule.due(step)
+        reason = None if last else self._ending(due)
+        save = better or reason is not None or due in ("steps", "minutes")
+        self._finish(wait=save or last)
+        if save:
+            self._begin(step, better)
+            self._finish(wait=last or reason is not None or not self.trainer.async_save)
+        if reason is not None:
+            self.run.say(f"ending after step {step}, to be started again: {reason}")
+            raise SystemExit(REQUEUE)
+
+    def _ending(self, due: str | None) -> str | None:
+        """Why the run cannot make another step."""
+        if self.run.preemption.requested is not None:
+            return f"the run was told to end ({self.run.preemption.requested})"
+        if due == "deadline":
+            return f"trainer.max_run_minutes={self.trainer.max_run_minutes:g} would be over with another step"
+        return None
+
+    def _begin(self, step: int, better: bool) -> None:
+        """Begin a checkpoint: what is not in the ranks is written, what is there is copied, or written, too."""
+        begun = time.perf_counter()
+        with self._may_fail(step), self.run.store.building(step) as partial:
+            state = {name: part.state_dict() for name, part in self._all_parts().items()}
+            (partial / STATE_FILE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+            shutil.copyfile(self.run.folder / CONFIG_FILE, partial / CONFIG_FILE)
+            if self.trainer.save_hf:
+                with self.held("export"):
+                    self.export(partial / HF_FOLDER)
+            for role in self.groups:
+                (partial / role).mkdir()
+            for role, group in self.groups.items():
+                folder = str(partial / role)
+                with self.held(f"save_{role}"):
+                    self.run.wait(group.call("begin_save", folder, role, background=self.trainer.async_save))
+            self._unfinished = Unfinished(step, partial, better, begun, time.perf_counter() - begun)
+
+    def _finish(self, *, wait: bool) -> None:
+        """Commit the checkpoint that was begun; without `wait` only if its files are written."""
+        saving = self._unfinished
+        if saving is None or not (wait or self._is_written()):
+            return
+        self._unfinished, begun = None, time.perf_counter()
+        with self._may_fail(saving.step), self.run.store.discarding(saving.partial):
+            files = self._written()
+            files |= {name: None for name in _files_in(saving.partial) if name not in files}
+            checkpoint = self.run.store.commit(saving.step, saving.partial, files, {"step": saving.step})
+            if saving.better:
+                self.run.store.mark_best(saving.step)
+            waited = saving.seconds + time.perf_counter() - begun
+            self.schedule.saved(waited)
+            self.run.say(
+                f"checkpoint: {checkpoint.folder} ({checkpoint.manifest.num_bytes / 1e6:,.1f} MB in "
+                f"{time.perf_counter() - saving.begun:.1f} s, of which the run waited {waited:.1f} s)"
+            )
+
+    def _written(self) -> dict[str, FileFacts | None]:
+        """What all ranks have written, by path; raises the first failure, when no role saves any more."""
+        files: dict[str, FileFacts | None] = {}
+        failure: WorkerFailed | None = None
+        for role, group in self.groups.items():
+            try:
+                results = self.run.wait(group.call("finish_save", role))
+            except WorkerFailed as error:
+                failure = failure or error
+                continue
+            for written in results:
+                files |= {f"{role}/{name}": facts for name, facts in written.items()}
+        if failure is not None:
+            raise failure
+        return files
+
+    def _is_written(self) -> bool:
+        calls = [ref for role, group in self.groups.items() for ref in group.call("is_saved", role)]
+        return all(self.run.wait(calls))
+
+    @contextmanager
+    def _may_fail(self, step: int) -> Iterator[None]:
+        """An error of the file system, here or in a rank, is the run's end or a warning."""
+        try:
+            yield
+        except (OSError, WorkerFailed) as error:
+            # Ranks report theirs in words.
+            of_files = isinstance(error, OSError) or error.kind in _FILE_ERRORS
+            if not of_files or self.trainer.on_save_error == "stop":
+                raise
+            self.run.say(
+                f"Warning: step {step}: no checkpoint, the run goes on (trainer.on_save_error): {error}"
+            )
+
+    def _all_parts(self) -> dict[str, Stateful]:
+        return {**self.parts, "best": self.best, "schedule": self.schedule}
+
+
+def make_checkpoints(
+    run: Run,
+    trainer: SavingConfig,
+    groups: Mapping[str, WorkerGroup],
+    parts: Mapping[str, Stateful],
+    held: Held,
+    export: Callable[[Path], Any],
+) -> Checkpoints:
+    """The checkpoints of a run whose store is open; arguments as of `Checkpoints`."""
+    schedule = SaveSchedule(
+        every_steps=trainer.save_freq if trainer.save_freq > 0 else None,
+        every_minutes=trainer.save_minutes,
+        max_run_minutes=trainer.max_run_minutes,
+        started=run.started,
+    )
+    best = Best(trainer.best_metric, trainer.best_mode)
+    return Checkpoints(run, trainer, groups, parts, held, export, schedule, best)
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Paths of all files in a folder, relative to it."""
+    return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def open_store(trainer: SavingConfig, folder: Path, say: Callable[[str], None]) -> CheckpointStore:
+    """The checkpoints in `folder`, kept as the trainer's keys say; a context manager.
+
+    Raises:
+        ValueError: another run writes there, or trainer.checkpoint_url cannot be used.
+    """
+    keep = Keep(trainer.max_ckpt_to_keep, trainer.keep_every, best=trainer.best_metric is not None)
+    return CheckpointStore(folder, keep, trainer.checkpoint_url, say)
+
+
+def find_resumed(
+    config: TrainConfig | TuningConfig, store: CheckpointStore, say: Callable[[str], None]
+) -> Checkpoint | None:
+    """The checkpoint that a run goes on from, as `trainer.resume_mode` says; says what has changed since.
+
+    What else is in the run folder and not of this course (all later checkpoints; without one to go on from, all) is moved
+    aside.
+
+    Args:
+        config: resolved.
+
+    Raises:
+        ValueError: the checkpoint is damaged, or was saved with something that cannot be changed.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode == "disable":
+        found = None
+    elif trainer.resume_mode == "path":
+        assert trainer.resume_from_path is not None, "checked: trainer.resume_from_path"
+        found = read_checkpoint(trainer.resume_from_path)
+        damage = find_damage(found, hashes=True)
+        if damage:
+            raise ValueError(f"trainer.resume_from_path={trainer.resume_from_path}: {shortened(damage)}")
+    else:
+        found = store.newest_good()
+    if found is not None:
+        changes = changed_keys(config, found.folder / CONFIG_FILE)
+        refused = refused_changes(changes)
+        if refused:
+            raise ValueError("\n  ".join([f"the run cannot go on from {found.folder}:", *refused]))
+        say(f"going on from step {found.step}: {found.folder}")
+        for key, (before, after) in changes.items():
+            say(f"  changed since: {key}: {before!r} -> {after!r}")
+    done = -1 if found is None else found.step
+    move_aside(store.root, done + 1, say)
+    store.abandon_later(done)  # at the remote, and as the best so far
+    return found
+
+
+def move_aside(root: Path, first_step: int, say: Callable[[str], None]) -> None:
+    """Move checkpoints from `first_step` on, good or not, out of a run's folder, into a new one beside it."""
+    steps = [step for step in steps_in(root) if step >= first_step]
+    if not steps:
+        return
+    number = 1
+    while (aside := root.with_name(f"{root.name}-{number}")).exists():
+        number += 1
+    with naming(aside):
+        aside.mkdir()
+        for step in steps:
+            (root / folder_name(step)).rename(aside / folder_name(step))
+    say(f"checkpoints of steps {', '.join(map(str, steps))} are not of this run's course: moved to {aside}")

@@ -1,0 +1,146 @@
+"""The models of a run: which worker groups they are, how each is cut over ranks and its batches into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.cluster import WorkerGroup
+from megarl.config import ActorConfig, CriticConfig, TrainConfig, needs_reference, reference_in_actor
+from megarl.layout.grid import ParallelLayout
+from megarl.trainer.dispatch import MicroBatching
+from megarl.trainer.run import Run
+from megarl.trainer.specs import ModelSpec
+
+ACTOR = "megarl.trainer.actor:ActorWorker"
+ACTOR_CRITIC = "megarl.trainer.shared_critic:ActorCriticWorker"
+CRITIC = "megarl.trainer.critic:CriticWorker"
+REWARD_MODEL = "megarl.trainer.reward_worker:RewardModelWorker"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model's ranks, how they share it, and how its batches are cut."""
+
+    group: WorkerGroup
+    layout: ParallelLayout
+    cut: MicroBatching
+
+
+def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
+    """The actor's processes, with the critic in them where it shares the actor's model.
+
+    Args:
+        num_steps: of the run; None: nothing is trained, and there is neither an optimizer nor a reference.
+    """
+    policy, trains = config.actor_rollout_ref, num_steps is not None
+    shared_reference = trains and needs_reference(config) and reference_in_actor(config)
+    spec = ModelSpec(
+        path=policy.model.path,
+        head="lm",
+        megatron=policy.actor.megatron,
+        optim=policy.actor.optim if trains else None,
+        num_updates=num_steps * _updates_per_step(config, policy.actor) if trains else 0,
+        timeout=config.trainer.collective_timeout,
+        # The ranks' working directory need not be this one.
+        plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
+        lora=policy.model.lora,
+    )
+    kwargs: dict[str, object] = {
+        "spec": spec,
+        "temperature": policy.rollout.temperature,
+        "reference_path": policy.model.path if shared_reference and not spec.adapted else None,
+    }
+    shared_critic = trains and config.critic is not None and config.critic.model.share_base
+    if shared_critic:
+        kwargs["critic"] = _critic_spec(config, num_steps)
+    worker = ACTOR_CRITIC if shared_critic else ACTOR
+    return _start_model(
+        run, "actor", worker, policy.actor.resource_pool, spec, kwargs, _cut(config, policy.actor)
+    )
+
+
+def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
+    """The critic: in processes of its own, or in the actor's where it shares the actor's model."""
+    critic, cut = config.critic, _cut(config, config.critic)
+    if critic.model.share_base:
+        return Role(actor.group, actor.layout, cut)
+    spec = _critic_spec(config, num_steps)
+    return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, cut)
+
+
+def _critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
+    critic = config.critic
+    return ModelSpec(
+        path=critic.model.path,
+        head="value",
+        megatron=critic.megatron,
+        optim=critic.optim,
+        num_updates=num_steps * _updates_per_step(config, critic),
+        timeout=config.trainer.collective_timeout,
+        lora=critic.model.lora,
+    )
+
+
+def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
+    """The reference policy: in the actor's processes, or in processes of its own."""
+    policy = config.actor_rollout_ref
+    cut = MicroBatching(
+        0, policy.ref.log_prob_max_token_len_per_gpu, policy.ref.log_prob_micro_batch_size_per_gpu
+    )
+    if reference_in_actor(config):
+        return Role(actor.group, actor.layout, cut)
+    spec = ModelSpec(
+        path=policy.model.path,
+        head="lm",
+        megatron=policy.ref.megatron,
+        optim=None,
+        num_updates=0,
+        timeout=config.trainer.collective_timeout,
+        lora=policy.model.lora,  # not that it had adapters: its weights are held as the actor's are
+    )
+    kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
+    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, cut)
+
+
+def start_reward_model(config: TrainConfig, run: Run) -> Role:
+    """The reward model's processes."""
+    reward = config.reward_model
+    spec = ModelSpec(
+        path=reward.model.path,
+        head="value",
+        megatron=reward.megatron,
+        optim=None,
+        num_updates=0,
+        timeout=config.trainer.collective_timeout,
+    )
+    cut = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
+    return _start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, cut)
+
+
+def _start_model(
+    run: Run,
+    name: str,
+    worker_class: str,
+    pool_name: str,
+    spec: ModelSpec,
+    kwargs: dict[str, object],
+    cut: MicroBatching,
+) -> Role:
+    pool = run.pools[pool_name]
+    group = WorkerGroup(name, worker_class, pool, len(pool), kwargs, run.log_dir)
+    return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), cut)
+
+
+def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
+    return MicroBatching(
+        mini_batch_size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        max_tokens=section.ppo_max_token_len_per_gpu,
+        micro_batch_size=section.ppo_micro_batch_size_per_gpu,
+        epochs=section.ppo_epochs,
+        shuffle=config.actor_rollout_ref.actor.shuffle,
+    )
+
+
+def _updates_per_step(config: TrainConfig, section: ActorConfig | CriticConfig) -> int:
+    return config.data.train_batch_size // section.ppo_mini_batch_size * section.ppo_epochs

@@ -1,0 +1,95 @@
+"""Rollout engines that died or hang are started anew, while the models that are trained stay as they are.
+
+A new engine gets the current version of the weights, verified as ever, before it serves anything. Trajectories that had not
+come are asked for again (`rollouts.generate`): their noise depends on seed and uid, so they come out as they would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megarl.cluster import WorkerLost
+
+if TYPE_CHECKING:
+    from megarl.cluster import WorkerGroup
+    from megarl.trainer.memory import DeviceMemory
+    from megarl.trainer.run import Run
+
+KEY = "actor_rollout_ref.rollout.max_restarts"
+
+
+@dataclass
+class EngineRestarts:
+    """Replaces lost engines, at most `max_restarts` times in a run.
+
+    Attributes:
+        memory: of the devices that the engines may share.
+        connect: tells all engines anew where weights come from.
+        sync: gives all engines the weights of the actor as a version.
+        version: the one that they serve; None: none was synced yet.
+        hung: ranks of engines that live, but do not answer any more.
+        count: restarts so far.
+    """
+
+    run: Run
+    engines: WorkerGroup
+    max_restarts: int
+    memory: DeviceMemory
+    connect: Callable[[], object]
+    sync: Callable[[int], object]
+    version: int | None = None
+    hung: set[int] = field(default_factory=set)
+    count: int = 0
+
+    def note(self, failure: WorkerLost) -> None:
+        """Remember whom to replace; raises the failure if it is not an engine's, or one too many."""
+        if failure.role != self.engines.role or self.count >= self.max_restarts:
+            raise failure
+        self.hung.add(failure.rank)
+
+    def replace_lost(self) -> None:
+        """Start all engines anew that have ended or hang; they hold no weights yet.
+
+        Raises:
+            RuntimeError: it is one too many, or one does not come up.
+        """
+        while ranks := self._lost():
+            try:
+                self._replace(ranks)
+            except WorkerLost as failure:  # yet another
+                self.note(failure)
+
+    def revive(self, failure: WorkerLost) -> None:
+        """In the middle of a generation: replace the engine that is lost, and have all serve what they served."""
+        self.note(failure)
+        self.replace_lost()
+        assert self.version is not None, "engines generate with synced weights"
+        with self.memory.held("sync"):
+            self.sync(self.version)
+        with self.memory.held("generate"):
+            pass  # the caller goes on with it
+
+    def _lost(self) -> list[int]:
+        return [
+            process.rank for process in self.engines.processes if process.is_dead or process.rank in self.hung
+        ]
+
+    def _replace(self, ranks: list[int]) -> None:
+        self.memory.make_room(self.engines)
+        for rank in ranks:
+            process = self.engines.processes[rank]
+            if self.count >= self.max_restarts:
+                raise RuntimeError(
+                    f"{process} is lost, and {KEY}={self.max_restarts} engines have been started anew already; "
+                    f"its log: {process.log_path}"
+                )
+            self.count += 1
+            what = f"{process} is lost: starting it anew, {self.count} of {self.max_restarts} times"
+            with self.run.status(what):
+                self.engines.restart(rank)
+                self.hung.discard(rank)
+                self.run.wait([self.engines.started[rank]])
+        self.memory.join(self.engines, ranks)
+        self.connect()

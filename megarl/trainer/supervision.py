@@ -1,0 +1,48 @@
+"""A run that loses a process is started again by itself, from its last checkpoint.
+
+Guarantee: what it ends with is what it would have ended with undisturbed, as after any resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+
+from megarl.checkpoints import steps_in
+from megarl.cluster import RayFailed, WorkerLost
+from megarl.config import TrainConfig, TuningConfig
+from megarl.trainer.checkpoints import FOLDER
+
+C = TypeVar("C", bound=TrainConfig | TuningConfig)
+
+
+def supervised(config: C, train: Callable[[C], str]) -> str:
+    """`train(config)`, again after each loss of a process, as often as `trainer.max_restarts` allows; returns its result.
+
+    Whatever the lost run still had is ended by then. A rank that raises is not a loss: it would raise again.
+
+    Raises:
+        WorkerLost, RayFailed: no restart is left; whatever else `train` raises.
+    """
+    allowed = config.trainer.max_restarts
+    for number in range(allowed + 1):
+        try:
+            return train(config)
+        except (WorkerLost, RayFailed) as loss:
+            if number == allowed:
+                raise
+            lines = [str(loss), f"starting again: {number + 1} of trainer.max_restarts={allowed}"]
+        Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        config = as_restarted(config)
+    raise AssertionError("the last one returns or raises")
+
+
+def as_restarted(config: C) -> C:
+    """The configuration of a run's next start: it goes on from the run's own newest checkpoint, once there is one."""
+    if not steps_in(Path(config.trainer.default_local_dir) / FOLDER):
+        return config
+    return replace(config, trainer=replace(config.trainer, resume_mode="auto", resume_from_path=None))

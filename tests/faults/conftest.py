@@ -1,0 +1,67 @@
+"""Controllers that tests kill, and what they leave behind."""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.processes import alive, alive_after, carrying, guards_of, start_controller
+
+
+@dataclass(frozen=True)
+class Family:
+    """A controller with all that it has started: processes, folders that are to be removed, ports that it listens on."""
+
+    process: subprocess.Popen
+    report: dict[str, Any]
+    pids: list[int]
+    folders: list[str]
+    ports: list[int]
+
+    def is_gone(self, seconds: float) -> None:
+        """Nothing is left of it after at most `seconds`."""
+        assert alive_after(self.pids, seconds) == []
+        assert carrying(self.report["mark"].partition("=")[2]) == []
+        assert [folder for folder in self.folders if os.path.exists(folder)] == []
+        assert listening(os.listdir("/proc")).isdisjoint(self.ports)
+
+
+@pytest.fixture
+def start_run(tmp_path: Path) -> Iterator[Callable[[str], Family]]:
+    """start_run(method): a run that calls `method` of its ranks for ever (tests/cluster/controllers.py)."""
+    processes = []
+
+    def start(method: str) -> Family:
+        process, report = start_controller("run", tmp_path, method, stderr=(tmp_path / "stderr").open("w"))
+        processes.append(process)
+        watched = [process.pid, *report["workers"], *report["children"], *report["started"]]
+        guards = guards_of(watched)
+        folders = [folder for folders in guards.values() for folder in folders]
+        assert len(folders) == 3 and all(os.path.isdir(folder) for folder in folders)  # of Ray, of two ranks
+        ports = listening(map(str, watched))
+        assert ports
+        return Family(process, report, alive([*watched, *guards]), folders, sorted(ports))
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def listening(pids: Any) -> set[int]:
+    """The TCP ports on which processes listen."""
+    found = set()
+    for pid in pids:
+        if not pid.isdigit():
+            continue
+        try:
+            connections = psutil.Process(int(pid)).net_connections("tcp")
+        except psutil.Error:
+            continue
+        found |= {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+    return found

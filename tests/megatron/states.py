@@ -1,0 +1,99 @@
+"""Ranks that train a tiny model, save their states and go on from them."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.schema import OptimConfig
+from megarl.dcp import DCPReader
+from megarl.hybrid_engine import load_hf_weights
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
+from megarl.megatron.checkpoint import RankStates
+from megarl.megatron.checkpoint_optimizer import fragments
+from megarl.megatron.checkpoint_places import model_places
+from megarl.megatron.logprobs import lm_head
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.parallel import init_parallel
+from megarl.megatron.step import train_step
+from megarl.models import read_model_config
+from tests.megatron.parity import VOCAB, batches, loss_of
+
+OPTIM = OptimConfig(
+    lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), clip_grad=0.5, lr_decay_style="linear", lr_decay_steps=50
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model in a layout. `options`: of `build_model`; `distributed`: the optimizer's states."""
+
+    world: int
+    sizes: dict[str, Any]
+    distributed: bool = True
+    dtype: torch.dtype = torch.float32
+    head: str = "lm"
+
+
+class Trainee:
+    """This rank's part of a model that is trained."""
+
+    def __init__(self, rank: int, world: int, model: str, setting: Setting, *, seed: int = 1) -> None:
+        """With the weights of the folder `model`; with another `seed` than 1 random ones, to be overwritten."""
+        self.layout = ParallelLayout(world=world, **setting.sizes)
+        init_parallel(self.layout, rank, world, seed=seed)
+        config = read_model_config(model)
+        chunks = build_model(config, self.layout, dtype=setting.dtype, head=setting.head, seed=seed)
+        if seed == 1:
+            load_hf_weights(model, config, self.layout, rank, local_parameters(chunks), setting.head)
+        self.chunks = wrap_for_training(chunks, use_distributed_optimizer=setting.distributed)
+        self.optimizer, self.scheduler = build_optimizer(self.chunks, OPTIM)
+        places = model_places(unwrap(self.chunks), VOCAB)
+        self.states = RankStates(self.chunks, self.optimizer, self.scheduler, self.layout, places, seed=7)
+
+    def steps(self, count: int) -> list[tuple[float, float, float]]:
+        """(Loss, gradient norm, learning rate) of some steps."""
+        head, history = lm_head(vocab_size=VOCAB, chunk_tokens=16), []
+        for _ in range(count):
+            result = train_step(
+                self.chunks, self.optimizer, self.scheduler, batches(self.layout), head, loss_of
+            )
+            assert result.ok
+            history.append((result.stats["loss"], result.grad_norm, result.lr))
+        return history
+
+    def hashes(self) -> dict[str, str]:
+        """Of all that this rank has: weights, optimizer states, and numbers drawn from the random streams' states."""
+        return {name: digest(tensor) for name, tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from local_parameters(self.chunks).items()
+        for index, fragment in enumerate(fragments(self.optimizer)):
+            yield f"main {index}", fragment.main
+            yield from ((f"{kind} {index}", tensor) for kind, tensor in fragment.state.items())
+        yield "random", torch.get_rng_state()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def whole_tensors(folder: str | Path, vocab_size: int = VOCAB) -> dict[str, torch.Tensor]:
+    """The global tensors of a checkpoint, those of the vocabulary without padding; each element is there once."""
+    reader, found = DCPReader(Path(folder)), {}
+    for key, stored in reader.tensors.items():
+        whole, seen = (
+            torch.zeros(stored.shape, dtype=stored.dtype),
+            torch.zeros(stored.shape, dtype=torch.int8),
+        )
+        for chunk in stored.chunks:
+            whole[chunk.box.slices] = reader.load(chunk)
+            seen[chunk.box.slices] += 1
+        assert (seen == 1).all(), key
+        found[key] = whole[:vocab_size] if "word_embeddings" in key or "output_layer" in key else whole
+    return found

@@ -1,0 +1,8 @@
+"""Whether engines on this machine's CPU can give a row the same bits in any company; tests of that skip elsewhere."""
+
+import pytest
+
+from megarl.rollout.batch_invariant import obstacle
+
+OBSTACLE = obstacle()
+needs_invariance = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))

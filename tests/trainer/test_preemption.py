@@ -1,0 +1,26 @@
+import signal
+
+import pytest
+
+from megarl.trainer.preemption import REQUEUE, noting_signals
+
+
+def test_the_first_signal_is_noted_and_a_second_sigterm_ends_the_run(capfd):
+    before = signal.getsignal(signal.SIGTERM)
+    with noting_signals() as preemption:
+        assert preemption.requested is None
+        signal.raise_signal(signal.SIGUSR1)  # the early warning
+        assert preemption.requested == "SIGUSR1"
+        signal.raise_signal(
+            signal.SIGTERM
+        )  # the time is nearly over: what is being saved is not to be given up
+        signal.raise_signal(signal.SIGUSR1)
+        assert preemption.requested == "SIGUSR1"
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == REQUEUE == 75
+    assert signal.getsignal(signal.SIGTERM) is before
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("SIGUSR1: the run ends after this step") and lines[1].startswith(
+        "SIGTERM again"
+    )

@@ -301,8 +301,7 @@ def find_resumed(
 ) -> Checkpoint | None:
     """The checkpoint that a run goes on from, as `trainer.resume_mode` says; says what has changed since.
 
-    What else is in the run folder and not of this course (all later checkpoints; without one to go on from, all) is moved
-    aside.
+    What is in the run folder and not of this course is moved aside: later checkpoints, or all if it goes on from none of them.
 
     Args:
         config: resolved.
@@ -329,9 +328,10 @@ def find_resumed(
         say(f"going on from step {found.step}: {found.folder}")
         for key, (before, after) in changes.items():
             say(f"  changed since: {key}: {before!r} -> {after!r}")
-    done = -1 if found is None else found.step
-    move_aside(store.root, done + 1, say)
-    store.abandon_later(done)  # at the remote, and as the best so far
+    own = found is not None and found.folder.resolve().parent == store.root.resolve()
+    last = found.step if own else -1
+    move_aside(store.root, last + 1, say)
+    store.abandon_later(last)  # at the remote, and as the best so far
     return found
 
 

@@ -188,6 +188,17 @@ def test_a_new_course_leaves_the_old_ones_checkpoints_aside(tmp_path: Path) -> N
     other.run.store.close()
 
 
+def test_a_course_from_elsewhere_leaves_earlier_steps_aside_too(tmp_path: Path) -> None:
+    """A restart must not go on from what another course left in the run folder."""
+    play(start(tmp_path / "one", save_freq=3), 1, 3)
+    play(start(tmp_path / "other", save_freq=1), 1, 2)
+    path = str(tmp_path / "one" / "checkpoints" / "step-3")
+    run = start(tmp_path / "other", resumed=True, resume_mode="path", resume_from_path=path)
+    assert run.resume() == 3 and steps_in(tmp_path / "other" / "checkpoints") == []
+    assert steps_in(tmp_path / "other" / "checkpoints-1") == [1, 2]
+    run.run.store.close()
+
+
 def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> None:
     play(start(tmp_path, save_freq=1), 1, 1)
     folder = tmp_path / "checkpoints" / "step-1"

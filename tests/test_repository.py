@@ -163,6 +163,15 @@ def test_controller_loads_neither_megatron_nor_sglang() -> None:
     assert loaded_by(loops, {"megatron", "sglang"}) == "[]"
 
 
+def test_ranks_load_no_transformers() -> None:
+    """It would cost each of them a second and a half of a core at its start."""
+    workers = [
+        f"megarl.trainer.{name}"
+        for name in ("actor", "critic", "sft_worker", "rm_worker", "dpo_worker", "reward_worker")
+    ]
+    assert loaded_by(workers, {"transformers", "sglang", "torch._dynamo"}) == "[]"
+
+
 def test_architecture_page_lists_every_module_and_no_other() -> None:
     rows = re.findall(
         r"^\| `(megarl/\S+\.py)` \| \S.*\|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE

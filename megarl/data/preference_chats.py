@@ -1,15 +1,19 @@
 """Preferences as chats of which a policy may learn: rankings of texts with the tokens that it would generate itself."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
 from megarl.data.examples import Rows, read_examples
 from megarl.data.preferences import PreferenceKeys, read_ranking
 from megarl.data.sft import tokenize_chat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PREFERENCE_CHAT_SCHEMA = pa.schema(
     [

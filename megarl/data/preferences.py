@@ -4,21 +4,25 @@ A row is a ranking of K texts: a pair (`chosen`, `rejected`), or `responses` wit
 prompt with one response each, as the chat template renders them.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase
 
 from megarl.data.examples import Rows, read_examples
 from megarl.data.files import check_messages, lookup
 from megarl.data.tokenizer import encode_texts, render_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PREFERENCE_SCHEMA = pa.schema(
     [

@@ -4,21 +4,25 @@ Columns: `data_source` string; `prompt` list of {role, content}; `reward_model` 
 `extra_info` struct (optional, whatever it holds; kept as JSON).
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 from rich.progress import Progress
-from transformers import PreTrainedTokenizerBase
 
 from megarl.data.files import RowErrors, check_messages, iter_rows, lookup, num_rows
 from megarl.data.sources import DataFile, resolve_files
 from megarl.data.tokenizer import encode_texts, render_text
 from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Truncation = Literal["error", "left", "right", "middle"]
 TRUNCATIONS: tuple[str, ...] = ("error", "left", "right", "middle")

@@ -6,18 +6,22 @@ rendering the chat up to there: the rendering of a beginning of a chat must be a
 the whole, which is checked for every row. Of plain text all tokens are learnt but the first, which nothing predicts.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
 from megarl.data.examples import Rows, read_examples
 from megarl.data.files import check_messages, lookup
 from megarl.data.loader import TableLoader
 from megarl.data.tokenizer import encode_texts, render_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SFT_SCHEMA = pa.schema(
     [

@@ -1,13 +1,17 @@
 """Tokenizers and chat templates: loading them, and rendering messages to token ids."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from tokenizers import Regex, Tokenizer, normalizers
-from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Used for tokenizers that bring no chat template: one line a message, tagged with its role; an assistant's line
 # ends with the end token, and a prompt ends with the assistant's line opened.
@@ -71,8 +75,10 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 
 def _from_auto(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    import transformers  # takes 1.5 s of a core: ranks that read no text do without
+
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer could be loaded from {path}: {error}") from error
 
@@ -84,6 +90,8 @@ def _as_defined(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedT
     family: a Qwen2 model with a tokenizer of another kind gets Qwen's splitting rules, and other ids, without
     a word.
     """
+    import transformers
+
     if not tokenizer.is_fast or not (folder / DEFINITION_FILE).is_file():
         return tokenizer
     defined = Tokenizer.from_file(str(folder / DEFINITION_FILE))
@@ -95,7 +103,7 @@ def _as_defined(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedT
         f"than its {DEFINITION_FILE}; what that file says is used",
         stacklevel=3,
     )
-    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
 
 
 def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
@@ -105,6 +113,7 @@ def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
     the SentencePiece pieces without the leading space ("▁") that the model was trained with. LlamaTokenizer
     has it, but assumes the normalisation of Llama's own model, so that of this file is put in its place.
     """
+    import transformers
     from google.protobuf.message import DecodeError  # two packages that only such folders need
     from sentencepiece import sentencepiece_model_pb2
 
@@ -119,7 +128,7 @@ def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
             "that can be read without a tokenizer_config.json; save the tokenizer with transformers "
             "(save_pretrained) first"
         )
-    tokenizer = LlamaTokenizer.from_pretrained(str(folder))
+    tokenizer = transformers.LlamaTokenizer.from_pretrained(str(folder))
     steps: list[normalizers.Normalizer] = []
     if model.normalizer_spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(model.normalizer_spec.precompiled_charsmap))

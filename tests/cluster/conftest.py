@@ -14,7 +14,7 @@ SLOTS = 4  # of the pool that all tests share
 SPARE_SLOTS = 2  # for tests of pools
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # gone before the next room: a process has one cluster at a time
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = start_cluster(None, SLOTS + SPARE_SLOTS, tmp_path_factory.mktemp("cluster"))
     yield cluster
@@ -37,7 +37,7 @@ def controller() -> Iterator[Callable[..., tuple[subprocess.Popen, dict[str, Any
         process.wait()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool(ray_cluster: Cluster) -> Iterator[ResourcePool]:
     pool = ResourcePool("test", 1, SLOTS, timeout=30)
     yield pool

@@ -3,16 +3,32 @@
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.ranks import RankPool
 
 TESTS = Path(__file__).parent
-# What `pytest -n 2 --dist loadgroup` gives to one process: a file, or a room whose tests share an engine or a cluster.
-# The rooms of long tests come first, so that both processes end at about the same time.
+# Of several processes (`pytest -n 2`) one gets all of these rooms' files, whose tests share an engine or a cluster.
 ONE_PROCESS = ("rollout", "cluster")
+# Long tests come first, so that all processes end at about the same time.
 LONGEST_FIRST = ("rollout", "trainer", "faults", "cluster", "megatron")
+
+
+class ByFileOrRoom(LoadFileScheduling):
+    """What a process takes next is a file, or a room of `ONE_PROCESS`; in the order of the collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        room = Path(file).relative_to("tests").parts[0]
+        return room if room in ONE_PROCESS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    config.option.loadscopereorder = False
+    return ByFileOrRoom(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,22 +42,16 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("dist", "no") != "no" or hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _place(_room(item)))  # stable
-        for item in items:
-            room = _room(item)
-            item.add_marker(pytest.mark.xdist_group(room if room in ONE_PROCESS else str(item.path)))
+    if hasattr(config, "workerinput"):  # one of several processes
+        items.sort(key=_place)  # stable
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="takes a minute more: runs with --slow"))
 
 
-def _room(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0]
-
-
-def _place(room: str) -> int:
+def _place(item: pytest.Item) -> int:
+    room = item.path.relative_to(TESTS).parts[0]
     return LONGEST_FIRST.index(room) if room in LONGEST_FIRST else len(LONGEST_FIRST)
 
 

@@ -4,6 +4,7 @@ Shapes are those of the weight table (`megatron_pieces`) and of the adapters (`a
 family. The ranks of a stage hold equally large parts: the first one's are given.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +21,30 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 ROWS, COLUMNS = "rows", "columns"
 _EXPERTS = ".mlp.experts."
 _BUFFER = ".router.expert_bias"  # a weight of the table that is no parameter
+# The modules of a layer and the tensors of a module, as megatron-core 0.19.2 registers them: where padding falls in a
+# buffer, and so which rank's part has it, depends on their order.
+_MODULES = (
+    "input_layernorm.",
+    "self_attention.linear_proj.",
+    "self_attention.linear_q_proj.",
+    "self_attention.linear_q_down_proj.",
+    "self_attention.linear_q_up_proj.",
+    "self_attention.linear_kv_down_proj.",
+    "self_attention.linear_kv_up_proj.",
+    "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "pre_mlp_layernorm.",
+    "mlp.router.",
+    "mlp.experts.linear_fc1.",
+    "mlp.experts.linear_fc2.",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+    "mlp.shared_experts.linear_fc1.",
+    "mlp.shared_experts.linear_fc2.",
+)
+_TENSORS = ("weight", "bias", "layer_norm_weight")
+_IN_A_LAYER = re.compile(r"(\d+:decoder\.layers\.\d+\.)(.*\.)([a-z_]+)(\d*)")
 
 
 @dataclass(frozen=True)
@@ -117,6 +142,7 @@ def stage_tensors(
                 and name.endswith(_VOCABULARY),
             )
         )
+    weights = _as_registered(weights)
     if not with_adapters:
         return StageTensors(tuple(weights), ())
     assert adapted is not None
@@ -126,6 +152,20 @@ def stage_tensors(
     ]
     slots = [(slot, _cut(slot, adapted[slot.tensors[0]])) for slot in adapter_slots(pieces, adapted)]
     return StageTensors(tuple(weights), tuple(adapters), tuple(slots))
+
+
+def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
+    """The tensors of each layer in Megatron's order; layers, and what is in none, stay where they are."""
+    places: dict[str, int] = {}
+
+    def key(tensor: LocalTensor) -> tuple[int, ...]:
+        found = _IN_A_LAYER.fullmatch(tensor.name)
+        place = places.setdefault(tensor.name if found is None else found[1], len(places))
+        if found is None:
+            return (place,)
+        return place, _MODULES.index(found[2]), _TENSORS.index(found[3]), int(found[4] or 0)
+
+    return sorted(weights, key=key)
 
 
 def float32_buffers(config: ModelConfig, layout: ParallelLayout, stage: int) -> int:

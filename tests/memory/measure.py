@@ -89,7 +89,7 @@ def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBa
 
 
 def _check_names(built: Built, tensors: StageTensors) -> None:
-    """The tensors that are planned with are the model's own, name by name and shape by shape."""
+    """The tensors that are planned with are the model's own, name by name and shape by shape, in its order."""
     held = {
         f"{index}:{name}": tuple(parameter.shape)
         for index, chunk in enumerate(unwrap(built.chunks))
@@ -97,3 +97,5 @@ def _check_names(built: Built, tensors: StageTensors) -> None:
         if not name.endswith(SCALES)
     }
     assert {tensor.name: tensor.shape for tensor in (*tensors.weights, *tensors.adapters)} == held
+    if not tensors.adapters:  # which the model's own weights surround, frozen: their order decides nothing
+        assert [tensor.name for tensor in tensors.weights] == list(held)

@@ -101,9 +101,8 @@ def _add_make_task(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument("out", help="folder; gets model/ and data/")
     command.add_argument("--seed", type=int, default=1)
     command.add_argument("--max-operand", type=int, default=6, help="numbers in the problems are 1 to this")
-    command.add_argument(
-        "--teacher-errors", type=float, default=0.7, help="part of the sft answers that are one too many"
-    )
+    text = "part of the sft answers that are one too many; --preferences: that lack each of three qualities"
+    command.add_argument("--teacher-errors", type=float, default=0.7, help=text)
     command.add_argument("--num-sft", type=int, default=4000, help="problems for supervised fine-tuning")
     command.add_argument("--num-train", type=int, default=6000, help="problems for PPO")
     command.add_argument("--num-test", type=int, default=300, help="held-out problems")

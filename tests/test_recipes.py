@@ -1,0 +1,101 @@
+"""Every recipe: what its header says is so, its configuration is right, and what runs on GPUs is planned to fit on them."""
+
+import json
+import re
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve
+from megarl.config.load import load_config
+from megarl.models import logical_tensors, read_model_config
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "train": TrainConfig, "eval": EvalConfig}
+# Parameters in billions, as published with the models.
+SIZES = {
+    "deepseek-llm-7b": 6.91,
+    "deepseek-v3": 671.0,
+    "llama-3-8b": 8.03,
+    "llama-3.1-70b": 70.6,
+    "llama-3.2-3b": 3.21,
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-72b": 72.7,
+    "qwen2.5-7b": 7.62,
+    "qwen3-235b-a22b": 235.1,
+    "qwen3-30b-a3b": 30.5,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes' paths are relative to it."""
+    monkeypatch.chdir(ROOT)
+
+
+def header(recipe: str) -> str:
+    """Its first comment, in one line."""
+    lines = (ROOT / f"recipes/{recipe}.yaml").read_text().splitlines()
+    length = next(row for row, line in enumerate(lines) if not line.startswith("#"))
+    return " ".join(line.removeprefix("#").strip() for line in lines[:length])
+
+
+ON_GPUS = [name for name in RECIPES if re.search(r"Hardware: [^.]* GPUs? of \d+ GB", header(name))]
+
+
+def report(capsys: pytest.CaptureFixture, *arguments: str) -> dict:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_header_names_hardware_and_the_command(recipe: str) -> None:
+    text = header(recipe)
+    assert "Hardware: " in text
+    command = re.search(r"Run: +megarl (\w+) recipes/(\S+)\.yaml", text)
+    assert command is not None and command[2] == recipe
+    assert resolve(load_config(SCHEMAS[command[1]], f"recipes/{recipe}.yaml"))
+
+
+@pytest.mark.parametrize("recipe", ON_GPUS)
+def test_it_fits_with_the_memory_that_its_header_says(recipe: str, capsys: pytest.CaptureFixture) -> None:
+    text = header(recipe)
+    nodes, gpus, memory = re.search(
+        r"Hardware: (?:(one|two|\d+) nodes? of 8 GPUs|(one) GPU) of (\d+) GB", text
+    ).groups()
+    config = resolve(load_config(TrainConfig, f"recipes/{recipe}.yaml"))
+    numbers = {"one": 1, "two": 2}
+    assert config.trainer.nnodes == (1 if gpus else numbers.get(nodes) or int(nodes))
+    assert config.trainer.n_gpus_per_node == (1 if gpus else 8)
+    plan = report(capsys, "plan", "memory", f"recipes/{recipe}.yaml", "--gpu-memory", str(int(memory) - 1))
+    assert plan["fits"] and not plan["problems"]
+    planned = {phase: terms["total"] / 2**30 for phase, terms in plan["phases"].items()}
+    told = dict(
+        re.findall(r"(\w+) (\d+\.\d)[,.;]", text.split("`megarl plan memory`")[1].split("Before:")[0])
+    )
+    assert {phase: f"{value:.1f}" for phase, value in planned.items()} == {
+        name: told.get(name) for name in planned
+    }
+
+
+LARGE = ("deepseek_v3_grpo", "qwen3_235b_a22b_grpo")  # take 20 s of a core or more
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in ON_GPUS]
+)
+def test_its_weight_sync_is_planned(recipe: str, capsys: pytest.CaptureFixture) -> None:
+    plan = report(capsys, "plan", f"recipes/{recipe}.yaml")
+    assert plan["reshard"]["max_received"] <= plan["full_gather"]["max_received"]
+    alone = "single_gpu" in recipe
+    assert (plan["full_gather"]["max_received"] == 0) == alone
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "recipes/models").iterdir()))
+def test_a_models_config_has_the_parameters_that_are_published(name: str) -> None:
+    config = read_model_config(f"recipes/models/{name}")
+    parameters = sum(map(prod, logical_tensors(config).values()))
+    assert parameters / 1e9 == pytest.approx(SIZES[name], rel=5e-3)

@@ -1,4 +1,5 @@
-"""The `megarl` command: `train`, `sft`, `rm`, `dpo`, `eval`, `doctor`, `replay`, `config`, `make-task`, `verify`, `convert`, `plan`.
+"""The `megarl` command: `train`, `sft`, `rm`, `dpo`, `eval`, `doctor`, `replay`, `config`, `make-task`, `verify`, `convert`, `plan`,
+`launch`.
 
 A mistake of the user's ends in one message without a traceback and exit code 2; a run that fails in one that
 names the process, with exit code 1. A run that has saved its state and is to be started again ends with 75.
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +35,7 @@ from megarl.config.notes import notes, said_here
 from megarl.config.reference import reference
 from megarl.config.show import resolved_keys, yaml_text
 from megarl.plugins import load_plugins
+from megarl.trainer.preemption import ending_at_once
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
@@ -55,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = [text for text in map(flag_advice, unknown) if text is not None]
         parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice]))
     try:
-        return options.run(options) or 0
+        with ending_at_once() if options.run in (_train, _sft, _rm, _dpo) else nullcontext():
+            return options.run(options) or 0
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -123,13 +127,14 @@ def _train(options: argparse.Namespace) -> None:
     config = _configured(TrainConfig, options)
     from megarl.trainer.halves import generate_only, learn_only
     from megarl.trainer.ppo import train
+    from megarl.trainer.supervision import supervised
 
     if config.trainer.rollout_only:
         generate_only(config)
     elif config.trainer.train_only is not None:
         learn_only(config)
     else:
-        train(config)
+        supervised(config, train)
 
 
 def _sft(options: argparse.Namespace) -> None:
@@ -232,6 +237,12 @@ def _replay(options: argparse.Namespace) -> None:
     replay(Request(Path(options.folder), options.step, options.overrides, **paths))
 
 
+def _launch(options: argparse.Namespace) -> int:
+    from megarl.launch.command import launch
+
+    return launch(options, RUNNERS)
+
+
 RUNNERS = {
     "train": _train,
     "sft": _sft,
@@ -246,6 +257,7 @@ RUNNERS = {
     PLAN_MEMORY: _plan_memory,
     "doctor": _doctor,
     "replay": _replay,
+    "launch": _launch,
 }
 
 

@@ -27,15 +27,19 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megarl.layout import Box
 
 _METADATA = ".metadata"
-_METADATA_MODULES = {
-    "torch",
-    "torch.serialization",
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.planner",
-    "torch.distributed.checkpoint.filesystem",
-    "pathlib",
-    "pathlib._local",
-}
+_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+# By name: these modules have other classes whose construction alone opens, or empties, a file.
+_METADATA_NAMES = {
+    "torch": ("Size", "device"),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+}  # fmt: skip
 
 
 class Chunk(NamedTuple):
@@ -74,9 +78,10 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("megatron."):
             return type(name, (), {})  # notes that older versions left, for their own use
-        found = super().find_class(module, name) if module in _METADATA_MODULES and "." not in name else None
-        described = isinstance(found, type) and found.__module__ in _METADATA_MODULES
-        if not described and not isinstance(found, torch.dtype) and name != "_get_layout":
+        if name in _METADATA_NAMES.get(module, ()):
+            return super().find_class(module, name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if not isinstance(found, torch.dtype):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
         return found
 
@@ -144,7 +149,7 @@ def _read_metadata(folder: Path) -> Metadata:
             return _MetadataUnpickler(file).load()
     except FileNotFoundError:
         raise ValueError(f"checkpoint {folder} has no {_METADATA}") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is no metadata of a distributed checkpoint: {error}") from None
 
 

@@ -16,8 +16,8 @@ in its own process only.
 
 Files: `cluster` starts or joins Ray, `pool` reserves devices, `worker` is the rank's process, `group` the
 controller's handle on all ranks of a role, `failure` waits and explains, `errors` is what it raises, `watch` finds
-who hangs, `stacks` where everybody is, `report` writes it down, `guard` cleans up after the dead, `hosts` does small
-jobs on a given machine.
+who hangs, `stuck` ends a controller that waits for a server of Ray that is gone, `stacks` tells where everybody is,
+`report` writes it down, `guard` cleans up after the dead, `hosts` does small jobs on a given machine.
 """
 
 from megarl.cluster.cluster import Cluster, abandon_cluster, start_cluster, stop_cluster
@@ -34,6 +34,7 @@ from megarl.cluster.failure import stream, wait
 from megarl.cluster.group import WorkerGroup
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.report import write_report
+from megarl.cluster.stuck import ending_when_stuck
 from megarl.cluster.watch import Watch
 from megarl.cluster.worker import RankInfo
 
@@ -52,6 +53,7 @@ __all__ = [
     "WorkerHung",
     "WorkerLost",
     "abandon_cluster",
+    "ending_when_stuck",
     "start_cluster",
     "stop_cluster",
     "stream",

@@ -9,7 +9,9 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
+from megarl.cluster.errors import RayFailed
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked, process_state
 from megarl.cluster.hosts import start_guard
 from megarl.signals import job_signals_blocked
@@ -73,6 +76,7 @@ def start_cluster(
     Raises:
         ValueError: `num_devices` < 1.
         ConnectionError: nothing answers at `address`, or it asks for a token and there is none.
+        RayFailed: a server of a cluster on this machine did not come up.
     """
     if num_devices < 1:
         raise ValueError(f"a cluster needs at least one device, found num_devices={num_devices}")
@@ -80,35 +84,42 @@ def start_cluster(
     if address is not None:
         if address != "auto":  # which Ray looks up and treats so itself
             _send_token_where_asked(address)
-        context = ray.init(address=address, log_to_driver=False, logging_level="error")
+        with _own_handlers():
+            context = ray.init(address=address, log_to_driver=False, logging_level="error")
         return Cluster(context.address_info["gcs_address"], None, None)
     # Not in run_dir: the path of a Unix socket has at most 107 characters.
     temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
     token = secrets.token_hex(8)
     mark = f"{_MARK_NAME}={token}"
     variables = {_MARK_NAME: token, "RAY_USAGE_STATS_ENABLED": "0"} | KEEP_ENVIRON
-    with _loopback_only(), _environment(variables), job_signals_blocked():
+    with _loopback_only(), _environment(variables), job_signals_blocked(), _own_handlers():
         start_guard(mark, parent=0, directories=[temp_dir])
-        context = ray.init(
-            address="local",  # also where RAY_ADDRESS is set
-            num_cpus=num_devices,
-            num_gpus=num_gpus,
-            object_store_memory=object_store_bytes(
-                psutil.virtual_memory().available, shutil.disk_usage("/dev/shm").free
-            ),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            _node_ip_address="127.0.0.1",
-            _temp_dir=temp_dir,
-            _system_config={
-                "worker_niceness": 0,  # Ray runs workers at nice 15, behind everything else on the machine
-                # Otherwise Ray keeps one idle Python (60 MiB, 0.5 s of a core) ready per core.
-                "enable_worker_prestart": False,
-                "prestart_worker_first_driver": False,
-                "enable_metrics_collection": False,
-            },
-        )
+        try:
+            context = ray.init(
+                address="local",  # also where RAY_ADDRESS is set
+                num_cpus=num_devices,
+                num_gpus=num_gpus,
+                object_store_memory=object_store_bytes(
+                    psutil.virtual_memory().available, shutil.disk_usage("/dev/shm").free
+                ),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=temp_dir,
+                _system_config={
+                    "worker_niceness": 0,  # Ray runs workers at nice 15, behind everything else on the machine
+                    # Otherwise Ray keeps one idle Python (60 MiB, 0.5 s of a core) ready per core.
+                    "enable_worker_prestart": False,
+                    "prestart_worker_first_driver": False,
+                    "enable_metrics_collection": False,
+                },
+            )
+        except Exception as error:  # which Ray raises where a server does not come up
+            kill_marked(mark)
+            ray.shutdown()
+            shutil.rmtree(temp_dir, ignore_errors=True)
+            raise RayFailed(f"Ray did not start on this machine: {error}") from error
     servers = {
         name: processes[0].process.pid
         for name, processes in ray._private.worker._global_node.all_processes.items()
@@ -194,6 +205,17 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Puts back what this process does at SIGTERM, if it does anything: Ray 2.60 takes that over, and exits with status 15."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

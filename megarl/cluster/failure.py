@@ -39,9 +39,16 @@ _POLL_SECONDS = 0.25
 # How long after a first exception a death is still taken for its cause: gloo notices a closed connection at once,
 # Ray the end of a process some 20 ms later, a loaded machine both much later.
 _GRACE_SECONDS = 1.5
+# The same where the exception is of a lost connection: a rank whose SGLang scheduler was killed has to notice that itself first.
+_LOST_PEER_SECONDS = 10.0
 # How long to wait for the guard's word on how a process ended.
 _EXIT_LINE_SECONDS = 2.0
 _NODE_SECONDS = 5.0
+# What gloo, NCCL (torch 2.13) and the links of a weight sync say.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|reset by peer|closed its connection|could not be reached|broken pipe",
+    re.IGNORECASE,
+)
 # What gloo and NCCL say when a collective has taken longer than the group's timeout (torch 2.13).
 _COLLECTIVE_TIMEOUT = re.compile(
     r"timed? ?out (waiting|after|in)|collective operation timeout", re.IGNORECASE
@@ -230,7 +237,7 @@ def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Sou
 def _root_cause(source: Source, error: Exception, pending: list[Source], processes: Processes) -> Exception:
     """What to report when `source` ended in `error`: looks a little longer for what may have caused it."""
     errors = {_actor_id(source): error}
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + (_LOST_PEER_SECONDS if _LOST_PEER.search(str(error)) else _GRACE_SECONDS)
     while time.monotonic() < deadline and not any(process.is_dead for process in processes.values()):
         if not pending:
             time.sleep(0.05)

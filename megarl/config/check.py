@@ -27,6 +27,7 @@ from megarl.config.check_sampling import (
     training_sampling_problems,
 )
 from megarl.config.check_saving import saving_problems
+from megarl.config.check_secrets import secret_problems
 from megarl.config.check_tuning import tuning_problems
 from megarl.config.hub import model_problems, tokenizer_problems
 from megarl.config.options import walk_values
@@ -49,7 +50,7 @@ def check_config(config: TrainConfig | TuningConfig | EvalConfig, data_files: bo
     Raises:
         ValueError: all violations in one message.
     """
-    problems = list(_value_problems(config))
+    problems = [*value_problems(config), *secret_problems(config)]
     if isinstance(config, TrainConfig):
         problems += _train_problems(config, data_files)
     elif isinstance(config, TuningConfig):
@@ -59,7 +60,7 @@ def check_config(config: TrainConfig | TuningConfig | EvalConfig, data_files: bo
     raise_if_any("configuration", problems)
 
 
-def _value_problems(config: Any) -> Iterator[str]:
+def value_problems(config: Any) -> Iterator[str]:
     """Choices and bounds, as declared beside each key."""
     for key, member, value in walk_values(config):
         rules = member.metadata

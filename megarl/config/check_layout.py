@@ -17,6 +17,7 @@ from megarl.config.schema import (
     MegatronConfig,
     TrainConfig,
 )
+from megarl.config.sections import PoolConfig, RolloutConfig
 from megarl.config.tuning_sections import TuningConfig
 
 _POLICY = "actor_rollout_ref"
@@ -278,20 +279,40 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     """Of a resolved configuration: the engines fit the devices of their pool, and a trajectory an engine."""
     if isinstance(config, TrainConfig):
         key, rollout = f"{_POLICY}.rollout", config.actor_rollout_ref.rollout
-        devices = pool_devices(config.resource_pools, rollout.resource_pool)
+        pool = (config.resource_pools or {}).get(rollout.resource_pool or "")
     else:
         key, rollout = "rollout", config.rollout
-        devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    tp, engines = rollout.tensor_model_parallel_size, rollout.num_engines
-    if devices is not None and tp > devices:
-        yield (
-            f"{key}.tensor_model_parallel_size={tp} is more than the {devices} devices of resource pool "
-            f"{rollout.resource_pool!r}"
-        )
-    elif devices is not None and engines is not None and engines * tp > devices:
-        yield (
-            f"{key}.num_engines={engines} x {key}.tensor_model_parallel_size={tp} is more than the {devices} devices "
-            f"of resource pool {rollout.resource_pool!r}; at most {devices // tp} engines fit"
-        )
+        pool = PoolConfig(nnodes=config.trainer.nnodes, n_gpus_per_node=config.trainer.n_gpus_per_node)
+    if pool is not None and min(rollout.tensor_model_parallel_size, pool.n_gpus_per_node) > 0:
+        per_node = f"resource_pools.{rollout.resource_pool}.n_gpus_per_node"
+        if rollout.resource_pool == GLOBAL_POOL and pool.n_gpus_per_node == config.trainer.n_gpus_per_node:
+            per_node = "trainer.n_gpus_per_node"
+        yield from _node_problems(key, rollout, pool, f"{per_node}={pool.n_gpus_per_node}")
     if rollout.max_total_tokens is not None:
         yield from _budget_problems(f"{key}.max_total_tokens", rollout.max_total_tokens, config)
+
+
+def _node_problems(key: str, rollout: RolloutConfig, pool: PoolConfig, per_node: str) -> Iterator[str]:
+    """Engines have devices of the pool that follow each other; those of one are on one node.
+
+    Args:
+        per_node: the key of the pool's devices on each node, with its value.
+    """
+    tp, engines, devices = (
+        rollout.tensor_model_parallel_size,
+        rollout.num_engines or 1,
+        pool.nnodes * pool.n_gpus_per_node,
+    )
+    size = f"{key}.tensor_model_parallel_size={tp}"
+    if tp > pool.n_gpus_per_node:
+        yield f"{size} is more than {per_node}: the devices of an engine are on one node"
+    elif engines * tp > devices:
+        yield (
+            f"{key}.num_engines={engines} x {size} is more than the {devices} devices of resource pool "
+            f"{rollout.resource_pool!r}; at most {devices // tp} engines fit"
+        )
+    elif pool.n_gpus_per_node % tp and engines * tp > pool.n_gpus_per_node:
+        yield (
+            f"{size} does not divide {per_node}, and one of {key}.num_engines={engines} engines would be on two nodes: the "
+            "devices of an engine are on one node"
+        )

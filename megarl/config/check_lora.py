@@ -43,6 +43,8 @@ def _section_problems(key: str, lora: LoraConfig) -> Iterator[str]:
         if given:
             yield f"{key} has {', '.join(given)}, but no adapters: give {key}.rank, or leave these out"
         return
+    if not lora.target_modules:
+        yield f"{key}.target_modules is empty; leave it out for all-linear, or {key}.rank for no adapters"
     if lora.base_dtype is None and lora.base_block != _BASE_BLOCK:
         yield f"{key}.base_block={lora.base_block}, but {key}.base_dtype is null: give float8, or leave it out"
     path = lora.adapter_path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 
+from megarl.config.launch_options import add_launch
 from megarl.config.sections import DTYPES
 
 PLAN_MEMORY = "plan memory"  # a command of two words
@@ -48,6 +49,7 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
     _add_convert(commands, runners["convert"])
     _add_plan(commands, runners["plan"])
     _add_plan_memory(commands, runners[PLAN_MEMORY])
+    add_launch(commands, RECIPES, runners["launch"])
     return parser
 
 

@@ -21,12 +21,12 @@ class LoraConfig:
         formula="y = W x + alpha / rank B A dropout(x)",
     )
     dropout: float = option("Share of their inputs that is dropped in training.", 0.0, ge=0, lt=1)
-    target_modules: tuple[str, ...] = option(
+    target_modules: str | tuple[str, ...] = option(
         "Which linear layers have one, by Hugging Face's names: all-linear (all but the head and routers), a last part "
-        "(q_proj), or a pattern of the whole name (model.layers.1?.mlp.*).",
+        "(q_proj), or a pattern of the whole name (model.layers.1?.mlp.*); one of these, or a list.",
         (ALL_LINEAR,),
     )
-    exclude_modules: tuple[str, ...] = option("Which of these have none, likewise.", ())
+    exclude_modules: str | tuple[str, ...] = option("Which of these have none, likewise.", ())
     use_rslora: bool = option(
         "Outputs are multiplied with alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732).", False
     )
@@ -61,6 +61,13 @@ class LoraConfig:
         None,
         is_path=True,
     )
+
+    def __post_init__(self) -> None:
+        """One text is a list of one, also where configurations are compared."""
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, (value,))
 
     @property
     def blocks(self) -> int | None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as tensor_parallel_random
+from torch.distributed import Store
 
 from megarl import platform
 from megarl.layout.grid import ParallelLayout, RankCoords, coords_of, layers_of
@@ -31,13 +32,14 @@ def init_parallel(
     world_size: int,
     *,
     init_method: str | None = None,
+    store: Store | None = None,
     timeout_s: float = 600,
     seed: int = 1,
 ) -> None:
     """Take this process's place in `layout`: torch.distributed, Megatron's groups, random streams.
 
     Args:
-        init_method: where ranks meet ("tcp://host:port" or "file:///path"); not needed where the default
+        init_method, store: where ranks meet ("file:///path", or a store that they share); not needed where the default
             process group exists already, which is then used as it is.
         timeout_s: after this time, in seconds, a collective that others did not join raises.
         seed: of Megatron's random streams (it adds the ranks to it where streams must differ).
@@ -47,6 +49,7 @@ def init_parallel(
         torch.distributed.init_process_group(
             platform.backend(),
             init_method=init_method,
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import count
 
 from megarl.config.lora_section import ALL_LINEAR, LoraConfig
+from megarl.config.problems import did_you_mean
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
 from megarl.models.shards import Shapes
@@ -77,9 +78,10 @@ def adapted_weights(config: ModelConfig, lora: LoraConfig) -> Shapes:
     for key, patterns in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         for pattern in patterns:
             if not any(_fits(name, pattern) for name in linear):
-                known = ", ".join(dict.fromkeys(name.rsplit(".", 1)[1] for name in linear))
+                known = list(dict.fromkeys(name.rsplit(".", 1)[1] for name in linear))
                 raise ValueError(
-                    f"lora.{key}: {pattern!r} fits no linear layer of the model; there are {known}"
+                    f"lora.{key}: {pattern!r} fits no linear layer of the model; there are {', '.join(known)}"
+                    f"{_advice(pattern, known)}"
                 )
     chosen = {
         f"{name}.weight": shape
@@ -109,6 +111,17 @@ def _check_experts(chosen: Shapes, num_experts: int) -> None:
                 f"{projection.removesuffix('.weight')} of {chosen_experts} of the {num_experts} experts in {layer}; "
                 "experts of a layer have adapters all, or none"
             )
+
+
+def _advice(pattern: str, known: list[str]) -> str:
+    """What may have been meant by a pattern that fits nothing, given the last parts of the layers' names."""
+    if "," in pattern:
+        return "; several are a list: [q_proj, v_proj]"
+    if any(sign in pattern for sign in "\\^$(|)+"):
+        return "; it is no regular expression: * stands for any characters, ? for one, [ab] for one of these"
+    if "." in pattern and "*" not in pattern:
+        return f"; a pattern is of the whole name: *.{pattern.lstrip('.')}"
+    return did_you_mean(pattern, [*known, ALL_LINEAR])
 
 
 def _fits(module: str, pattern: str) -> bool:

@@ -97,7 +97,7 @@ async def ask(prompt: str, settings: JudgeSettings) -> str:
             else:
                 if response.status_code == httpx.codes.OK:
                     return _content(response)
-                failure = f"status {response.status_code}: {response.text[:_SHOWN_CHARACTERS]}"
+                failure = f"status {response.status_code}: {_shown(response.text, settings)}"
                 if response.status_code not in _PASSING_STATUS and response.status_code < 500:
                     raise RuntimeError(f"the judge at {url} refuses: {failure}")
                 wait = _asked_wait(response.headers.get("retry-after"), wait)
@@ -106,6 +106,12 @@ async def ask(prompt: str, settings: JudgeSettings) -> str:
     raise RuntimeError(
         f"the judge at {url} failed {settings.num_retries + 1} times; the last time with {failure}"
     )
+
+
+def _shown(answer: str, settings: JudgeSettings) -> str:
+    """The beginning of an answer for an error, without the key: some servers say which one they refuse."""
+    key = os.environ.get(settings.api_key_env) if settings.api_key_env is not None else None
+    return (answer.replace(key, "<the key>") if key else answer)[:_SHOWN_CHARACTERS]
 
 
 def request_headers(settings: JudgeSettings) -> dict[str, str]:

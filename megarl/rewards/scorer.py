@@ -5,6 +5,8 @@ Guarantees
 - A reward that raises, hangs longer than `reward.timeout`, or kills its process costs its own sample only, whose
   score is then None and whose error says why. Samples that were running in the same process are run again, each
   alone, so that it is known which one it was.
+- A worker that is killed or stopped from outside costs nothing: its sample is run once more, alone. One that is stopped is
+  killed after `_STOPPED_SECONDS`.
 - Workers end with the Scorer, and with the controller, however that ends.
 
 What cannot work for any sample (a file that a worker cannot import, a worker that dies before it begins) is a
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 # A worker ends by itself when a sample is over time; this much later it is killed.
 _GRACE_SECONDS = 10.0
+# While there is work, all workers are looked at so often; who is stopped for so long is killed.
+_LOOK_SECONDS = 5.0
+_STOPPED_SECONDS = 20.0
 # Deaths of workers before they could begin, one after the other, before it is held to be no accident.
 _MAX_FAILED_STARTS = 3
 
@@ -84,6 +89,7 @@ class _Job:
     sample: Sample
     is_async: bool
     alone: bool = False  # a worker died with it and others
+    again: bool = False  # a worker was killed or stopped from outside while it was at it alone
 
 
 class Scorer:
@@ -213,12 +219,17 @@ class Scorer:
         running = [worker for worker in self._workers if worker.is_running]
         deadlines = [worker.oldest + self._timeout + _GRACE_SECONDS for worker in running if worker.jobs]
         seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        at_work = [worker for worker in running if worker.jobs or not worker.is_ready]
+        if at_work:
+            seconds = _LOOK_SECONDS if seconds is None else min(seconds, _LOOK_SECONDS)
         ready = wait([self._wake_read, *(item for worker in running for item in worker.waitables)], seconds)
         if self._wake_read in ready:
             os.read(self._wake_read, 65536)
         for worker in running:
             if worker.jobs and time.monotonic() >= worker.oldest + self._timeout + _GRACE_SECONDS:
                 worker.kill_overdue()
+            if worker in at_work and worker.stopped_seconds() >= _STOPPED_SECONDS:
+                worker.kill()
             for job, score in worker.receive():
                 self._finish(job, score)
             if worker.has_ended:
@@ -232,8 +243,8 @@ class Scorer:
             self._changed.notify_all()
 
     def _bury(self, worker: WorkerProcess) -> None:
-        """Of a worker that ended: one sample was its death; of several each is tried alone."""
-        began, jobs = worker.is_ready, dict(worker.jobs)
+        """Of a worker that ended: one sample was its death; of several each is tried alone, as is the one it was hit at."""
+        began, jobs, hit = worker.is_ready, dict(worker.jobs), worker.was_hit
         seconds = time.monotonic() - worker.oldest if jobs else 0.0
         reason = worker.end()
         if not began:
@@ -242,6 +253,10 @@ class Scorer:
                 raise RuntimeError(f"{self._failed_starts} reward workers ended while they began: {reason}")
         if len(jobs) == 1:
             (job,) = jobs
+            if hit and not job.again:
+                with self._changed:
+                    self._waiting["alone"].append(replace(job, alone=True, again=True))
+                return
             self._finish(job, Score(job.sample.uid, None, error=reason, seconds=seconds))
         else:
             with self._changed:

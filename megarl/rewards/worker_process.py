@@ -38,6 +38,7 @@ class WorkerProcess:
         self._count = 0
         self.is_ready = False
         self.jobs: dict[Any, float] = {}  # what it is at -> when it was sent (time.monotonic)
+        self._stopped_since: float | None = None
 
     @property
     def is_running(self) -> bool:
@@ -47,6 +48,12 @@ class WorkerProcess:
     @property
     def has_ended(self) -> bool:
         return self._process is not None and self._process.poll() is not None
+
+    @property
+    def was_hit(self) -> bool:
+        """It has ended, and what it was at was not the reason: killed (by hand, for want of memory), or stopped before."""
+        assert self._process is not None
+        return self._overdue or self._stopped_since is not None or self._process.returncode == -signal.SIGKILL
 
     @property
     def oldest(self) -> float:
@@ -74,7 +81,7 @@ class WorkerProcess:
         self._ended = os.pidfd_open(self._process.pid)
         self._connection = Connection(here.detach())
         self._numbers: dict[int, Any] = {}
-        self.is_ready, self._overdue = False, False
+        self.is_ready, self._overdue, self._stopped_since = False, False, None
         self.jobs = {}
         with contextlib.suppress(
             BrokenPipeError, ConnectionResetError
@@ -116,6 +123,16 @@ class WorkerProcess:
             self.kill()
         return scores
 
+    def stopped_seconds(self) -> float:
+        """For how long it has been stopped (SIGSTOP, a debugger), as far as it was looked at meanwhile; 0: it is not."""
+        assert self._process is not None
+        if _state(self._process.pid) not in ("T", "t"):
+            self._stopped_since = None
+            return 0.0
+        if self._stopped_since is None:
+            self._stopped_since = time.monotonic()
+        return time.monotonic() - self._stopped_since
+
     def kill_overdue(self) -> None:
         """Kill it because it is over time and has not ended by itself."""
         self._overdue = True
@@ -151,10 +168,21 @@ class WorkerProcess:
         report = os.pread(self._report, _REPORT_BYTES, 0).decode(errors="replace").strip()
         if report.startswith("Timeout"):
             return "\n".join([f"no result within {self._setup.timeout:g} s; it was at", *_stack(report)])
+        if self._stopped_since is not None:
+            return f"its process was stopped, and killed after {time.monotonic() - self._stopped_since:.0f} s of that"
         if self._overdue:
             return f"no result within {self._setup.timeout:g} s, and its process did not end by itself"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return "\n".join([f"its process {how}", *_stack(report)])
+
+
+def _state(pid: int) -> str | None:
+    """As ps shows it; None: there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def _stack(report: str) -> list[str]:

@@ -4,15 +4,14 @@
 
     config = make_trainer_config(algo="ppo", devices=8, rollouts_per_device=64, actor_micro_batch_size=4)
     with Trainer(config, actor_model="Qwen/Qwen2.5-0.5B-Instruct", reward_fn=score) as trainer:
-        for step in range(100):
+        while trainer.step < 100 and not trainer.stop:  # health.early_stop
             data = trainer.collect_data(prompts)
             results = trainer.update_policy(data)
-            print(step, results["reward"])
-            if trainer.stop:  # health.early_stop
-                break
+            print(trainer.step, results["reward"])
         trainer.save("policy")
 
-It is `megarl train` cut in two: the same configuration, processes and stages, in the same order.
+It is `megarl train` cut in two: the same configuration, processes and stages, in the same order. With trainer.save_freq (or
+`save_checkpoint`) the same program, started again after whatever ended it, goes on from its last checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from megarl.trainer.nonfinite import whole_step
 from megarl.trainer.ppo import collect, epochs, learn
 from megarl.trainer.ptx import load_ptx
 from megarl.trainer.reward_model import score_weights
-from megarl.trainer.roles import Roles, start_roles
+from megarl.trainer.roles import Roles, policy_checkpoints, start_roles
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.scoring import Rewards, check_prompts
 
@@ -73,7 +72,7 @@ class DataCollector:
     ) -> None:
         self._config, self._run, self._roles, self._models, self._scorer = config, run, roles, models, scorer
         self._rewards = Rewards(run, scorer, models.tokenizer, *score_weights(config))
-        self._supply = PromptSupply(config.data, models.tokenizer, self._check)
+        self.supply = PromptSupply(config.data, models.tokenizer, self._check)
         self.version = 0  # of the weights that the engines hold
 
     def collect(self, prompts: Prompts) -> TrainingData:
@@ -87,7 +86,7 @@ class DataCollector:
         Raises:
             ValueError: a prompt that is none, by its number; a data source without a reward.
         """
-        batches = self._supply.batches(prompts)
+        batches = self.supply.batches(prompts)
         self.version += 1
         run = self._run
         run.seconds.clear()
@@ -101,7 +100,7 @@ class DataCollector:
                 self._models.reward_model,
                 self.version,
             )
-        self._supply.report(*groups.prompt_scores())
+        self.supply.report(*groups.prompt_scores())
         return TrainingData(groups, self.version, metrics, dict(run.seconds))
 
     def _check(self, table: pa.Table) -> None:
@@ -110,7 +109,13 @@ class DataCollector:
 
 
 class Trainer:
-    """A run: its processes start with it and end with `close`, or at the end of its `with` block."""
+    """A run: its processes start with it and end with `close`, or at the end of its `with` block.
+
+    It goes on from a checkpoint as `trainer.resume_mode` says (auto: from the newest of its run folder, if there is one).
+
+    Attributes:
+        step: updates so far, those before the checkpoint included.
+    """
 
     def __init__(
         self,
@@ -131,7 +136,8 @@ class Trainer:
                 of its own: what it refers to travels with it.
 
         Raises:
-            ValueError: everything that is wrong with configuration and models, before anything is started.
+            ValueError: everything that is wrong with configuration and models, and with the checkpoint to go on from, before
+                anything is started.
         """
         for name in unknown:
             raise ValueError(f"Trainer({name}=...): {key_advice(name) or 'there is no such argument'}")
@@ -151,15 +157,23 @@ class Trainer:
         with ExitStack() as stack:  # closes what was opened if something fails on the way
             scorer = stack.enter_context(make_scorer(self.config, function))
             models = load_model_inputs(self.config)
-            self._run = stack.enter_context(open_run(self.config, total_steps=num_steps, resumable=False))
+            self._run = stack.enter_context(open_run(self.config, total_steps=num_steps, signals=False))
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
             ptx = load_ptx(self.config, models.tokenizer)
             self._texts = epochs(ptx) if ptx is not None else None
             self._controls = make_controls(self.config, num_steps)
             self._monitor = start_monitor(self._run, self.config, self._controls)
+            parts = {
+                "controls": self._controls,
+                "monitor": self._monitor,
+                "prompts": self.collector.supply,
+                "ptx": ptx,
+            }
+            self._checkpoints = policy_checkpoints(self.config, self._run, self._roles, parts)
+            self.step = self.collector.version = self._checkpoints.resume()
+            stack.push(self._finish)
             self._stack = stack.pop_all()
-        self.step = 0  # updates so far
 
     def collect_data(self, prompts: Prompts) -> TrainingData:
         """Generate and score trajectories; see `DataCollector.collect`."""
@@ -167,10 +181,11 @@ class Trainer:
 
     def update_policy(self, data: TrainingData) -> dict[str, float]:
         """Train critic and policy on trajectories; returns the step's metrics, and `reward`, their mean score (NaN of a
-        step that was left out, see trainer.on_nonfinite).
+        step that was left out, see trainer.on_nonfinite). Saves a checkpoint if one is due (trainer.save_freq, save_minutes).
 
         Raises:
             ValueError: the trajectories are not those of the newest weights.
+            OSError: the checkpoint could not be written, and trainer.on_save_error says stop.
         """
         if data.version != self.collector.version or self.step >= data.version:
             raise ValueError(
@@ -191,6 +206,7 @@ class Trainer:
             metrics |= roles.memory.report()
             if batch is not None:
                 metrics |= watch(run, self._monitor, step, metrics, batch)
+        self._checkpoints.after(step, metrics, last=False)
         return {"reward": metrics.get("critic/score/mean", math.nan), **metrics}
 
     @property
@@ -208,9 +224,30 @@ class Trainer:
             model = self.config.actor_rollout_ref.model
             return export_hf(self._run, self._roles.actor.group, model, path, path / ADAPTER_FOLDER)
 
+    def save_checkpoint(self) -> Path | None:
+        """Save what training goes on from (models, optimizers, schedules, random numbers, the position in the prompts), as
+        `checkpoints/step-<n>` in the run folder; returns that, or None if it failed and trainer.on_save_error says continue.
+
+        Raises:
+            ValueError: nothing was trained so far, or trajectories were collected that the policy was not updated with.
+            OSError: it could not be written; older ones stay as they were.
+        """
+        if not self.step or self.collector.version != self.step:
+            raise ValueError(
+                f"save_checkpoint: {self.step} updates with the data of {self.collector.version} collect_data calls; a "
+                "checkpoint is saved after update_policy, before the next collect_data"
+            )
+        return self._checkpoints.save(self.step)
+
     def close(self) -> None:
-        """End every process of the run; a second time nothing."""
+        """End every process of the run, after a checkpoint that is still written; a second time nothing."""
         self._stack.close()
+
+    def _finish(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._checkpoints.finish()
 
     def __enter__(self) -> Trainer:
         return self
@@ -231,12 +268,9 @@ def _refuse_keys_of_the_loop(config: TrainConfig) -> None:
         "data.val_sets": data.val_sets,
         "data.streaming": data.streaming,
         "trainer.test_freq": trainer.test_freq != -1,
-        "trainer.save_freq": trainer.save_freq != -1,
-        "trainer.save_minutes": trainer.save_minutes is not None,
         "trainer.max_run_minutes": trainer.max_run_minutes is not None,
         "trainer.best_metric": trainer.best_metric is not None,
-        "trainer.checkpoint_url": trainer.checkpoint_url is not None,
-        "trainer.resume_mode": trainer.resume_mode == "path",
+        "trainer.max_restarts": trainer.max_restarts != 0,
         "trainer.val_before_train": trainer.val_before_train,
         "trainer.rollout_only": trainer.rollout_only,
         "trainer.train_only": trainer.train_only,
@@ -244,7 +278,8 @@ def _refuse_keys_of_the_loop(config: TrainConfig) -> None:
     names = [name for name, value in given.items() if value]
     if names:
         raise ValueError(
-            f"{', '.join(names)}: a Trainer is given its prompts (collect_data) and told when to save (save); leave them out"
+            f"{', '.join(names)}: only `megarl train` reads them; a Trainer is given its prompts (collect_data), and the program "
+            "says what else is done; leave them out"
         )
 
 

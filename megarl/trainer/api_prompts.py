@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -38,8 +39,10 @@ class PromptSupply:
         """`check`: raises a ValueError for prompts that the run cannot use."""
         self._data, self._tokenizer, self._check = data, tokenizer, check
         self._given: Any = None
-        self._loader: BatchLoader | None = None  # None: the prompts are fewer than a batch
+        self._digest: str | None = None  # of the prompts that were given last
+        self._loader: BatchLoader | None = None  # None: they are fewer than a batch
         self._batches: Iterator[pa.Table] = iter(())
+        self._resumed: dict[str, Any] = {}  # a state that waits for its prompts
 
     def batches(self, prompts: Prompts) -> Iterator[pa.Table]:
         """Batches without end, each of `data.gen_batch_size` (or else train_batch_size) prompts.
@@ -52,9 +55,24 @@ class PromptSupply:
         if not isinstance(prompts, pa.Table) and not hasattr(prompts, "table"):
             prompts = list(prompts)  # so that what the caller changes in it later is seen
         if not _same(prompts, self._given):
-            self._batches = self._endless(self._table(prompts))
+            table = self._table(prompts)
+            digest = _digest(table)
+            if digest != self._digest:
+                self._begin(table, digest)
             self._given = prompts
         return self._batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which prompts were given last, and the position in them, as JSON values; empty before there were any."""
+        if self._digest is None:
+            return self._resumed
+        position = self._loader.state_dict() if self._loader is not None else None
+        return {"prompts": self._digest, "position": position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position if the prompts that are given next are the same."""
+        assert self._digest is None, "prompts were given already"
+        self._resumed = state
 
     def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
         """Tell a sampler that learns what the prompts of these uids scored [trajectories]."""
@@ -85,19 +103,38 @@ class PromptSupply:
         self._check(table)
         return table
 
-    def _endless(self, table: pa.Table) -> Iterator[pa.Table]:
+    def _begin(self, table: pa.Table, digest: str) -> None:
+        """Other prompts than before: at the position that was saved with them, or at their beginning."""
         data = self._data
         size = data.gen_batch_size or data.train_batch_size
-        self._loader = None
-        if table.num_rows < size:
-            repeated = pa.concat_tables([table] * -(-size // table.num_rows)).slice(0, size)
-            while True:
-                yield repeated.combine_chunks()
-        self._loader = BatchLoader(
-            TableFeed(table, make_sampler(data.sampler, data.shuffle), data.seed), size
-        )
-        while True:
-            yield from self._loader
+        loader = None
+        if table.num_rows >= size:
+            feed = TableFeed(table, make_sampler(data.sampler, data.shuffle), data.seed)
+            loader = BatchLoader(feed, size)
+            if self._resumed.get("prompts") == digest:
+                loader.load_state_dict(self._resumed["position"])
+        self._batches = _repeated(table, size) if loader is None else _epochs(loader)
+        self._digest, self._loader, self._resumed = digest, loader, {}
+
+
+def _repeated(table: pa.Table, size: int) -> Iterator[pa.Table]:
+    """Batches of `size` rows out of fewer."""
+    batch = pa.concat_tables([table] * -(-size // table.num_rows)).slice(0, size)
+    while True:
+        yield batch.combine_chunks()
+
+
+def _epochs(loader: BatchLoader) -> Iterator[pa.Table]:
+    while True:
+        yield from loader
+
+
+def _digest(table: pa.Table) -> str:
+    """SHA-256 of a prompt table's rows."""
+    digest = hashlib.sha256()
+    for batch in table.select(PROMPT_SCHEMA.names).combine_chunks().to_batches():
+        digest.update(batch.replace_schema_metadata().serialize())
+    return digest.hexdigest()
 
 
 def _same(prompts: Prompts, given: Any) -> bool:

@@ -64,28 +64,31 @@ class Stateful(Protocol):
 
 @dataclass
 class Best:
-    """The best value so far of `trainer.best_metric`."""
+    """The best value so far of `trainer.best_metric`, of those whose checkpoint was written."""
 
     metric: str | None
     mode: str
     value: float | None = None
 
-    def observe(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these metrics have a value that is better than all before.
+    def found(self, metrics: Mapping[str, float]) -> float | None:
+        """The value in a validation's metrics; None: they are of none, or no metric is asked for.
 
         Raises:
             ValueError: they are of a validation and have none of that name.
         """
         if self.metric is None or not any(name.startswith("val/") for name in metrics):
-            return False
+            return None
         if self.metric not in metrics:
             known = ", ".join(sorted(name for name in metrics if name.startswith("val/")))
             raise ValueError(f"trainer.best_metric={self.metric!r}: validations have {known}")
-        value = metrics[self.metric]
+        return metrics[self.metric]
+
+    def is_beaten_by(self, value: float | None) -> bool:
+        """Whether a value of `found` is better than all before."""
+        if value is None or not math.isfinite(value):
+            return False
         sign = 1.0 if self.mode == "max" else -1.0
-        better = math.isfinite(value) and (self.value is None or sign * value > sign * self.value)
-        self.value = value if better else self.value
-        return better
+        return self.value is None or sign * value > sign * self.value
 
     def state_dict(self) -> dict[str, Any]:
         return {"metric": self.metric, "mode": self.mode, "value": self.value}
@@ -104,7 +107,8 @@ class Unfinished:
     """A checkpoint that was begun in the folder `partial`.
 
     Attributes:
-        better: whether it is the best so far.
+        better: whether its value is the best so far.
+        beaten: the best value before it; None: there was none.
         begun: by `time.perf_counter`.
         seconds: that the run has waited for it so far.
     """
@@ -112,6 +116,7 @@ class Unfinished:
     step: int
     partial: Path
     better: bool
+    beaten: float | None
     begun: float
     seconds: float
 
@@ -147,7 +152,7 @@ class Checkpoints:
         if found is None:
             return 0
         saved = json.loads((found.folder / STATE_FILE).read_text(encoding="utf-8"))
-        with self.run.status(f"going on from {found.folder}"):
+        with self.run.timed("resume"), self.run.status(f"going on from {found.folder}"):
             for role, group in self.groups.items():
                 with self.held(f"save_{role}"):
                     self.run.wait(group.call("load_checkpoint", str(found.folder / role), role))
@@ -166,18 +171,38 @@ class Checkpoints:
             OSError: the checkpoint could not be written, and trainer.on_save_error says stop.
             SystemExit: the run has to end here, and to be started again (REQUEUE).
         """
-        better = self.best.observe(metrics)
+        value = self.best.found(metrics)
         self.schedule.stepped(self.run.seconds["step"])
         due = self.schedule.due(step)
         reason = None if last else self._ending(due)
-        save = better or reason is not None or due in ("steps", "minutes")
-        self._finish(wait=save or last)
-        if save:
-            self._begin(step, better)
-            self._finish(wait=last or reason is not None or not self.trainer.async_save)
+        save = reason is not None or due in ("steps", "minutes")
+        with self.run.timed("save"):
+            # Whether the last best value is one, its checkpoint says.
+            self._finish(wait=save or last or value is not None)
+            better = self.best.is_beaten_by(value)
+            if save or better:
+                self._begin(step, value if better else None)
+                self._finish(wait=last or reason is not None or not self.trainer.async_save)
         if reason is not None:
             self.run.say(f"ending after step {step}, to be started again: {reason}")
             raise SystemExit(REQUEUE)
+
+    def save(self, step: int) -> Path | None:
+        """Save now, after `step`; returns the checkpoint's folder, None if there is none (trainer.on_save_error).
+
+        Raises:
+            OSError: as `after`.
+        """
+        self.finish()
+        with self.run.timed("save"):
+            self._begin(step, None)
+            saved = self._finish(wait=True)
+        return saved.folder if saved is not None else None
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is still written in the background; raises as `after`."""
+        with self.run.timed("save"):
+            self._finish(wait=True)
 
     def _ending(self, due: str | None) -> str | None:
         """Why the run cannot make another step."""
@@ -187,10 +212,14 @@ class Checkpoints:
             return f"trainer.max_run_minutes={self.trainer.max_run_minutes:g} would be over with another step"
         return None
 
-    def _begin(self, step: int, better: bool) -> None:
-        """Begin a checkpoint: what is not in the ranks is written, what is there is copied, or written, too."""
-        begun = time.perf_counter()
-        with self._may_fail(step), self.run.store.building(step) as partial:
+    def _begin(self, step: int, best: float | None) -> None:
+        """Begin a checkpoint: what is not in the ranks is written, what is there is copied, or written, too.
+
+        best: the value that is the best so far, if it is this step's.
+        """
+        begun, beaten = time.perf_counter(), self.best.value
+        with self._may_fail(step, beaten), self.run.store.building(step) as partial:
+            self.best.value = beaten if best is None else best
             state = {name: part.state_dict() for name, part in self._all_parts().items()}
             (partial / STATE_FILE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
             shutil.copyfile(self.run.folder / CONFIG_FILE, partial / CONFIG_FILE)
@@ -203,15 +232,17 @@ class Checkpoints:
                 folder = str(partial / role)
                 with self.held(f"save_{role}"):
                     self.run.wait(group.call("begin_save", folder, role, background=self.trainer.async_save))
-            self._unfinished = Unfinished(step, partial, better, begun, time.perf_counter() - begun)
+            self._unfinished = Unfinished(
+                step, partial, best is not None, beaten, begun, time.perf_counter() - begun
+            )
 
-    def _finish(self, *, wait: bool) -> None:
+    def _finish(self, *, wait: bool) -> Checkpoint | None:
         """Commit the checkpoint that was begun; without `wait` only if its files are written."""
         saving = self._unfinished
         if saving is None or not (wait or self._is_written()):
-            return
+            return None
         self._unfinished, begun = None, time.perf_counter()
-        with self._may_fail(saving.step), self.run.store.discarding(saving.partial):
+        with self._may_fail(saving.step, saving.beaten), self.run.store.discarding(saving.partial):
             files = self._written()
             files |= {name: None for name in _files_in(saving.partial) if name not in files}
             checkpoint = self.run.store.commit(saving.step, saving.partial, files, {"step": saving.step})
@@ -223,6 +254,8 @@ class Checkpoints:
                 f"checkpoint: {checkpoint.folder} ({checkpoint.manifest.num_bytes / 1e6:,.1f} MB in "
                 f"{time.perf_counter() - saving.begun:.1f} s, of which the run waited {waited:.1f} s)"
             )
+            return checkpoint
+        return None
 
     def _written(self) -> dict[str, FileFacts | None]:
         """What all ranks have written, by path; raises the first failure, when no role saves any more."""
@@ -245,14 +278,20 @@ class Checkpoints:
         return all(self.run.wait(calls))
 
     @contextmanager
-    def _may_fail(self, step: int) -> Iterator[None]:
-        """An error of the file system, here or in a rank, is the run's end or a warning."""
+    def _may_fail(self, step: int, beaten: float | None) -> Iterator[None]:
+        """An error of the file system, here or in a rank, is the run's end or a warning; `beaten` is the best value then."""
         try:
             yield
         except (OSError, WorkerFailed) as error:
+            self.best.value = beaten
             # Ranks report theirs in words.
             of_files = isinstance(error, OSError) or error.kind in _FILE_ERRORS
-            if not of_files or self.trainer.on_save_error == "stop":
+            stops = self.trainer.on_save_error == "stop"
+            if of_files and stops:
+                self.run.say(
+                    f"step {step}: no checkpoint, and the run ends (trainer.on_save_error=stop); older ones are as they were"
+                )
+            if stops or not of_files:
                 raise
             self.run.say(
                 f"Warning: step {step}: no checkpoint, the run goes on (trainer.on_save_error): {error}"

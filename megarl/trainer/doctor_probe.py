@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 
 from megarl import platform
+from megarl.cluster.rendezvous import meet
 from megarl.cluster.worker import RankInfo
 
 
@@ -21,7 +22,7 @@ class ProbeWorker:
             torch.cuda.set_device(0)
         torch.distributed.init_process_group(
             platform.backend(),
-            init_method=f"tcp://{info.master_addr}:{info.master_port}",
+            store=meet(info, timeout),
             rank=info.rank,
             world_size=info.world_size,
             timeout=timedelta(seconds=timeout),

@@ -1,20 +1,6 @@
-"""What is on the devices in each phase of a step, and the account of it.
+"""Moves what the phases of a step need onto the devices, and keeps the account of what is there.
 
-Where a model and the rollout engines share devices, each phase of a step has there what it uses and nothing else:
-
-    sync              the actor's weights, the engines' weights
-    generate          the engines' weights and KV cache
-    score_model       the reward model's weights, and still the engines' (more may be generated after their scores)
-    evaluate_models   the weights of actor, reference and critic
-    update            weights, gradients and optimizer states of actor and critic, one after the other where they
-                      share devices; of the reference too, where the loss has the exact KL to it
-    save_<role>       the weights and optimizer states of a role, which a checkpoint takes from there
-
-Adapters go with the weights that they are on, a shared critic's with the actor's weights.
-
-So the engines' KV cache comes only after their weights are synced, and is never there beside any weights but theirs;
-where both copies of the weights are, there is neither a cache nor an optimizer. What leaves goes before anything comes.
-What does not share devices, and on a CPU what is not asked for, stays where it is.
+What each phase needs, and what leaves the devices in others, is in `megarl.trainer.memory_phases`.
 """
 
 from __future__ import annotations
@@ -27,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from megarl.config import full_kl_in_loss
+from megarl.trainer.memory_phases import NEEDS, frees_engines, leaves, phase_needs, trained_parts
 
 if TYPE_CHECKING:
     from megarl.cluster import Device, WorkerGroup
@@ -37,29 +23,6 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 ACCOUNT_EVERY = 10  # steps: asking all processes takes some 20 ms a phase
-ALL_OF = {
-    role: tuple(f"{role}_{part}" for part in ("weights", "adapters", "gradients", "optimizer"))
-    for role in ("actor", "critic")
-}
-NEEDS: dict[str, tuple[str, ...]] = {
-    "sync": ("actor_weights", "actor_adapters", "rollout_weights"),
-    "generate": ("rollout_weights", "rollout_kv_cache"),
-    "score_model": ("rollout_weights", "reward_model_weights"),
-    "evaluate_models": (
-        "actor_weights",
-        "actor_adapters",
-        "ref_weights",
-        "critic_weights",
-        "critic_adapters",
-    ),
-    "update": ALL_OF["critic"] + ALL_OF["actor"],
-    "update_critic": ALL_OF["critic"],
-    "update_actor": ALL_OF["actor"],
-    "save_actor": tuple(name for name in ALL_OF["actor"] if name != "actor_gradients"),
-    "save_critic": tuple(name for name in ALL_OF["critic"] if name != "critic_gradients"),
-    "export": ("actor_weights", "actor_adapters"),
-}
-
 Account = dict[str, dict["Device", int]]
 """Owner -> device -> bytes."""
 
@@ -245,15 +208,9 @@ def _devices(group: WorkerGroup) -> list[Device]:
     return [device for devices in group.devices for device in devices]
 
 
-def frees_engines(config: TrainConfig, run: Run) -> bool:
-    """Whether the engines' memory is released while models are trained."""
-    policy = config.actor_rollout_ref
-    if policy.rollout.free_cache_engine is not None:
-        return policy.rollout.free_cache_engine
-    roles = [policy.actor, policy.ref, *([config.critic] if config.critic is not None else [])]
-    if config.reward_model.enable:
-        roles.append(config.reward_model)
-    return any(_shares_gpus(config, run, role.resource_pool) for role in roles)
+def gpu_pools(run: Run) -> frozenset[str]:
+    """The names of the resource pools whose devices are GPUs."""
+    return frozenset(name for name, pool in run.pools.items() if pool.use_gpu)
 
 
 def device_memory(
@@ -274,22 +231,25 @@ def device_memory(
     """
     policy = config.actor_rollout_ref
     adapted = policy.model.lora.rank > 0
-    owners = _trained(config, run, "actor", actor, policy.actor.megatron, policy.actor.resource_pool, adapted)
+    gpus = gpu_pools(run)
+    owners = _trained(
+        config, gpus, "actor", actor, policy.actor.megatron, policy.actor.resource_pool, adapted
+    )
     if not trains:
         owners = [owner for owner in owners if owner.part == "weights"]
     if ref is not None and not (adapted and ref.group is actor.group):  # else it is the actor itself
-        movable = _movable(config, run, policy.ref.megatron.param_offload, policy.ref.resource_pool)
+        movable = leaves(config, policy.ref.megatron.param_offload, policy.ref.resource_pool, gpus)
         owners.append(
             Owner("ref_weights", ref.group, "reference" if ref.group is actor.group else "weights", movable)
         )
     if critic is not None:
-        owners += _critics(config, run, critic)
+        owners += _critics(config, gpus, critic)
     if reward_model is not None:
         reward = config.reward_model
-        movable = _movable(config, run, reward.megatron.param_offload, reward.resource_pool)
+        movable = leaves(config, reward.megatron.param_offload, reward.resource_pool, gpus)
         owners.append(Owner("reward_model_weights", reward_model.group, "weights", movable))
     if engines is not None:
-        freed = frees_engines(config, run)
+        freed = frees_engines(config, gpus)
         owners += [
             Owner(f"rollout_{part}", engines, part, movable=freed, resident=not freed)
             for part in ("weights", "kv_cache")
@@ -301,23 +261,11 @@ def device_memory(
     return DeviceMemory(run, owners, phase_needs(config))
 
 
-def phase_needs(config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """What each phase uses: NEEDS; for the exact KL in the actor's loss the reference beside the actor; for a critic that
-    shares the actor's model this model."""
-    needs = dict(NEEDS)
-    if full_kl_in_loss(config):
-        for phase in ("update", "update_actor"):
-            needs[phase] += ("ref_weights",)
-    if config.critic is not None and config.critic.model.share_base:
-        needs["update_critic"] += ("actor_weights",)
-    return needs
-
-
-def _critics(config: TrainConfig, run: Run, critic: Role) -> list[Owner]:
+def _critics(config: TrainConfig, gpus: frozenset[str], critic: Role) -> list[Owner]:
     """The critic's owners; where it shares the actor's model these are parts of the actor's processes."""
     section = config.critic
     adapted, shares = section.model.lora.rank > 0, section.model.share_base
-    owners = _trained(config, run, "critic", critic, section.megatron, section.resource_pool, adapted)
+    owners = _trained(config, gpus, "critic", critic, section.megatron, section.resource_pool, adapted)
     if not shares:
         return owners
     return [replace(owner, part=f"critic_{owner.part}") for owner in owners if owner.part != "weights"]
@@ -325,28 +273,15 @@ def _critics(config: TrainConfig, run: Run, critic: Role) -> list[Owner]:
 
 def _trained(
     config: TrainConfig,
-    run: Run,
+    gpus: frozenset[str],
     name: str,
     role: Role,
     megatron: MegatronConfig,
     pool: str,
     adapted: bool,
 ) -> list[Owner]:
-    switches = {
-        "weights": megatron.param_offload,
-        **({"adapters": megatron.param_offload} if adapted else {}),
-        "gradients": megatron.grad_offload,
-        "optimizer": megatron.optimizer_offload,
-    }
     return [
-        Owner(f"{name}_{part}", role.group, part, _movable(config, run, switch, pool))
-        for part, switch in switches.items()
+        Owner(f"{name}_{part}", role.group, part, leaves(config, switch, pool, gpus))
+        for part, switch in trained_parts(megatron).items()
+        if adapted or part != "adapters"
     ]
-
-
-def _movable(config: TrainConfig, run: Run, switch: bool | None, pool: str) -> bool:
-    return _shares_gpus(config, run, pool) if switch is None else switch
-
-
-def _shares_gpus(config: TrainConfig, run: Run, pool: str) -> bool:
-    return pool == config.actor_rollout_ref.rollout.resource_pool and run.pools[pool].use_gpu

@@ -59,13 +59,6 @@ def read_inputs(recipe: str, overrides: list[str]) -> tuple[TrainConfig, PlanInp
     config = load_config(TrainConfig, recipe, overrides)
     check_config(config, data_files=False)
     config = fetch_models(resolve(config), weights=False)
-    per_node = min(pool.n_gpus_per_node for pool in config.resource_pools.values())
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if tp > per_node:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp}: the devices of an engine are on one node, which has "
-            f"{per_node}"
-        )
     model = read_model_config(config.actor_rollout_ref.model.path)
     critic = None if config.critic is None else read_model_config(config.critic.model.path)
     reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None

@@ -1,6 +1,6 @@
 """What a run will hold on the fullest device in each phase of a step, owner by owner, before it runs.
 
-Owners and phases are those of `megarl.trainer.memory`; the run is one on GPUs.
+Owners and phases are those of `megarl.trainer.memory_phases`; the run is one on GPUs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,25 @@ from megarl.config import (
     RolloutConfig,
     TrainConfig,
     needs_reference,
+    pool_devices,
     reference_in_actor,
 )
 from megarl.config.lora_section import LoraConfig
 from megarl.hybrid_engine.layouts import EngineLayout
 from megarl.layout.grid import ParallelLayout
 from megarl.memory.model import ModelUse, StageBytes, model_bytes
-from megarl.memory.serving import cache_bytes, engine_adapter_bytes, engine_weight_bytes
+from megarl.memory.serving import (
+    cache_bytes,
+    engine_adapter_bytes,
+    engine_weight_bytes,
+    rotary_bytes,
+    token_bytes,
+)
 from megarl.models import ModelConfig
 from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
 from megarl.trainer.lora_sync import served_adapters
-from megarl.trainer.memory import phase_needs
+from megarl.trainer.memory_phases import frees_engines, leaves, phase_needs, trained_parts
 
 SLOTS = 2  # of a sync, each of a bucket
 GIB = 1 << 30
@@ -212,19 +219,16 @@ def _trained(
         inputs.stages[key] = model_bytes(_use(config, inputs, role))
     stages = inputs.stages[key]
     shares = role == "critic" and section.model.share_base
-    switches = {
-        "weights": megatron.param_offload,
-        "adapters": megatron.param_offload,
-        "gradients": megatron.grad_offload,
-        "optimizer": megatron.optimizer_offload,
-    }
-    for part, switch in switches.items():
+    for part, switch in trained_parts(megatron).items():
         if shares and part == "weights":
             continue
         name = f"{role}_{part}"
         sizes = tuple(getattr(stage.held, part) for stage in stages)
+        if shares and part == "adapters":  # beside them, and where they are, is the value head
+            head = inputs.model.hidden_size * _dtype(megatron.dtype).itemsize
+            sizes = (*sizes[:-1], sizes[-1] + head)
         if any(sizes):
-            there = _when(needs, name) if _movable(config, switch, pool) else None
+            there = _when(needs, name) if leaves(config, switch, pool, config.resource_pools) else None
             yield Owned(name, "actor" if shares else role, pool, sizes, there)
     owner = "actor" if shares else role
     update = frozenset({f"update_{role}"})
@@ -297,7 +301,7 @@ def _evaluated(
         chunk_tokens=megatron.log_prob_chunk_tokens,
     )
     stages, there = model_bytes(use), _when(needs, f"{name}_weights")
-    movable = _movable(config, megatron.param_offload, pool)
+    movable = leaves(config, megatron.param_offload, pool, config.resource_pools)
     weights = tuple(stage.held.weights for stage in stages)
     yield Owned(f"{name}_weights", role, pool, weights, there if movable else None)
     if role != "actor":  # beside the actor's own passes they are one after the other
@@ -311,15 +315,16 @@ def _engines(
     policy = config.actor_rollout_ref
     rollout, model = policy.rollout, inputs.model
     layout, dtype, pool = _engine_layout(rollout), _dtype(rollout.dtype), rollout.resource_pool
-    weights, freed = served_bytes(rollout, inputs), _frees_engines(config)
+    weights, freed = served_bytes(rollout, inputs), frees_engines(config, config.resource_pools)
     adapters, _ = served_adapters(rollout, model, policy.model.lora, freed)
     if adapters is not None:
         weights += engine_adapter_bytes(model, layout, adapters, dtype)
-    token = cache_bytes(model, layout, dtype)
-    tokens = rollout.max_total_tokens
+    context = config.data.max_prompt_length + config.data.max_response_length
+    weights += rotary_bytes(model, context)
+    token, tokens = token_bytes(model, layout, dtype), rollout.max_total_tokens
     if tokens is None:
         tokens = math.floor((rollout.gpu_memory_utilization * limit - weights) / token)
-    kv = max(tokens, 0) * token
+    kv = cache_bytes(model, layout, dtype, max(tokens, 0), rollout.max_num_seqs, context)
     owned = [
         Owned(
             "rollout_weights", "rollout", pool, (weights,), _when(needs, "rollout_weights") if freed else None
@@ -328,7 +333,8 @@ def _engines(
             "rollout_kv_cache", "rollout", pool, (kv,), _when(needs, "rollout_kv_cache") if freed else None
         ),
     ]
-    if pool != policy.actor.resource_pool:
+    # What another GPU sends comes into slots of the rank's own; what its own has it reads where that is.
+    if pool != policy.actor.resource_pool or pool_devices(config.resource_pools, pool) > 1:
         owned.append(
             Owned("rollout_sync_buffers", "rollout", pool, (SLOTS * (rollout.sync_bucket_mb << 20),), None)
         )
@@ -353,22 +359,3 @@ def _engine_layout(rollout: RolloutConfig) -> EngineLayout:
 
 def _when(needs: Mapping[str, tuple[str, ...]], name: str) -> frozenset[str]:
     return frozenset(phase for phase, owners in needs.items() if name in owners)
-
-
-def _shares(config: TrainConfig, pool: str | None) -> bool:
-    """Whether engines are on the pool's GPUs, too."""
-    return pool == config.actor_rollout_ref.rollout.resource_pool
-
-
-def _movable(config: TrainConfig, switch: bool | None, pool: str) -> bool:
-    return _shares(config, pool) if switch is None else switch
-
-
-def _frees_engines(config: TrainConfig) -> bool:
-    policy = config.actor_rollout_ref
-    if policy.rollout.free_cache_engine is not None:
-        return policy.rollout.free_cache_engine
-    roles = [policy.actor, policy.ref, *([config.critic] if config.critic is not None else [])]
-    if config.reward_model.enable:
-        roles.append(config.reward_model)
-    return any(_shares(config, role.resource_pool) for role in roles)

@@ -14,6 +14,7 @@ import torch
 
 from megarl import platform
 from megarl.checkpoints import FileFacts
+from megarl.cluster.rendezvous import meet
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import from_lists
 from megarl.hybrid_engine import (
@@ -87,7 +88,7 @@ class ModelWorker:
                 self.layout,
                 info.rank,
                 info.world_size,
-                init_method=f"tcp://{info.master_addr}:{info.master_port}",
+                store=None if torch.distributed.is_initialized() else meet(info, spec.timeout),
                 timeout_s=spec.timeout,
                 seed=spec.megatron.seed,
             )

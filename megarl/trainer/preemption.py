@@ -1,4 +1,4 @@
-"""The job is told to end: the signal is noted, and the loop ends between two steps.
+"""The job is told to end: the signal is noted, and the loop ends between two steps; before there is a loop it ends at once.
 
 Slurm (preemption, time limits), Kubernetes and spot machines send SIGTERM or SIGUSR1 some time before they kill. Only the
 controller acts on it (megarl/signals.py). The exit code then asks for another run (trainer/checkpoints.py).
@@ -54,6 +54,28 @@ def noting_signals() -> Iterator[Preemption]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 end this process with REQUEUE meanwhile: for a run that reads and starts what it needs.
+
+    Where the main thread has no part in it nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _end) for number in JOB_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: object) -> None:
+    _write(f"{signal.Signals(number).name}: ending before the first step, to be started again\n")
+    raise SystemExit(REQUEUE)
 
 
 def _write(text: str) -> None:

@@ -26,7 +26,8 @@ from megarl.trainer.checkpoints import Checkpoints, Stateful, make_checkpoints
 from megarl.trainer.determinism import is_deterministic
 from megarl.trainer.export import export_hf
 from megarl.trainer.lora_sync import engine_adapters, served_adapters
-from megarl.trainer.memory import DeviceMemory, device_memory, frees_engines
+from megarl.trainer.memory import DeviceMemory, device_memory, gpu_pools
+from megarl.trainer.memory_phases import frees_engines
 from megarl.trainer.model_roles import Role, start_actor, start_critic, start_reference, start_reward_model
 from megarl.trainer.restarts import EngineRestarts
 from megarl.trainer.run import Run
@@ -67,7 +68,7 @@ def start_roles(
     actor_pool, engine_pool = run.pools[policy.actor.resource_pool], run.pools[policy.rollout.resource_pool]
     layout = ParallelLayout.from_config(policy.actor.megatron, len(actor_pool))
     order = engine_devices(policy.rollout, model, layout, actor_pool, engine_pool)
-    freed = frees_engines(config, run)
+    freed = frees_engines(config, gpu_pools(run))
     adapters, way = served_adapters(policy.rollout, model, policy.model.lora, freed)
     if way is not None:
         run.say(way)

@@ -19,12 +19,14 @@ from rich.table import Table
 from megarl.checkpoints import Checkpoint, CheckpointStore
 from megarl.cluster import (
     Cluster,
+    RayFailed,
     ResourcePool,
     RunFailure,
     Watch,
     WorkerGroup,
     WorkerLost,
     abandon_cluster,
+    ending_when_stuck,
     start_cluster,
     stop_cluster,
     stream,
@@ -47,7 +49,8 @@ from megarl.data.trajectories import write_trajectories
 from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.checkpoints import find_resumed, open_store
 from megarl.trainer.logger import RunLogger
-from megarl.trainer.preemption import Preemption, noting_signals
+from megarl.trainer.preemption import REQUEUE, Preemption, noting_signals
+from megarl.trainer.supervision import not_again_once_told
 from megarl.trainer.trackers import TrackedRun
 
 if TYPE_CHECKING:
@@ -183,13 +186,14 @@ class Run:
 
 @contextmanager
 def open_run(
-    config: TrainConfig | TuningConfig, total_steps: int, *, resumable: bool = True
+    config: TrainConfig | TuningConfig, total_steps: int, *, resumable: bool = True, signals: bool = True
 ) -> Iterator[Run]:
     """A training run: finds where it goes on, writes down what is run, starts the cluster, opens the log.
 
     Args:
         config: resolved and checked.
         resumable: whether it can go on from a checkpoint; else it begins anew.
+        signals: whether a loop asks it for the signals that tell a job to end.
 
     Raises:
         ValueError: another run writes to its folder, or the checkpoint that it should go on from does not fit it.
@@ -204,8 +208,9 @@ def open_run(
         save_batch_plan(plan, folder)
         run = stack.enter_context(open_engine_run(trainer.ray_address, plan.devices, folder, limits(config)))
         run.store, run.resumed = store, resumed
-        if resumable:  # there is a loop that asks for signals; over the handler that Ray has put there
+        if resumable and signals:  # over the handler that Ray has put there
             run.preemption = stack.enter_context(noting_signals())
+            stack.enter_context(not_again_once_told(run.preemption))
         run.say((folder / "config.yaml").read_text())
         print_plan(run.console, plan, total_steps)
         if isinstance(config, TrainConfig):
@@ -243,15 +248,25 @@ def engine_limits(rollout: RolloutConfig, phase: float | None = None, idle: floa
 def open_engine_run(
     address: str | None, num_devices: int, folder: Path, limits: Limits = Limits()
 ) -> Iterator[Run]:
-    """A run's folder and cluster (the one at `address`, or one of its own); ends every process it started."""
+    """A run's folder and cluster (the one at `address`, or one of its own); ends every process it started.
+
+    Raises:
+        RayFailed: a server of the cluster has ended, whatever a call of Ray said of it.
+    """
     run = Run(folder, Console(), phase_timeout=limits.phase)
     run.say(f"run folder: {folder}")
-    cluster = start_cluster(address, num_devices, folder)
-    run.watch = Watch(limits.idle, cluster)
-    try:
-        yield run
-    finally:
-        _end(run, cluster)
+    with ending_when_stuck(REQUEUE):
+        cluster = start_cluster(address, num_devices, folder)
+        run.watch = Watch(limits.idle, cluster)
+        try:
+            yield run
+        except Exception as error:
+            gone = cluster.server_in(None)
+            if gone is None or isinstance(error, RunFailure):
+                raise
+            raise RayFailed(f"{gone} has ended, and the run with it: {error}") from error
+        finally:
+            _end(run, cluster)
 
 
 def _end(run: Run, cluster: Cluster) -> None:

@@ -5,7 +5,8 @@ Guarantee: what it ends with is what it would have ended with undisturbed, as af
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,7 @@ from megarl.checkpoints import steps_in
 from megarl.cluster import RayFailed, WorkerLost
 from megarl.config import TrainConfig, TuningConfig
 from megarl.trainer.checkpoints import FOLDER
+from megarl.trainer.preemption import REQUEUE, Preemption
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
 
@@ -39,6 +41,23 @@ def supervised(config: C, train: Callable[[C], str]) -> str:
         Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         config = as_restarted(config)
     raise AssertionError("the last one returns or raises")
+
+
+@contextmanager
+def not_again_once_told(preemption: Preemption) -> Iterator[None]:
+    """A run that was told to end and loses a process before it has is not started again here, but by who told it.
+
+    Raises:
+        SystemExit: with REQUEUE, for a loss.
+    """
+    try:
+        yield
+    except (WorkerLost, RayFailed) as loss:
+        if preemption.requested is None:
+            raise
+        text = f"{loss}\nending, to be started again: the run was told to end ({preemption.requested})"
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
+        raise SystemExit(REQUEUE) from loss
 
 
 def as_restarted(config: C) -> C:

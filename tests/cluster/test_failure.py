@@ -98,6 +98,13 @@ def test_the_death_is_reported_not_what_it_caused(start_group):
     assert caught.value.rank == 1
 
 
+def test_a_death_that_takes_its_time_is_reported_where_a_connection_was_lost(start_group):
+    """As of an engine that first has to notice the end of its SGLang scheduler."""
+    group = start_group("actor", 2)
+    with pytest.raises(WorkerDied, match="actor rank 1"):
+        wait(group.call("lose_peer", 2.5), [group])
+
+
 def test_the_earliest_exception_is_reported(start_group):
     group = start_group("actor", 2)
     with pytest.raises(WorkerFailed, match=r"RuntimeError: failed after 0\.1") as caught:

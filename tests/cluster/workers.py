@@ -99,6 +99,13 @@ class Rank:
         if not self.peer.recv(1):
             raise ConnectionError("Connection closed by peer")
 
+    def lose_peer(self, seconds: float) -> None:
+        """Rank 0 raises at once since it lost its connection; the one that it lost ends a while later."""
+        if self.info.rank == 0:
+            raise ConnectionError("rank 1 closed its connection: it has died or given up")
+        time.sleep(seconds)
+        os._exit(9)
+
     def hang_if(self, rank: int) -> int:
         if self.info.rank == rank:
             print("I hang now")

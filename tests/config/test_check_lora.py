@@ -30,6 +30,10 @@ def test_what_fits_is_accepted(train: Train) -> None:
         ((f"{ACTOR}.alpha=16",), f"{ACTOR} has alpha, but no adapters: give {ACTOR}.rank"),
         ((f"{CRITIC}.use_dora=true", f"{CRITIC}.dropout=0.1"), f"{CRITIC} has dropout, use_dora, but no"),
         ((f"{ACTOR}.rank=8", f"{ACTOR}.dropout=0.1"), f"{ACTOR}.dropout=0.1: the policy that is trained"),
+        (
+            (f"{ACTOR}.rank=8", f"{ACTOR}.target_modules=[]"),
+            "target_modules is empty; leave it out for all-lin",
+        ),
         ((f"{ACTOR}.rank=8", f"{ACTOR}.adapter_path=/nowhere"), "it has no adapter_config.json"),
         ((f"{ACTOR}.rank=8", f"{ACTOR}.base_block=64"), f"but {ACTOR}.base_dtype is null: give float8"),
         ((*SHARED, f"{CRITIC}.base_dtype=float8"), f"it is {ACTOR}'s; leave it out"),
@@ -63,6 +67,14 @@ def test_what_cannot_be_is_refused(train: Train, overrides: tuple[str, ...], wor
         if "lora" in line or "share" in line
     ]
     assert len(lines) == 1 and words in lines[0], lines
+
+
+@pytest.mark.parametrize("name", ["target_modules", "exclude_modules"])
+def test_one_name_is_a_list_of_one(train: Train, name: str) -> None:
+    """Also for a run that goes on from one which was told the other way."""
+    one, listed = (train(f"{ACTOR}.rank=8", f"{ACTOR}.{name}={text}") for text in ("o_proj", "[o_proj]"))
+    check_config(one)
+    assert one == listed and getattr(one.actor_rollout_ref.model.lora, name) == ("o_proj",)
 
 
 def test_another_model_has_another_base(train: Train, folder: Path) -> None:

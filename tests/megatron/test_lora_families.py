@@ -46,6 +46,11 @@ KINDS = {
         target_modules=("model.layers.[02].*", "*.3.*.down_proj"),
         exclude_modules=("*.shared_experts.*",),
     ),
+    "patterns of heads": replace(
+        LORA,
+        target_modules=("model.layers.[02].*", "*.3.*.down_proj"),
+        exclude_modules=("*.2.self_attn.k_proj", "v_proj"),
+    ),
     "first layer": replace(LORA, target_modules=("model.layers.0.*",)),
     "last experts": replace(LORA, target_modules=("model.layers.3.mlp.experts.*",)),
 }
@@ -181,7 +186,8 @@ GRIDS = [
       for layout in ("pp2", "tp2_sp", "cp2")],
     *[(name, kind, layout) for name in ("deepseek_v3", "qwen3_moe") for kind in ("groups", "shared dora groups", "last experts")
       for layout in ("ep2_dp4", "tp2_sp_etp2", "tp2_sp_cp2_ep4", "pp2_vpp2_ep2")],
-    *[(name, "patterns", layout) for name in ("qwen3_moe", "kimi_k2") for layout in ("tp2_sp_ep2", "pp4")],
+    *[(name, kind, layout) for name, kind in (("qwen3_moe", "patterns of heads"), ("kimi_k2", "patterns"))
+      for layout in ("tp2_sp_ep2", "pp4")],
     *[("qwen2", kind, layout) for kind in ("some rows", "shared_a", "rslora") for layout in ("tp2_sp", "pp2_vpp2_dp2")],
 ]  # fmt: skip
 

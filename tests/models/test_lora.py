@@ -94,11 +94,29 @@ def test_patterns(
     assert set(found) == {f"model.layers.{name}.weight" for name in expected}
 
 
+def test_one_pattern_need_be_no_list(dense: ModelConfig) -> None:
+    """As PEFT and other trainers write it."""
+    for one in ("all-linear", "q_proj", "model.layers.1.*"):
+        text, listed = LoraConfig(rank=2, target_modules=one), LoraConfig(rank=2, target_modules=(one,))
+        assert text == listed and adapted_weights(dense, text) == adapted_weights(dense, listed)
+    rest = adapted_weights(dense, LoraConfig(rank=2, exclude_modules="*.mlp.*"))
+    assert rest == adapted_weights(dense, LoraConfig(rank=2, target_modules="*.self_attn.*"))
+
+
 def test_patterns_that_cannot_be(dense: ModelConfig, mixture: ModelConfig) -> None:
     with pytest.raises(
         ValueError, match=r"target_modules: 'c_attn' fits no linear layer of the model; there are q_proj"
     ):
         adapted_weights(dense, LoraConfig(rank=2, target_modules=("q_proj", "c_attn")))
+    for pattern, advice in (
+        ("qproj", "down_proj; did you mean q_proj?"),
+        ("all_linear", "down_proj; did you mean all-linear?"),
+        ("q_proj,v_proj", r"down_proj; several are a list: \[q_proj, v_proj\]"),
+        (r".*\.(q_proj|v_proj)", r"down_proj; it is no regular expression: \* stands for any"),
+        ("self_attn.q_proj", r"down_proj; a pattern is of the whole name: \*\.self_attn\.q_proj"),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            adapted_weights(dense, LoraConfig(rank=2, target_modules=pattern))
     with pytest.raises(ValueError, match=r"exclude_modules: 'lm_head' fits no"):
         adapted_weights(dense, LoraConfig(rank=2, exclude_modules=("lm_head",)))
     with pytest.raises(ValueError, match="leaves no linear layer"):

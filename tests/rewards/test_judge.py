@@ -44,6 +44,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(429, {}, {"Retry-After": "0"})
         if wish == "refused":
             return self.send(401, {"error": "wrong key"})
+        if wish == "tells":
+            return self.send(401, {"error": "x" * 280 + self.headers["Authorization"]})
         if wish == "broken":
             return self.send(500, {"error": "broken"})
         if wish == "hangs once" and number == 1:
@@ -103,6 +105,14 @@ def score(server, response, **changes):
     return asyncio.run(
         judge.compute_score("d", response, "42", prompt_str="6 x 7 {response}?", settings=settings)
     )
+
+
+def test_a_refusal_does_not_tell_the_key(server, monkeypatch):
+    """Some servers say which key they refuse; also where the rest of their answer is left out."""
+    monkeypatch.setenv("TEST_JUDGE_KEY", "secret-of-mine")
+    with pytest.raises(RuntimeError, match=r"refuses: status 401: .*Bearer <") as caught:
+        score(server, "tells", api_key_env="TEST_JUDGE_KEY")
+    assert "secret" not in str(caught.value)
 
 
 def test_request_and_score(server, monkeypatch):

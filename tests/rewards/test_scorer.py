@@ -9,6 +9,7 @@ import time
 import pytest
 from ray import cloudpickle
 
+from megarl.rewards import scorer as scorer_module
 from megarl.rewards.functions import RewardSpec
 from megarl.rewards.sample import Sample, Score
 from megarl.rewards.scorer import Scorer
@@ -147,6 +148,29 @@ def test_workers_are_used_again_and_replaced_when_they_die(plain):
     scored(plain, "exit", "exit")
     after = {score.score for score in scored(plain, *["pid"] * 8)}
     assert not before & after
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_hit_from_outside_costs_nothing(file, tmp_path, monkeypatch, number):
+    """Its sample is run once more; a sample whose every process is killed is the one to blame."""
+    monkeypatch.setattr(scorer_module, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(scorer_module, "_STOPPED_SECONDS", 0.5)
+    reward = tmp_path / "hit.py"
+    reward.write_text(
+        "import os, pathlib\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    path = pathlib.Path({str(tmp_path)!r}, 'tries')\n"
+        "    tries = path.read_text() if path.exists() else ''\n"
+        "    path.write_text(tries + 'x')\n"
+        f"    if len(tries) < int(solution_str):\n        os.kill(os.getpid(), {int(number)})\n"
+        "    return len(tries)\n"
+    )
+    with Scorer(RewardSpec(custom_path=str(reward)), num_workers=1, timeout=60.0) as scorer:
+        (score,) = scored(scorer, "1")
+        assert (score.score, score.error) == (1.0, None)
+        (score,) = scored(scorer, "4")
+    assert score.score is None
+    assert score.error.startswith(f"its process was {'killed' if number == signal.SIGKILL else 'stopped'}")
+    assert (tmp_path / "tries").read_text() == "x" * 4
 
 
 def test_what_a_dead_worker_left_behind_is_killed(plain):

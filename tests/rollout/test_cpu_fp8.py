@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from megarl.models.tiny import make_tiny_model
 from megarl.rollout.engine import EngineConfig
 from tests.rollout.manifests import Slices, rank_slices
+from tests.rollout.planned import assert_as_planned
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_slices
 from tests.rollout.test_families import assert_serves
@@ -85,5 +86,6 @@ def test_answers_as_hugging_face_with_the_weights_multiplied_out(folder, tmp_pat
     try:
         sync_slices(engine, tmp_path / "sync", slices, version=1)
         assert_serves(engine, tmp_path / "plain")
+        assert_as_planned(engine)
     finally:
         engine.close()

@@ -13,6 +13,7 @@ from megarl.rollout.links import LinkError
 from tests.rollout.adapter_trainer import AdapterTrainer, adapters_of, engine_adapters, peft_model
 from tests.rollout.conftest import Model
 from tests.rollout.manifests import rank_slices
+from tests.rollout.planned import assert_as_planned
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import Sender
 from tests.rollout.test_sglang_engine import GREEDY, PROMPTS, UIDS, assert_serves
@@ -113,6 +114,7 @@ def test_a_restarted_engine_gets_the_weights_before_adapters_alone(model_a, tmp_
             old.put(adapters_of(model))
             old.run(engine, version, whole=version == 1)
             assert_serves_adapters(engine, model, version)
+        assert_as_planned(engine, lora)
         kill(engine)
 
         engine = EngineProcess(config, tmp_path / "second.log").start()

@@ -14,6 +14,7 @@ from megarl.models.tiny import make_tiny_model
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from tests.rollout.invariance import OBSTACLE, needs_invariance
 from tests.rollout.manifests import rank_slices
+from tests.rollout.planned import assert_as_planned
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_state
 from tests.rollout.test_sglang_engine_determinism import assert_alone_as_together
@@ -91,6 +92,10 @@ def assert_serves(engine: EngineProcess, folder: Path) -> None:
 
 def test_answers_as_hugging_face(family):
     assert_serves(family.engine, family.folder)
+
+
+def test_memory_is_as_planned(family):
+    assert_as_planned(family.engine)
 
 
 @needs_invariance

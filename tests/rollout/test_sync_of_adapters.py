@@ -20,10 +20,12 @@ from megarl.models.lora import adapted_weights, adapter_pieces, logical_adapters
 from megarl.rollout.adapters import Slot, buffers_of
 from megarl.rollout.engine import EngineConfig, NoValidWeightsError, WeightSyncError
 from megarl.rollout.packets import P2P
+from megarl.trainer.memory_plan import SLOTS
 from tests.ranks import RankPool
-from tests.rollout.adapter_trainer import AdapterTrainer, adapters_of, engine_adapters, peft_model
+from tests.rollout.adapter_trainer import BUCKET, AdapterTrainer, adapters_of, engine_adapters, peft_model
 from tests.rollout.conftest import TP, Model
 from tests.rollout.manager import Manager
+from tests.rollout.planned import assert_as_planned
 from tests.rollout.runner import EngineProcess
 from tests.rollout.test_families import make_model
 from tests.rollout.test_sglang_engine import GREEDY, PROMPTS, UIDS, hf_greedy, hf_log_probs
@@ -100,6 +102,10 @@ def test_every_version_is_served_as_peft_computes_it(served: Served) -> None:
             assert adapted != [hf_greedy(Model(Path(), model), prompt, 16) for prompt in PROMPTS]
 
 
+def test_memory_with_adapters_is_as_planned(served: Served) -> None:
+    assert_as_planned(served.engine, LORA)
+
+
 def test_the_last_of_a_hundred_versions_is_served(served: Served) -> None:
     for version in range(2, 101):
         for tensors in served.trainer.ranks:
@@ -115,6 +121,8 @@ def test_point_to_point_also_begins_with_the_adapters(served: Served, tmp_path: 
     model = peft_model(served.folder, LORA, seed=7)
     trainer.put(adapters_of(model))
     trainer.run(served.engine, 2, whole=True)
+    for rank in served.engine.call("memory"):
+        assert BUCKET < rank["sync_buffers"] < 1.1 * SLOTS * BUCKET  # and the packets' heads
     trainer.put({name: torch.zeros_like(tensor) for name, tensor in adapters_of(model).items()})
     trainer.run(served.engine, 3, whole=False)
     trainer.put(adapters_of(model))

@@ -22,6 +22,10 @@ PPO = [
 ]
 
 
+# Metrics of no two equal runs: times, memory, and what a sync has to send, which is everything to an engine that is new.
+MEASURED = ("timing_s/", "perf/", "sync/", "memory/")
+
+
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/ (2 layers, hidden 64) and data/{sft,train,test}.parquet."""
@@ -71,3 +75,13 @@ def succeed(*arguments: str | Path, timeout: float = 240) -> str:
 
 def steps(folder: Path) -> Sequence[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_steps(expected: Path, found: Path, first: int) -> None:
+    """The metrics of the steps from `first` on are the same in both run folders, but for `MEASURED`."""
+    theirs, ours = steps(expected)[first - 1 :], steps(found)
+    assert [step["step"] for step in ours][-len(theirs) :] == [step["step"] for step in theirs]
+    for one, other in zip(theirs, ours[-len(theirs) :], strict=True):
+        names = {name for name in one.keys() | other.keys() if not name.startswith(MEASURED)} - {"time"}
+        assert {"actor/grad_norm", "actor/entropy", "critic/score/mean"} <= names
+        assert {name: other.get(name) for name in names} == {name: one.get(name) for name in names}

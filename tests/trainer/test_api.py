@@ -11,7 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from peft import PeftModel
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
 
 import megarl
 from megarl import Trainer, make_trainer_config
@@ -23,7 +26,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.models.tiny import make_tiny_model
 from megarl.trainer.api import DataCollector
 from megarl.trainer.api_prompts import PromptSupply
-from tests.trainer.conftest import REPOSITORY, steps, succeed
+from tests.trainer.conftest import REPOSITORY, assert_same_steps, steps, succeed
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -122,9 +125,9 @@ def test_a_trainer_that_cannot_be_made(arguments: dict[str, Any], words: str) ->
 
 
 def test_keys_that_only_the_loop_reads_are_refused() -> None:
-    config = make_trainer_config(**{"trainer.save_freq": 3, "data.train_files": "x"})
+    config = make_trainer_config(**{"trainer.max_restarts": 3, "data.train_files": "x"})
     with pytest.raises(
-        ValueError, match=r"data\.train_files, trainer\.save_freq: a Trainer is given its prompts"
+        ValueError, match=r"data\.train_files, trainer\.max_restarts: only `megarl train` reads"
     ):
         Trainer(config, actor_model="m")
     with pytest.raises(ValueError, match="=grpo has no critic"):
@@ -165,6 +168,35 @@ def test_the_same_prompts_go_on_where_they_ended(model: Path) -> None:
     assert next(source.batches(prompts)).num_rows == 2
 
 
+def uids(source: PromptSupply, prompts: Any) -> list[str]:
+    return next(source.batches(prompts))["uid"].to_pylist()
+
+
+def test_a_position_that_was_saved_is_that_of_its_prompts(model: Path) -> None:
+    prompts = [f"{number} + 1 =" for number in range(6)]
+    source = supply(model)
+    assert source.state_dict() == {}
+    uids(source, prompts)
+    state = json.loads(json.dumps(source.state_dict()))
+    coming = [uids(source, prompts) for _ in range(4)]
+    again = supply(model)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert [uids(again, list(prompts)) for _ in range(4)] == coming
+    others = supply(model)
+    others.load_state_dict(state)
+    other = ["1 + 1 =", *prompts[1:]]
+    fresh = supply(model)
+    assert [uids(others, other) for _ in range(3)] == [uids(fresh, other) for _ in range(3)]
+
+
+def test_an_equal_table_is_the_same_prompts(model: Path) -> None:
+    table = next(supply(model, "data.shuffle=false", size=4).batches(["1 =", "2 =", "3 =", "4 ="]))
+    source = supply(model, "data.shuffle=false")
+    seen = [*uids(source, table), *uids(source, pa.concat_tables([table.slice(0, 1), table.slice(1)]))]
+    assert seen == table["uid"].to_pylist()
+
+
 def test_few_prompts_are_repeated_within_a_batch(model: Path) -> None:
     batch = next(supply(model, size=5).batches(["1 + 1 =", "1 + 2 ="]))
     assert batch["uid"].to_pylist() == ["prompt:0", "prompt:1", "prompt:0", "prompt:1", "prompt:0"]
@@ -184,8 +216,11 @@ def test_prompts_that_are_none(model: Path, prompts: Any, words: str) -> None:
         supply(model).batches(prompts)
 
 
-def three_steps(model: Path, out: Path) -> None:
-    """Three steps of PPO with a reward of the test's own, which is higher for shorter responses."""
+def three_steps(model: Path, out: Path, resumed: Path | None) -> None:
+    """Steps of PPO with adapters until there are three, from the beginning or from a checkpoint.
+
+    The reward is the program's own, and higher for shorter responses.
+    """
     longest = 8
 
     def shortness(
@@ -196,21 +231,34 @@ def three_steps(model: Path, out: Path) -> None:
     config = make_trainer_config(
         algo="ppo",
         rollouts_per_device=8,
-        actor_lr=1e-3,
+        actor_lr=1e-2,
         critic_lr=1e-3,
         vf_coef=0.5,
         max_prompt_length=48,
         max_response_length=longest,
-        **{"trainer.default_local_dir": str(out / "run"), "trainer.logger": ["console"]},
+        **{
+            "actor_rollout_ref.model.lora.rank": 4,
+            "critic.model.lora.rank": 4,
+            "critic.model.share_base": True,
+            "trainer.resume_mode": "path" if resumed else "auto",
+            "trainer.resume_from_path": str(resumed) if resumed else None,
+            "trainer.default_local_dir": str(out),
+            "trainer.logger": ["console"],
+        },
     )
     prompts = [f"{number} + {number} =" for number in range(1, 13)]
     with Trainer(config, actor_model=model, reward_fn=shortness) as trainer:
-        for step in range(1, 4):
+        assert trainer.step == (1 if resumed else 0)
+        while trainer.step < 3:
             data = trainer.collect_data(prompts)
-            assert set(data.table["weight_version"].to_pylist()) == {step}
+            assert set(data.table["weight_version"].to_pylist()) == {trainer.step + 1}
+            with pytest.raises(ValueError, match="is saved after update_policy"):
+                trainer.save_checkpoint()
             results = trainer.update_policy(data)
             assert 0.0 < results["reward"] <= 1.0
             assert results["reward/length"] > 0.0 and results["actor/grad_norm"] > 0.0
+            if trainer.step == 1:
+                assert trainer.save_checkpoint() == out / "checkpoints" / "step-1"
         with pytest.raises(ValueError, match="collect_data number 3, of which there were 3"):
             trainer.update_policy(data)
         trainer.save(out / "policy")
@@ -238,15 +286,43 @@ def in_a_process(function: Callable[..., None], *arguments: Any) -> None:
     assert result.returncode == 0, (result.stdout + result.stderr).decode()[-4000:]
 
 
-def test_a_real_run(model: Path, tmp_path: Path) -> None:
-    in_a_process(three_steps, model, tmp_path)
-    before, after = load_file(model / "model.safetensors"), load_file(tmp_path / "policy/model.safetensors")
+@pytest.fixture(scope="module")
+def real_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    in_a_process(three_steps, model, out, None)
+    return out
+
+
+def test_a_real_run(model: Path, real_run: Path) -> None:
+    before, after = load_file(model / "model.safetensors"), load_file(real_run / "policy/model.safetensors")
     assert before.keys() == after.keys()
     assert any((before[name] != after[name]).any() for name in before)
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(line["timing_s/step"] > line["timing_s/generate"] > 0 for line in lines)
-    assert pq.read_table(tmp_path / "run/rollouts/step-000003.parquet").num_rows == 8
+    assert [line["step"] for line in steps(real_run)] == [1, 2, 3]
+    assert all(line["timing_s/step"] > line["timing_s/generate"] > 0 for line in steps(real_run))
+    assert pq.read_table(real_run / "rollouts/step-000003.parquet").num_rows == 8
+
+
+def test_the_policy_is_saved_merged_and_as_adapters(model: Path, real_run: Path) -> None:
+    ids = torch.arange(3, 40)[None]
+    merged = AutoModelForCausalLM.from_pretrained(real_run / "policy")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        plain, ours = base(ids).logits, merged(ids).logits
+        theirs = PeftModel.from_pretrained(base, real_run / "policy/adapter").eval()(ids).logits
+    assert (plain - ours).abs().max() > 1e-3
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
+
+
+def test_a_program_that_is_started_again_goes_on(model: Path, real_run: Path, tmp_path: Path) -> None:
+    """From the checkpoint after step 1, in the middle of the prompts' epoch; bit for bit."""
+    in_a_process(three_steps, model, tmp_path, real_run / "checkpoints" / "step-1")
+    assert_same_steps(real_run, tmp_path, 2)
+    for name in (
+        "policy/model.safetensors",
+        "policy/adapter/adapter_model.safetensors",
+        "rollouts/step-000003.parquet",
+    ):
+        assert (real_run / name).read_bytes() == (tmp_path / name).read_bytes(), name
 
 
 @pytest.mark.slow

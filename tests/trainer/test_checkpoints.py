@@ -233,15 +233,67 @@ def test_the_best_checkpoint_is_saved_and_kept(tmp_path: Path) -> None:
 
 def test_best() -> None:
     best = Best("val/loss", "min")
-    assert [best.observe({"val/loss": value}) for value in (3.0, 2.0, 2.0, float("nan"), 1.0)] == [
-        True, True, False, False, True,
-    ]  # fmt: skip
-    assert not best.observe({"train/loss": 0.0})
+    assert best.is_beaten_by(3.0) and not best.is_beaten_by(None)
+    best.value = 2.0
+    assert [best.is_beaten_by(value) for value in (3.0, 2.0, float("nan"), 1.0)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert not Best("val/loss", "max", 2.0).is_beaten_by(1.0)
+    assert best.found({"val/loss": 3.0}) == 3.0 and best.found({"train/loss": 0.0}) is None
     with pytest.raises(ValueError, match=r"trainer\.best_metric='val/loss': validations have val/score"):
-        best.observe({"val/score": 1.0})
+        best.found({"val/score": 1.0})
     other = Best("val/loss", "max", value=7.0)
     other.load_state_dict(best.state_dict())
     assert other.value == 7.0
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_checkpoint_is_one_that_was_written(tmp_path: Path, background: bool) -> None:
+    """The disk is full when the best value comes: what is better than the last one saved is saved then."""
+    keys = {"best_metric": "val/score", "on_save_error": "continue", "async_save": background}
+    checkpoints = start(tmp_path, **keys)
+    ranks, root = checkpoints.groups["actor"], tmp_path / "checkpoints"
+    checkpoints.after(1, {"val/score": 0.1}, last=False)
+    checkpoints.finish()
+    ranks.fails = OSError(28, "No space left on device", "x")
+    checkpoints.after(2, {"val/score": 0.9}, last=False)
+    if not background:
+        assert checkpoints.best.value == 0.1
+        ranks.fails = None
+    checkpoints.after(3, {"val/score": 0.05}, last=False)
+    assert "step 2: no checkpoint" in checkpoints.run.said[-1] and steps_in(root) == [1]
+    ranks.fails = None
+    checkpoints.after(4, {"val/score": 0.5}, last=True)
+    assert steps_in(root) == [1, 4] and checkpoints.run.store.best == 4
+    assert json.loads((root / "step-4" / "run.json").read_text())["best"]["value"] == 0.5
+    checkpoints.run.store.close()
+
+
+def test_who_fails_in_it_is_said_to_fail_in_the_phase_save(tmp_path: Path) -> None:
+    checkpoints = start(tmp_path, save_freq=1)
+    ranks, phases = checkpoints.groups["actor"], set()
+    call = ranks.call
+
+    def noting(method: str, *arguments: Any, **options: Any) -> list[Any]:
+        phases.add((method, *checkpoints.run.phases))
+        return call(method, *arguments, **options)
+
+    ranks.call = noting
+    play(checkpoints, 1, 1)
+    assert phases == {("begin_save", "save"), ("finish_save", "save")}
+
+
+def test_saved_when_asked(tmp_path: Path) -> None:
+    checkpoints = start(tmp_path, save_freq=2, async_save=True, on_save_error="continue")
+    checkpoints.after(2, {}, last=False)
+    assert checkpoints.save(3) == tmp_path / "checkpoints" / "step-3"
+    assert steps_in(tmp_path / "checkpoints") == [2, 3]
+    checkpoints.groups["actor"].fails = OSError(28, "No space left on device", "x")
+    assert checkpoints.save(4) is None and steps_in(tmp_path / "checkpoints") == [2, 3]
+    checkpoints.run.store.close()
 
 
 def test_a_run_that_is_told_to_end_saves_first_and_asks_to_be_started_again(tmp_path: Path) -> None:
@@ -300,6 +352,7 @@ def test_a_full_disk(tmp_path: Path, error: str) -> None:
         if mode == "stop":
             with pytest.raises(type(failure), match="No space left"):
                 checkpoints.after(2, {}, last=False)
+            assert "step 2: no checkpoint, and the run ends" in checkpoints.run.said[-1]
         else:
             checkpoints.after(2, {}, last=False)
             assert "step 2: no checkpoint, the run goes on" in checkpoints.run.said[-1]

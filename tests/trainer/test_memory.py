@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from megarl.config import ActorConfig, OptimConfig
-from megarl.trainer.memory import MIB, NEEDS, DeviceMemory, Owner, phase_needs
+from megarl.trainer.memory import MIB, DeviceMemory, Owner
+from megarl.trainer.memory_phases import NEEDS, phase_needs
 
 STEP = ("sync", "generate", "score_model", "evaluate_models", "update_critic", "update_actor")
 SIZES = {"weights": 4, "gradients": 8, "optimizer": 24, "reference": 4, "kv_cache": 50}

@@ -9,9 +9,9 @@ import pytest
 from megarl.cli import main
 from megarl.layout.grid import ParallelLayout
 from megarl.memory.activations import _in_flight
-from megarl.trainer.memory import ALL_OF
 from megarl.trainer.memory_command import read_inputs
 from megarl.trainer.memory_fit import _ends, fit
+from megarl.trainer.memory_phases import ALL_OF
 from megarl.trainer.memory_plan import GIB, plan_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +44,10 @@ def test_72b_with_adapters_fits_eight_gpus_of_80_gb(capsys) -> None:
     assert not any(name.startswith("ref_") for phase in plan["phases"].values() for name in phase)
     # 80 layers' inputs of 16384 / 8 tokens, computed again layer by layer
     assert update["actor_activations"] == pytest.approx(80 * 2048 * 8192 * 2, rel=0.3)
+    # Slots for what other GPUs send; a rank that is alone has all that it serves on its own.
+    assert sync["rollout_sync_buffers"] == sync["actor_sync_buffers"] == 2 * 256 << 20
+    alone = planned(capsys, str(ROOT / "recipes/qwen2.5_0.5b_ppo_single_gpu.yaml"))
+    assert not any("rollout_sync_buffers" in phase for phase in alone["phases"].values())
     more = planned(capsys, QWEN, f"{LORA}.rank=128")
     assert more["fits"]
     assert more["phases"]["update_actor"]["actor_adapters"] == 4 * update["actor_adapters"]
@@ -95,9 +99,11 @@ def test_a_critic_and_its_base() -> None:
     apart, shared = phases["false"], phases["true"]
     assert "critic_weights" not in shared and apart["critic_weights"] > 15e9 and not apart["actor_weights"]
     assert shared["actor_weights"] > 15e9
-    assert {name: apart[name] for name in ALL_OF["critic"][1:]} == {
-        name: shared[name] for name in ALL_OF["critic"][1:]
+    assert {name: apart[name] for name in ALL_OF["critic"][2:]} == {
+        name: shared[name] for name in ALL_OF["critic"][2:]
     }
+    head = 2 * inputs.model.hidden_size  # goes with the weights where these are the critic's
+    assert shared["critic_adapters"] == apart["critic_adapters"] + head
 
 
 def test_the_search_takes_the_fewest_nodes() -> None:
@@ -131,7 +137,7 @@ def test_micro_batches_that_wait_for_their_backward_pass() -> None:
     [
         ([QWEN, "--max-nodes", "0"], "--max-nodes is 0; it must be at least 1"),
         ([QWEN, "--reserve", "-1"], "--reserve is -1 GiB; it must be at least 0"),
-        ([QWEN, "trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=16"], "are on one node, which has 8"),
+        ([QWEN, "trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=16"], "is more than trainer.n_gpus_per_node=8"),
         ([QWEN, "--fit", "--max-nodes", "1", "--gpu-memory", "30"], "on no number of nodes up to --max-nodes 1"),
         ([QWEN, "--fit", "--gpu-memory", "20"], "engines are on one node of 8 devices"),
     ],

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from megarl.trainer.preemption import REQUEUE, noting_signals
+from megarl.trainer.preemption import REQUEUE, ending_at_once, noting_signals
 
 
 def test_the_first_signal_is_noted_and_a_second_sigterm_ends_the_run(capfd):
@@ -24,3 +24,13 @@ def test_the_first_signal_is_noted_and_a_second_sigterm_ends_the_run(capfd):
     assert lines[0].startswith("SIGUSR1: the run ends after this step") and lines[1].startswith(
         "SIGTERM again"
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_before_the_first_step_the_first_signal_ends_the_run_and_asks_for_another(capfd, number):
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, ending_at_once():
+        signal.raise_signal(number)
+    assert ended.value.code == REQUEUE
+    assert signal.getsignal(number) is before
+    assert capfd.readouterr().err.startswith(f"{signal.Signals(number).name}: ending before the first step")

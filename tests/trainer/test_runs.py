@@ -147,7 +147,7 @@ def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, task
 
 
 def assert_one_copy_and_one_cache(step):
-    """What was measured on the devices, by phase; see `megarl.trainer.memory`."""
+    """What was measured on the devices, by phase; see `megarl.trainer.memory_phases`."""
     there = {
         phase: {
             name.rpartition("/")[2]

@@ -1,15 +1,18 @@
 """Runs that lose a process are started again; the process and the training are made up here."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megarl import cli
 from megarl.cluster import RayFailed, WorkerDied, WorkerFailed, WorkerHung
 from megarl.cluster.worker import RankError
-from megarl.config import SFTConfig, load_config, resolve
-from megarl.trainer.supervision import supervised
+from megarl.config import SFTConfig, TrainConfig, load_config, resolve
+from megarl.trainer.preemption import REQUEUE, Preemption
+from megarl.trainer.supervision import not_again_once_told, supervised
 
 RECIPE = [
     "data.train_files=a.parquet", "data.max_length=8", "data.train_batch_size=2", "model.path=m", "optim.lr=1",
@@ -63,6 +66,33 @@ def test_what_a_rank_raises_is_no_loss(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed):
         supervised(config(tmp_path, max_restarts=3), training)
     assert len(training.started) == 1
+
+
+def test_a_run_that_was_told_to_end_is_not_started_again_here(capsys) -> None:
+    preemption = Preemption()
+    with pytest.raises(WorkerDied), not_again_once_told(preemption):
+        raise LOSSES[0]
+    preemption.note(signal.SIGUSR1, None)
+    with pytest.raises(SystemExit) as ended, not_again_once_told(preemption):
+        raise LOSSES[0]
+    assert ended.value.code == REQUEUE
+    assert "to be started again: the run was told to end (SIGUSR1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command, module", [("train", "ppo"), ("sft", "sft"), ("rm", "rm"), ("dpo", "dpo")])
+def test_every_command_that_trains_is_started_again(
+    tmp_path: Path, monkeypatch, command: str, module: str
+) -> None:
+    """What they read and check is left out."""
+    training = Training(LOSSES[0])
+    ready = config(tmp_path, max_restarts=1)
+    if command == "train":
+        settings = ["trainer.max_restarts=1", f"trainer.default_local_dir={tmp_path}"]
+        ready = resolve(load_config(TrainConfig, "recipes/quickstart_ppo.yaml", settings))
+    monkeypatch.setattr(cli, "_configured", lambda schema, options: ready)
+    monkeypatch.setattr(f"megarl.trainer.{module}.train", training)
+    assert cli.main([command, "a.yaml"]) == 0
+    assert len(training.started) == 2
 
 
 def test_it_goes_on_from_its_own_checkpoint_not_from_where_it_began(tmp_path: Path) -> None:

@@ -1,0 +1,170 @@
+#!/usr/bin/env bash
+# One node's part of a Slurm job; train.sbatch starts it on all of them. The head starts Ray, waits for the others' devices and
+# runs megarl; the others join it. What they tell each other lies in FOLDER:
+#
+#   head   the head's address and port          stop   the run shall save and end
+#   up     all devices have been there          done   megarl's exit code: all is over
+#
+#   node.sh FOLDER HEAD DEVICES CPU INTERFACE START_SECONDS COMMAND RECIPE [key=value...]
+set -euo pipefail
+
+readonly TRIES=3 SETTLED_SECONDS=20
+
+folder="$1" head="$2" devices="$3" cpu="$4" interface="$5" start_seconds="$6" command="$7" recipe="$8"
+shift 8
+overrides=("$@")
+node="${SLURMD_NODENAME}"
+launch="$(dirname "$(dirname "${BASH_SOURCE[0]}")")"
+# Below Ray's worker ports (10002) and the ephemeral range, and others for each job: jobs may share a node.
+first_port=$((6400 + SLURM_JOB_ID % 140 * 24))
+ray_pid=""
+
+fail() {
+    echo "node.sh: ${node}: $*" >&2
+    exit 2
+}
+
+# The address of this node: of the interface, or that of the node's name.
+own_address() {
+    python3 - "${interface}" "${node}" "${SLURM_JOB_NUM_NODES}" << 'EOF'
+import fcntl, socket, struct, sys
+
+interface, node, nodes = sys.argv[1:]
+if interface != "none":
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking, 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+        except OSError as error:
+            has = ", ".join(name for _, name in socket.if_nameindex())
+            sys.exit(f"the interface {interface} has no address: {error.strerror}; there are {has}")
+    print(socket.inet_ntoa(answer[20:24]))
+    sys.exit()
+try:
+    address = socket.gethostbyname(node)
+except OSError as error:
+    sys.exit(f"its name has no address: {error}; give --interface")
+if address.startswith("127.") and nodes != "1":
+    sys.exit(f"its name stands for {address} here, which the other nodes cannot reach; give --interface")
+print(address)
+EOF
+}
+
+# Whether the recipe is valid, and made for this job's nodes and devices.
+check_recipe() {
+    local found
+    megarl config --command "${command}" --json "${recipe}" "${overrides[@]}" > "${folder}/config.json" \
+        2> "${folder}/config.err" || {
+        sed "s/^/node.sh: ${node}: /" "${folder}/config.err" >&2
+        exit 2
+    }
+    found="$(python3 -c '
+import json, sys
+keys = json.load(open(sys.argv[1]))["keys"]
+print(*(keys["trainer." + key]["value"] for key in ("nnodes", "n_gpus_per_node")))' "${folder}/config.json")"
+    read -r nnodes per_node <<< "${found}"
+    [[ "${nnodes}" == "${SLURM_JOB_NUM_NODES}" ]] ||
+        fail "the job has ${SLURM_JOB_NUM_NODES} nodes, and the recipe is made for trainer.nnodes=${nnodes}: submit with --nodes ${nnodes}"
+    [[ "${per_node}" == "${devices}" ]] ||
+        fail "the job has ${devices} devices a node, and the recipe is made for trainer.n_gpus_per_node=${per_node}: give --devices ${per_node}"
+}
+
+stop_ray() {
+    [[ -n "${ray_pid}" ]] || return 0
+    kill -TERM "${ray_pid}" 2> /dev/null || true
+    wait "${ray_pid}" || true
+    ray_pid=""
+}
+
+ray_ended() {
+    ! kill -0 "${ray_pid}" 2> /dev/null
+}
+
+# Starts Ray's head; once it answers, its address is in FOLDER/head. A start that fails is tried again, on other ports.
+start_head() {
+    local port
+    for ((try = 0; try < TRIES; try++)); do
+        port=$((first_port + 8 * try))
+        bash "${launch}/ray/start_cluster.sh" head "${address}" --port "${port}" -- "${resources[@]}" \
+            --temp-dir "/tmp/megarl-ray-${SLURM_JOB_ID}" &
+        ray_pid=$!
+        for ((second = 0; second < start_seconds; second++)); do
+            if (exec 3<> "/dev/tcp/${address}/${port}") 2> /dev/null; then
+                echo "${address}:${port}" > "${folder}/head.new"
+                mv "${folder}/head.new" "${folder}/head" # whole or not at all
+                return 0
+            fi
+            ! ray_ended || break
+            sleep 1
+        done
+        stop_ray
+    done
+    fail "Ray's head did not start in ${TRIES} tries"
+}
+
+# Runs megarl, once; its exit code goes into FOLDER/done.
+run_head() {
+    local driver waiting status=0 told=""
+    check_recipe
+    start_head
+    ray_address="$(cat "${folder}/head")"
+    python3 "${launch}/ray/wait_for_devices.py" "${ray_address}" --nodes "${SLURM_JOB_NUM_NODES}" --devices "${devices}" \
+        --kind "${kind}" --seconds "${start_seconds}" &
+    waiting=$!
+    while kill -0 "${waiting}" 2> /dev/null; do
+        ! ray_ended || fail "Ray's head has ended"
+        sleep 0.5
+    done
+    wait "${waiting}" || fail "not all devices came"
+    : > "${folder}/up"
+    # Unbuffered: its output is watched while it goes on.
+    PYTHONUNBUFFERED=1 megarl "${command}" "${recipe}" "${overrides[@]}" "trainer.ray_address=${ray_address}" > "${folder}/train.log" 2>&1 &
+    driver=$!
+    while kill -0 "${driver}" 2> /dev/null; do
+        ! ray_ended || fail "Ray's head has ended"
+        if [[ -z "${told}" && -f "${folder}/stop" ]]; then
+            told=yes
+            kill -USR1 "${driver}" 2> /dev/null || true
+        fi
+        sleep 0.5
+    done
+    wait "${driver}" || status=$?
+    echo "${status}" > "${folder}/done.new"
+    mv "${folder}/done.new" "${folder}/done"
+    stop_ray
+    rm -rf "/tmp/megarl-ray-${SLURM_JOB_ID}"
+}
+
+# Joins the head's cluster, until all is over.
+run_worker() {
+    local begun
+    for ((second = 0; second < start_seconds; second++)); do
+        [[ ! -f "${folder}/head" ]] || break
+        sleep 1
+    done
+    [[ -f "${folder}/head" ]] || fail "the head on ${head} did not start within ${start_seconds} s"
+    for ((try = 1; try <= TRIES; try++)); do
+        begun="${SECONDS}"
+        bash "${launch}/ray/start_cluster.sh" worker "${address}" --head "$(cat "${folder}/head")" \
+            --port "$((first_port + 8 * (try - 1)))" -- "${resources[@]}" &
+        ray_pid=$!
+        while ! ray_ended && [[ ! -f "${folder}/done" ]]; do sleep 0.5; done
+        if ray_ended; then sleep 2; fi # the file may be seen later than the end
+        if [[ -f "${folder}/done" ]]; then
+            stop_ray
+            rm -rf "/tmp/megarl-ray-${SLURM_JOB_ID}"
+            return 0
+        fi
+        ((SECONDS - begun < SETTLED_SECONDS)) || fail "Ray's worker has ended"
+    done
+    fail "Ray's worker did not start in ${TRIES} tries"
+}
+
+trap stop_ray EXIT
+address="$(own_address)" || fail "no address"
+if [[ "${cpu}" == yes ]]; then
+    kind=CPU resources=(--num-cpus "${devices}" --num-gpus 0)
+else
+    cores="${SLURM_CPUS_ON_NODE:-${devices}}"
+    kind=GPU resources=(--num-cpus "$((cores > devices ? cores : devices))" --num-gpus "${devices}")
+fi
+if [[ "${node}" == "${head}" ]]; then run_head; else run_worker; fi

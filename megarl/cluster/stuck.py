@@ -1,0 +1,79 @@
+"""A controller that waits in a call of Ray for a server that is gone or stopped, which no exception reaches.
+
+Guarantee: while `ending_when_stuck` is open, the process ends at most `STUCK_SECONDS` after a server of Ray that it has started
+meanwhile has ended or has been stopped for `STOPPED_SECONDS`, if it does not end the block by itself: Ray 2.60 waits for its raylet
+(`ray.put`) and its GCS server (`ray.init`, `ray.kill`) within C++, for ever, or for a minute until it aborts the process with
+exit code 1. Whoever started the run is asked to start it again.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from megarl.cluster.guard import process_state
+from megarl.cluster.watch import STOPPED_SECONDS
+
+STUCK_SECONDS = 30.0
+_LOOK_SECONDS = 1.0
+_SERVERS = ("gcs_server", "raylet")
+
+
+@contextmanager
+def ending_when_stuck(exit_code: int) -> Iterator[None]:
+    """Watch the servers of Ray that this process starts meanwhile, in a thread; of a cluster that it joins there are none.
+
+    Args:
+        exit_code: of this process, if it has to end.
+    """
+    over = threading.Event()
+    # Those of an earlier cluster, which may be about to end, are not of this one.
+    before = {child.pid for child in psutil.Process().children()}
+    watcher = threading.Thread(target=_watch, args=(exit_code, before, over), name="ray-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _watch(exit_code: int, before: set[int], over: threading.Event) -> None:
+    servers: dict[str, int] = {}
+    stopped, lost, last = 0.0, 0.0, time.monotonic()
+    while not over.wait(_LOOK_SECONDS):
+        if len(servers) < len(_SERVERS):
+            servers |= _servers(before)
+        # This process may have been stopped itself: a long time since the last look counts as a short one.
+        now = time.monotonic()
+        passed, last = min(now - last, 2 * _LOOK_SECONDS), now
+        states = {name: process_state(pid) for name, pid in servers.items()}
+        gone = [name for name, state in states.items() if state is None]
+        still = [name for name, state in states.items() if state == "T"]
+        stopped = stopped + passed if still else 0.0
+        lost = lost + passed if gone or stopped >= STOPPED_SECONDS else 0.0
+        if lost >= STUCK_SECONDS:
+            name = (gone or still)[0]
+            what = f"Ray's {name} (process {servers[name]}) {'has ended' if gone else 'is stopped'}"
+            sys.stderr.write(
+                f"error: {what}, and this process waits for it; ending, to be started again. It is at\n"
+            )
+            sys.stderr.flush()
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(exit_code)  # the guards of this process and of the ranks end and remove the rest
+
+
+def _servers(before: set[int]) -> dict[str, int]:
+    found = {}
+    for child in psutil.Process().children():
+        try:
+            if child.pid not in before and child.name() in _SERVERS:
+                found[child.name()] = child.pid
+        except psutil.NoSuchProcess:
+            continue
+    return found

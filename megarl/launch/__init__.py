@@ -1,0 +1,8 @@
+"""Giving a recipe to a cluster: this machine, Slurm, Kubernetes with KubeRay.
+
+What this room promises: one description of a job (`LaunchConfig`) for all of them, checked against the recipe before
+anything is submitted; the same arguments give the same script and the same manifest; `--dry-run` prints what would be
+submitted and changes nothing.
+
+What it must not know: what a recipe trains, torch, Ray, Megatron-core or SGLang.
+"""

@@ -1,0 +1,79 @@
+"""`megarl launch`: a recipe on this machine, on Slurm or on Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+
+from megarl.launch.environment import read_variables
+from megarl.launch.job import Job, make_job
+from megarl.launch.kuberay import manifest_text
+from megarl.launch.slurm import prepare_logs, sbatch_arguments
+
+Runner = Callable[[argparse.Namespace], int | None]
+
+
+def launch(options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
+    """Run or submit a job; with --dry-run print what that would be. Returns the exit code.
+
+    Args:
+        options: of `megarl launch`; what was given of the keys of LaunchConfig is in `options.launch`.
+        runners: by command, what runs it here.
+
+    Raises:
+        ValueError: what the job lacks, or what contradicts itself.
+    """
+    # Text is quoted as JSON, so that YAML reads it as the text that it is.
+    given = [f"{key}={json.dumps(value)}" for key, value in (options.launch or {}).items()]
+    job = make_job(options.command, options.recipe, options.overrides, options.job, given)
+    restarts = job.launch.retries and options.target != "local" and job.launch.kuberay.kind != "RayCluster"
+    if restarts and not job.saves:
+        text = f"a start after the first, of which --retries {job.launch.retries} allows so many, would begin anew"
+        print(f"note: the recipe saves no checkpoints (trainer.save_freq): {text}", file=sys.stderr)
+    return {"local": _local, "slurm": _slurm, "kuberay": _kuberay}[options.target](job, options, runners)
+
+
+def _local(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
+    command = ["megarl", job.command, str(job.recipe), *job.overrides]
+    if job.launch.image is not None:
+        raise ValueError("image: megarl launch local runs without a container; run it inside of one")
+    variables = {} if job.launch.env_file is None else read_variables(job.launch.env_file)
+    if options.dry_run:
+        print(shlex.join(command))
+        return 0
+    if job.launch.work_dir is not None:
+        raise ValueError("work_dir: megarl launch local runs in the working directory; change into it")
+    os.environ.update(variables)
+    return runners[job.command](
+        argparse.Namespace(recipe=str(job.recipe), overrides=list(job.overrides))
+    ) or 0  # fmt: skip
+
+
+def _slurm(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
+    command = ["sbatch", *sbatch_arguments(job)]
+    if options.dry_run:
+        print(shlex.join(command))
+        return 0
+    _need("sbatch", "run this where jobs are submitted, or look at the command with --dry-run")
+    prepare_logs(job)
+    return subprocess.run(command, check=False).returncode
+
+
+def _kuberay(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
+    text = manifest_text(job)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    _need("kubectl", "run this where the cluster can be reached, or write the manifest with --dry-run")
+    return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
+
+
+def _need(program: str, advice: str) -> None:
+    if shutil.which(program) is None:
+        raise ValueError(f"{program} is not on PATH: {advice}")

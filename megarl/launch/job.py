@@ -1,0 +1,165 @@
+"""A job: a recipe, and what of a cluster it runs on; checked against each other.
+
+Guarantee: a job has the nodes and the devices that its recipe is made for, whichever of the two says how many.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, TuningConfig, resolve
+from megarl.config.check import value_problems
+from megarl.config.check_layout import engine_problems, layout_problems, pool_problems, update_problems
+from megarl.config.document import YamlDumper, merge, parse_override, plain, read_file
+from megarl.config.launch_sections import LaunchConfig
+from megarl.config.load import load_config, load_with_origins
+from megarl.config.problems import raise_if_any
+
+SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d):(?P<seconds>\d\d)|(?P<only>\d+)")
+# Each of Kubernetes' labels and of Slurm's job names; 47: what KubeRay leaves of 63 for what it appends.
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
+_SIZES = {"nodes": "nnodes", "gpus_per_node": "n_gpus_per_node"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run, and on what.
+
+    Attributes:
+        command: of megarl: train, sft, rm, dpo or eval.
+        overrides: the user's, and those that the launch options add.
+        run_folder: trainer.default_local_dir as the recipe has it.
+        saves: whether the run writes checkpoints that another start goes on from.
+        launch: with name, nodes and gpus_per_node filled in.
+    """
+
+    command: str
+    recipe: Path
+    overrides: tuple[str, ...]
+    run_folder: str
+    saves: bool
+    launch: LaunchConfig
+
+    @property
+    def nodes(self) -> int:
+        assert self.launch.nodes is not None
+        return self.launch.nodes
+
+    @property
+    def devices(self) -> int:
+        """Of each node."""
+        assert self.launch.gpus_per_node is not None
+        return self.launch.gpus_per_node
+
+    @property
+    def seconds(self) -> int | None:
+        """The time limit."""
+        return None if self.launch.time is None else seconds_of(self.launch.time)
+
+    def recipe_text(self) -> str:
+        """The recipe with its bases and the overrides in one YAML document, which stands for all of them."""
+        tree = read_file(self.recipe)
+        for override in self.overrides:
+            tree = merge(tree, parse_override(override))
+        return yaml.dump(plain(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def make_job(
+    command: str, recipe: str, overrides: list[str], job_file: str | None, options: list[str]
+) -> Job:
+    """The job that a recipe, a job's file and the command's options describe.
+
+    Args:
+        overrides: of the recipe, `key=value` each.
+        job_file: YAML with the keys of LaunchConfig; None: there is none.
+        options: `key=value` each with the same keys; they win over the file.
+
+    Raises:
+        ValueError: the recipe or the description is not valid, or they contradict each other; names both.
+    """
+    launch = load_config(LaunchConfig, job_file, options)
+    config, origins = load_with_origins(SCHEMAS[command], recipe, overrides)
+    overrides = list(overrides)
+    sizes = {}
+    for name, key in _SIZES.items():
+        asked, has = getattr(launch, name), getattr(config.trainer, key)
+        said = origins.get(f"trainer.{key}")
+        if asked is not None and asked != has and said is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag} {asked} and trainer.{key}={has} ({said}) contradict each other: leave {flag} out, or say "
+                f"trainer.{key}={asked} behind the recipe"
+            )
+        sizes[name] = has if asked is None else asked
+        if sizes[name] != has:
+            overrides.append(f"trainer.{key}={asked}")
+    config = load_config(SCHEMAS[command], recipe, overrides)
+    launch = replace(launch, **sizes, name=launch.name or name_of(recipe))
+    raise_if_any("recipe", [*_layout_problems(config)])
+    raise_if_any("job", [*_job_problems(launch, config)])
+    folder = resolve(config).trainer.default_local_dir
+    assert folder is not None
+    saves = isinstance(config, EvalConfig) or config.trainer.save_freq > 0
+    if not isinstance(config, EvalConfig):
+        saves = saves or config.trainer.save_minutes is not None
+    return Job(command, Path(recipe), tuple(overrides), folder, saves, launch)
+
+
+def name_of(recipe: str) -> str:
+    """A job's name from that of its recipe: "qwen2-5-72b-grpo" for recipes/qwen2.5_72B_grpo.yaml."""
+    name = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"run-{name}")[:47].rstrip("-")
+
+
+def seconds_of(time: str) -> int:
+    """Seconds of a duration: minutes alone, HH:MM:SS or D-HH:MM:SS, as Slurm has them.
+
+    Raises:
+        ValueError: it is none of these, or 0.
+    """
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise ValueError(f"time: expected minutes, HH:MM:SS or D-HH:MM:SS, found {time!r}")
+    parts = {name: int(value or 0) for name, value in found.groupdict().items()}
+    hours = parts["days"] * 24 + parts["hours"]
+    seconds = (hours * 60 + parts["minutes"] + parts["only"]) * 60 + parts["seconds"]
+    if seconds == 0:
+        raise ValueError(f"time: {time!r} is no time at all")
+    return seconds
+
+
+def _layout_problems(config: TrainConfig | TuningConfig | EvalConfig) -> list[str]:
+    """What cannot be run on so many devices; files and models are where the job runs, perhaps not here."""
+    problems = list(value_problems(config))
+    config = resolve(config)
+    if isinstance(config, TrainConfig):
+        problems += [*pool_problems(config), *layout_problems(config), *update_problems(config)]
+    elif isinstance(config, TuningConfig):
+        problems += [*layout_problems(config), *update_problems(config)]
+    if isinstance(config, TrainConfig | EvalConfig):
+        problems += engine_problems(config)
+    return problems
+
+
+def _job_problems(launch: LaunchConfig, config: Any) -> list[str]:
+    problems = list(value_problems(launch))
+    assert launch.name is not None
+    if not _NAME.fullmatch(launch.name):
+        problems.append(
+            f"name={launch.name}: expected 1 to 47 lower-case letters, digits and hyphens, a letter first, no hyphen last"
+        )
+    if launch.time is not None:
+        try:
+            seconds_of(launch.time)
+        except ValueError as error:
+            problems.append(str(error))
+    if config.trainer.ray_address is not None:
+        problems.append(
+            f"trainer.ray_address={config.trainer.ray_address}: the job starts a cluster of its own; leave it out"
+        )
+    return problems

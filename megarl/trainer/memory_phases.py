@@ -1,0 +1,98 @@
+"""What of a run is on the devices in each phase of a step, as its configuration has it.
+
+Where a model and the rollout engines share devices, each phase of a step has there what it uses and nothing else:
+
+    sync              the actor's weights, the engines' weights
+    generate          the engines' weights and KV cache
+    score_model       the reward model's weights, and still the engines' (more may be generated after their scores)
+    evaluate_models   the weights of actor, reference and critic
+    update            weights, gradients and optimizer states of actor and critic, one after the other where they
+                      share devices; of the reference too, where the loss has the exact KL to it
+    save_<role>       the weights and optimizer states of a role, which a checkpoint takes from there
+
+Adapters go with the weights that they are on, a shared critic's with the actor's weights.
+
+So the engines' KV cache comes only after their weights are synced, and is never there beside any weights but theirs;
+where both copies of the weights are, there is neither a cache nor an optimizer. What leaves goes before anything comes.
+What does not share devices, and on a CPU what is not asked for, stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megarl.config import MegatronConfig, TrainConfig, full_kl_in_loss
+
+ALL_OF = {
+    role: tuple(f"{role}_{part}" for part in ("weights", "adapters", "gradients", "optimizer"))
+    for role in ("actor", "critic")
+}
+NEEDS: dict[str, tuple[str, ...]] = {
+    "sync": ("actor_weights", "actor_adapters", "rollout_weights"),
+    "generate": ("rollout_weights", "rollout_kv_cache"),
+    "score_model": ("rollout_weights", "reward_model_weights"),
+    "evaluate_models": (
+        "actor_weights",
+        "actor_adapters",
+        "ref_weights",
+        "critic_weights",
+        "critic_adapters",
+    ),
+    "update": ALL_OF["critic"] + ALL_OF["actor"],
+    "update_critic": ALL_OF["critic"],
+    "update_actor": ALL_OF["actor"],
+    "save_actor": tuple(name for name in ALL_OF["actor"] if name != "actor_gradients"),
+    "save_critic": tuple(name for name in ALL_OF["critic"] if name != "critic_gradients"),
+    "export": ("actor_weights", "actor_adapters"),
+}
+
+
+def phase_needs(config: TrainConfig) -> dict[str, tuple[str, ...]]:
+    """What each phase uses: NEEDS; for the exact KL in the actor's loss the reference beside the actor; for a critic that
+    shares the actor's model this model."""
+    needs = dict(NEEDS)
+    if full_kl_in_loss(config):
+        for phase in ("update", "update_actor"):
+            needs[phase] += ("ref_weights",)
+    if config.critic is not None and config.critic.model.share_base:
+        needs["update_critic"] += ("actor_weights",)
+    return needs
+
+
+def frees_engines(config: TrainConfig, gpus: Collection[str]) -> bool:
+    """Whether the engines' memory is released while models are trained.
+
+    Args:
+        gpus: names of the resource pools whose devices are GPUs.
+    """
+    policy = config.actor_rollout_ref
+    if policy.rollout.free_cache_engine is not None:
+        return policy.rollout.free_cache_engine
+    roles = [policy.actor, policy.ref, *([config.critic] if config.critic is not None else [])]
+    if config.reward_model.enable:
+        roles.append(config.reward_model)
+    return any(_beside_engines(config, role.resource_pool, gpus) for role in roles)
+
+
+def leaves(config: TrainConfig, switch: bool | None, pool: str, gpus: Collection[str]) -> bool:
+    """Whether what is on the devices of a pool leaves them in phases that do not use it.
+
+    Args:
+        switch: the key that says so; null: where they are GPUs that the engines use, too.
+        gpus: as in `frees_engines`.
+    """
+    return _beside_engines(config, pool, gpus) if switch is None else switch
+
+
+def trained_parts(megatron: MegatronConfig) -> dict[str, bool | None]:
+    """The parts of a role that is trained, each with the switch that `leaves` takes."""
+    return {
+        "weights": megatron.param_offload,
+        "adapters": megatron.param_offload,
+        "gradients": megatron.grad_offload,
+        "optimizer": megatron.optimizer_offload,
+    }
+
+
+def _beside_engines(config: TrainConfig, pool: str | None, gpus: Collection[str]) -> bool:
+    return pool in gpus and pool == config.actor_rollout_ref.rollout.resource_pool

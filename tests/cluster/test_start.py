@@ -1,0 +1,22 @@
+"""A cluster that does not start; Ray is not asked."""
+
+import os
+
+import pytest
+
+from megarl.cluster import RayFailed, cluster
+
+
+def test_a_server_that_does_not_come_up_is_a_failure_of_rays_and_leaves_nothing(monkeypatch, tmp_path):
+    """Ray raises an Exception of no kind of its own, say when its raylet was stopped."""
+    folders = []
+
+    def init(**arguments):
+        folders.append(arguments["_temp_dir"])
+        raise Exception("The current node timed out during startup")
+
+    monkeypatch.setattr(cluster, "start_guard", lambda *arguments, **options: None)
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(RayFailed, match="Ray did not start on this machine: The current node timed out"):
+        cluster.start_cluster(None, 1, tmp_path)
+    assert len(folders) == 1 and not os.path.exists(folders[0])

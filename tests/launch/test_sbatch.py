@@ -1,0 +1,99 @@
+"""`megarl launch slurm`: the arguments of sbatch, and what is refused before anything is submitted."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+SFT = str(ROOT / "recipes/quickstart_sft.yaml")
+DEEPSEEK = str(ROOT / "recipes/deepseek_v3_grpo_lora.yaml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").rglob("*.s*")), ids=lambda path: path.name)
+def test_scripts_are_bash(path: Path) -> None:
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_the_arguments_of_a_job(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(
+        "time: 1-00:00:00\nimage: registry#team/megarl:1\n"
+        "slurm: {partition: gpu, account: team, container: pyxis, mount: ['/data:/data:ro'], interface: ib0}\n"
+    )
+    arguments = [
+        "launch",
+        "slurm",
+        DEEPSEEK,
+        "--job",
+        "job.yaml",
+        "--sbatch=--constraint=h200",
+        "--retries",
+        "2",
+    ]
+    assert main([*arguments, "--dry-run", "trainer.save_freq=5"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    script = words.index(str(ROOT / "launch/slurm/train.sbatch"))
+    assert words[:script] == [
+        "sbatch", "--job-name=deepseek-v3-grpo-lora", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--exclusive",
+        "--time=1-00:00:00", "--partition=gpu", "--account=team", "--signal=B:USR1@300", "--requeue", "--open-mode=append",
+        f"--chdir={tmp_path}", f"--output={tmp_path}/outputs/slurm/%j.out", "--constraint=h200",
+    ]  # fmt: skip
+    assert words[script + 1 :] == [
+        "--root", str(ROOT), "--command", "train", "--devices", "8", "--container", "pyxis", "--image",
+        "registry#team/megarl:1", "--mount", "/data:/data:ro", "--interface", "ib0", "--logs",
+        f"{tmp_path}/outputs/slurm", "--retries", "2", "--start-seconds", "300", "--", DEEPSEEK, "trainer.save_freq=5",
+    ]  # fmt: skip
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_without_a_container_the_nodes_use_this_environment(capsys: pytest.CaptureFixture) -> None:
+    assert (
+        main(
+            [
+                "launch",
+                "slurm",
+                SFT,
+                "--command",
+                "sft",
+                "--cpu",
+                "--retries",
+                "0",
+                "--cpus-per-node",
+                "4",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
+    words = shlex.split(capsys.readouterr().out)
+    assert words[words.index("--venv") + 1] == sys.prefix and "--cpu" in words
+    assert "--no-requeue" in words and "--cpus-per-task=4" in words
+    assert not {word for word in words if word.startswith(("--gpus", "--exclusive"))}
+
+
+def test_the_command_refuses_what_the_script_would(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+
+    def refused(*arguments: str) -> str:
+        assert main(["launch", "slurm", SFT, "--command", "sft", "--dry-run", *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "image=/none.sqsh: there is no such file" in refused(
+        "--container", "pyxis", "--image", "/none.sqsh"
+    )
+    assert "needs slurm.container" in refused("--image", "x.y/z:1")
+    assert "needs an image" in refused("--container", "apptainer")
+    assert "is not less than time=5" in refused("--time", "5")
+    assert "slurm.mount is for containers" in refused("--mount", "/a:/b")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["launch", "slurm", SFT, "--command", "sft"]) == 2
+    assert "sbatch is not on PATH" in capsys.readouterr().err

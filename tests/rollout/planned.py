@@ -1,0 +1,37 @@
+"""What is planned for a rank of an engine of this room, in bytes, by the names of what SGLang is asked for."""
+
+import torch
+
+from megarl.config.lora_section import LoraConfig
+from megarl.hybrid_engine import EngineLayout
+from megarl.memory.serving import cache_bytes, engine_adapter_bytes, engine_weight_bytes, rotary_bytes
+from megarl.models import read_model_config
+from megarl.rollout.engine import EngineConfig
+from tests.rollout.runner import EngineProcess
+
+SMALL = 1024  # bytes
+
+
+def planned(engine: EngineConfig, lora: LoraConfig | None = None) -> dict[str, int]:
+    """{"weights", "kv_cache"}; with `lora` also of adapters beside the weights."""
+    model = read_model_config(engine.model_path)
+    layout = EngineLayout(engine.tensor_parallel_size, engine.expert_parallel_size)
+    dtype = getattr(torch, engine.dtype)
+    context = engine.context_length or model.max_position_embeddings
+    adapters = 0 if lora is None else engine_adapter_bytes(model, layout, lora, dtype)
+    weights = engine_weight_bytes(model, layout, dtype, engine.fp8_block)
+    return {
+        "weights": weights + adapters + rotary_bytes(model, context),
+        "kv_cache": cache_bytes(model, layout, dtype, engine.max_total_tokens, engine.max_num_seqs, context),
+    }
+
+
+def assert_as_planned(engine: EngineProcess, lora: LoraConfig | None = None) -> None:
+    """Every rank holds what is planned: weights to the byte; adapters, float8 and cache, too, but for SGLang's own offsets,
+    scales of what it derives, pointers and counters beside them."""
+    config = engine.call("config")
+    expected, plain = planned(config, lora), lora is None and config.fp8_block is None
+    for found in engine.call("memory"):
+        more = {name: found[name] - size for name, size in expected.items()}
+        assert 0 <= more["weights"] < (1 if plain else SMALL), (found, expected)
+        assert 0 <= more["kv_cache"] < SMALL, (found, expected)

@@ -74,12 +74,17 @@ def start_cluster(
         num_gpus: GPUs of this machine that Ray may use; None: all that it finds. Only with `address=None`.
 
     Raises:
-        ValueError: `num_devices` < 1.
+        ValueError: `num_devices` < 1, or this process is connected to a cluster already.
         ConnectionError: nothing answers at `address`, or it asks for a token and there is none.
         RayFailed: a server of a cluster on this machine did not come up.
     """
     if num_devices < 1:
         raise ValueError(f"a cluster needs at least one device, found num_devices={num_devices}")
+    if ray.is_initialized():  # somebody else's, which stays as it is
+        raise ValueError(
+            "this process is connected to a Ray cluster already: call ray.shutdown() first; a run joins a cluster by its "
+            "address (trainer.ray_address)"
+        )
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     if address is not None:
         if address != "auto":  # which Ray looks up and treats so itself

@@ -36,6 +36,7 @@ _METADATA_NAMES = {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     ),
+    "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,

@@ -74,17 +74,12 @@ def start_cluster(
         num_gpus: GPUs of this machine that Ray may use; None: all that it finds. Only with `address=None`.
 
     Raises:
-        ValueError: `num_devices` < 1, or this process is connected to a cluster already.
+        ValueError: `num_devices` < 1, or this process is to start a cluster and is connected to one already.
         ConnectionError: nothing answers at `address`, or it asks for a token and there is none.
         RayFailed: a server of a cluster on this machine did not come up.
     """
     if num_devices < 1:
         raise ValueError(f"a cluster needs at least one device, found num_devices={num_devices}")
-    if ray.is_initialized():  # somebody else's, which stays as it is
-        raise ValueError(
-            "this process is connected to a Ray cluster already: call ray.shutdown() first; a run joins a cluster by its "
-            "address (trainer.ray_address)"
-        )
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     if address is not None:
         if address != "auto":  # which Ray looks up and treats so itself
@@ -92,6 +87,11 @@ def start_cluster(
         with _own_handlers():
             context = ray.init(address=address, log_to_driver=False, logging_level="error")
         return Cluster(context.address_info["gcs_address"], None, None)
+    if ray.is_initialized():  # somebody else's, which stays as it is
+        raise ValueError(
+            "this process is connected to a Ray cluster already: call ray.shutdown() first; a run joins a cluster by its "
+            "address (trainer.ray_address)"
+        )
     # Not in run_dir: the path of a Unix socket has at most 107 characters.
     temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
     token = secrets.token_hex(8)

@@ -18,6 +18,9 @@ def test_a_server_that_does_not_come_up_is_a_failure_of_rays_and_leaves_nothing(
 
     monkeypatch.setattr(cluster, "start_guard", lambda *arguments, **options: None)
     monkeypatch.setattr("ray.init", init)
+    # Of this process, which other tests have connected to a cluster.
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
     with pytest.raises(RayFailed, match="Ray did not start on this machine: The current node timed out"):
         cluster.start_cluster(None, 1, tmp_path)
     assert len(folders) == 1 and not os.path.exists(folders[0])

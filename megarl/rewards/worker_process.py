@@ -15,10 +15,13 @@ from collections.abc import Hashable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from megarl.rewards.functions import RewardSpec
 from megarl.rewards.sample import Sample, Score
 from megarl.rewards.worker import Setup
 
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 # `-c`, not `-m`: the worker imports from where this process does, and never this process's own main file.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -126,7 +129,9 @@ class WorkerProcess:
     def stopped_seconds(self) -> float:
         """For how long it has been stopped (SIGSTOP, a debugger), as far as it was looked at meanwhile; 0: it is not."""
         assert self._process is not None
-        if _state(self._process.pid) not in ("T", "t"):
+        if self.has_ended:
+            return 0.0
+        if psutil.Process(self._process.pid).status() not in _STOPPED:
             self._stopped_since = None
             return 0.0
         if self._stopped_since is None:
@@ -174,15 +179,6 @@ class WorkerProcess:
             return f"no result within {self._setup.timeout:g} s, and its process did not end by itself"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return "\n".join([f"its process {how}", *_stack(report)])
-
-
-def _state(pid: int) -> str | None:
-    """As ps shows it; None: there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def _stack(report: str) -> list[str]:

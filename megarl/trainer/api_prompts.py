@@ -16,6 +16,7 @@ from megarl.data.prompts import PromptReader, Row
 from megarl.data.samplers import make_sampler
 from megarl.data.sources import DataFile
 from megarl.data.trajectories import PROMPT_SCHEMA
+from megarl.trainer.ppo import epochs
 from megarl.trainer.prompt_data import reading
 
 DATA_SOURCE = "python"  # of prompts that name none
@@ -113,7 +114,7 @@ class PromptSupply:
             loader = BatchLoader(feed, size)
             if self._resumed.get("prompts") == digest:
                 loader.load_state_dict(self._resumed["position"])
-        self._batches = _repeated(table, size) if loader is None else _epochs(loader)
+        self._batches = _repeated(table, size) if loader is None else epochs(loader)
         self._digest, self._loader, self._resumed = digest, loader, {}
 
 
@@ -122,11 +123,6 @@ def _repeated(table: pa.Table, size: int) -> Iterator[pa.Table]:
     batch = pa.concat_tables([table] * -(-size // table.num_rows)).slice(0, size)
     while True:
         yield batch.combine_chunks()
-
-
-def _epochs(loader: BatchLoader) -> Iterator[pa.Table]:
-    while True:
-        yield from loader
 
 
 def _digest(table: pa.Table) -> str:

@@ -77,13 +77,6 @@ def test_671b_with_adapters_on_a_float8_base(capsys) -> None:
     assert alone["fits"] and "rollout_weights" not in alone["phases"]["sync"]
 
 
-@pytest.mark.parametrize("recipe", [QWEN, DEEPSEEK])
-def test_the_recipes_weight_sync_can_be_planned(recipe: str, capsys) -> None:
-    assert main(["plan", recipe, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["reshard"]["max_received"] < report["full_gather"]["max_received"]
-
-
 def test_a_critic_and_its_base() -> None:
     critic = [
         f"{LORA}.rank=32",

@@ -24,27 +24,33 @@ fail() {
     exit 2
 }
 
-# The address of this node: of the interface, or that of the node's name.
+# The address of this node: of the interface, or that of the node's name. What is wrong with it is said as fail says things.
 own_address() {
     python3 - "${interface}" "${node}" "${SLURM_JOB_NUM_NODES}" << 'EOF'
 import fcntl, socket, struct, sys
 
 interface, node, nodes = sys.argv[1:]
+
+
+def fail(reason):
+    sys.exit(f"node.sh: {node}: {reason}")
+
+
 if interface != "none":
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking, 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
         except OSError as error:
             has = ", ".join(name for _, name in socket.if_nameindex())
-            sys.exit(f"the interface {interface} has no address: {error.strerror}; there are {has}")
+            fail(f"the interface {interface} has no address: {error.strerror}; there are {has}")
     print(socket.inet_ntoa(answer[20:24]))
     sys.exit()
 try:
     address = socket.gethostbyname(node)
 except OSError as error:
-    sys.exit(f"its name has no address: {error}; give --interface")
+    fail(f"its name has no address: {error}; give --interface")
 if address.startswith("127.") and nodes != "1":
-    sys.exit(f"its name stands for {address} here, which the other nodes cannot reach; give --interface")
+    fail(f"its name stands for {address} here, which the other nodes cannot reach; give --interface")
 print(address)
 EOF
 }
@@ -160,7 +166,7 @@ run_worker() {
 }
 
 trap stop_ray EXIT
-address="$(own_address)" || fail "no address"
+address="$(own_address)" || exit 2
 if [[ "${cpu}" == yes ]]; then
     kind=CPU resources=(--num-cpus "${devices}" --num-gpus 0)
 else

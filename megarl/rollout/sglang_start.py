@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout import adapters
+from megarl.rollout import adapters, sglang_models
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.receiver import LOADER
 from megarl.rollout.sglang_model import config_overrides
@@ -33,10 +33,12 @@ def sglang_environment(device: str, tensor_parallel_size: int, threads: int = 1)
     Args:
         threads: CPU threads of each TP rank.
     """
+    models = {"SGLANG_EXTERNAL_MODEL_PACKAGE": sglang_models.__name__}
     if device != "cpu":
-        return {}
+        return models
     groups = "|".join(str(rank) for rank in range(tensor_parallel_size))
     return {
+        **models,
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
         "OMP_NUM_THREADS": str(threads),

@@ -23,14 +23,16 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, log: Path) -> None:
         from megarl.rollout.sglang_engine import sglang_environment
 
-        context = multiprocessing.get_context("spawn")
+        # All owners are forked from one process that has imported SGLang, which takes a core for 6 s.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["sglang.srt.entrypoints.engine"])
         self.log = log
         self.connection, child = context.Pipe()
         added = sglang_environment(config.device, config.tensor_parallel_size)
         saved = {name: os.environ.get(name) for name in added}
         os.environ.update(added)
         try:
-            self.process = context.Process(target=_own, args=(config, child, str(log)))
+            self.process = context.Process(target=_own, args=(config, child, str(log), added))
             self.process.start()
         finally:
             for name, value in saved.items():
@@ -75,7 +77,8 @@ class EngineProcess:
                 self.process.kill()
 
 
-def _own(config: EngineConfig, connection, log: str) -> None:
+def _own(config: EngineConfig, connection, log: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # the fork has that of the first owner
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())

@@ -1,5 +1,6 @@
 """Real runs of the `megarl` command on a tiny task; each run is a process of its own with a Ray of its own."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -26,13 +27,43 @@ PPO = [
 MEASURED = ("timing_s/", "perf/", "sync/", "memory/")
 
 
+UNHEALTHY = ("health.grad_norm=1e-6", "health.patience=1")  # every gradient is
+# Two on-policy steps: one mini-batch, one epoch, actor TP2 x PP2, critic PP2 x DP2, engine TP2.
+TWO_STEPS = [
+    *PPO, "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.log_val_generations=2", "trainer.save_freq=1",
+    "actor_rollout_ref.actor.optim.lr=1e-2", "algorithm.kl_ctrl.type=adaptive", *UNHEALTHY,
+]  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model/ (2 layers, hidden 64) and data/{sft,train,test}.parquet."""
-    folder = tmp_path_factory.mktemp("task")
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def make_task(folder: Path) -> Path:
     write_arithmetic(folder / "data", 64, 64, 16, seed=3)
     make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)
     return folder
+
+
+@pytest.fixture(scope="session")
+def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """A run of `TWO_STEPS`, one for all processes that run tests: (its task, its folder, what it printed).
+
+    Nobody may change anything in them.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ppo-run"
+    folder.mkdir(exist_ok=True)
+    task, out, printed = folder / "task", folder / "run", folder / "printed"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not printed.exists():
+            make_task(task)
+            said = succeed("train", *TWO_STEPS, *on(task, out))
+            printed.write_text(said)
+    return task, out, printed.read_text()
 
 
 def on(task: Path, out: Path) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.conftest import PPO, megarl, on, steps, succeed
+from tests.trainer.conftest import TWO_STEPS, megarl, on, steps, succeed
 
 # A policy loss of a plugin.
 NAN_LOSS = """
@@ -22,15 +22,18 @@ def nan_of_this_test(log_probs, tokens, options):
     return losses * float("nan"), sums
 """
 pytestmark = pytest.mark.timeout(900)  # several runs in a test, each with a limit of its own
-BOTH = ("trainer.total_training_steps=2", "trainer.save_freq=1", "algorithm.kl_ctrl.type=adaptive")
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(ppo_run: tuple[Path, Path, str]) -> Path:
     """The folder of a run of two steps, with a checkpoint after each: actor TP2 x PP2, critic PP2 x DP2."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    succeed("train", *PPO, *on(task, folder), *BOTH)
-    return folder
+    return ppo_run[1]
+
+
+@pytest.fixture(scope="module")
+def task(ppo_run: tuple[Path, Path, str]) -> Path:
+    """Its data and its model."""
+    return ppo_run[0]
 
 
 def learnt(metrics: dict[str, float]) -> dict[str, float]:
@@ -108,8 +111,8 @@ def test_what_cannot_be_replayed(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_halves_make_a_whole(whole: Path, task: Path, tmp_path: Path) -> None:
     """Trajectories that are generated alone, and training on them alone: both as in a run that does both."""
-    one = ("trainer.total_training_steps=1", "algorithm.kl_ctrl.type=adaptive")
-    succeed("train", *PPO, *on(task, tmp_path / "first"), *one, "trainer.rollout_only=true")
+    one = ("trainer.total_training_steps=1", "trainer.test_freq=-1")
+    succeed("train", *TWO_STEPS, *on(task, tmp_path / "first"), *one, "trainer.rollout_only=true")
     generated = pq.read_table(tmp_path / "first" / "rollouts" / "step-000001.parquet")
     expected = pq.read_table(whole / "rollouts" / "step-000001.parquet")
     for name in set(generated.column_names) - {"environment_score"}:  # NaN
@@ -119,7 +122,11 @@ def test_halves_make_a_whole(whole: Path, task: Path, tmp_path: Path) -> None:
     assert not any(name.startswith("critic") for name in processes)
     assert "memory/generate/actor_optimizer" not in steps(tmp_path / "first")[0]
     printed = succeed(
-        "train", *PPO, *on(task, tmp_path / "second"), *one, f"trainer.train_only={tmp_path}/first/rollouts"
+        "train",
+        *TWO_STEPS,
+        *on(task, tmp_path / "second"),
+        *one,
+        f"trainer.train_only={tmp_path}/first/rollouts",
     )
     assert "rollout engines" not in printed
     assert learnt(steps(tmp_path / "second")[0]) == learnt(steps(whole)[0])
@@ -129,7 +136,7 @@ def test_losses_that_are_nan_are_skipped_and_nothing_changes(whole: Path, task: 
     plugin, run = tmp_path / "loss.py", tmp_path / "run"
     plugin.write_text(NAN_LOSS)
     settings = [
-        *PPO, *on(task, run), *BOTH, f"trainer.train_only={whole}/rollouts", f"plugins=[{plugin}]",
+        *TWO_STEPS, *on(task, run), "trainer.test_freq=-1", f"trainer.train_only={whole}/rollouts", f"plugins=[{plugin}]",
         "actor_rollout_ref.actor.policy_loss.loss_mode=nan_of_this_test",
     ]  # fmt: skip
     printed = succeed("train", *settings, "trainer.on_nonfinite=skip")

@@ -135,6 +135,7 @@ def test_ctrl_c(run, tmp_path):
     assert "(raylet)" not in (tmp_path / "stdout").read_text()
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_always_raises(start, tmp_path):
     """One that raises for some samples costs these alone: tests/trainer/test_dapo.py."""
     reward = tmp_path / "reward.py"

@@ -12,31 +12,18 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import ragged, read_trajectories
 from megarl.trainer.logger import read_metrics
 from tests.data.shared import SHARED_DATA
-from tests.trainer.conftest import PPO, on, steps, succeed
-
-UNHEALTHY = ("health.grad_norm=1e-6", "health.patience=1")  # every gradient is
-
-
-@pytest.fixture(scope="module")
-def ppo_run(task, tmp_path_factory):
-    """Two on-policy steps: one mini-batch, one epoch, actor TP2 x PP2, critic PP2 x DP2, engine TP2."""
-    out = tmp_path_factory.mktemp("run") / "ppo"
-    printed = succeed(
-        "train", *PPO, *on(task, out), "trainer.total_training_steps=2", "trainer.test_freq=2",
-        "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.log_val_generations=2", "trainer.save_freq=1", *UNHEALTHY,
-    )  # fmt: skip
-    return out, printed
+from tests.trainer.conftest import PPO, TWO_STEPS, on, steps, succeed
 
 
 def test_the_first_update_is_on_policy_exactly(ppo_run):
-    out, _ = ppo_run
+    _, out, _ = ppo_run
     for step in steps(out):
         assert step["actor/ratio_mean"] == 1.0 and step["actor/ppo_kl"] == 0.0
         assert step["actor/pg_clipfrac"] == 0.0
 
 
 def test_engine_and_trainer_agree_also_after_an_update(ppo_run):
-    out, _ = ppo_run
+    _, out, _ = ppo_run
     first, second = steps(out)
     assert first["training/rollout_log_prob_diff_max"] < 1e-4
     assert second["training/rollout_log_prob_diff_max"] < 1e-4
@@ -45,7 +32,7 @@ def test_engine_and_trainer_agree_also_after_an_update(ppo_run):
 
 
 def test_trajectories_are_kept_as_they_were_trained_on(ppo_run):
-    out, _ = ppo_run
+    _, out, _ = ppo_run
     for number in (1, 2):
         batch = read_trajectories(out / "rollouts" / f"step-{number:06d}.parquet")
         assert batch.num_rows == 8 and set(batch["weight_version"].to_pylist()) == {number}
@@ -62,7 +49,7 @@ def test_trajectories_are_kept_as_they_were_trained_on(ppo_run):
 
 
 def test_everything_is_logged_and_said(ppo_run):
-    out, printed = ppo_run
+    _, out, printed = ppo_run
     step = steps(out)[1]
     for name in (
         "critic/score/mean", "actor/ref_kl", "actor/entropy", "actor/pg_clipfrac", "critic/vf_loss",
@@ -79,7 +66,7 @@ def test_everything_is_logged_and_said(ppo_run):
 
 def test_what_is_not_healthy_is_said_once(ppo_run):
     """Every gradient is over the bound; it is reported with what to do, and not again in the next step."""
-    out, printed = ppo_run
+    _, out, printed = ppo_run
     findings = [json.loads(line) for line in (out / "health.jsonl").read_text().splitlines()]
     (found,) = [finding for finding in findings if finding["kind"] == "grad_norm"]
     assert found["step"] == 1 and found["value"] == steps(out)[0]["actor/grad_norm"]
@@ -90,8 +77,8 @@ def test_what_is_not_healthy_is_said_once(ppo_run):
         assert 0.0 <= step["health/ngram_repetition"] <= 1.0 and step["health/actions"] == 0.0
 
 
-def test_bytes_are_those_of_the_weights(ppo_run, task):
-    out, _ = ppo_run
+def test_bytes_are_those_of_the_weights(ppo_run):
+    task, out, _ = ppo_run
     model = AutoModelForCausalLM.from_pretrained(task / "model")
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     every = sum(p.numel() for p in model.parameters())
@@ -103,8 +90,8 @@ def test_bytes_are_those_of_the_weights(ppo_run, task):
         assert step["sync/bytes_inter_node"] == 0 < step["sync/bytes_local"]
 
 
-def test_the_export_answers_as_the_engine_does(ppo_run, task, tmp_path):
-    out, _ = ppo_run
+def test_the_export_answers_as_the_engine_does(ppo_run, tmp_path):
+    task, out, _ = ppo_run
     model = AutoModelForCausalLM.from_pretrained(out / "hf")
     before = AutoModelForCausalLM.from_pretrained(task / "model").state_dict()
     moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
@@ -121,13 +108,12 @@ def test_the_export_answers_as_the_engine_does(ppo_run, task, tmp_path):
 OFFLOAD = ("param_offload", "grad_offload", "optimizer_offload")
 
 
-def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, task, tmp_path):
+def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, tmp_path):
     """The same run, from the checkpoint of step 1, with everything off the devices that a phase does not use."""
-    out, _ = ppo_run
+    task, out, _ = ppo_run
     shutil.copytree(out / "checkpoints" / "step-1", tmp_path / "checkpoints" / "step-1")
     printed = succeed(
-        "train", *PPO, *on(task, tmp_path), "trainer.total_training_steps=2", "trainer.test_freq=2",
-        "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.rollout.free_cache_engine=true", *UNHEALTHY,
+        "train", *TWO_STEPS, *on(task, tmp_path), "trainer.save_freq=-1", "actor_rollout_ref.rollout.free_cache_engine=true",
         *(f"{role}.megatron.{key}=true" for role in ("actor_rollout_ref.actor", "critic") for key in OFFLOAD),
     )  # fmt: skip
     assert "going on from step 1" in printed and "param_offload: None -> True" in printed

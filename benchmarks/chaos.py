@@ -9,38 +9,40 @@ SIGKILL, SIGSTOP or (the controller) SIGTERM: during a save, during a step, or w
 one. The run recovers by itself; where its command has ended (SIGKILL of the controller; exit code 75 after SIGTERM) the very same
 command is started again, as a job's scheduler does.
 
+--json FILE that is there already is gone on with, by further kills at other random moments: `--kills` of them. It has the commit, dates
+and machine of each of its parts. A part has a reference of its own, with which its runs are compared.
+
 Each run that comes to its end is compared with the reference bit for bit: metrics but for times and memory, all columns of the
 trajectories, the exported weights. After each end of a controller nothing may be left of it: no process, nothing in /dev/shm, no
-folder in /tmp. Exit code 1: a run did not recover, differs from the reference, or left something behind.
+folder in /tmp. Exit code 1: a run did not recover, differs from the reference, or left something behind, or its command ended
+in a way that nobody has asked for. Expected are its ends after SIGKILL, after SIGTERM, and the exit code 75 of a controller that was
+stuck in a call of Ray, whose server was killed or stopped.
 """
 
 import argparse
-import json
 import random
 import shutil
-import statistics
+import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from chaos_blows import KINDS, Attack, Blow, Deck
-from chaos_run import AttackedRun
+from chaos_record import Record, is_unharmed, median_and_most, open_record
+from chaos_run import REPOSITORY, AttackedRun
 from chaos_task import Task, differences, fingerprint, make_task
-from facts import environment
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-PACKAGES = ("megatron-core", "sglang", "ray", "torch")
 
-
-def train_undisturbed(task: Task, folder: Path) -> dict[str, Any]:
+def train_undisturbed(task: Task, folder: Path, sources: Path) -> dict[str, Any]:
     """The reference; raises RuntimeError if it does not come to its end."""
-    run = AttackedRun(task.command(folder), folder, is_restarted=False)
+    run = AttackedRun(task.command(folder), folder, sources, is_restarted=False)
     try:
         run.begin()
         while not run.finished and run.failure is None:
@@ -58,37 +60,53 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    report: dict[str, Any] = {
-        "environment": environment(PACKAGES),
-        "steps": options.steps,
-        "seed": options.seed,
-    }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run that is attacked is ended, too
+    try:
+        record = open_record(options.json, options.seed, options.steps)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    if record.parts:
+        console.print(
+            f"going on with {options.json}: {len(record.blows)} kills in {len(record.parts)} parts so far",
+            highlight=False,
+        )
+    record.begin()
     with ExitStack() as stack:
         if options.keep is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         else:
             folder = options.keep.absolute()
             shutil.rmtree(folder, ignore_errors=True)
+        sources = copy_sources(folder / "sources")
         task = make_task(folder / "task", options.steps)
         console.print("an undisturbed run, as the reference ...", highlight=False)
         begun = time.monotonic()
-        reference = train_undisturbed(task, folder / "reference")
-        report["reference_seconds"] = time.monotonic() - begun
-        blows, runs = attack_runs(options, task, folder, reference, console)
-    report |= {"blows": [asdict(blow) for blow in blows], "runs": runs, "summary": summary(blows, runs)}
-    show(report, blows, console)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        reference = train_undisturbed(task, folder / "reference", sources)
+        record.parts[-1]["reference_seconds"] = round(time.monotonic() - begun, 1)
+        attack_runs(options, task, folder, reference, record, console)
+    report = record.report()
+    show(report, record.blows, console)
     return int(not is_unharmed(report["summary"]))
 
 
+def copy_sources(folder: Path) -> Path:
+    """What is run: a copy, so that all of a part's runs are of the same sources, whoever works on them meanwhile."""
+    for name in ("megarl", "recipes"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
 def attack_runs(
-    options: argparse.Namespace, task: Task, folder: Path, reference: dict[str, Any], console: Console
-) -> tuple[list[Blow], list[dict[str, Any]]]:
-    """Hit one run after the other until there were `options.kills` blows; (these, what came of each run)."""
+    options: argparse.Namespace,
+    task: Task,
+    folder: Path,
+    reference: dict[str, Any],
+    record: Record,
+    console: Console,
+) -> None:
+    """Hit one run after the other until there were `options.kills` blows more."""
     begun = time.monotonic()
-    deck, blows, runs = Deck(random.Random(options.seed)), [], []
+    deck, blows = Deck(random.Random(record.stream), list(record.cards)), []
 
     def wanted() -> bool:
         in_time = options.minutes is None or time.monotonic() - begun < 60 * options.minutes
@@ -99,26 +117,31 @@ def attack_runs(
 
         def struck(blow: Blow) -> None:
             blows.append(blow)
+            of_run = [one for one in blows if one.run == blow.run]
+            record.struck(len(of_run))
             what = f"run {blow.run}, {blow.phase} after step {blow.step}: {blow.signal} to {blow.kind}"
             bar.update(line, advance=1, description=what)
-            bar.console.print(f"{len(blows):3d}  {what}", highlight=False, soft_wrap=True)
+            number = len(record.blows) + len(of_run)
+            bar.console.print(f"{number:3d}  {what}", highlight=False, soft_wrap=True)
 
         while wanted():
-            number = len(runs) + 1
-            run = AttackedRun(task.command(folder / f"run-{number}"), folder / f"run-{number}")
+            number, of_run = len(record.runs) + 1, time.monotonic()
+            run_folder = folder / f"run-{number}"
+            run = AttackedRun(task.command(run_folder), run_folder, folder / "sources")
             try:
                 Attack(run, number, deck, wanted, struck).go()
             finally:
                 run.stop()
-            runs.append(outcome(run, reference))
-            bar.console.print(f"     run {number}: {in_words(runs[-1])}", highlight=False, soft_wrap=True)
-    return blows, runs
+            found = {**outcome(run, reference), "seconds": round(time.monotonic() - of_run, 1)}
+            record.add([blow for blow in blows if blow.run == number], found, list(deck.cards))
+            bar.console.print(f"     run {number}: {in_words(found)}", highlight=False, soft_wrap=True)
 
 
 def outcome(run: AttackedRun, reference: dict[str, Any]) -> dict[str, Any]:
     """What came of a run: it finished or did not, where it differs from the reference, what it left behind."""
     return {
         "finished": run.finished,
+        "ends": dict(Counter(run.ends)),
         "errors": run.errors,
         "starts": len(run.starts),
         "differences": differences(reference, fingerprint(run.folder)) if run.finished else [],
@@ -135,55 +158,12 @@ def in_words(run: dict[str, Any]) -> str:
     return "\n     ".join([*lines, *run["errors"], *run["differences"][:8]])
 
 
-def summary(blows: list[Blow], runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of the whole; seconds are [median, most]."""
-    return {
-        "kills": len(blows),
-        "recovered": sum(blow.recovered for blow in blows),
-        "steps_lost_most": max((blow.lost for blow in blows), default=0),
-        "runs": len(runs),
-        "runs_compared": sum(run["finished"] for run in runs),
-        "differences": sum(len(run["differences"]) for run in runs),
-        "unexpected_ends": sum(len(run["errors"]) for run in runs),
-        "orphans": sum(len(run["orphans"]) for run in runs),
-        "seconds_to_notice": {
-            name: median_and_most(
-                [blow.seconds for blow in blows if blow.signal == name and blow.seconds is not None]
-            )
-            for name in ("SIGKILL", "SIGSTOP", "SIGTERM")
-        },
-        "seconds_to_go_on": median_and_most(
-            [blow.recovery_seconds for blow in blows if blow.recovery_seconds is not None]
-        ),
-        "seconds_until_nothing_was_left": median_and_most(
-            [seconds for run in runs for seconds in run["seconds_until_nothing_was_left"]]
-        ),
-    }
-
-
-def is_unharmed(figures: dict[str, Any]) -> bool:
-    """Whether every blow was recovered from, every run compared, and nothing differs or was left behind."""
-    harm = ("differences", "unexpected_ends", "orphans")
-    return (
-        figures["recovered"] == figures["kills"]
-        and figures["runs_compared"] == figures["runs"]
-        and not any(figures[name] for name in harm)
-    )
-
-
-def median_and_most(seconds: list[float]) -> list[float] | None:
-    return [round(statistics.median(seconds), 1), round(max(seconds), 1)] if seconds else None
-
-
 def show(report: dict[str, Any], blows: list[Blow], console: Console) -> None:
     """A row for each kind and signal, and the figures of the whole."""
-    facts, figures = report["environment"], report["summary"]
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    console.print(
-        f"\n{facts['command']}\n{facts['cores']} cores of {facts['cpu']}, {facts['memory_gib']} GiB, load before "
-        f"{facts['load_average_before']:.1f}; {versions}",
-        highlight=False,
-    )
+    console.print()
+    for number, part in enumerate(report["parts"], 1):
+        console.print(f"part {number}: {part_in_words(part)}", highlight=False)
+    figures = report["summary"]
     columns = ("hit", "signal", "times", "start/step/save", "recovered", "steps lost", "noticed in s", "most")
     table = Table(*columns, box=None)
     for kind in KINDS:
@@ -196,12 +176,20 @@ def show(report: dict[str, Any], blows: list[Blow], console: Console) -> None:
         console.print(f"{name.replace('_', ' ')}: {figure_in_words(value)}", highlight=False)
 
 
+def part_in_words(part: dict[str, Any]) -> str:
+    facts, changed = part["environment"], len(part["changed_files"])
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    return (
+        f"{part['kills']} kills, {part['begun']} to {part['written']}, commit {part['commit'][:12]}"
+        f"{f' with {changed} changed files' if changed else ''}\n  {facts['command']}\n  {facts['cores']} cores of "
+        f"{facts['cpu']}, {facts['memory_gib']} GiB, load before {facts['load_average_before']:.1f}; {versions}"
+    )
+
+
 def figure_in_words(value: Any) -> str:
-    """A count, [median, most] of seconds, or such pairs by signal."""
+    """A count, [median, most] of seconds, or such by name."""
     if isinstance(value, dict):
-        return "; ".join(
-            f"{name} {figure_in_words(pair)}" for name, pair in value.items() if pair is not None
-        )
+        return "; ".join(f"{name} {figure_in_words(one)}" for name, one in value.items() if one is not None)
     return f"{value[0]} (median), {value[1]} (most)" if isinstance(value, list) else str(value)
 
 
@@ -227,14 +215,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=50, help="signals that are sent, in all runs together")
+    parser.add_argument("--kills", type=int, default=50, help="signals that are sent by this call")
     parser.add_argument("--seed", type=int, default=0, help="of what is hit, and when")
-    parser.add_argument("--steps", type=int, default=10, help="of a run")
+    parser.add_argument("--steps", type=int, default=30, help="of a run")
     parser.add_argument("--minutes", type=float, help="send no more signals after so long")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep all runs there; it is emptied first"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, or add to them")
     options = parser.parse_args(arguments)
     if options.kills < 1 or options.steps < 2:
         parser.error("--kills must be at least 1, --steps at least 2")

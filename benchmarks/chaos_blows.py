@@ -16,8 +16,8 @@ DECK = (
     *(("controller", name) for name in ("SIGKILL", "SIGTERM") for _ in range(2)),
 )
 # Moments: some time into the steps; while a checkpoint is written; while the run starts or recovers.
-MOMENTS = {"step": 5, "save": 3, "recovery": 2}
-STEP_SECONDS, SAVE_SECONDS, RECOVERY_SECONDS = 8.0, 0.2, 25.0  # within which a moment is drawn
+MOMENTS = {"step": 4, "save": 3, "recovery": 3}
+STEP_SECONDS, SAVE_SECONDS, RECOVERY_SECONDS = 4.0, 0.2, 30.0  # within which a moment is drawn
 RECOVERED_SECONDS = 400.0  # the longest that a run may take to notice a blow, and to make steps again
 _POLL_SECONDS, _SAVE_POLL_SECONDS = 0.05, 0.005
 
@@ -101,9 +101,11 @@ class Attack:
             (moment,) = draw.choices(list(MOMENTS), list(MOMENTS.values()))
             card = None
             if moment == "recovery":
-                self._pause(draw.uniform(0, RECOVERY_SECONDS))
+                self._pause(draw.uniform(0, RECOVERY_SECONDS), or_until=lambda: self._is_making_steps)
+                if self._is_making_steps:
+                    continue
             else:
-                self._until(lambda: not self._open and self.run.phase != "start")
+                self._until(lambda: self._is_making_steps)
                 if moment == "step":
                     self._pause(draw.uniform(0, STEP_SECONDS))
                 elif not self._over:
@@ -117,6 +119,11 @@ class Attack:
                 break
             self._until(lambda: blow.seconds is not None)  # noqa: B023 - called before the next one
         self._until(lambda: False)
+
+    @property
+    def _is_making_steps(self) -> bool:
+        """Whether it has recovered from all blows."""
+        return not self._open and self.run.phase != "start"
 
     @property
     def _over(self) -> bool:
@@ -149,9 +156,9 @@ class Attack:
         self.struck(blow)
         return blow
 
-    def _pause(self, seconds: float) -> None:
+    def _pause(self, seconds: float, or_until: Callable[[], bool] = lambda: False) -> None:
         end = time.monotonic() + seconds
-        self._until(lambda: time.monotonic() >= end)
+        self._until(lambda: time.monotonic() >= end or or_until())
 
     def _until(self, condition: Callable[[], bool], poll_seconds: float = _POLL_SECONDS) -> None:
         """Follow the run until a condition holds, or it is over."""

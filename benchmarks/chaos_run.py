@@ -16,6 +16,7 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parent.parent
 # How long after a controller's end anything may be left of it; the guards' own limit is 10 s.
 GONE_SECONDS = 30.0
+REQUEUE = 75  # the exit code of a command that asks to be started again
 # Ends of a controller, one after the other and without a step between them, that nobody has asked for.
 MAX_FAILURES = 3
 _LOOK_SECONDS, _WATCH_SECONDS = 3.0, 0.5
@@ -96,6 +97,7 @@ class AttackedRun:
 
     command: list[str]
     folder: Path
+    sources: Path = REPOSITORY  # the megarl that runs
     is_restarted: bool = True  # or is any end of it but the good one a failure
     starts: list[Start] = field(default_factory=list)
     last_step: int = 0
@@ -104,7 +106,10 @@ class AttackedRun:
     lost: int = 0
     finished: bool = False
     failure: str | None = None
-    errors: list[str] = field(default_factory=list)  # ends of the command that nobody has asked for
+    ends: list[str] = field(
+        default_factory=list
+    )  # of the command: finished, killed, told to end, stuck, unexpected
+    errors: list[str] = field(default_factory=list)  # what the unexpected ones said
     signs: list[str] = field(default_factory=list)  # that a failure was noticed
     _output: TextIO | None = None
     _unread: str = ""  # the beginning of a line
@@ -112,7 +117,7 @@ class AttackedRun:
     _is_making_steps: bool = False
     _reports: int = 0
     _failures: int = 0
-    _killed: bool = False
+    _told: set[signal.Signals] = field(default_factory=set)  # the controller that runs
     _looked: float = 0.0
     _watched: float = 0.0
 
@@ -139,14 +144,20 @@ class AttackedRun:
         with (self.folder / "stdout").open("a") as out, (self.folder / "stderr").open("a") as err:
             process = subprocess.Popen(
                 self.command,
-                cwd=REPOSITORY,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", _MARK: token},
+                cwd=self.sources,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(self.sources),
+                    "PYTHONUNBUFFERED": "1",
+                    "COLUMNS": "200",
+                    _MARK: token,
+                },
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
             )
         self._output = self._output or (self.folder / "stdout").open()
-        self._is_making_steps, self._killed = False, False
+        self._is_making_steps, self._told = False, set()
         self.starts.append(Start(process, token))
 
     def victims(self) -> dict[str, list[int]]:
@@ -173,7 +184,8 @@ class AttackedRun:
             os.kill(pid, number)
         except ProcessLookupError:
             return False
-        self._killed |= pid == self.start.process.pid and number == signal.SIGKILL
+        if pid == self.start.process.pid:
+            self._told.add(number)
         return True
 
     def poll(self) -> None:
@@ -232,20 +244,28 @@ class AttackedRun:
 
     def _ended(self, code: int) -> None:
         """Start the command again, as a job's scheduler does after a preemption or the loss of a node."""
+        self.ends.append(self._why(code))
         if code == 0:
             self.finished = True
             return
         self.signs.append(f"exit code {code}")
-        if self.is_restarted and (code == 75 or self._killed):
-            self.begin()
-        else:
+        if self.ends[-1] == "unexpected":
             tail = (self.folder / "stderr").read_text()[-2000:]
             self.errors.append(f"the command ended with exit code {code}: {tail}")
             self._failures += 1
-            if self._failures >= MAX_FAILURES or not self.is_restarted:
-                self.failure = self.errors[-1]
-            else:
-                self.begin()
+        if not self.is_restarted or self._failures >= MAX_FAILURES:
+            self.failure = f"the command ended with exit code {code} ({self.ends[-1]}); {self.errors}"
+        else:
+            self.begin()
+
+    def _why(self, code: int) -> str:
+        if code == 0:
+            return "finished"
+        if code == -signal.SIGKILL and signal.SIGKILL in self._told:
+            return "killed"
+        if code == REQUEUE:
+            return "told to end" if signal.SIGTERM in self._told else "stuck"
+        return "unexpected"
 
     def _watch_ends(self, now: float) -> None:
         """Of each controller that has ended: is anything left?"""

@@ -31,6 +31,16 @@ while step < 4:
         time.sleep(0.5)  # finished, and not yet saved
     saved.write_text(str(step))
 """
+# What is said of a run that came to its end unharmed.
+FINISHED = {
+    "finished": True,
+    "ends": {"finished": 1},
+    "errors": [],
+    "differences": [],
+    "orphans": [],
+    "seconds_until_nothing_was_left": [1.0],
+    "seconds": 60.0,
+}
 
 
 @pytest.fixture
@@ -58,7 +68,7 @@ def test_a_killed_controller_is_started_again_and_what_it_lost_and_left_is_seen(
         run.poll()
     run.stop()
     assert (run.last_step, run.lost, run.resumed, len(run.starts)) == (4, 1, 2, 2)
-    assert run.signs == ["exit code -9"] and run.errors == []
+    assert run.signs == ["exit code -9"] and run.errors == [] and run.ends == ["killed", "finished"]
     (orphan,) = run.starts[0].orphans
     assert orphan.endswith("sleep 100") and run.starts[1].orphans == ()
 
@@ -85,36 +95,83 @@ def test_all_kinds_and_signals_are_dealt_those_that_are_there_first(chaos):
 
 
 def test_every_difference_and_everything_left_behind_is_harm(chaos):
-    task, main = chaos("chaos_task"), chaos("chaos")
+    task = chaos("chaos_task")
     one = {"steps": [1], "metrics of step 1": {"loss": "1.0", "kl": "0.1"}, "hf/model": "a"}
     other = {"steps": [1], "metrics of step 1": {"loss": "1.5", "kl": "0.1"}, "hf/more": "b"}
     assert task.differences(one, one) == []
     lines = task.differences(one, other)
     assert [line.partition(":")[0] for line in lines] == ["hf/model", "hf/more", "metrics of step 1, loss"]
     assert not task.is_compared("timing_s/update") and task.is_compared("critic/vf_loss")
+    record = chaos("chaos_record")
     blow = chaos("chaos_blows").Blow(
         1, "actor rank", "SIGKILL", "save", 2, 5, seconds=3.0, recovered=True, lost=1
     )
-    run = {
-        "finished": True,
-        "errors": [],
-        "differences": [],
-        "orphans": [],
-        "seconds_until_nothing_was_left": [1.0],
-    }
-    figures = main.summary([blow], [run])
-    assert main.is_unharmed(figures) and figures["steps_lost_most"] == 1
-    for harm in ({"finished": False}, {"differences": ["x"]}, {"orphans": ["process 1"]}, {"errors": ["x"]}):
-        assert not main.is_unharmed(main.summary([blow], [run | harm]))
+
+    def unharmed(run):
+        return record.is_unharmed(record.summary(record.Record(0, 4, [], [blow], [run], [], None)))
+
+    assert unharmed(FINISHED)
+    for harm in (
+        {"finished": False},
+        {"differences": ["x"]},
+        {"orphans": ["process 1"]},
+        {"ends": {"finished": 1, "unexpected": 1}},
+    ):
+        assert not unharmed(FINISHED | harm)
     blow.recovered = False
-    assert not main.is_unharmed(main.summary([blow], [run]))
+    assert not unharmed(FINISHED)
+
+
+def test_ends_are_told_apart(chaos, tmp_path):
+    """A controller that asks by itself to be started again was stuck: expected, and counted, but not as asked for."""
+    module = chaos("chaos_run")
+    code = "import pathlib, sys\npath = pathlib.Path(sys.argv[1], 'again')\nif not path.exists():\n  path.touch()\n  sys.exit(75)"
+    run = module.AttackedRun([sys.executable, "-c", code, str(tmp_path)], tmp_path)
+    run.begin()
+    deadline = time.monotonic() + 60
+    while not run.finished:
+        assert time.monotonic() < deadline and run.failure is None
+        run.poll()
+    run.stop()
+    assert run.ends == ["stuck", "finished"] and run.errors == []
+
+
+def test_a_recording_is_continued(chaos, tmp_path):
+    """All parts are counted together; what was dealt, and when, is not dealt again; other settings are refused."""
+    record, blows = chaos("chaos_record"), chaos("chaos_blows")
+    path = tmp_path / "folder" / "chaos.json"
+    assert record.open_record(path, 3, 5).parts == []
+    streams = []
+    for part, kind in enumerate(("actor rank", "critic rank"), 1):
+        found = record.open_record(path, 3, 5)
+        found.begin()
+        streams.append(found.stream)
+        blow = blows.Blow(part, kind, "SIGKILL", "save", 2, 5, seconds=3.0, recovered=True, lost=1)
+        found.struck(1)
+        assert record.open_record(path, 3, 5).report()["summary"]["kills_not_counted"] == 1
+        found.add([blow], {**FINISHED, "ends": {"finished": 1, "stuck": part}}, [("controller", "SIGTERM")])
+    report = json.loads(path.read_text())
+    assert len(set(streams)) == 2
+    assert [part["kills"] for part in report["parts"]] == [1, 1]
+    assert all(len(part["commit"]) == 40 and part["begun"].endswith(" UTC") for part in report["parts"])
+    assert [run["part"] for run in report["runs"]] == [1, 2]
+    figures = report["summary"]
+    assert (figures["kills"], figures["recovered"], figures["kills_not_counted"]) == (2, 2, 0)
+    assert figures["expected_ends"] == {"finished": 2, "stuck": 3} and figures["unexpected_ends"] == 0
+    assert record.open_record(path, 3, 5).cards == [("controller", "SIGTERM")]
+    with pytest.raises(ValueError, match=r"recorded with --steps 5, not 6"):
+        record.open_record(path, 3, 6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_run_survives_some_blows(tmp_path):
+    """Two at first; then the recording is continued by another."""
     out = tmp_path / "chaos.json"
-    command = [sys.executable, "benchmarks/chaos.py", "--kills=3", "--steps=4", "--seed=1", "--json", out]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1150)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert json.loads(out.read_text())["summary"]["recovered"] == 3
+    for kills in ("--kills=2", "--kills=1"):
+        command = [sys.executable, "benchmarks/chaos.py", kills, "--steps=4", "--seed=1", "--json", out]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+        assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(out.read_text())
+    assert report["summary"]["recovered"] == 3 and [part["kills"] for part in report["parts"]] == [2, 1]
+    assert "going on with" in result.stdout

@@ -70,7 +70,7 @@ def wait(
     """Results of `refs`, in their order, while watching all processes of `groups`.
 
     Args:
-        refs: what `call` and `call_each` of these groups returned.
+        refs: what `call` and `call_each` of these groups returned; none: only whether all is well now.
         timeout: seconds; None waits for ever (deaths still end it).
         watch: looks for processes that hang; None: nobody does.
         spare: one of the groups, whose processes may be dead unless `refs` are calls of them.
@@ -93,9 +93,9 @@ def wait(
             except ray.exceptions.RayError as error:
                 raise _root_cause(ref, error, pending, processes) from None
         _refuse_deaths(processes)
+        _refuse_hangs(processes, pending, watch)
         if not pending:
             return [results[ref] for ref in refs]
-        _refuse_hangs(processes, pending, watch)
         if deadline is not None and time.monotonic() >= deadline:
             raise _silence(timeout, pending, len(refs), processes)
 

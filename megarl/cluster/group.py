@@ -17,11 +17,12 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.errors import RankProcess
+from megarl.cluster.errors import RankProcess, RayFailed
 from megarl.cluster.failure import wait
 from megarl.cluster.guard import kill_marked, parent_of
 from megarl.cluster.hosts import on_node
 from megarl.cluster.pool import Device, ResourcePool
+from megarl.cluster.watch import Watch
 from megarl.cluster.worker import ProcessFacts, RankInfo, Worker
 
 # The share of a device that each group takes in Ray's books: up to eight groups on a device. Memory and time
@@ -51,6 +52,8 @@ class WorkerGroup:
         devices_per_rank: int = 1,
         device_order: Sequence[int] | None = None,
         setup_timeout: float = 120.0,
+        beside: Sequence["WorkerGroup"] = (),
+        watch: Watch | None = None,
     ) -> None:
         """Starts the processes and returns when all have reported; their constructors still run then.
 
@@ -65,10 +68,13 @@ class WorkerGroup:
                 parallelism that starts its own ranks takes several.
             device_order: the numbers of the pool's devices in the order in which ranks take them; None: 0, 1, ...
             setup_timeout: seconds until all processes must have reported.
+            beside: groups whose deaths are to be noticed while processes of this one come up; it may grow later.
+            watch: finds what else is wrong meanwhile, as in `wait`.
 
         Raises:
             ValueError: the pool is too small, a rank's devices are on two machines, or a bad `worker_class`.
-            WorkerDied, WorkerFailed, WaitTimeout: a process did not come up.
+            WorkerDied, WorkerFailed, WaitTimeout: a process did not come up, or one of `beside` died.
+            RayFailed: a server of Ray has ended, or is stopped.
         """
         if worker_class.count(":") != 1:
             raise ValueError(f"worker_class must look like 'package.module:Class', found {worker_class!r}")
@@ -78,10 +84,13 @@ class WorkerGroup:
         self._devices = _devices_of_ranks(role, pool, world_size, devices_per_rank, device_order)
         self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}
         self._worker, self._setup_timeout = (worker_class, init_kwargs), setup_timeout
+        self._beside, self._watch = beside, watch
         self._restarts = [0] * world_size
         self.processes: list[RankProcess] = [self._create(rank) for rank in range(world_size)]
         try:
             self._set_up(range(world_size))
+        except RayFailed:  # the processes end with the cluster, of which nothing can be asked any more
+            raise
         except Exception:
             self.shutdown()
             raise
@@ -155,7 +164,7 @@ class WorkerGroup:
         process group with the others of theirs, which would know nothing of the new one.
 
         Raises:
-            WorkerDied, WorkerFailed, WaitTimeout: the new process did not come up.
+            WorkerDied, WorkerFailed, WaitTimeout: the new process did not come up, or one of another group died.
         """
         old = self.processes[rank]
         if old.pid:  # a stopped process does not listen to Ray
@@ -227,7 +236,9 @@ class WorkerGroup:
             merged = _environment(gpu_ids, self._single_machine) | self._env
             name = f"{self.role}-rank{rank}"
             refs.append(process.actor.setup.remote(name, process.log_path, merged, rank == 0))
-        facts: list[ProcessFacts] = wait(refs, [self], self._setup_timeout, spare=self)
+        facts: list[ProcessFacts] = wait(
+            refs, [*self._beside, self], self._setup_timeout, self._watch, spare=self
+        )
         for rank, fact in zip(ranks, facts, strict=True):
             self.processes[rank] = replace(
                 self.processes[rank],

@@ -17,6 +17,7 @@ from megarl.config.check_data import (
 from megarl.config.check_halves import halves_problems
 from megarl.config.check_layout import engine_problems, layout_problems, pool_problems, update_problems
 from megarl.config.check_lora import lora_problems
+from megarl.config.check_modes import mode_problems
 from megarl.config.check_numerics import checkpointing_problems, numerics_problems, optim_problems
 from megarl.config.check_reward_model import reward_model_problems
 from megarl.config.check_rewards import reward_problems
@@ -138,6 +139,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from lora_problems(full)
     yield from saving_problems(config.trainer, config.trainer.test_freq)
     yield from halves_problems(full)
+    yield from mode_problems(full)
     yield from data_problems(full, data_files and config.trainer.train_only is None)
     yield from reward_problems(full)
 

@@ -22,7 +22,7 @@ NO_PADDING = (
 )
 NO_HYBRID_ENGINE = (
     "megarl has one way to its rollout engines, the hybrid engine; to have them on devices of their own, set "
-    "resource_pools and actor_rollout_ref.rollout.resource_pool"
+    "resource_pools and actor_rollout_ref.rollout.resource_pool (with trainer.mode=one_step_off they generate while models learn)"
 )
 
 # Pairs of keys that say the same thing: only one of each may be given.

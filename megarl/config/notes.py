@@ -1,4 +1,5 @@
-"""What a user should know of a configuration that is right: keys that were given and have no effect in it, and why."""
+"""What a user should know of a configuration that is right: keys that were given and have no effect in it, and why, and
+what is missing from it that such runs usually have."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ _POLICY = "actor_rollout_ref"
 
 
 def notes(config: TrainConfig | TuningConfig | EvalConfig, given: Collection[str]) -> list[str]:
-    """A line for each key that was given in vain.
+    """A line for each key that was given in vain, or that is missed.
 
     Args:
         config: unresolved, accepted by `check_config`.
@@ -28,6 +29,7 @@ def notes(config: TrainConfig | TuningConfig | EvalConfig, given: Collection[str
         *_large_micro_batches(config),
         *_unused_reference(config, given),
         *_unused_algorithm(config, given),
+        *_uncorrected(config),
     ]
 
 
@@ -130,6 +132,18 @@ def _unused_algorithm(config: TrainConfig, given: Collection[str]) -> Iterator[s
                 "reward_model.megatron.",
             ),
             "reward_model.enable=true",
+        )
+
+
+def _uncorrected(config: TrainConfig) -> Iterator[str]:
+    """Trajectories of older weights, and nothing that corrects for it."""
+    correction = config.algorithm.rollout_correction
+    corrected = correction.bypass_mode or correction.rollout_is or correction.rollout_rs
+    if config.trainer.mode == "one_step_off" and not corrected:
+        yield (
+            "trainer.mode=one_step_off trains on responses of older weights, for which nothing corrects: set "
+            "algorithm.rollout_correction.rollout_is=token (truncated importance weights), rollout_rs (masks), or bypass_mode=true "
+            "(ratios to the engine's log-probs)"
         )
 
 

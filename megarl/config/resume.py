@@ -23,8 +23,14 @@ _FIXED: tuple[tuple[str, str], ...] = (
         "the position in the data means other rows",
     ),
     (r"trainer\.train_only", "a run on trajectories that are there has no position in the prompts"),
+    (
+        r"trainer\.mode",
+        "with one_step_off the position in the prompts is a batch further, which the checkpoint has; go on in the same mode",
+    ),
     (r"algorithm\.kl_ctrl\.type", "the coefficient so far is that of another controller"),
 )  # fmt: skip
+# What a run did before there was a key that says so.
+_BEFORE = {"trainer.mode": "sync"}
 
 
 def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:
@@ -33,8 +39,9 @@ def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:
     Args:
         config: resolved, as the one was that `save_config` wrote to `saved`.
     """
-    before = _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
     after = _flat(to_dict(config))
+    before = {key: value for key, value in _BEFORE.items() if key in after}
+    before |= _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
     return {
         key: (before.get(key, _ABSENT), after.get(key, _ABSENT))
         for key in dict.fromkeys([*before, *after])

@@ -33,6 +33,8 @@ from megarl.config.sections import (
 )
 from megarl.config.validation_sections import ValSetConfig
 
+MODES = ("sync", "one_step_off")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig:
@@ -225,6 +227,12 @@ class TrainerConfig(SavingConfig):
         "alone.",
         "stop",
         choices=("stop", "skip"),
+    )
+    mode: str = option(
+        "sync: generate, then train, with the newest weights. one_step_off: the engines, in a pool of their own, generate the "
+        "next step's batch while the models learn from this one, with weights that are one update step older.",
+        "sync",
+        choices=MODES,
     )
     rollout_only: bool = option(
         "Train nothing: each step's trajectories are generated, scored and written into rollout_data_dir.",

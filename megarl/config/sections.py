@@ -226,7 +226,7 @@ class RolloutConfig:
         gt=0,
     )
     max_restarts: int = option(
-        "Training: how many engines that died or hang are started anew in a run; they get the current weights, and their "
+        "How many engines that died or hang are started anew in a run; they get the current weights, and their "
         "unfinished trajectories are asked for again. 0: the run ends with the first.",
         3,
         ge=0,

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait
 from types import TracebackType
@@ -40,6 +40,7 @@ _LOOK_SECONDS = 5.0
 _STOPPED_SECONDS = 20.0
 # Deaths of workers before they could begin, one after the other, before it is held to be no accident.
 _MAX_FAILED_STARTS = 3
+_MEANWHILE_SECONDS = 1.0
 
 
 def make_scorer(config: TrainConfig | EvalConfig, function: bytes | None = None) -> Scorer:
@@ -140,13 +141,21 @@ class Scorer:
                 self._waiting["async" if job.is_async else "plain"].append(job)
         self._wake()
 
-    def collect(self) -> dict[str, Score]:
-        """Wait for all that was submitted; uid -> Score. RuntimeError: workers cannot work."""
+    def collect(self, meanwhile: Callable[[], object] = lambda: None) -> dict[str, Score]:
+        """Wait for all that was submitted; uid -> Score. RuntimeError: workers cannot work.
+
+        Args:
+            meanwhile: is called from time to time; what it raises ends the wait.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or len(self._scores) == len(self._open))
+            while not self._changed.wait_for(self._is_done, _MEANWHILE_SECONDS):
+                meanwhile()
             self._raise_failure()
             scores, self._scores, self._open = self._scores, {}, set()
         return scores
+
+    def _is_done(self) -> bool:
+        return self._failure is not None or len(self._scores) == len(self._open)
 
     def close(self) -> None:
         """End the workers; what was not collected is lost."""

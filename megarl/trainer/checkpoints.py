@@ -7,18 +7,19 @@ Guarantees:
 - Checkpoints that are not of this run's course are moved aside, never overwritten by it.
 
 In a checkpoint's folder: a folder for each role that is trained (Megatron's distributed format), `run.json` (what only
-the controller knows), `config.yaml`, with trainer.save_hf `hf`, and the manifest.
+the controller knows), `config.yaml`, with trainer.save_hf `hf`, with trainer.mode=one_step_off `ahead` (the next step's
+batch), and the manifest.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,6 +39,7 @@ from megarl.config import TrainConfig, TuningConfig
 from megarl.config.resume import changed_keys, refused_changes
 from megarl.config.saving_section import SavingConfig
 from megarl.files import naming
+from megarl.trainer.best import Best
 from megarl.trainer.preemption import REQUEUE
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ FOLDER = "checkpoints"
 STATE_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 HF_FOLDER = "hf"
+ASIDE = "aside"  # begins the name of the folder of checkpoints that cannot be moved out of theirs
 _FILE_ERRORS = ("OSError", "FileNotFoundError", "PermissionError")
 
 
@@ -62,41 +65,16 @@ class Stateful(Protocol):
         ...
 
 
-@dataclass
-class Best:
-    """The best value so far of `trainer.best_metric`, of those whose checkpoint was written."""
+class InFolder(Protocol):
+    """Something of the controller that has a folder of its own in a checkpoint."""
 
-    metric: str | None
-    mode: str
-    value: float | None = None
+    def save(self, folder: Path) -> None:
+        """Write its files into an empty folder."""
+        ...
 
-    def found(self, metrics: Mapping[str, float]) -> float | None:
-        """The value in a validation's metrics; None: they are of none, or no metric is asked for.
-
-        Raises:
-            ValueError: they are of a validation and have none of that name.
-        """
-        if self.metric is None or not any(name.startswith("val/") for name in metrics):
-            return None
-        if self.metric not in metrics:
-            known = ", ".join(sorted(name for name in metrics if name.startswith("val/")))
-            raise ValueError(f"trainer.best_metric={self.metric!r}: validations have {known}")
-        return metrics[self.metric]
-
-    def is_beaten_by(self, value: float | None) -> bool:
-        """Whether a value of `found` is better than all before."""
-        if value is None or not math.isfinite(value):
-            return False
-        sign = 1.0 if self.mode == "max" else -1.0
-        return self.value is None or sign * value > sign * self.value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"metric": self.metric, "mode": self.mode, "value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A best value of another metric is none."""
-        if (state["metric"], state["mode"]) == (self.metric, self.mode):
-            self.value = state["value"]
+    def load(self, folder: Path) -> None:
+        """Continue with what is there. ValueError: it is of something else."""
+        ...
 
 
 Held = Callable[[str], AbstractContextManager[None]]
@@ -128,6 +106,7 @@ class Checkpoints:
     Attributes:
         groups: the roles that are trained, by the name of their folder.
         parts: what of the controller changes from step to step, by name.
+        folders: what of it has files of its own, by the name of the folder.
         held: has on the devices what a phase ("save_<role>") needs, for the duration of a block.
         export: writes the policy as a Hugging Face model into a folder.
     """
@@ -140,6 +119,7 @@ class Checkpoints:
     export: Callable[[Path], Any]
     schedule: SaveSchedule
     best: Best
+    folders: Mapping[str, InFolder] = field(default_factory=dict)
     _unfinished: Unfinished | None = None
 
     def resume(self) -> int:
@@ -158,6 +138,8 @@ class Checkpoints:
                     self.run.wait(group.call("load_checkpoint", str(found.folder / role), role))
             for name, part in self._all_parts().items():
                 part.load_state_dict(saved[name])
+            for name, own in self.folders.items():
+                own.load(found.folder / name)
         return found.step
 
     def after(self, step: int, metrics: Mapping[str, float], *, last: bool) -> None:
@@ -223,6 +205,9 @@ class Checkpoints:
             state = {name: part.state_dict() for name, part in self._all_parts().items()}
             (partial / STATE_FILE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
             shutil.copyfile(self.run.folder / CONFIG_FILE, partial / CONFIG_FILE)
+            for name, own in self.folders.items():
+                (partial / name).mkdir()
+                own.save(partial / name)
             if self.trainer.save_hf:
                 with self.held("export"):
                     self.export(partial / HF_FOLDER)
@@ -308,6 +293,7 @@ def make_checkpoints(
     parts: Mapping[str, Stateful],
     held: Held,
     export: Callable[[Path], Any],
+    folders: Mapping[str, InFolder] | None = None,
 ) -> Checkpoints:
     """The checkpoints of a run whose store is open; arguments as of `Checkpoints`."""
     schedule = SaveSchedule(
@@ -317,7 +303,7 @@ def make_checkpoints(
         started=run.started,
     )
     best = Best(trainer.best_metric, trainer.best_mode)
-    return Checkpoints(run, trainer, groups, parts, held, export, schedule, best)
+    return Checkpoints(run, trainer, groups, parts, held, export, schedule, best, folders or {})
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -375,15 +361,36 @@ def find_resumed(
 
 
 def move_aside(root: Path, first_step: int, say: Callable[[str], None]) -> None:
-    """Move checkpoints from `first_step` on, good or not, out of a run's folder, into a new one beside it."""
+    """Move checkpoints from `first_step` on, good or not, out of a run's folder, into a new one beside it.
+
+    Where `root` is a mount point, which nothing can be moved out of without a copy, into a new folder in it.
+    """
     steps = [step for step in steps_in(root) if step >= first_step]
     if not steps:
         return
-    number = 1
-    while (aside := root.with_name(f"{root.name}-{number}")).exists():
-        number += 1
-    with naming(aside):
-        aside.mkdir()
-        for step in steps:
-            (root / folder_name(step)).rename(aside / folder_name(step))
+    aside = _new_folder(root)
+    try:
+        _move(root, steps, aside)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        aside.rmdir()
+        aside = _new_folder(root / ASIDE)
+        _move(root, steps, aside)
     say(f"checkpoints of steps {', '.join(map(str, steps))} are not of this run's course: moved to {aside}")
+
+
+def _move(root: Path, steps: Sequence[int], target: Path) -> None:
+    with naming(target):
+        for step in steps:
+            (root / folder_name(step)).rename(target / folder_name(step))
+
+
+def _new_folder(path: Path) -> Path:
+    """Make the first of `path`-1, `path`-2, ... that is not there yet."""
+    number = 1
+    while (folder := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    with naming(folder):
+        folder.mkdir()
+    return folder

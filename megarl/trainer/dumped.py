@@ -37,6 +37,15 @@ def read_step(path: str | Path, config: TrainConfig) -> pa.Table:
     table = read_trajectories(path, finite=False)
     if "score" not in table.column_names:
         raise ValueError(f"{path} has no column 'score': these trajectories were not scored")
+    check_sizes(table, path, config)
+    if SCORED_MASK in table.column_names:
+        flags, offsets = ragged(table, SCORED_MASK)
+        table = replace_column(table, "response_mask", from_ragged(flags > 0, offsets))
+    return table.select([name for name in _COLUMNS if name in table.column_names])
+
+
+def check_sizes(table: pa.Table, path: str | Path, config: TrainConfig) -> None:
+    """ValueError: the trajectories from `path` are not those of a step of `config`: too many, too few, or too long."""
     data, n = config.data, config.actor_rollout_ref.rollout.n
     if table.num_rows != data.train_batch_size * n:
         raise ValueError(
@@ -49,10 +58,6 @@ def read_step(path: str | Path, config: TrainConfig) -> pa.Table:
             f"{path} has a trajectory of {longest} tokens; data.max_prompt_length + data.max_response_length is "
             f"{data.max_prompt_length} + {data.max_response_length}"
         )
-    if SCORED_MASK in table.column_names:
-        flags, offsets = ragged(table, SCORED_MASK)
-        table = replace_column(table, "response_mask", from_ragged(flags > 0, offsets))
-    return table.select([name for name in _COLUMNS if name in table.column_names])
 
 
 def count_steps(folder: Path, asked: int | None) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from megarl.cluster import WorkerGroup
 from megarl.config import EvalConfig, PoolConfig, check_models, save_config, val_set_sampling
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths, write_trajectories
@@ -16,9 +17,11 @@ from megarl.files import whole_file
 from megarl.hybrid_engine import check_hf_weights
 from megarl.models import read_model_config
 from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.trainer.memory import DeviceMemory
 from megarl.trainer.prompt_data import read_prompts
+from megarl.trainer.restarts import EngineRestarts
 from megarl.trainer.roles import open_pools, start_engines
-from megarl.trainer.run import engine_limits, open_engine_run
+from megarl.trainer.run import Run, engine_limits, open_engine_run
 from megarl.trainer.scoring import Rewards, check_prompts
 from megarl.trainer.turns import turns_spec
 from megarl.trainer.validation import ValidationSet, validate
@@ -27,7 +30,10 @@ FILES = "trajectories"  # of data.val_files; those of a set are in trajectories-
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
-    """Answer the problems as `config` (resolved) says; writes trajectories and scores, returns the scores."""
+    """Answer the problems as `config` (resolved) says; writes trajectories and scores, returns the scores.
+
+    An engine that is lost is started anew, and asked again for what it had not answered.
+    """
     model = read_model_config(config.model.path)
     check_models(config, model)
     check_hf_weights(config.model.path, model)
@@ -55,6 +61,8 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
                     turns=turns,
                 )
                 run.wait(engines.started)
+            if config.rollout.max_restarts:
+                run.restarts = restarts_of(run, engines, config.rollout.max_restarts)
             begun = time.perf_counter()
             num_problems = sum(held_out.prompts.num_rows for held_out in sets)
             with run.status(f"answering {num_problems} problems"):
@@ -70,6 +78,21 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     with whole_file(folder / "scores.json") as temporary:
         temporary.write_text(json.dumps(result, indent=2) + "\n")
     return result
+
+
+def restarts_of(run: Run, engines: WorkerGroup, max_restarts: int) -> EngineRestarts:
+    """Of engines that serve the model folder's weights: a new one has them, and nobody makes room for it."""
+    memory = DeviceMemory(run, [], {"sync": (), "generate": ()})
+    return EngineRestarts(
+        run,
+        engines,
+        max_restarts,
+        memory,
+        connect=lambda: None,
+        sync=lambda version: None,
+        version=0,
+        key="rollout.max_restarts",
+    )
 
 
 def load_problems(

@@ -255,13 +255,18 @@ def _mismatch(look: Look) -> Seen:
     bound, level = look.health.mismatch, look.config.algorithm.rollout_correction.rollout_is
     value = look.over("training/rollout_log_prob_diff_mean", bound)
     weigh = "" if level else "set algorithm.rollout_correction.rollout_is=token, or "
+    older = (
+        ""
+        if look.config.trainer.mode == "sync"
+        else f"lower {ACTOR}.optim.lr (responses are a step older), or "
+    )
     return (
         None
         if value is None
         else (
             value,
             f"engine and trainer differ by {value:.3g} nats a token, over {bound:g}",
-            f"Do: {weigh}give both the same dtype (actor_rollout_ref.rollout.dtype, {ACTOR}.megatron.dtype)",
+            f"Do: {weigh}{older}give both the same dtype (actor_rollout_ref.rollout.dtype, {ACTOR}.megatron.dtype)",
         )
     )
 

@@ -5,7 +5,7 @@ What each phase needs, and what leaves the devices in others, is in `megarl.trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -56,6 +56,14 @@ class DeviceMemory:
     steps: int = 0
     printed: list[list[str]] = field(default_factory=list)
     recover: Callable[[], object] = lambda: None  # replaces engines that were lost meanwhile
+
+    def half(self, run: Run, groups: Collection[WorkerGroup], recover: Callable[[], object]) -> DeviceMemory:
+        """A view for a half of a step that works beside another: of what `groups` own; nothing else is moved or asked.
+
+        Its accounts are among this one's; it is for one step.
+        """
+        owners = [owner for owner in self.owners if owner.group in groups]
+        return replace(self, run=run, owners=owners, recover=recover)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -128,7 +128,9 @@ def _start_model(
     cut: MicroBatching,
 ) -> Role:
     pool = run.pools[pool_name]
-    group = WorkerGroup(name, worker_class, pool, len(pool), kwargs, run.log_dir)
+    group = WorkerGroup(
+        name, worker_class, pool, len(pool), kwargs, run.log_dir, beside=run.groups, watch=run.watch
+    )
     return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), cut)
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 from megarl.config import TrainConfig
 from megarl.rewards.scorer import make_scorer
 from megarl.trainer.advantages import compute_batch_advantages
+from megarl.trainer.batches import make_batches
 from megarl.trainer.controls import Controls, make_controls
 from megarl.trainer.export import FOLDER, export_hf
 from megarl.trainer.groups import Groups
@@ -46,10 +47,12 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     trainer = config.trainer
     controls = make_controls(config, inputs.num_steps)
     monitor = start_monitor(run, config, controls)
+    asked = {"prompts": epochs(inputs.loader), "reward_inputs": inputs.reward_model}
+    halves = partial(collect, config, **asked), partial(answer, config, **asked)
+    batches = make_batches(config, run, roles, rewards, inputs.num_steps, *halves)
     parts = {"controls": controls, "monitor": monitor, "data": inputs.loader, "ptx": inputs.ptx}
-    checkpoints = policy_checkpoints(config, run, roles, parts)
+    checkpoints = policy_checkpoints(config, run, roles, parts, batches.folders)
     done = checkpoints.resume()
-    prompts = epochs(inputs.loader)
     texts = epochs(inputs.ptx) if inputs.ptx is not None else None
     if trainer.val_before_train and not done:
         with run.step(0) as metrics:
@@ -59,11 +62,12 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
         batch = None
         with run.step(step) as metrics:
             with whole_step(run, config, controls, step, metrics):
-                groups, collected = collect(config, run, roles, prompts, rewards, inputs.reward_model, step)
-                metrics |= collected
-                batch, learnt = learn(config, run, roles, groups.batch(), controls, step, texts)
+                collected = batches.of(step)
+                metrics |= collected.metrics
+                with batches.meanwhile(step) as learner:  # one_step_off: collects the next one
+                    batch, learnt = learn(config, *learner, collected.table, controls, step, texts)
                 metrics |= learnt
-                inputs.loader.report(*groups.prompt_scores())
+                inputs.loader.report(collected.prompt_uids, collected.scores)
             if due(trainer.test_freq, step, last=inputs.num_steps):
                 metrics |= sync_and_validate(config, run, roles, inputs, rewards, step)
             metrics |= roles.memory.report()
@@ -84,11 +88,25 @@ def collect(
     step: int,
 ) -> tuple[Groups, dict[str, float]]:
     """The first half of a step: the newest weights answer prompts, and rewards score the answers as they come."""
+    with roles.memory.phase("sync"):
+        synced = sync_weights(run, roles, version=step)
+    groups, metrics = answer(config, run, roles, prompts, rewards, reward_inputs, step)
+    return groups, synced | metrics
+
+
+def answer(
+    config: TrainConfig,
+    run: Run,
+    roles: Roles,
+    prompts: Iterator[pa.Table],
+    rewards: Rewards,
+    reward_inputs: RewardModelInputs | None,
+    step: int,
+) -> tuple[Groups, dict[str, float]]:
+    """`collect` with the weights that the engines have."""
     phase = roles.memory.phase
     groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
     noise = config.actor_rollout_ref.rollout.seed * 1_000_003 + step
-    with phase("sync"):
-        metrics = sync_weights(run, roles, version=step)
     while not groups.complete:
         with phase("generate"):
             asked = groups.distinct(next(prompts))
@@ -97,7 +115,7 @@ def collect(
         with run.timed("reward"):
             groups.add(training_scores(rewards.collect(answers, f"step {step}", by_model), config))
     speed = groups.generated_tokens / run.seconds["generate"]
-    return groups, metrics | groups.metrics() | {"perf/generate_tokens_per_s": speed}
+    return groups, groups.metrics() | {"perf/generate_tokens_per_s": speed}
 
 
 def learn(

@@ -29,6 +29,7 @@ class EngineRestarts:
         connect: tells all engines anew where weights come from.
         sync: gives all engines the weights of the actor as a version.
         version: the one that they serve; None: none was synced yet.
+        key: what `max_restarts` is called in the configuration.
         hung: ranks of engines that live, but do not answer any more.
         count: restarts so far.
     """
@@ -40,6 +41,7 @@ class EngineRestarts:
     connect: Callable[[], object]
     sync: Callable[[int], object]
     version: int | None = None
+    key: str = KEY
     hung: set[int] = field(default_factory=set)
     count: int = 0
 
@@ -55,7 +57,7 @@ class EngineRestarts:
         Raises:
             RuntimeError: it is one too many, or one does not come up.
         """
-        while ranks := self._lost():
+        while ranks := self.lost():
             try:
                 self._replace(ranks)
             except WorkerLost as failure:  # yet another
@@ -64,14 +66,19 @@ class EngineRestarts:
     def revive(self, failure: WorkerLost) -> None:
         """In the middle of a generation: replace the engine that is lost, and have all serve what they served."""
         self.note(failure)
-        self.replace_lost()
         assert self.version is not None, "engines generate with synced weights"
+        self.renew(self.version)
+
+    def renew(self, version: int) -> None:
+        """Replace the engines that are lost, and have all serve the actor's weights, which are `version`."""
+        self.replace_lost()
         with self.memory.held("sync"):
-            self.sync(self.version)
+            self.sync(version)
         with self.memory.held("generate"):
             pass  # the caller goes on with it
 
-    def _lost(self) -> list[int]:
+    def lost(self) -> list[int]:
+        """Ranks of engines that have ended or hang."""
         return [
             process.rank for process in self.engines.processes if process.is_dead or process.rank in self.hung
         ]
@@ -82,7 +89,7 @@ class EngineRestarts:
             process = self.engines.processes[rank]
             if self.count >= self.max_restarts:
                 raise RuntimeError(
-                    f"{process} is lost, and {KEY}={self.max_restarts} engines have been started anew already; "
+                    f"{process} is lost, and {self.key}={self.max_restarts} engines have been started anew already; "
                     f"its log: {process.log_path}"
                 )
             self.count += 1
@@ -93,3 +100,31 @@ class EngineRestarts:
                 self.run.wait([self.engines.started[rank]])
         self.memory.join(self.engines, ranks)
         self.connect()
+
+
+@dataclass(frozen=True)
+class LaterRestarts:
+    """The same while the actor learns: a new engine waits until it has, and all then serve what it has learnt.
+
+    Attributes:
+        ask: has something done when learning is over; returns when it is done.
+        version: that of the actor's weights by then.
+    """
+
+    restarts: EngineRestarts
+    ask: Callable[[Callable[[], object]], None]
+    version: int
+
+    @property
+    def engines(self) -> WorkerGroup:
+        return self.restarts.engines
+
+    def revive(self, failure: WorkerLost) -> None:
+        """As `EngineRestarts.revive`; raises the failure at once if it cannot be."""
+        self.restarts.note(failure)
+        self.ask(lambda: self.restarts.renew(self.version))
+
+    def replace_lost(self) -> None:
+        """As `EngineRestarts.replace_lost`."""
+        if self.restarts.lost():
+            self.ask(self.restarts.replace_lost)

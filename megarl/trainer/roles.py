@@ -22,7 +22,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig, EngineConfig
 from megarl.rollout.sglang_engine import sglang_environment
-from megarl.trainer.checkpoints import Checkpoints, Stateful, make_checkpoints
+from megarl.trainer.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
 from megarl.trainer.determinism import is_deterministic
 from megarl.trainer.export import export_hf
 from megarl.trainer.lora_sync import engine_adapters, served_adapters
@@ -152,9 +152,14 @@ def _synced_engines(
 
 
 def policy_checkpoints(
-    config: TrainConfig, run: Run, roles: Roles, parts: Mapping[str, Stateful | None]
+    config: TrainConfig,
+    run: Run,
+    roles: Roles,
+    parts: Mapping[str, Stateful | None],
+    folders: Mapping[str, InFolder] | None = None,
 ) -> Checkpoints:
-    """The checkpoints of a PPO run: of actor and critic, and of what changes in the controller (`parts`, by name)."""
+    """The checkpoints of a PPO run: of actor and critic, and of what changes in the controller (`parts` and `folders`, by
+    name)."""
     groups = {"actor": roles.actor.group}
     if roles.critic is not None:
         groups["critic"] = roles.critic.group
@@ -166,6 +171,7 @@ def policy_checkpoints(
         {name: part for name, part in parts.items() if part is not None},
         roles.memory.held,
         lambda folder: export_hf(run, roles.actor.group, model, folder),
+        folders,
     )
 
 
@@ -278,6 +284,8 @@ def start_engines(
             env=sglang_environment(engine.device, tp),
             devices_per_rank=tp,
             device_order=device_order,
+            beside=run.groups,
+            watch=run.watch,
         )
     )
 

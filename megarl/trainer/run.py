@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ from megarl.trainer.supervision import not_again_once_told
 from megarl.trainer.trackers import TrackedRun
 
 if TYPE_CHECKING:
-    from megarl.trainer.restarts import EngineRestarts
+    from megarl.trainer.restarts import EngineRestarts, LaterRestarts
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,10 @@ class Limits:
 
 @dataclass
 class Run:
-    """What the stages of a run share; `seconds` holds the phases of the step in progress."""
+    """What the stages of a run share; `seconds` holds the phases of the step in progress.
+
+    Where two halves of a step work at once, each has a view of its own (`dataclasses.replace`).
+    """
 
     folder: Path
     console: Console
@@ -80,7 +83,10 @@ class Run:
     phases: list[str] = field(default_factory=list)  # those that are open, the outermost first
     watch: Watch | None = None  # for processes that hang
     phase_timeout: float | None = None  # seconds that a call may take
-    restarts: EngineRestarts | None = None  # engines that may die: they are started anew
+    restarts: EngineRestarts | LaterRestarts | None = None  # engines that may die: they are started anew
+    watched: list[WorkerGroup] | None = None  # the groups of a view; None: all
+    interrupt: Callable[[], None] = lambda: None  # raises what ends a view's calls from outside
+    beside: list[str] = field(default_factory=list)  # the phases of the other view
     store: CheckpointStore | None = None
     resumed: Checkpoint | None = None  # the checkpoint that the run goes on from
     started: float = field(default_factory=time.monotonic)
@@ -120,12 +126,12 @@ class Run:
             RunFailure: names a report of all processes. Engines that may be started anew count only where `refs` are theirs.
         """
         with self._reporting():
-            return wait(refs, self.groups, self.phase_timeout, self.watch, self._spare)
+            return wait(refs, self._watched, self.phase_timeout, self.watch, self._spare)
 
     def stream(self, streams: list[ray.ObjectRefGenerator]) -> Iterator[pa.Table]:
         """The tables that generator methods yield, as they come, from any rank; raises as `wait` does."""
         with self._reporting():
-            yield from stream(streams, self.groups, self.phase_timeout, self.watch, self._spare)
+            yield from stream(streams, self._watched, self.phase_timeout, self.watch, self._spare)
 
     def revive(self, failure: WorkerLost) -> None:
         """Go on after an engine was lost while it generated; raises the failure if that cannot be."""
@@ -137,13 +143,23 @@ class Run:
     def _spare(self) -> WorkerGroup | None:
         return self.restarts.engines if self.restarts is not None else None
 
+    @property
+    def _watched(self) -> list[WorkerGroup]:
+        return self.groups if self.watched is None else self.watched
+
     @contextmanager
     def _reporting(self) -> Iterator[None]:
+        self.interrupt()
         try:
             yield
         except RunFailure as failure:
+            if failure.report is not None:  # the other view's
+                raise
+            self.interrupt()
             step = "none yet" if self.at_step is None else str(self.at_step)
             facts = {"step": step, "phase": " / ".join(self.phases) or "start"}
+            if self.beside:
+                facts["meanwhile"] = " / ".join(self.beside)
             try:
                 write_report(self.folder, failure, self.groups, facts)
             except OSError as error:
@@ -151,7 +167,12 @@ class Run:
             raise
 
     def put(self, table: pa.Table) -> ray.ObjectRef:
-        """A table in the object store, from where every process reads it in place."""
+        """A table in the object store, from where every process reads it in place.
+
+        Raises:
+            RunFailure: as `wait`. Ray 2.60 itself ends this process, without a word, if its raylet is gone.
+        """
+        self.wait([])
         return ray.put(table)
 
     @contextmanager
@@ -255,7 +276,7 @@ def open_engine_run(
     """
     run = Run(folder, Console(), phase_timeout=limits.phase)
     run.say(f"run folder: {folder}")
-    with ending_when_stuck(REQUEUE):
+    with ending_when_stuck(REQUEUE) if address is None else nullcontext():
         cluster = start_cluster(address, num_devices, folder)
         run.watch = Watch(limits.idle, cluster)
         try:

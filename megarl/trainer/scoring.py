@@ -122,11 +122,15 @@ class Rewards:
             when: such as "step 3", for reports of what failed.
             by_model: the reward model's; it and what the scorer gave become numbers, too.
         """
-        scored = join_scores(table, self.scorer.collect() if self.rule_weight else {})
+        scored = join_scores(table, self._collect() if self.rule_weight else {})
         if by_model is not None:
             scored = mix_scores(scored, by_model, self.rule_weight, self.model_weight)
         self._report(scored, when)
         return scored
+
+    def _collect(self) -> dict[str, Score]:
+        """Of the scorer; a death elsewhere ends the wait for it."""
+        return self.scorer.collect(meanwhile=lambda: self.run.wait([]))
 
     def _report(self, scored: Scored, when: str) -> None:
         columns = (scored.table["uid"].to_pylist(), scored.table["data_source"].to_pylist(), scored.errors)

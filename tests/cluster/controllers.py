@@ -61,6 +61,29 @@ def run(run_dir: str, method: str) -> None:
         sys.exit(REQUEUE)
 
 
+def calls(run_dir: str, what: str) -> None:
+    """A run that is in one call of Ray after the other, and does not wait for the ranks that it has: "init", "pool", "group"."""
+    if what == "init":
+        while True:
+            with open_engine_run(None, 4, Path(run_dir)):
+                pass
+    with open_engine_run(None, 5, Path(run_dir)) as run:
+        pool = run.pools["all"] = ResourcePool("all", 1, 4, timeout=30)
+        group = run.start(_group("rank", pool, 2, run_dir))
+        _report(
+            workers=group.pids,
+            servers=run.watch.cluster.servers,
+            started=[process.pid for process in psutil.Process().children(recursive=True)],
+            mark=run.watch.cluster.mark,
+            children=[],
+        )
+        while True:
+            if what == "pool":
+                ResourcePool("more", 1, 1, timeout=30).close()
+            else:  # which gets no device, and is waited for
+                _group("more", pool, 1, run_dir, gpu_fraction=1.0, beside=run.groups, watch=run.watch)
+
+
 def stop(run_dir: str) -> None:
     """Starts and stops a cluster twice; reports what is left each time."""
     reports = []
@@ -167,6 +190,5 @@ def _report(**values: Any) -> None:
 
 
 if __name__ == "__main__":
-    {"hang": hang, "run": run, "serve": serve, "stop": stop, "two_nodes": two_nodes}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    names = (hang, run, calls, serve, stop, two_nodes)
+    {function.__name__: function for function in names}[sys.argv[1]](*sys.argv[2:])

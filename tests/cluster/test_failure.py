@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -42,6 +43,17 @@ def test_a_death_elsewhere_ends_a_hung_call(start_group):
     # Nor does the next wait begin as if nothing had happened.
     with pytest.raises(WorkerDied, match="critic rank 1"):
         wait([], [actor, critic])
+
+
+def test_a_death_ends_the_start_of_another_group(start_group):
+    """Which would take for ever: its process gets no device."""
+    actor = start_group("actor", 1)
+    killer = threading.Timer(1.0, os.kill, (actor.pids[0], signal.SIGKILL))
+    killer.start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerDied, match="actor rank 0"):
+        start_group("critic", 1, gpu_fraction=1.0, beside=[actor])
+    assert 1 <= time.monotonic() - begin < 15
 
 
 def test_children_of_a_killed_rank_are_killed(start_group, tmp_path):

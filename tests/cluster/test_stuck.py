@@ -11,29 +11,32 @@ import pytest
 
 from tests.cluster.processes import ROOT, alive
 
-# Starts a "server", and waits in a call that no exception of another thread ends, or for some seconds.
+# Starts a "server", and waits for some seconds, in a function that is Ray's by its file, or in one of its own.
 CONTROLLER = """
 import subprocess, sys, threading, time
+import megarl, ray
 from megarl.cluster import ending_when_stuck, stuck
 stuck.STUCK_SECONDS, stuck.STOPPED_SECONDS, stuck._LOOK_SECONDS = 1.0, 1.0, 0.1
+exec(compile("def wait(seconds): time.sleep(seconds)", sys.argv[3] or ray.__file__, "exec"))
+exec(compile("def train(seconds): wait(seconds)", megarl.__file__, "exec"))
 with ending_when_stuck(75):
     server = subprocess.Popen([sys.argv[1], "100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     print(server.pid, flush=True)
-    time.sleep(float(sys.argv[2]))
+    train(float(sys.argv[2]))
 print("went on")
 """
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(seconds): (a controller that waits for so long, the pid of its server)."""
+    """start(seconds, file): (a controller that waits for so long in a function of that file, or of Ray's; its server's pid)."""
     server = tmp_path / "raylet"
     server.symlink_to(shutil.which("sleep"))
     pids = []
 
-    def start(seconds):
+    def start(seconds, file=""):
         process = subprocess.Popen(
-            [sys.executable, "-c", CONTROLLER, str(server), str(seconds)],
+            [sys.executable, "-c", CONTROLLER, str(server), str(seconds), file],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -58,6 +61,12 @@ def test_it_ends_says_where_it_was_and_asks_to_be_started_again(start, number, w
         f"error: Ray's raylet (process {server}) {words}, and this process waits for it"
     )
     assert 'File "<string>"' in message
+
+
+def test_a_controller_that_is_elsewhere_is_left_alone(start):
+    controller, server = start(4, "own.py")
+    os.kill(server, signal.SIGKILL)
+    assert controller.wait(30) == 0 and controller.stdout.read() == "went on\n"
 
 
 def test_a_server_that_goes_on_and_a_controller_that_ends_in_time_are_left_alone(start):

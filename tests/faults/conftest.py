@@ -25,19 +25,24 @@ class Family:
 
     def is_gone(self, seconds: float) -> None:
         """Nothing is left of it after at most `seconds`."""
-        assert alive_after(self.pids, seconds) == []
+        left = alive_after(self.pids, seconds)
+        assert [" ".join(psutil.Process(pid).cmdline()) for pid in left] == []
         assert carrying(self.report["mark"].partition("=")[2]) == []
         assert [folder for folder in self.folders if os.path.exists(folder)] == []
         assert listening(os.listdir("/proc")).isdisjoint(self.ports)
 
 
 @pytest.fixture
-def start_run(tmp_path: Path) -> Iterator[Callable[[str], Family]]:
-    """start_run(method): a run that calls `method` of its ranks for ever (tests/cluster/controllers.py)."""
+def start_run(tmp_path: Path) -> Iterator[Callable[..., Family]]:
+    """start_run(method): a run that calls `method` of its ranks for ever (tests/cluster/controllers.py).
+
+    With controller="calls" the argument is the call of Ray that it is in.
+    """
     processes = []
 
-    def start(method: str) -> Family:
-        process, report = start_controller("run", tmp_path, method, stderr=(tmp_path / "stderr").open("w"))
+    def start(method: str, controller: str = "run") -> Family:
+        stderr = (tmp_path / "stderr").open("w")
+        process, report = start_controller(controller, tmp_path, method, stderr=stderr)
         processes.append(process)
         watched = [process.pid, *report["workers"], *report["children"], *report["started"]]
         guards = guards_of(watched)

@@ -2,9 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
+
+from tests.cluster.processes import ROOT, alive_after
 
 DEATH_SECONDS, HANG_SECONDS = 15, 90
 
@@ -23,6 +28,74 @@ def test_a_killed_server_of_ray(start_run, tmp_path, server):
     assert str(report) in (tmp_path / "stderr").read_text()
     # The ranks are still there when they are asked where they are.
     assert "rank rank 1 (process " in text and "in hang_if" in text
+
+
+@pytest.mark.parametrize(
+    "call, server",
+    [
+        ("pool", "gcs_server"),  # whose end does not end the call: Ray waits a minute for another one
+        pytest.param("pool", "raylet", marks=pytest.mark.slow),
+        pytest.param("group", "gcs_server", marks=pytest.mark.slow),
+        pytest.param("group", "raylet", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_is_killed_while_the_controller_is_in_a_call_of_ray(start_run, tmp_path, call, server):
+    family = start_run(call, "calls")
+    begun = time.monotonic()
+    os.kill(family.report["servers"][server], signal.SIGKILL)
+    assert family.process.wait(DEATH_SECONDS) in (1, 75)
+    family.is_gone(DEATH_SECONDS - (time.monotonic() - begun))
+    text = (tmp_path / "stderr").read_text()
+    assert f"Ray's {server} (process {family.report['servers'][server]}) has ended" in text
+    assert "in calls" in text  # where it was
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_while_another_group_starts(start_run, tmp_path):
+    family = start_run("group", "calls")
+    begun = time.monotonic()
+    os.kill(family.report["workers"][1], signal.SIGKILL)
+    assert family.process.wait(DEATH_SECONDS) == 1
+    family.is_gone(DEATH_SECONDS - (time.monotonic() - begun))
+    assert "WorkerDied: rank rank 1 (process " in (tmp_path / "stderr").read_text()
+
+
+# The GCS server only when Ray has gone on to its dashboard: before, Ray 2.60 waits 30 s for it, and holds the interpreter meanwhile.
+@pytest.mark.parametrize(
+    "server, there",
+    [pytest.param("raylet", "raylet/raylet", marks=pytest.mark.slow), ("gcs_server", "dashboard.py")],
+)
+def test_a_server_is_killed_while_ray_starts(tmp_path, server, there):
+    command = [sys.executable, "-m", "tests.cluster.controllers", "calls", str(tmp_path), "init"]
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
+    try:
+        deadline = time.monotonic() + 60
+        family = _family(process.pid)
+        while not any(there in title for title in family.values()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+            family = _family(process.pid)
+        (victim,) = [pid for pid, title in family.items() if title.partition(" ")[0].endswith(f"/{server}")]
+        os.kill(victim, signal.SIGKILL)
+        begun = time.monotonic()
+        code = process.wait(DEATH_SECONDS)
+        assert alive_after(family, DEATH_SECONDS - (time.monotonic() - begun)) == []
+    finally:
+        process.kill()
+    text = (tmp_path / "stderr").read_text()
+    assert code in (1, 75) and ("RayFailed: " in text or "and this process waits for it" in text), text
+
+
+def _family(pid: int) -> dict[int, str]:
+    """What a process has started: titles by process id."""
+    found = {}
+    for one in psutil.Process(pid).children(recursive=True):
+        try:
+            found[one.pid] = " ".join(one.cmdline())
+        except psutil.Error:  # it has just ended
+            continue
+    return found
 
 
 @pytest.mark.slow

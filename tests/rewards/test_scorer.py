@@ -103,6 +103,24 @@ def test_collect_forgets_what_it_gave(plain):
     assert [score.score for score in scored(plain, "3")] == [3.5]
 
 
+def test_a_failure_elsewhere_ends_the_wait(plain, monkeypatch):
+    """What is open stays so, and can be collected still."""
+    monkeypatch.setattr(scorer_module, "_MEANWHILE_SECONDS", 0.1)
+    calls = []
+
+    def meanwhile():
+        calls.append(time.perf_counter())
+        if len(calls) == 2:
+            raise LookupError("a rank died")
+
+    plain.submit(samples("hang"))
+    with pytest.raises(LookupError, match="a rank died"):
+        plain.collect(meanwhile)
+    assert len(calls) == 2
+    (score,) = plain.collect().values()
+    assert score.score is None
+
+
 def test_many_samples_in_several_parts(plain):
     for part in range(5):
         plain.submit(

@@ -125,9 +125,11 @@ def test_a_trainer_that_cannot_be_made(arguments: dict[str, Any], words: str) ->
 
 
 def test_keys_that_only_the_loop_reads_are_refused() -> None:
-    config = make_trainer_config(**{"trainer.max_restarts": 3, "data.train_files": "x"})
+    keys = {"trainer.max_restarts": 3, "data.train_files": "x", "trainer.mode": "one_step_off"}
+    config = make_trainer_config(**keys)
     with pytest.raises(
-        ValueError, match=r"data\.train_files, trainer\.max_restarts: only `megarl train` reads"
+        ValueError,
+        match=r"data\.train_files, trainer\.max_restarts, trainer\.mode: only `megarl train` reads",
     ):
         Trainer(config, actor_model="m")
     with pytest.raises(ValueError, match="=grpo has no critic"):

@@ -17,9 +17,9 @@ from megarl.cluster import WorkerFailed
 from megarl.cluster.worker import RankError
 from megarl.config import SFTConfig, load_config, resolve, save_config
 from megarl.config.saving_section import SavingConfig
+from megarl.trainer.best import Best
 from megarl.trainer.checkpoints import (
     REQUEUE,
-    Best,
     Checkpoints,
     find_resumed,
     make_checkpoints,

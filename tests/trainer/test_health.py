@@ -123,6 +123,16 @@ def test_a_low_ppo_kl_means_nothing_without_a_kl_or_with_one_update() -> None:
     ]
 
 
+def test_a_step_off_the_difference_is_also_what_was_learnt_meanwhile() -> None:
+    advice = []
+    for mode in ("sync", "one_step_off"):
+        config = configuration(f"trainer.mode={mode}")
+        metrics = {"training/rollout_log_prob_diff_mean": 0.11}
+        (found,) = find(config, make_controls(config, 100), metrics, History())
+        advice.append(f"lower {ACTOR}.optim.lr (responses are a step older)" in found.advice)
+    assert advice == [False, True]
+
+
 def test_advice_has_keys_and_values() -> None:
     config = configuration(*KL_LOSS, *KL_REWARD)
     controls = make_controls(config, 100)

@@ -1,0 +1,172 @@
+"""What dies while one half of a step generates and the other one learns, really, in a real run of two engines."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.cluster import WorkerDied
+from megarl.config import TrainConfig, load_config, resolve
+from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
+from megarl.models.tiny import make_tiny_model
+from megarl.rewards.scorer import make_scorer
+from megarl.trainer.batches import Collected, OneStepOff
+from megarl.trainer.controls import make_controls
+from megarl.trainer.export import export_hf
+from megarl.trainer.inputs import load_train_inputs
+from megarl.trainer.ppo import answer, collect, epochs, learn
+from megarl.trainer.roles import Roles, start_roles
+from megarl.trainer.run import Run, open_run
+from megarl.trainer.scoring import Rewards
+
+# 16 requests an engine, 4 of which are answered at a time: most are open when the first come.
+OVERRIDES = [
+    "trainer.n_gpus_per_node=3", "resource_pools.rollout.n_gpus_per_node=2", "actor_rollout_ref.rollout.num_engines=2",
+    "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.max_num_seqs=4", "data.max_response_length=48",
+    "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=9",
+    "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+    "actor_rollout_ref.actor.megatron.param_offload=true", "data.val_files=null", "trainer.test_freq=-1",
+]  # fmt: skip
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str) % 3)
+"""
+
+
+@dataclass(frozen=True)
+class Disturbed(Rewards):
+    """Calls `at_first` when the first trajectories come that were collected in the background."""
+
+    at_first: list = field(default_factory=list)
+
+    def submit(self, table: pa.Table) -> None:
+        if threading.current_thread() is not threading.main_thread() and self.at_first:
+            self.at_first.pop()()
+        super().submit(table)
+
+
+@dataclass
+class Live:
+    """A run, and what it needs to take steps."""
+
+    config: TrainConfig
+    run: Run
+    roles: Roles
+    batches: OneStepOff
+
+    def learn(self, half: tuple[Run, Roles], batch: Collected) -> None:
+        learn(self.config, *half, batch.table, make_controls(self.config, 9), batch.step)
+
+    def disturb(self, call) -> None:
+        self.batches.rewards.at_first.append(call)
+
+    def reports(self) -> list[Path]:
+        folder = self.run.folder / "failures"
+        return sorted(folder.iterdir()) if folder.exists() else []
+
+    def scheduler(self, engine: int) -> int:
+        """The process of SGLang that computes, of an engine."""
+        family = psutil.Process(self.roles.engines.pids[engine]).children(recursive=True)
+        (pid,) = [one.pid for one in family if "sglang::scheduler" in " ".join(one.cmdline())]
+        return pid
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("ahead")
+    write_arithmetic(folder / "data", 16, 64, 16, seed=3)
+    make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)
+    (folder / "reward.py").write_text(REWARD)
+    files = [
+        f"data.train_files={folder}/data/train.parquet", f"actor_rollout_ref.model.path={folder}/model",
+        f"trainer.default_local_dir={folder}/run", f"custom_reward_function.path={folder}/reward.py",
+    ]  # fmt: skip
+    config = resolve(load_config(TrainConfig, "recipes/one_step_off_cpu.yaml", [*OVERRIDES, *files]))
+    with make_scorer(config) as scorer, open_run(config, 9) as run:
+        inputs = load_train_inputs(config, scorer)
+        roles = start_roles(config, run, inputs.model, 9)
+        asked = {"prompts": epochs(inputs.loader), "reward_inputs": None}
+        halves = partial(collect, config, **asked), partial(answer, config, **asked)
+        rewards = Disturbed(run, scorer, inputs.tokenizer)
+        yield Live(config, run, roles, OneStepOff(config, run, roles, rewards, 9, *halves))
+
+
+def log_probs(model: Path, table: pa.Table) -> list[np.ndarray]:
+    """Of the responses, by transformers."""
+    policy, found = AutoModelForCausalLM.from_pretrained(model), []
+    for prompt, response in zip(
+        table["prompt_ids"].to_pylist(), table["response_ids"].to_pylist(), strict=True
+    ):
+        with torch.no_grad():
+            logits = policy(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy())
+    return found
+
+
+def test_a_lost_engine_comes_back_with_what_was_learnt_meanwhile(live: Live, tmp_path: Path) -> None:
+    """Its unfinished trajectories are generated again, with the next version: none is lost, none comes twice."""
+    batches, pids = live.batches, live.roles.engines.pids
+    first = batches.of(1)
+    live.disturb(lambda: os.kill(live.scheduler(1), signal.SIGKILL))
+    with live.run.timed("step"), batches.meanwhile(1) as half:
+        live.learn(half, first)
+        assert live.roles.restarts.version == 1  # nobody has touched the weights of the engines
+    assert live.roles.engines.pids[0] == pids[0] and live.roles.engines.pids[1] != pids[1]
+    assert live.roles.restarts.count == 1 and live.roles.restarts.version == 2
+    table = batches.ahead.table
+    assert len(set(table["uid"].to_pylist())) == table.num_rows == 32
+    versions = table["weight_version"].to_numpy()
+    assert set(versions) == {1, 2}
+    model = live.config.actor_rollout_ref.model
+    with live.roles.memory.held("export"):
+        export_hf(live.run, live.roles.actor.group, model, tmp_path / "learnt")
+    sampled = [np.array(row) for row in table["rollout_log_probs"].to_pylist()]
+    for version, folder in ((1, Path(model.path)), (2, tmp_path / "learnt")):
+        apart = np.array(
+            [np.abs(a - b).max() for a, b in zip(log_probs(folder, table), sampled, strict=True)]
+        )
+        assert apart[versions == version].max() < 1e-4 < apart[versions != version].min()
+    (report,) = live.reports()
+    text = report.read_text()
+    assert "role: rollout\nrank: 1\n" in text and "\nphase: step / ahead / generate\nmeanwhile: step" in text
+    found = batches.of(2)
+    assert found.metrics["staleness/max"] == 1.0 and found.metrics["staleness/mean"] == (versions == 1).mean()
+    assert live.run.seconds["ahead_wait"] > 1.0  # an engine's start
+
+
+def test_a_failure_of_the_half_that_collects_ends_the_other(live: Live) -> None:
+    before = live.reports()
+
+    def fail() -> None:
+        raise RuntimeError("no reward works")
+
+    live.disturb(fail)
+    with pytest.raises(RuntimeError, match="no reward works"), live.batches.meanwhile(2) as (run, _):
+        while True:  # a learning that takes long
+            run.wait([])
+    assert live.reports() == before
+    assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
+    live.batches.rewards.scorer.collect()
+
+
+def test_a_dead_actor_ends_both_with_one_report(live: Live) -> None:
+    """The last test: it is the run's end."""
+    before, batches = live.reports(), live.batches
+    batch = replace(batches.of(3), step=3)
+    with pytest.raises(WorkerDied, match=r"actor rank 0 .* died") as caught, batches.meanwhile(3) as half:
+        os.kill(live.roles.actor.group.pids[0], signal.SIGKILL)
+        live.learn(half, batch)
+    assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
+    (report,) = sorted(set(live.reports()) - set(before))
+    assert caught.value.report == report
+    assert "\nmeanwhile: ahead" in report.read_text()

@@ -1,0 +1,284 @@
+"""Real runs in which the next step's batch is collected while the models learn from this one."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.checkpoints import find_damage, read_checkpoint, steps_in
+from megarl.data.arithmetic import arithmetic_texts
+from megarl.data.trajectories import TRAJECTORY_SCHEMA, read_trajectories
+from megarl.models.tiny import make_tiny_model
+from tests.trainer.conftest import (
+    PPO,
+    REPOSITORY,
+    assert_same_steps,
+    command,
+    environment,
+    megarl,
+    on,
+    steps,
+    succeed,
+)
+from tests.trainer.test_reward_model_runs import judged
+
+# Dynamic sampling, so that how many prompts a step draws depends on scores; a sampler that learns from them, too.
+RECIPE = [
+    "recipes/one_step_off_cpu.yaml", "data.train_batch_size=4", "data.gen_batch_size=6", "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "data.val_files=null", "trainer.test_freq=-1",
+    "trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.save_hf=true", "data.sampler.name=worst_first",
+    "algorithm.filter_groups={enable: true, max_num_gen_batches: 0}",
+]  # fmt: skip
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str) % 2)
+"""
+PLUGIN = """
+import numpy as np
+from megarl.data.samplers import Sampler, register_sampler
+
+
+@register_sampler("worst_first")
+class WorstFirst(Sampler):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scores = {}
+
+    def order(self, table, seed, epoch):
+        return np.argsort([self.scores.get(uid, 0.5) for uid in table["uid"].to_pylist()], kind="stable")
+
+    def update(self, uids, scores):
+        self.scores |= dict(zip(uids, map(float, scores)))
+
+    def state_dict(self):
+        return dict(self.scores)
+
+    def load_state_dict(self, state):
+        self.scores = dict(state)
+"""
+# In the actor the second update is its end, once.
+BLOW = """
+import os, signal, sys
+from pathlib import Path
+
+worker = sys.modules.get("megarl.trainer.actor")
+if worker is not None:
+    as_it_is, calls = worker.ActorWorker.update_policy, []
+
+    def update_policy(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            try:
+                Path(__file__).with_name("blow").unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            except FileNotFoundError:
+                pass
+        return as_it_is(self, *args, **kwargs)
+
+    worker.ActorWorker.update_policy = update_policy
+"""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that was left alone: its folder, and the arguments without that."""
+
+    folder: Path
+    arguments: list[str]
+
+    def is_that_of(self, folder: Path, first: int) -> None:
+        """Another run's steps from `first` on, their trajectories, and the weights that it ends with."""
+        assert_same_steps(self.folder, folder, first)
+        names = [f"rollouts/step-{step:06d}.parquet" for step in range(first, 5)]
+        for name in (*names, "hf/model.safetensors"):
+            assert (self.folder / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("ahead")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "sampler.py").write_text(PLUGIN)
+    arguments = [
+        *RECIPE, f"data.train_files={task}/data/train.parquet", f"actor_rollout_ref.model.path={task}/model",
+        f"custom_reward_function.path={folder}/reward.py", f"plugins=[{folder}/sampler.py]",
+    ]  # fmt: skip
+    succeed("train", *arguments, f"trainer.default_local_dir={folder}/run")
+    return Whole(folder / "run", arguments)
+
+
+def trajectories(whole: Whole, step: int):
+    return read_trajectories(whole.folder / f"rollouts/step-{step:06d}.parquet")
+
+
+def test_a_batch_is_of_the_weights_before_the_last_update(whole: Whole, task: Path) -> None:
+    """By transformers: batch k was sampled from the weights after k - 2 updates, the first one from the first ones."""
+    versions = [set(trajectories(whole, step)["weight_version"].to_pylist()) for step in (1, 2, 3, 4)]
+    assert versions == [{1}, {1}, {2}, {3}]
+    assert [step["staleness/mean"] for step in steps(whole.folder)] == [0.0, 1.0, 1.0, 1.0]
+    assert [step["staleness/max"] for step in steps(whole.folder)] == [0.0, 1.0, 1.0, 1.0]
+    models = [task / "model", *(whole.folder / f"checkpoints/step-{step}/hf" for step in (1, 2, 3))]
+    policies = [AutoModelForCausalLM.from_pretrained(folder) for folder in models]
+    for step, sampled_from in ((1, 0), (2, 0), (3, 1), (4, 2)):
+        table, apart = trajectories(whole, step), np.zeros(len(policies))
+        for row in range(table.num_rows):
+            prompt, response = (table[f"{name}_ids"][row].as_py() for name in ("prompt", "response"))
+            for number, policy in enumerate(policies):
+                with torch.no_grad():
+                    logits = policy(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+                found = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+                apart[number] = max(
+                    apart[number], np.abs(found - table["rollout_log_probs"][row].as_py()).max()
+                )
+        assert apart.argmin() == sampled_from and apart[sampled_from] < 1e-4 < 100 * np.delete(apart, sampled_from).min(), apart  # fmt: skip
+
+
+def test_the_correction_sees_what_is_behind(whole: Whole) -> None:
+    first, *others = steps(whole.folder)
+    assert first["training/rollout_log_prob_diff_max"] < 1e-4
+    for step in others:
+        assert step["training/rollout_log_prob_diff_max"] > 1e-2
+        assert step["rollout_corr/is_weight_max"] > 1.0 > step["rollout_corr/is_weight_min"]
+
+
+def test_its_seconds_are_told_apart(whole: Whole) -> None:
+    *ahead, last = steps(whole.folder)
+    for step in ahead:
+        collected, waited = step["timing_s/ahead"], step["timing_s/ahead_wait"]
+        assert step["timing_s/ahead_overlap"] == pytest.approx(max(0.0, collected - waited))
+        assert 0 < step["timing_s/ahead/generate"] < collected
+    assert "timing_s/generate" in ahead[0] and "timing_s/generate" not in ahead[1]
+    assert not any(name.startswith("timing_s/ahead") for name in last)
+
+
+def test_a_checkpoint_has_the_next_batch(whole: Whole) -> None:
+    for step in (1, 2, 3):
+        folder = whole.folder / f"checkpoints/step-{step}"
+        assert find_damage(read_checkpoint(folder), hashes=True) == []
+        assert "ahead/batch.arrow" in read_checkpoint(folder).manifest.files
+        with pa.OSFile(str(folder / "ahead/batch.arrow")) as file:
+            saved, trained = pa.ipc.open_file(file).read_all(), trajectories(whole, step + 1)
+        names = [name for name in TRAJECTORY_SCHEMA.names if name != "environment_score"]  # NaN
+        assert saved.select([*names, "score"]).equals(trained.select([*names, "score"]))
+    last = whole.folder / "checkpoints/step-4/ahead"
+    assert [path.name for path in last.iterdir()] == ["state.json"]
+
+
+def test_a_run_goes_on_with_the_batch_of_its_checkpoint(whole: Whole, tmp_path: Path) -> None:
+    """From step 2: the same metrics, trajectories and weights. In another mode it does not."""
+    shutil.copytree(whole.folder / "checkpoints/step-2", tmp_path / "checkpoints/step-2")
+    other = megarl(
+        "train", *whole.arguments, f"trainer.default_local_dir={tmp_path}", "trainer.mode=sync",
+        "algorithm.rollout_correction.rollout_is=null",
+    )  # fmt: skip
+    assert other.returncode == 2
+    assert "trainer.mode was 'one_step_off', is 'sync' now: " in other.stderr
+    printed = succeed("train", *whole.arguments, f"trainer.default_local_dir={tmp_path}")
+    assert "going on from step 2" in printed
+    whole.is_that_of(tmp_path, 3)
+
+
+@pytest.fixture
+def started(whole: Whole, tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """The same run, with its first checkpoint."""
+    with open(tmp_path / "stdout", "w") as out:
+        process = subprocess.Popen(
+            command("train", *whole.arguments, f"trainer.default_local_dir={tmp_path}/run"),
+            cwd=REPOSITORY, env=environment(), stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while "checkpoint: " not in (tmp_path / "stdout").read_text():
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "stdout").read_text()
+        time.sleep(0.02)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_is_ended_in_the_middle_and_goes_on(
+    whole: Whole, tmp_path: Path, started: subprocess.Popen, number: signal.Signals
+) -> None:
+    os.kill(started.pid, number)
+    code = started.wait(60)
+    saved = steps_in(tmp_path / "run/checkpoints")
+    logged = [step["step"] for step in steps(tmp_path / "run")]
+    assert code == (75 if number == signal.SIGTERM else -signal.SIGKILL)
+    if number == signal.SIGTERM:
+        assert saved[-1] == logged[-1] < 4
+    succeed("train", *whole.arguments, f"trainer.default_local_dir={tmp_path}/run")
+    whole.is_that_of(tmp_path / "run", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_actor_that_dies_while_it_learns(whole: Whole, tmp_path: Path) -> None:
+    """The run starts itself again from the checkpoint, with the batch that is in it."""
+    (tmp_path / "blow.py").write_text(BLOW)
+    (tmp_path / "blow").touch()
+    plugins = next(argument for argument in whole.arguments if argument.startswith("plugins="))
+    ended = megarl(
+        "train", *whole.arguments, f"trainer.default_local_dir={tmp_path}/run", "trainer.max_restarts=1",
+        plugins.replace("]", f", {tmp_path}/blow.py]"),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    printed = ended.stdout
+    assert not (tmp_path / "blow").exists()
+    assert "starting again: 1 of trainer.max_restarts=1" in printed and "going on from step 1" in printed
+    (report,) = (tmp_path / "run" / "failures").iterdir()
+    text = report.read_text()
+    assert "\nrole: actor\nrank: 0\n" in text and "\nphase: step / update\nmeanwhile: step / ahead" in text
+    whole.is_that_of(tmp_path / "run", 1)
+
+
+@pytest.mark.slow
+def test_ppo_with_a_reward_model_beside_the_engines(task: Path, tmp_path: Path) -> None:
+    """Memory comes and goes in both halves at once; scores of batches that are collected ahead are the model's."""
+    make_tiny_model(
+        tmp_path / "judge", arithmetic_texts(40), vocab_size=320, hidden_size=32, ffn_hidden_size=48, num_layers=2,
+        family="llama", head="score", seed=7,
+    )  # fmt: skip
+    (tmp_path / "reward.py").write_text(REWARD)
+    succeed(
+        "train", *PPO, *on(task, tmp_path / "run"), "trainer.total_training_steps=3", "trainer.test_freq=2",
+        "trainer.mode=one_step_off", "algorithm.rollout_correction.bypass_mode=true", "trainer.n_gpus_per_node=3",
+        "resource_pools={main: {n_gpus_per_node: 2}, others: {n_gpus_per_node: 1}}", "actor_rollout_ref.actor.resource_pool=main",
+        "actor_rollout_ref.rollout.resource_pool=others", "reward_model.resource_pool=others",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1", "critic.megatron.pipeline_model_parallel_size=1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.rollout.free_cache_engine=true",
+        "reward_model.enable=true", f"reward_model.model.path={tmp_path}/judge", "reward_model.rule_weight=0.5",
+        f"reward_model.model.input_tokenizer={task}/model", "data.return_raw_input_ids=true",
+        "reward_model.micro_batch_size_per_gpu=3", "reward_model.max_length=128", "reward_model.megatron.param_offload=true",
+        *(f"{role}.megatron.{part}_offload=true" for role in ("actor_rollout_ref.actor", "critic")
+          for part in ("param", "grad", "optimizer")),
+        "actor_rollout_ref.actor.optim.lr=1e-2", f"custom_reward_function.path={tmp_path}/reward.py",
+    )  # fmt: skip
+    for number, version in ((1, 1), (2, 1), (3, 2)):
+        batch = read_trajectories(tmp_path / f"run/rollouts/step-{number:06d}.parquet")
+        assert set(batch["weight_version"].to_pylist()) == {version}
+        models, rules = judged(tmp_path, task, batch)
+        np.testing.assert_allclose(batch["score"].to_numpy(), models + 0.5 * rules, rtol=0, atol=1e-4)
+    _, second, third = steps(tmp_path / "run")
+    assert (
+        second["memory/generate/reward_model_weights"] == 0 == second["memory/score_model/rollout_kv_cache"]
+    )
+    assert second["memory/score_model/reward_model_weights"] > 0 < second["memory/generate/rollout_kv_cache"]
+    assert (
+        second["memory/evaluate_models/actor_optimizer"] == 0 < second["memory/update_actor/actor_optimizer"]
+    )
+    assert second["timing_s/ahead/score_model"] > 0 and second["val/score/mean"] != 0
+    # The old log-probs are the engine's: by the first mini-batch the policy has moved on.
+    assert third["training/rollout_log_prob_diff_mean"] > 1e-4

@@ -27,7 +27,7 @@ from megarl.config import (
     check_config,
     resolve,
 )
-from megarl.config.command_line import PLAN_MEMORY, make_parser
+from megarl.config.command_line import PLAN_MEMORY, PLAN_STEP, make_parser
 from megarl.config.foreign import COMMANDS, flag_advice
 from megarl.config.hub import fetch_models
 from megarl.config.load import load_with_origins
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in COMMANDS:
         print(f"error: megarl has no command {arguments[0]!r}: {COMMANDS[arguments[0]]}", file=sys.stderr)
         return 2
-    if arguments[:2] == PLAN_MEMORY.split():
-        arguments[:2] = [PLAN_MEMORY]
+    if " ".join(arguments[:2]) in (PLAN_MEMORY, PLAN_STEP):
+        arguments[:2] = [" ".join(arguments[:2])]
     parser = make_parser(__version__, RUNNERS)
     options, unknown = parser.parse_known_args(arguments)
     if "overrides" in options and all("=" in text and not text.startswith("-") for text in unknown):
@@ -220,6 +220,12 @@ def _plan_memory(options: argparse.Namespace) -> None:
     run(options)
 
 
+def _plan_step(options: argparse.Namespace) -> None:
+    from megarl.trainer.plan_command import run
+
+    run(options)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     config, _ = _read(TrainConfig, options)
     from megarl.trainer.doctor import examine, print_findings
@@ -255,6 +261,7 @@ RUNNERS = {
     "convert": _convert,
     "plan": _plan,
     PLAN_MEMORY: _plan_memory,
+    PLAN_STEP: _plan_step,
     "doctor": _doctor,
     "replay": _replay,
     "launch": _launch,

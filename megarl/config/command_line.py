@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from megarl.config.launch_options import add_launch
 from megarl.config.sections import DTYPES
 
-PLAN_MEMORY = "plan memory"  # a command of two words
+PLAN_MEMORY, PLAN_STEP = "plan memory", "plan step"  # commands of two words
 DOCTOR = "look at configuration, models, data and machines before a run of `megarl train`; exit code 1: it would fail"
 
 RECIPES = ("train", "sft", "rm", "dpo", "eval")
@@ -49,6 +49,7 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
     _add_convert(commands, runners["convert"])
     _add_plan(commands, runners["plan"])
     _add_plan_memory(commands, runners[PLAN_MEMORY])
+    _add_plan_step(commands, runners[PLAN_STEP])
     add_launch(commands, RECIPES, runners["launch"])
     return parser
 
@@ -176,7 +177,10 @@ def _add_convert(commands: argparse._SubParsersAction, run: Runner) -> None:
 
 def _add_plan(commands: argparse._SubParsersAction, run: Runner) -> None:
     text = "what a weight sync will move: bytes by link, buckets, seconds, beside gathering every full tensor"
-    command = commands.add_parser("plan", help=text, description=text)
+    others = (
+        f"{PLAN_MEMORY}: memory; {PLAN_STEP}: these, pipeline and estimated seconds, --search for layouts"
+    )
+    command = commands.add_parser("plan", help=text, description=f"{text} ({others})")
     command.add_argument(
         "recipe", nargs="?", help="YAML file of `megarl train`; or --model, --train, --rollout, --devices"
     )
@@ -228,4 +232,39 @@ def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument("--without-engines", action="store_true", help=text)
     command.add_argument("--max-nodes", type=int, default=32, metavar="N", help="with --fit; default: 32")
     command.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    command.set_defaults(run=run)
+
+
+def _add_plan_step(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = "memory, weight sync, pipeline and estimated seconds of a step of `megarl train` on stated GPUs; --search: layouts for them"
+    command = commands.add_parser(PLAN_STEP, help=text, description=text)
+    command.add_argument(
+        "recipe", help="YAML file of `megarl train` (or the first key=value, without a file)"
+    )
+    command.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
+    )
+    command.add_argument(
+        "--hardware",
+        default="H100",
+        metavar="NAME",
+        help="H100, H200, H20, A100 (of 80 GB) or B200; default: H100",
+    )
+    text = "instead of a guess that seconds rest on, such as matmul=0.4; the report prints them all"
+    command.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "of a GPU; default: the hardware's"
+    command.add_argument("--gpu-memory", type=float, metavar="GIB", help=text)
+    text = "of it that is not planned with: CUDA, NCCL, fragments; default: 6"
+    command.add_argument("--reserve", type=float, default=6.0, metavar="GIB", help=text)
+    text = (
+        "estimate the weight sync instead of planning every copy, which takes a minute for the largest models"
+    )
+    command.add_argument("--without-sync", action="store_true", help=text)
+    text = "look for the layouts with the fastest steps on the recipe's devices, and print the keys for each"
+    command.add_argument("--search", action="store_true", help=text)
+    command.add_argument("--top", type=int, default=5, metavar="N", help="with --search; default: 5")
+    command.add_argument(
+        "--html", metavar="FILE", help="write the report as a page, with a picture of the GPUs"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)

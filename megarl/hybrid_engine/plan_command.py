@@ -73,11 +73,9 @@ def _from_recipe(options: argparse.Namespace) -> SyncPlan:
     config = load_config(TrainConfig, options.recipe, options.overrides)
     check_config(config, data_files=False)
     config = fetch_models(resolve(config), weights=False)
-    policy, pools = config.actor_rollout_ref, config.resource_pools
+    policy = config.actor_rollout_ref
     model = read_model_config(policy.model.path)
     check_models(config, model, critic=model)
-    train, serve = pools[policy.actor.resource_pool], pools[policy.rollout.resource_pool]
-    shared = policy.actor.resource_pool == policy.rollout.resource_pool
     rollout = policy.rollout
     if options.dtype is not None:
         rollout = replace(rollout, dtype=options.dtype)
@@ -85,7 +83,15 @@ def _from_recipe(options: argparse.Namespace) -> SyncPlan:
         rollout = replace(rollout, quantization="fp8")
     if options.bucket_mb is not None:
         rollout = replace(rollout, sync_bucket_mb=options.bucket_mb)
+    return configured_sync(config, model, rollout)
+
+
+def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutConfig) -> SyncPlan:
+    """The weight sync of a resolved configuration's actor to engines that are as `rollout` says."""
+    policy, pools = config.actor_rollout_ref, config.resource_pools
+    train, serve = pools[policy.actor.resource_pool], pools[rollout.resource_pool]
     places = _places(train)
+    shared = policy.actor.resource_pool == rollout.resource_pool
     return _sync_plan(
         model,
         ParallelLayout.from_config(policy.actor.megatron, len(places)),
@@ -215,7 +221,7 @@ def print_report(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
     """The figures as a table; bytes in GB (10^9)."""
     parallel, engines = sync.parallel, sync.engines
     lines = [
-        f"{sync.config.architecture}: {figures.num_parameters / 1e9:,.1f}B parameters, M = {_size(figures.model_bytes)} "
+        f"{sync.config.architecture}: {figures.num_parameters / 1e9:,.1f}B parameters, M = {size_text(figures.model_bytes)} "
         f"({_dtype(sync)})",
         f"from {parallel.world} ranks: TP{parallel.tp} PP{parallel.pp} CP{parallel.cp} DP{parallel.dp}, experts EP"
         f"{parallel.ep} ETP{parallel.etp}",
@@ -230,15 +236,15 @@ def print_report(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
     console.print(table)
     reshard, full = figures.reshard, figures.full_gather
     lines = [
-        f"most that a rank receives from other devices: {_size(reshard.max_received)}; full gather (M minus what its "
-        f"device holds): {_size(full.max_received)}",
+        f"most that a rank receives from other devices: {size_text(reshard.max_received)}; full gather (M minus what its "
+        f"device holds): {size_text(full.max_received)}",
         *(
-            f"engine rank {rank.rank} receives {name}: of {_size(rank.serves)} that it serves {_size(rank.local)} are on "
-            f"its device, {_size(rank.intra_node)} on its node"
+            f"engine rank {rank.rank} receives {name}: of {size_text(rank.serves)} that it serves {size_text(rank.local)} are on "
+            f"its device, {size_text(rank.intra_node)} on its node"
             for name, rank in (("most", figures.most), ("least", figures.least))
         ),
-        f"{figures.num_copies:,} copies in {figures.num_buckets:,} buckets of {_size(figures.bucket_bytes)}; two buckets in "
-        f"a row: at most {_size(figures.in_flight[0])} on the rank that receives, {_size(figures.in_flight[1])} on the one "
+        f"{figures.num_copies:,} copies in {figures.num_buckets:,} buckets of {size_text(figures.bucket_bytes)}; two buckets in "
+        f"a row: at most {size_text(figures.in_flight[0])} on the rank that receives, {size_text(figures.in_flight[1])} on the one "
         "that sends",
     ]
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
@@ -248,16 +254,22 @@ def _add_way(table: Table, name: str, way: WayCost) -> None:
     """What goes between devices, and of all bytes those of each link."""
     between = way.links["intra_node"].total + way.links["inter_node"].total
     table.add_row(
-        name, _size(between), _size(way.max_received), _size(way.max_sent), f"{way.seconds:.2f}", style="bold"
+        name,
+        size_text(between),
+        size_text(way.max_received),
+        size_text(way.max_sent),
+        f"{way.seconds:.2f}",
+        style="bold",
     )
     for link, words in zip(LINKS, ("same device", "same node", "other nodes"), strict=True):
         cost = way.links[link]
-        sizes = (_size(nbytes) for nbytes in (cost.total, cost.max_received, cost.max_sent))
+        sizes = (size_text(nbytes) for nbytes in (cost.total, cost.max_received, cost.max_sent))
         table.add_row(f"  {words}", *sizes, f"{cost.seconds:.2f}")
     table.add_section()
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """In GB (10^9) or MB."""
     if nbytes >= 1e7:
         return f"{nbytes / 1e9:,.2f} GB"
     return f"{nbytes / 1e6:,.3f} MB" if nbytes else "0"

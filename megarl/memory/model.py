@@ -1,10 +1,11 @@
 """One Megatron model on its fullest ranks, stage by stage: what it holds, and what its passes take beside that."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megarl.config.lora_section import LoraConfig
-from megarl.layout.grid import ParallelLayout
+from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.memory.activations import Kept, stage_bytes
 from megarl.memory.parameters import StageTensors, float32_buffers, stage_tensors
 from megarl.memory.training import TrainingBytes, training_bytes
@@ -60,28 +61,51 @@ class StageBytes:
     merged: int
 
 
-def model_bytes(use: ModelUse) -> list[StageBytes]:
+def model_bytes(
+    use: ModelUse, tables: dict[object, StageTensors] | None = None, stages: Iterable[int] | None = None
+) -> list[StageBytes]:
     """By pipeline stage.
+
+    Args:
+        tables: gets the tensors of stages, for other layouts of the same model that have such a stage, too.
+        stages: only these; None: all.
 
     Raises:
         ValueError: a layout that cuts the blocks of a base in float8.
     """
     if use.base_block is not None:
         check_base_block(use.config, use.layout, use.base_block)
-    return [_stage(use, stage) for stage in range(use.layout.pp)]
+    tables = {} if tables is None else tables
+    return [
+        _stage(use, stage, _tensors(use, stage, tables))
+        for stage in (range(use.layout.pp) if stages is None else stages)
+    ]
 
 
-def _stage(use: ModelUse, stage: int) -> StageBytes:
-    layout, blocks = use.layout, use.base_block
-    tensors = stage_tensors(
-        use.config,
-        layout,
-        stage,
-        head=use.head,
-        trainable=use.trainable,
-        lora=use.lora,
-        adapted=use.adapted,
+def _tensors(use: ModelUse, stage: int, tables: dict[object, StageTensors]) -> StageTensors:
+    """Stages with the same kinds of layers, the same ends and the same cuts hold the same tensors."""
+    layout, moe = use.layout, use.config.moe
+    dense = () if moe is None else moe.dense_layers
+    kinds = tuple(
+        tuple(layer in dense for layer in chunk) for chunk in layers_of(layout, use.config.num_layers, stage)
     )
+    place = (layout.tp, layout.ep, layout.etp, layout.pp > 1, stage == 0, stage == layout.pp - 1)
+    key = (id(use.config), kinds, place, use.head, use.trainable, use.lora)
+    if key not in tables:
+        tables[key] = stage_tensors(
+            use.config,
+            layout,
+            stage,
+            head=use.head,
+            trainable=use.trainable,
+            lora=use.lora,
+            adapted=use.adapted,
+        )
+    return tables[key]
+
+
+def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
+    layout, blocks = use.layout, use.base_block
     held = training_bytes(
         tensors,
         layout,

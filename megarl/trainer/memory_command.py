@@ -7,6 +7,7 @@ import json
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from megarl.config import TrainConfig, check_config, load_config, resolve
@@ -51,13 +52,14 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(as_json(plan, keys), indent=2))
     else:
-        _print(Console(), config, plan, keys)
+        print_plan(Console(), config, plan, keys)
 
 
-def read_inputs(recipe: str, overrides: list[str]) -> tuple[TrainConfig, PlanInputs]:
-    """A recipe, resolved and checked, without the files of its data, and the facts of its models."""
+def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[TrainConfig, PlanInputs]:
+    """A recipe, resolved and (without the files of its data) checked, and the facts of its models."""
     config = load_config(TrainConfig, recipe, overrides)
-    check_config(config, data_files=False)
+    if check:
+        check_config(config, data_files=False)
     config = fetch_models(resolve(config), weights=False)
     model = read_model_config(config.actor_rollout_ref.model.path)
     critic = None if config.critic is None else read_model_config(config.critic.model.path)
@@ -86,7 +88,7 @@ def as_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:
     }
 
 
-def _print(console: Console, config: TrainConfig, plan: MemoryPlan, keys: list[str]) -> None:
+def print_plan(console: Console, config: TrainConfig, plan: MemoryPlan, keys: list[str]) -> None:
     """The owners by phase, in GiB of the fullest device."""
     devices = {name: pool.nnodes * pool.n_gpus_per_node for name, pool in plan.pools.items()}
     policy = config.actor_rollout_ref
@@ -103,6 +105,8 @@ def _print(console: Console, config: TrainConfig, plan: MemoryPlan, keys: list[s
         table.add_row(owner.name, *(_cell(max(owner.at(phase))) for phase in plan.phases))
     table.add_section()
     table.add_row("all of these", *(_cell(plan.fullest(phase)) for phase in plan.phases), style="bold")
+    wide = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, wide)  # names are never cut
     console.print(table)
     room = (plan.limit - plan.reserve - plan.peak) / GIB
     cache = (
@@ -112,7 +116,7 @@ def _print(console: Console, config: TrainConfig, plan: MemoryPlan, keys: list[s
     lines = [
         *([cache] if plan.kv_token_bytes else []),
         f"of {plan.limit / GIB:.1f} GiB a device, {plan.reserve / GIB:.1f} of them for CUDA, NCCL and fragments: "
-        f"{'fits, ' if plan.fits else 'does not fit, '}{room:.1f} GiB {'are left' if room >= 0 else 'missing'}",
+        f"{'fits, ' if plan.fits else 'does not fit, '}{abs(room):.1f} GiB {'are left' if room >= 0 else 'missing'}",
         *plan.problems(),
     ]
     console.print("\n".join(lines), soft_wrap=True, highlight=False)

@@ -59,7 +59,7 @@ def _engine_sizes(config: TrainConfig, inputs: PlanInputs, room: int) -> list[in
         ValueError: there are none, on however many nodes.
     """
     held = {}
-    for tp in _powers(config.trainer.n_gpus_per_node):
+    for tp in powers(config.trainer.n_gpus_per_node):
         rollout = _engine(config.actor_rollout_ref.rollout, inputs.model, tp)
         try:
             check_rollout_model(rollout, inputs.model)
@@ -144,7 +144,7 @@ def _megatrons(
     megatron: MegatronConfig, model: ModelConfig, world: int, per_node: int
 ) -> Iterator[MegatronConfig]:
     for pp in range(1, min(world, model.num_layers) + 1):
-        for tp in _powers(per_node):
+        for tp in powers(per_node):
             if world % (tp * pp):
                 continue
             ep = 1
@@ -152,7 +152,7 @@ def _megatrons(
                 model.moe is not None and model.moe.num_experts % (2 * ep) == 0 and world % (2 * ep * pp) == 0
             ):
                 ep *= 2
-            for first, last in _ends(model.num_layers, pp):
+            for first, last in ends(model.num_layers, pp):
                 yield replace(
                     megatron,
                     tensor_model_parallel_size=tp,
@@ -167,7 +167,7 @@ def _megatrons(
                 )
 
 
-def _ends(layers: int, stages: int) -> Iterator[tuple[int | None, int | None]]:
+def ends(layers: int, stages: int) -> Iterator[tuple[int | None, int | None]]:
     """Layers of the first and last stage, where not all can have as many."""
     if layers % stages == 0:
         yield None, None
@@ -181,5 +181,6 @@ def _ends(layers: int, stages: int) -> Iterator[tuple[int | None, int | None]]:
             yield -(-rest // 2), rest // 2
 
 
-def _powers(most: int) -> list[int]:
+def powers(most: int) -> list[int]:
+    """Of two, up to `most`."""
     return [1 << number for number in range(most.bit_length()) if 1 << number <= most]

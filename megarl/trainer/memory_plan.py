@@ -23,7 +23,9 @@ from megarl.config import (
 from megarl.config.lora_section import LoraConfig
 from megarl.hybrid_engine.layouts import EngineLayout
 from megarl.layout.grid import ParallelLayout
+from megarl.memory.flops import ModelFlops
 from megarl.memory.model import ModelUse, StageBytes, model_bytes
+from megarl.memory.parameters import StageTensors
 from megarl.memory.serving import (
     cache_bytes,
     engine_adapter_bytes,
@@ -133,6 +135,8 @@ class PlanInputs:
     adapted: dict[tuple[str, LoraConfig], Shapes] = field(default_factory=dict)
     served: dict[object, int] = field(default_factory=dict)
     stages: dict[object, list[StageBytes]] = field(default_factory=dict)
+    tables: dict[object, StageTensors] = field(default_factory=dict)
+    flops: dict[tuple[str, str], ModelFlops] = field(default_factory=dict)
 
     def weights(self, role: str, model: ModelConfig, lora: LoraConfig) -> Shapes | None:
         if not lora.rank:
@@ -154,7 +158,7 @@ def plan_memory(config: TrainConfig, inputs: PlanInputs, limit: int, reserve: in
     """
     pools, needs = config.resource_pools, phase_needs(config)
     owners = [*_actor(config, inputs, needs), *_others(config, inputs, needs)]
-    served, kv_tokens, token = _engines(config, inputs, needs, limit)
+    served, kv_tokens, token = engine_owners(config, inputs, needs, limit)
     phases = ["sync", "generate", *(["score_model"] if config.reward_model.enable else []), "evaluate_models"]
     phases += [] if config.critic is None else ["update_critic"]
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -172,7 +176,7 @@ def _tokens(tokens: int | None, trajectories: int | None, longest: int) -> int:
     return tokens if tokens is not None else (trajectories or 1) * longest
 
 
-def _use(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
+def model_use(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
     """The actor's or the critic's model."""
     policy = config.actor_rollout_ref
     section, lora = (
@@ -193,7 +197,7 @@ def _use(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
         tokens=tokens,
         evaluated=evaluated,
         head="lm" if role == "actor" else "value",
-        itemsize=_dtype(megatron.dtype).itemsize,
+        itemsize=precision(megatron.dtype).itemsize,
         lora=lora,
         adapted=inputs.weights(role, model, lora),
         base_block=policy.model.lora.blocks if role == "actor" or section.model.share_base else lora.blocks,
@@ -204,7 +208,8 @@ def _use(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
     )
 
 
-def _dtype(name: str | None) -> torch.dtype:
+def precision(name: str | None) -> torch.dtype:
+    """Of a key `dtype`, on GPUs."""
     return getattr(torch, name or "bfloat16")
 
 
@@ -216,7 +221,7 @@ def _trained(
     pool, megatron = section.resource_pool, section.megatron
     key = (role, megatron, config.resource_pools[pool], section.ppo_max_token_len_per_gpu)
     if key not in inputs.stages:
-        inputs.stages[key] = model_bytes(_use(config, inputs, role))
+        inputs.stages[key] = model_bytes(model_use(config, inputs, role), inputs.tables)
     stages = inputs.stages[key]
     shares = role == "critic" and section.model.share_base
     for part, switch in trained_parts(megatron).items():
@@ -225,7 +230,7 @@ def _trained(
         name = f"{role}_{part}"
         sizes = tuple(getattr(stage.held, part) for stage in stages)
         if shares and part == "adapters":  # beside them, and where they are, is the value head
-            head = inputs.model.hidden_size * _dtype(megatron.dtype).itemsize
+            head = inputs.model.hidden_size * precision(megatron.dtype).itemsize
             sizes = (*sizes[:-1], sizes[-1] + head)
         if any(sizes):
             there = _when(needs, name) if leaves(config, switch, pool, config.resource_pools) else None
@@ -260,11 +265,12 @@ def _others(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[s
         ref, role = policy.ref, "actor" if inside else "ref"
         where = (ref.megatron, ref.resource_pool, "ref", role)
         blocks = policy.model.lora.blocks  # its weights are held as the actor's are
-        yield from _evaluated(config, inputs.model, "lm", *where, needs, blocks)
+        yield from _evaluated(config, inputs, inputs.model, "lm", *where, needs, blocks)
     if reward.enable:
         model = inputs.reward or inputs.model
         yield from _evaluated(
             config,
+            inputs,
             model,
             "value",
             reward.megatron,
@@ -277,6 +283,7 @@ def _others(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[s
 
 def _evaluated(
     config: TrainConfig,
+    inputs: PlanInputs,
     model: ModelConfig,
     head: str,
     megatron: MegatronConfig,
@@ -297,10 +304,10 @@ def _evaluated(
         head,
         trainable=False,
         base_block=base_block,
-        itemsize=_dtype(megatron.dtype).itemsize,
+        itemsize=precision(megatron.dtype).itemsize,
         chunk_tokens=megatron.log_prob_chunk_tokens,
     )
-    stages, there = model_bytes(use), _when(needs, f"{name}_weights")
+    stages, there = model_bytes(use, inputs.tables), _when(needs, f"{name}_weights")
     movable = leaves(config, megatron.param_offload, pool, config.resource_pools)
     weights = tuple(stage.held.weights for stage in stages)
     yield Owned(f"{name}_weights", role, pool, weights, there if movable else None)
@@ -308,13 +315,13 @@ def _evaluated(
         yield Owned(f"{name}_evaluating", role, pool, _of(stages, "evaluating"), there)
 
 
-def _engines(
+def engine_owners(
     config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]], limit: int
 ) -> tuple[list[Owned], int, int]:
     """The engines' owners, the tokens of their cache, and the bytes of one."""
     policy = config.actor_rollout_ref
     rollout, model = policy.rollout, inputs.model
-    layout, dtype, pool = _engine_layout(rollout), _dtype(rollout.dtype), rollout.resource_pool
+    layout, dtype, pool = engine_layout(rollout), precision(rollout.dtype), rollout.resource_pool
     weights, freed = served_bytes(rollout, inputs), frees_engines(config, config.resource_pools)
     adapters, _ = served_adapters(rollout, model, policy.model.lora, freed)
     if adapters is not None:
@@ -343,7 +350,7 @@ def _engines(
 
 def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
     """Weights that a rank of an engine holds, without adapters."""
-    layout, dtype = _engine_layout(rollout), _dtype(rollout.dtype)
+    layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
     key = (layout.tp, layout.ep, dtype, block)
     if key not in inputs.served:
@@ -351,7 +358,8 @@ def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
     return inputs.served[key]
 
 
-def _engine_layout(rollout: RolloutConfig) -> EngineLayout:
+def engine_layout(rollout: RolloutConfig) -> EngineLayout:
+    """Of a resolved section."""
     return EngineLayout(
         rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
     )

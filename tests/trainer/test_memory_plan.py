@@ -10,7 +10,7 @@ from megarl.cli import main
 from megarl.layout.grid import ParallelLayout
 from megarl.memory.activations import _in_flight
 from megarl.trainer.memory_command import read_inputs
-from megarl.trainer.memory_fit import _ends, fit
+from megarl.trainer.memory_fit import ends, fit
 from megarl.trainer.memory_phases import ALL_OF
 from megarl.trainer.memory_plan import GIB, plan_memory
 
@@ -110,7 +110,7 @@ def test_the_search_takes_the_fewest_nodes() -> None:
 
 def test_uneven_stages_hold_all_layers() -> None:
     for stages in range(2, 16):
-        for first, last in _ends(61, stages):
+        for first, last in ends(61, stages):
             given = [count for count in (first, last) if count is not None]
             assert (61 - sum(given)) % max(1, stages - len(given)) == 0
 

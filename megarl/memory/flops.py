@@ -1,0 +1,99 @@
+"""Floating point operations of a token, from the weight table and the model's facts.
+
+A matrix of [rows, columns] takes 2 rows x columns for a token (a multiplication and an addition each), forward; backward
+takes the same for the token's gradient, and once more for the weight's if that is trained (Narayanan et al. 2021,
+arXiv:2104.04473, appendix). Attention takes 2 (query and key width + value width) for each head and each pair of a query and
+a key. Of routed experts a token counts those that it takes. Norms, activations and rotations are left out.
+"""
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from megarl.models import ModelConfig, logical_tensors
+from megarl.models.table import EMBEDDING
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """A layer, whole.
+
+    Attributes:
+        dense: weights of all matrices but routed experts. experts: of these, all of them. active: those of a token.
+        pair: operations of attention for a query and a key. decode_pair: the same when a token is generated, where latent
+            attention works on the latent keys and values themselves.
+        is_moe: whether it has routed experts. shared: whether also shared ones, or an ordinary MLP.
+    """
+
+    dense: int
+    experts: int
+    active: int
+    pair: int
+    decode_pair: int
+    is_moe: bool
+    shared: bool
+
+    def forward(self, pairs: float) -> float:
+        """Of a token that attends to `pairs` tokens."""
+        return 2 * (self.dense + self.active) + self.pair * pairs
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Of a whole model: its layers, and the weights of its head (rows of logits, or the value head)."""
+
+    layers: tuple[LayerFlops, ...]
+    head: int
+
+    def forward(self, pairs: float) -> float:
+        """Operations of a token that attends to `pairs` tokens, itself included."""
+        return sum(layer.forward(pairs) for layer in self.layers) + 2 * self.head
+
+    @property
+    def active(self) -> int:
+        """Weights of matrices that a token is multiplied with."""
+        return sum(layer.dense + layer.active for layer in self.layers) + self.head
+
+
+def model_flops(config: ModelConfig, head: str = "lm") -> ModelFlops:
+    """Those of a model with the head "lm" or "value"."""
+    dense, experts = [0] * config.num_layers, [0] * config.num_layers
+    shared = [False] * config.num_layers
+    top = 0
+    for name, shape in logical_tensors(config, head).items():
+        found = _LAYER.fullmatch(name)
+        if len(shape) != 2 or name == EMBEDDING:
+            continue
+        if found is None:
+            top += prod(shape)
+        elif ".experts." in found[2]:
+            experts[int(found[1])] += prod(shape)
+        else:
+            dense[int(found[1])] += prod(shape)
+            shared[int(found[1])] |= found[2].startswith("mlp.") and found[2] != "mlp.gate.weight"
+    if head == "lm" and config.tie_word_embeddings:
+        top = config.vocab_size * config.hidden_size
+    pair, decode_pair = _pairs(config)
+    layers = []
+    for layer, number in enumerate(experts):
+        # Every expert has the same share.
+        active = 0 if not number else number * config.moe.top_k // config.moe.num_experts
+        layers.append(LayerFlops(dense[layer], number, active, pair, decode_pair, number > 0, shared[layer]))
+    return ModelFlops(tuple(layers), top)
+
+
+def causal_pairs(length: float) -> float:
+    """Tokens that a token attends to, on the average of a sequence of `length`."""
+    return (length + 1) / 2
+
+
+def _pairs(config: ModelConfig) -> tuple[int, int]:
+    heads, mla = config.num_attention_heads, config.mla
+    if mla is None:
+        pair = 2 * heads * 2 * config.head_dim
+        return pair, pair
+    queries = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    latent = 2 * mla.kv_lora_rank + mla.qk_rope_head_dim
+    return 2 * heads * (queries + mla.v_head_dim), 2 * heads * latent

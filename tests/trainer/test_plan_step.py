@@ -1,0 +1,222 @@
+"""`megarl plan step`: what it says of memory, sync and seconds hangs together; its page is one whole file; its advice holds."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.memory.hardware import TABLE, Assumptions
+from megarl.memory.speed import Machine
+from megarl.trainer.memory_command import read_inputs
+from megarl.trainer.memory_plan import GIB, plan_memory
+from megarl.trainer.plan_job import plan_job
+
+ROOT = Path(__file__).resolve().parents[2]
+PPO, LORA, MOE, DEEPSEEK = (
+    str(ROOT / f"recipes/{name}.yaml")
+    for name in ("qwen2.5_7b_ppo_gsm8k", "qwen2.5_72b_grpo_lora", "qwen3_30b_a3b_grpo", "deepseek_v3_grpo")
+)
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes' paths are relative to it."""
+    monkeypatch.chdir(ROOT)
+
+
+def planned(capsys: pytest.CaptureFixture, *arguments: str) -> dict:
+    assert main(["plan", "step", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_report_hangs_together(capsys) -> None:
+    plan = planned(capsys, PPO, "--assume", "nvlink=0.5")
+    assert plan["hardware"]["name"] == "H100" and plan["devices"] == 8
+    memory = plan["memory"]
+    assert memory["fits"] and not plan["advice"]
+    assert main(["plan", "memory", PPO, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == memory
+    for phase, fullest in plan["fullest"].items():  # one stage: all ranks hold the same
+        assert fullest["bytes"] == memory["phases"][phase]["total"] and fullest["number"] == 0
+    for link, cost in plan["sync"]["links"].items():
+        rate = {"local": 3.35e12 * 0.7 / 2, "intra_node": 450e9 * 0.5, "inter_node": 50e9 * 0.8}[link]
+        assert cost["seconds"] == pytest.approx(max(cost["max_received"], cost["max_sent"]) / rate)
+    phases = plan["phases"]
+    assert list(phases) == ["sync", "generate", "evaluate_models", "update"]
+    assert phases["sync"]["parts"]["weights"] == plan["sync"]["seconds"]
+    for phase in phases.values():  # all on the same devices
+        assert phase["seconds"] == pytest.approx(sum(phase["parts"].values()))
+    step = plan["step"]
+    assert step["seconds"] == pytest.approx(sum(phase["seconds"] for phase in phases.values()))
+    assert step["tokens"] == 1024 * (256 + 128)  # trajectories, half of the longest prompts and responses
+    assert step["tokens_per_s_per_device"] == pytest.approx(step["tokens"] / step["seconds"] / 8)
+    assert phases["generate"]["tokens"] == 1024 * 128
+    assert plan["passes"]["critic updates"]["updates"] == 4
+
+
+def test_what_moves_is_what_leaves(capsys) -> None:
+    """Weights leave for the engines to generate and come for log-probs, optimizer states come for updates and leave for the
+    sync; gradients are dropped."""
+    plan = planned(capsys, MOE, "--without-sync", "--assume", "host=0.5")
+    held, phases = plan["memory"]["phases"]["update_actor"], plan["phases"]
+    moved, rate = "moved to and from the host", 64e9 / 2
+    for phase, owner in (
+        ("generate", "actor_weights"),
+        ("evaluate_models", "actor_weights"),
+        ("update", "actor_optimizer"),
+        ("sync", "actor_optimizer"),
+    ):
+        assert phases[phase]["parts"][moved] == pytest.approx(held[owner] / rate)
+    parts = ("param", "grad", "optimizer")
+    stays = [f"actor_rollout_ref.actor.megatron.{part}_offload=false" for part in parts]
+    still = planned(capsys, MOE, "--without-sync", *stays)
+    assert not any(moved in phase["parts"] for phase in still["phases"].values())
+    assert still["memory"]["peak"] > plan["memory"]["peak"]
+
+
+def test_better_hardware_and_parts_are_faster(capsys) -> None:
+    def seconds(*options: str) -> dict[str, float]:
+        phases = planned(capsys, LORA, "--without-sync", *options)["phases"]
+        return {name: phase["seconds"] for name, phase in phases.items()}
+
+    h100, h200, h20 = (seconds("--hardware", name) for name in ("H100", "h200", "H20"))
+    assert h200["generate"] < h100["generate"]  # memory alone differs
+    assert h200["update"] == h100["update"] < h20["update"]
+    slow = seconds("--assume", "matmul=0.25", "--assume", "attention=0.2", "--assume", "nvlink=0.35")
+    assert slow["update"] == pytest.approx(2 * h100["update"], rel=1e-3)  # but for what moves to the host
+    assert seconds("--assume", "response=1")["generate"] > h100["generate"]
+
+
+def test_the_fullest_device_of_uneven_stages_is_named() -> None:
+    """Summed device by device; the sum of each role's fullest stage is as much, or more where these are not the same."""
+    config, inputs = read_inputs(DEEPSEEK, [])
+    memory = plan_memory(config, inputs, 140 * GIB, 6 * GIB)
+    machine = Machine(TABLE["H200"], Assumptions(), 8)
+    job = plan_job(config, inputs, machine, memory, sync=False)
+    device, size = job.fullest("update_actor")
+    actor = [owner for owner in memory.owners if owner.role == "actor"]
+    stages = [sum(owner.at("update_actor")[stage] for owner in actor) for stage in range(16)]
+    assert device.actor.pp == stages.index(max(stages)) == device.number // 8
+    others = sum(max(owner.at("update_actor")) for owner in memory.owners if owner.role != "actor")
+    assert size == max(stages) + others <= memory.fullest("update_actor")
+    assert str(device).startswith(
+        f"node {device.number // 8}, GPU 0 of pool global (actor rank {device.number}: tp 0"
+    )
+
+
+def test_what_does_not_fit_gets_advice_that_holds(capsys) -> None:
+    short = ["--gpu-memory", "41", "--without-sync"]
+    plan = planned(capsys, PPO, *short)
+    assert not plan["memory"]["fits"] and plan["memory"]["problems"]
+    peaks = [change["peak"] for change in plan["advice"] if change["fits"]]
+    assert peaks and peaks == sorted(peaks)
+    for change in plan["advice"]:
+        changed = planned(capsys, PPO, *change["keys"], *short)["memory"]
+        assert (changed["peak"], changed["fits"]) == (change["peak"], change["fits"])
+        assert changed["fits"] or changed["peak"] < plan["memory"]["peak"]
+    assert main(["plan", "step", PPO, *short]) == 0
+    out = capsys.readouterr().out
+    assert "does not fit, " in out and f"would help: {plan['advice'][0]['keys'][0]}" in out
+
+
+class Page(HTMLParser):
+    """Fails for what is not closed in turn; notes what a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.found, self.fetched = [], [], []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self.fetched += [(name, value) for name, value in attrs if name in ("src", "href", "srcset")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
+
+
+def test_the_page_is_one_whole_file(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "deep" / "plan.html"
+    arguments = ["plan", "step", DEEPSEEK, "--hardware", "H200", "--without-sync", "--html", str(file)]
+    assert main(arguments) == 0
+    table, text = capsys.readouterr().out, file.read_text()
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == [] and text.startswith("<!DOCTYPE html>")
+    assert page.fetched == [] and "url(" not in text and "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+    for kind in ("tensor parallel, 8", "pipeline stage, 16", "expert parallel, 8", "engine, 16"):
+        assert f"Pool global: {kind}" in text
+    assert "context parallel" not in text and "data parallel," not in text  # of one
+    cells = [attrs for tag, attrs in page.found if tag == "rect" and attrs.get("class") == "frame"]
+    assert len(cells) == 128 * 5  # four kinds of groups, and the memory
+    assert (
+        len(re.findall(r"<text class=\"in\"[^>]*>15</text>", text)) == 8 + 8
+    )  # of the last stage, of the last engine
+    (step,) = re.findall(r"^ +step +([\d.]+)", table, re.MULTILINE)
+    assert f"<td>step</td><td>{step}</td>" in text
+    lengths = re.findall(r'<rect x="[\d.]+" y="\d+" width="([\d.]+)" height="22"', text)
+    assert all(float(length) > 0 for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([PPO, "--hardware", "H1000"], "--hardware H1000 is not in the table; did you mean H100?"),
+        ([PPO, "--assume", "speed=1"], "--assume speed=1: 'speed' is unknown"),
+        ([PPO, "--gpu-memory", "-1"], "--gpu-memory is -1 GiB; it must be at least 0"),
+        ([PPO, "--search", "--top", "0"], "--top is 0; it must be at least 1"),
+        ([PPO, "--search", "--html", "x.html"], "--html beside --search"),
+        ([PPO, "--search", "--gpu-memory", "20"], "no layout on the recipe's devices fits 20 GiB"),
+        ([DEEPSEEK, "--search", "--hardware", "A100"], "no engine on a node has room in rollout.gpu_memory_utilization=0.7"),
+        ([PPO, "--search", "--gpu-memory", "8"], "; the actor's weights, gradients and optimizer states take more"),
+        ([PPO, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"], "tensor_model_parallel_size"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(arguments, message, capsys) -> None:
+    assert main(["plan", "step", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_halves_that_work_at_the_same_time(capsys) -> None:
+    """Engines in a pool of their own: with one_step_off a step is the sync and the longer half."""
+    pools = [
+        "trainer.nnodes=2",
+        "resource_pools={train: {n_gpus_per_node: 8}, serve: {n_gpus_per_node: 4}}",
+        "actor_rollout_ref.actor.resource_pool=train",
+        "actor_rollout_ref.rollout.resource_pool=serve",
+        "critic.resource_pool=train",
+    ]
+    apart = planned(capsys, PPO, *pools, "--without-sync")
+    assert apart["devices"] == 12
+    seconds = {name: phase["seconds"] for name, phase in apart["phases"].items()}
+    assert apart["step"]["seconds"] == pytest.approx(sum(seconds.values()))
+    ahead = planned(capsys, PPO, *pools, "trainer.mode=one_step_off", "--without-sync")["step"]["seconds"]
+    assert ahead == pytest.approx(
+        seconds["sync"] + max(seconds["generate"], seconds["evaluate_models"] + seconds["update"])
+    )
+
+
+def test_engines_that_serve_adapters_get_these_alone(capsys) -> None:
+    """Of rank 32 on every linear layer of Qwen2.5-72B, cut over 8 devices."""
+    pools = [
+        "trainer.nnodes=2",
+        "resource_pools={train: {n_gpus_per_node: 8}, serve: {n_gpus_per_node: 8}}",
+        "actor_rollout_ref.actor.resource_pool=train",
+        "actor_rollout_ref.rollout.resource_pool=serve",
+    ]
+    plan = planned(capsys, LORA, *pools)
+    assert plan["sync"] is None
+    merged = planned(capsys, LORA, *pools, "actor_rollout_ref.rollout.lora_sync=merged", "--without-sync")
+    weights = 72.7e9 * 2 / 8 / (50e9 * 0.8)
+    assert merged["phases"]["sync"]["seconds"] == pytest.approx(weights, rel=0.02)
+    assert 0 < plan["phases"]["sync"]["seconds"] < 0.05 * weights

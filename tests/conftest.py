@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 # Of several processes (`pytest -n 2`) one gets all of these rooms' files, whose tests share an engine or a cluster.
 ONE_PROCESS = ("rollout", "cluster")
 # Long tests come first, so that all processes end at about the same time.
-LONGEST_FIRST = ("rollout", "trainer", "faults", "cluster", "megatron")
+LONGEST_FIRST = ("rollout", "trainer", "faults", "launch", "cluster", "megatron")
 
 
 class ByFileOrRoom(LoadFileScheduling):

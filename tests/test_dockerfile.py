@@ -1,6 +1,9 @@
-"""The Dockerfile of the GPU image: what a linter finds in it. It is built on a machine with a network alone."""
+"""The Dockerfile of the GPU image: what a linter finds in it, and whether its pip lines can be resolved. It is built on a machine
+with a network alone.
+"""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -8,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
-DOCKERFILE = Path(__file__).resolve().parent.parent / "Dockerfile"
-HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+ROOT = Path(__file__).resolve().parent.parent
+DOCKERFILE = ROOT / "Dockerfile"
+HADOLINT, UV = (shutil.which(name, path=str(Path(sys.executable).parent)) for name in ("hadolint", "uv"))
+PINS = ROOT / "requirements/gpu.txt"
+# The image's Python and its glibc (Ubuntu 24.04's).
+TARGET = ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_39"]
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint has no package for this kind of machine")
@@ -31,3 +38,87 @@ def test_the_image_runs_as_a_user_with_a_health_check() -> None:
     *_, user = re.findall(r"^USER (\S+)$", text, re.MULTILINE)
     assert user.split(":")[0] not in ("root", "0")
     assert re.search(r"^HEALTHCHECK ", text, re.MULTILINE)
+
+
+def pip_lines() -> list[list[str]]:
+    """The arguments of each `pip install` of the Dockerfile, with its ARGs in their places."""
+    text = re.sub(r"^ *#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    values = dict(re.findall(r"^ARG (\w+)=(\S*)$", text, re.MULTILINE))
+    found = re.findall(r"\bpip install ([^&;\n]*)", text)
+    return [
+        shlex.split(re.sub(r"\$\{(\w+)\}", lambda match: values[match[1]].strip('"'), line)) for line in found
+    ]
+
+
+def requirements_of(line: list[str]) -> list[str]:
+    """What of the index a pip line asks for: no options, no git, nothing whose version is empty (it is not installed)."""
+    return [
+        word for word in line if not word.startswith("-") and "git+" not in word and not word.endswith("==")
+    ]
+
+
+def pip_index() -> list[str]:
+    """The package index that pip is set to, for uv, which does not read pip's settings."""
+    said = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    found = re.findall(r"^\S+\.index-url='(\S+)'$", said.stdout, re.MULTILINE)
+    return ["--default-index", found[0]] if found else []
+
+
+def resolve(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """What pip would install in the image, a line `name==version` each; nothing is installed here."""
+    command = [
+        UV,
+        "pip",
+        "compile",
+        *TARGET,
+        "--no-python-downloads",
+        "--no-annotate",
+        "--no-header",
+        *pip_index(),
+    ]
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT / "requirements",
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def index() -> None:
+    """Skips where no package index is."""
+    if UV is None:
+        pytest.skip("uv has no package for this kind of machine")
+    asked = resolve("--refresh", "-", given="wheel")
+    if asked.returncode:
+        pytest.skip(f"uv reaches no package index: {asked.stderr.strip().splitlines()[-1].strip()}")
+
+
+def pins() -> set[str]:
+    return {line for line in PINS.read_text().splitlines() if line and not line.startswith("#")}
+
+
+def test_the_pins_of_the_image_are_the_resolution_of_its_requirements(index: None) -> None:
+    """All of them, and none that nobody asks for."""
+    found = resolve("-c", "gpu.txt", "gpu.in")
+    assert found.returncode == 0, found.stderr
+    assert set(found.stdout.splitlines()) == pins()
+
+
+def test_each_pip_line_of_the_image_takes_what_is_pinned(index: None) -> None:
+    """So no layer brings what a later one replaces. megarl itself comes last, without what it needs: it finds that there."""
+    lines = [line for line in map(requirements_of, pip_lines()) if line]
+    assert [line[0].split("==")[0] for line in lines] == [
+        "torch", "transformer-engine[pytorch,core_cu13]", "sglang", "megatron-core", ".",
+    ]  # fmt: skip
+    lines[3].remove("gpu.txt")  # the pins themselves: the test above
+    for line in lines[:-1]:
+        takes(resolve("-c", "gpu.txt", "-", given="\n".join(line)))
+    takes(resolve("-c", "gpu.txt", "../setup.py", "--extra", "core", "--extra", "rollout"))
+
+
+def takes(found: subprocess.CompletedProcess[str]) -> None:
+    assert found.returncode == 0, found.stderr
+    assert found.stdout and set(found.stdout.splitlines()) <= pins()

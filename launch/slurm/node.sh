@@ -8,7 +8,8 @@
 #   node.sh FOLDER HEAD DEVICES CPU INTERFACE START_SECONDS COMMAND RECIPE [key=value...]
 set -euo pipefail
 
-readonly TRIES=3 SETTLED_SECONDS=20
+readonly TRIES=3 LOSS_SECONDS=5
+readonly REQUEUE=75 # megarl's exit code for: start me again
 
 folder="$1" head="$2" devices="$3" cpu="$4" interface="$5" start_seconds="$6" command="$7" recipe="$8"
 shift 8
@@ -85,7 +86,15 @@ ray_ended() {
     ! kill -0 "${ray_pid}" 2> /dev/null
 }
 
-# Starts Ray's head; once it answers, its address is in FOLDER/head. A start that fails is tried again, on other ports.
+answers() { # PORT...
+    local port
+    for port in "$@"; do
+        (exec 3<> "/dev/tcp/${address}/${port}") 2> /dev/null || return 1
+    done
+}
+
+# Starts Ray's head; once its servers (GCS and raylet) answer, its address is in FOLDER/head. A start that fails is tried again, on
+# other ports.
 start_head() {
     local port
     for ((try = 0; try < TRIES; try++)); do
@@ -94,7 +103,7 @@ start_head() {
             --temp-dir "/tmp/megarl-ray-${SLURM_JOB_ID}" &
         ray_pid=$!
         for ((second = 0; second < start_seconds; second++)); do
-            if (exec 3<> "/dev/tcp/${address}/${port}") 2> /dev/null; then
+            if answers "${port}" "$((port + 1))"; then
                 echo "${address}:${port}" > "${folder}/head.new"
                 mv "${folder}/head.new" "${folder}/head" # whole or not at all
                 return 0
@@ -107,14 +116,18 @@ start_head() {
     fail "Ray's head did not start in ${TRIES} tries"
 }
 
+wait_for_devices() { # SECONDS
+    python3 "${launch}/ray/wait_for_devices.py" "${ray_address}" --nodes "${SLURM_JOB_NUM_NODES}" --devices "${devices}" \
+        --kind "${kind}" --seconds "$1"
+}
+
 # Runs megarl, once; its exit code goes into FOLDER/done.
 run_head() {
     local driver waiting status=0 told=""
     check_recipe
     start_head
     ray_address="$(cat "${folder}/head")"
-    python3 "${launch}/ray/wait_for_devices.py" "${ray_address}" --nodes "${SLURM_JOB_NUM_NODES}" --devices "${devices}" \
-        --kind "${kind}" --seconds "${start_seconds}" &
+    wait_for_devices "${start_seconds}" &
     waiting=$!
     while kill -0 "${waiting}" 2> /dev/null; do
         ! ray_ended || fail "Ray's head has ended"
@@ -134,6 +147,11 @@ run_head() {
         sleep 0.5
     done
     wait "${driver}" || status=$?
+    # megarl may see a loss before the lost part's own script does, or Slurm.
+    if ((status != 0 && status != REQUEUE && SLURM_JOB_NUM_NODES > 1)); then
+        sleep "${LOSS_SECONDS}"
+        wait_for_devices 0 || fail "megarl ended with exit code ${status}, and a part of the cluster was lost"
+    fi
     echo "${status}" > "${folder}/done.new"
     mv "${folder}/done.new" "${folder}/done"
     stop_ray
@@ -142,14 +160,12 @@ run_head() {
 
 # Joins the head's cluster, until all is over.
 run_worker() {
-    local begun
     for ((second = 0; second < start_seconds; second++)); do
         [[ ! -f "${folder}/head" ]] || break
         sleep 1
     done
     [[ -f "${folder}/head" ]] || fail "the head on ${head} did not start within ${start_seconds} s"
     for ((try = 1; try <= TRIES; try++)); do
-        begun="${SECONDS}"
         bash "${launch}/ray/start_cluster.sh" worker "${address}" --head "$(cat "${folder}/head")" \
             --port "$((first_port + 8 * (try - 1)))" -- "${resources[@]}" &
         ray_pid=$!
@@ -160,7 +176,7 @@ run_worker() {
             rm -rf "/tmp/megarl-ray-${SLURM_JOB_ID}"
             return 0
         fi
-        ((SECONDS - begun < SETTLED_SECONDS)) || fail "Ray's worker has ended"
+        [[ ! -f "${folder}/up" ]] || fail "Ray's worker has ended"
     done
     fail "Ray's worker did not start in ${TRIES} tries"
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real Slurm cluster on one machine, for tests: nodes n1, n2, ... with network, hostname, processes and /tmp of their own.
-# Needs root, and Debian's packages slurmctld, slurmd, slurm-client, munge, iproute2. FOLDER is the one part of /tmp that the
-# nodes share.
+# Needs root, and the packages of debian_packages.txt. FOLDER is the one part of /tmp that the nodes share. Partitions: test (the
+# default: n1 and n2), low and urgent (all nodes; a job of urgent takes nodes from one of low, which gets SIGUSR1 a minute before).
 #
 #   slurm_cluster.sh up   FOLDER NODES     starts it; SLURM_CONF=FOLDER/slurm.conf is its configuration
 #   slurm_cluster.sh down FOLDER NODES     ends it, with all that runs on its nodes
@@ -89,6 +89,9 @@ SchedulerParameters=sched_interval=1
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
 SlurmctldTimeout=30
+SlurmctldParameters=preempt_send_user_signal
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=5
 GresTypes=gpu
@@ -96,7 +99,9 @@ EOF
     for ((i = 1; i <= nodes; i++)); do
         echo "NodeName=n${i} NodeHostname=n${i} NodeAddr=${NETWORK}.${i} CPUs=16 CoresPerSocket=16 RealMemory=20000 Gres=gpu:8"
     done
-    echo "PartitionName=test Nodes=n[1-${nodes}] Default=YES MaxTime=INFINITE DefaultTime=30"
+    echo "PartitionName=test Nodes=n[1-2] Default=YES DefaultTime=30"
+    echo "PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=60 DefaultTime=30"
+    echo "PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF DefaultTime=30"
 } > "${folder}/slurm.conf"
 
 export SLURM_CONF="${folder}/slurm.conf"
@@ -123,7 +128,7 @@ for ((i = 1; i <= nodes; i++)); do
     echo $! > "${folder}/pid/n${i}.pid"
 done
 for ((try = 0; try < 100; try++)); do
-    [[ "$(sinfo -h -p test -t idle -o %D)" != "${nodes}" ]] || exit 0
+    [[ "$(sinfo -h -p low -t idle -o %D)" != "${nodes}" ]] || exit 0
     sleep 0.2
 done
 echo "the nodes did not come:" >&2

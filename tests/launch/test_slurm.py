@@ -1,127 +1,34 @@
-"""Real Slurm jobs, on a cluster of two nodes that lie on this machine (tests/launch/slurm_cluster.sh)."""
+"""Real Slurm jobs, on a cluster of nodes that lie on this machine (tests/launch/slurm_cluster.sh)."""
 
-import fcntl
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.models.tiny import make_tiny_model
+from tests.launch.slurm import ROOT, Slurm, obstacle, slurm_cluster
 
-ROOT = Path(__file__).resolve().parents[2]
-STARTER = ROOT / "tests/launch/slurm_cluster.sh"
-TRAIN, SWEEP = (ROOT / "launch/slurm" / name for name in ("train.sbatch", "sweep.sbatch"))
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
-MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
+TRAIN, SWEEP, ATTACH = (
+    ROOT / "launch/slurm" / name for name in ("train.sbatch", "sweep.sbatch", "attach.sh")
+)
 SFT = str(ROOT / "recipes/quickstart_sft.yaml")
+STEPS = 120  # of the runs that are disturbed
 PPO = str(ROOT / "recipes/quickstart_ppo.yaml")
+OBSTACLE = obstacle()
 
-pytestmark = [
-    pytest.mark.skipif(
-        os.geteuid() != 0 or bool(MISSING),
-        reason=f"a Slurm cluster is started as root, with Debian's slurmctld slurmd slurm-client munge iproute2 (missing: "
-        f"{', '.join(MISSING) or 'root'})",
-    ),
-    pytest.mark.skipif(
-        ROOT.is_relative_to("/tmp"),
-        reason="each node has a /tmp of its own, where this checkout would not be",
-    ),
-    pytest.mark.timeout(600),
-]
-
-
-class Slurm:
-    """The cluster: what is submitted to it, and what becomes of that."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.work = folder / "work"
-        self.logs = self.work / "logs"
-        self.logs.mkdir(parents=True)
-        bin = Path(sys.executable).parent
-        self.environment = {
-            **os.environ,
-            "SLURM_CONF": str(folder / "slurm.conf"),
-            "PATH": f"{bin}:{os.environ['PATH']}",
-            "COLUMNS": "200",
-        }
-
-    def run(self, *command: str | Path) -> str:
-        """What a command printed; it must succeed."""
-        result = subprocess.run(
-            list(map(str, command)),
-            cwd=self.work, env=self.environment, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result.stdout
-
-    def submit(self, *arguments: str | Path) -> str:
-        """Submit with sbatch; returns the job's number."""
-        return self.run("sbatch", "--parsable", f"--output={self.logs}/%j.out", *arguments).strip()
-
-    def launch(self, *arguments: str | Path) -> str:
-        """Submit with `megarl launch slurm`; returns the job's number."""
-        return self.run("megarl", "launch", "slurm", "--logs", self.logs, *arguments).split()[-1]
-
-    def output(self, job: str) -> str:
-        """Of the batch script."""
-        path = self.logs / f"{job}.out"
-        return path.read_text() if path.exists() else ""
-
-    def log(self, job: str, start: int = 0, name: str = "train") -> str:
-        path = self.logs / job / f"start-{start}" / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def wait(self, job: str, holds: Callable[[], bool], seconds: float) -> None:
-        """Wait until something holds."""
-        end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, self.everything(job)
-            time.sleep(0.3)
-
-    def end(self, job: str, seconds: float = 240) -> tuple[str, int]:
-        """Wait for a job's end: (its state, its exit code)."""
-        facts: dict[str, str] = {}
-
-        def over() -> bool:
-            text = self.run("scontrol", "show", "job", "-o", job)
-            facts.update(part.split("=", 1) for part in text.split() if "=" in part)
-            return facts["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-
-        self.wait(job, over, seconds)
-        return facts["JobState"], int(facts["ExitCode"].split(":")[0])
-
-    def everything(self, job: str) -> str:
-        texts = [self.run("squeue"), self.output(job)[-5000:]]
-        texts += [f"{path}:\n{path.read_text()[-3000:]}" for path in sorted(self.logs.glob(f"{job}/*/*.log"))]
-        return "\n".join(texts)
+pytestmark = [pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
-    # munge wants a folder that everybody can enter, which pytest's are not.
-    folder = Path(tempfile.mkdtemp(prefix="megarl-slurm-", dir="/tmp"))
-    folder.chmod(0o711)
-    try:
-        # One cluster at a time: the names of its networks are fixed.
-        with open("/tmp/megarl-slurm.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            started = subprocess.run(
-                ["bash", STARTER, "up", folder, "2"], capture_output=True, text=True, timeout=120
-            )
-            assert started.returncode == 0, started.stdout + started.stderr
-            yield Slurm(folder)
-            subprocess.run(["bash", STARTER, "down", folder, "2"], check=True, timeout=60)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with slurm_cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +42,45 @@ def task(slurm: Slurm) -> Path:
 
 @pytest.fixture(scope="module")
 def stub(slurm: Slurm) -> Path:
-    """A folder with bin/megarl, which stands in for megarl: it writes down what it was given, and ends as it is told."""
+    """A folder with bin/megarl, which stands in for megarl: it writes down what it was given, waits for the file `hold`, and ends
+    as it is told; when it is started again, well.
+    """
     program = slurm.work / "stub/bin/megarl"
     program.parent.mkdir(parents=True)
     program.write_text(f"""#!{sys.executable}
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 given = dict(text.split("=", 1) for text in sys.argv if "=" in text)
 if sys.argv[1] == "config":
     keys = {{key: {{"value": int(given[key])}} for key in ("trainer.nnodes", "trainer.n_gpus_per_node")}}
     print(json.dumps({{"keys": keys}}))
     sys.exit()
 facts = {{"arguments": sys.argv[1:], "environment": dict(os.environ)}}
-pathlib.Path(given["trainer.default_local_dir"] + ".json").write_text(json.dumps(facts))
-sys.exit(int(given.get("trainer.seed", 0)))
+written = pathlib.Path(given["trainer.default_local_dir"] + ".json")
+again = written.exists()
+written.write_text(json.dumps(facts))
+while "hold" in given and not os.path.exists(given["hold"]):
+    time.sleep(0.1)
+sys.exit(0 if again else int(given.get("trainer.seed", 0)))
 """)
     program.chmod(0o755)
     return program.parent.parent
+
+
+def sft(slurm: Slurm, task: Path, name: str) -> tuple[str, Path]:
+    """Submit a supervised run whose two pipeline stages are on two of the nodes: (the job, the run folder)."""
+    run = slurm.work / name
+    job = slurm.launch(
+        SFT, "--command", "sft", "--cpu", "--nodes", "2", "--partition", "low", "trainer.n_gpus_per_node=1",
+        "megatron.tensor_model_parallel_size=1", "data.train_batch_size=16", "trainer.save_freq=20",
+        f"data.train_files={task}/data/sft.parquet", f"model.path={task}/model", f"trainer.default_local_dir={run}",
+        "trainer.total_epochs=1000", f"trainer.total_training_steps={STEPS}",
+    )  # fmt: skip
+    return job, run
+
+
+def steps_in(log: str) -> list[int]:
+    """The steps whose lines are in a log."""
+    return [int(line.split()[1].split("/")[0]) for line in log.splitlines() if line.startswith("step ")]
 
 
 def steps(folder: Path) -> list[int]:
@@ -205,10 +135,15 @@ def test_a_job_of_the_wrong_size_says_so(slurm: Slurm, stub: Path) -> None:
     assert "the interface ib7 has no address" in said and "eth0" in said
 
 
-def test_a_sweep_gives_each_run_its_line_its_folder_and_its_gpus(slurm: Slurm, stub: Path) -> None:
-    """In containers, as far as that goes here: what stands in for Apptainer runs the command without one."""
-    lines, runs, image = slurm.work / "sweep.txt", slurm.work / "sweep", slurm.work / "megarl.sif"
-    lines.write_text("trainer.seed=0 trainer.nnodes=1\ntrainer.seed=3\n")
+@pytest.fixture(scope="module")
+def sweep(slurm: Slurm, stub: Path) -> list[str]:
+    """An array of two runs, with a look at both while they go on: the first fails, the second asks to be started again. The
+    numbers of its tasks.
+
+    In containers, as far as that goes here: what stands in for Apptainer runs the command without one.
+    """
+    lines, runs, image, go = (slurm.work / name for name in ("sweep.txt", "sweep", "megarl.sif", "go"))
+    lines.write_text(f"trainer.seed=3 hold={go} trainer.nnodes=1\ntrainer.seed=75 hold={go}\n")
     (slurm.work / "env").write_text("# the site's\nNOTE=a $b = 'c'd\n")
     runs.mkdir()
     image.touch()
@@ -223,19 +158,41 @@ def test_a_sweep_gives_each_run_its_line_its_folder_and_its_gpus(slurm: Slurm, s
         "--env-file", slurm.work / "env", "--interface", "eth0", "--container", "apptainer", "--image", image,
         "--mount", "/etc:/site:ro", "--", SFT, "trainer.nnodes=1", "trainer.n_gpus_per_node=8",
     )  # fmt: skip
-    assert slurm.end(f"{job}_1") == ("COMPLETED", 0), slurm.everything(job)
-    assert slurm.end(f"{job}_2") == ("FAILED", 3), slurm.everything(job)  # as megarl has ended
-    for number, seed in (("1", "0"), ("2", "3")):
+    slurm.wait(job, lambda: len(list(runs.iterdir())) == 2, 100)
+    tasks = [slurm.facts(f"{job}_{task}")["JobId"] for task in (1, 2)]
+    assert tasks[1] == job  # the last task has the number of the whole array
+    shown = slurm.run("bash", ATTACH, f"{job}_2", "--logs", slurm.logs, "--", "ray", "status")
+    assert "/8.0 GPU" in shown
+    hosts = {
+        slurm.run("bash", ATTACH, f"{job}_{task}", "--logs", slurm.logs, "--", "hostname") for task in (1, 2)
+    }
+    assert hosts == {"n1\n", "n2\n"}
+    go.touch()
+    assert slurm.end(f"{job}_1") == ("FAILED", 3), slurm.everything(job)  # as megarl has ended
+    assert slurm.end(f"{job}_2") == ("COMPLETED", 0), slurm.everything(job)
+    return tasks
+
+
+def test_a_sweep_gives_each_run_its_line_its_folder_and_its_gpus(slurm: Slurm, sweep: list[str]) -> None:
+    runs = slurm.work / "sweep"
+    for number, seed in (("1", "3"), ("2", "75")):
         facts = json.loads((runs / f"{number}.json").read_text())
         arguments, environment = facts["arguments"], facts["environment"]
         assert arguments[:2] == ["train", SFT] and f"trainer.seed={seed}" in arguments
         assert sum(text.startswith("trainer.ray_address=10.78.0.") for text in arguments) == 1
         assert environment["NOTE"] == "a $b = 'c'd" and environment["GLOO_SOCKET_IFNAME"] == "eth0"
     contained = (slurm.work / "apptainer").read_text().splitlines()
-    assert len(contained) == 2
+    assert len(contained) == 3
     assert all(f"--pwd {slurm.work} --nv --bind /etc:/site:ro --bind " in line for line in contained)
-    text = "".join(path.read_text() for path in slurm.logs.glob("*/start-0/n*.log"))
-    assert text.count("1 of 1 nodes have 8 GPUs (10.78.0.") == 2
+
+
+def test_a_task_of_an_array_is_started_again_alone(slurm: Slurm, sweep: list[str]) -> None:
+    starts = [sorted(path.name for path in (slurm.logs / task).iterdir()) for task in sweep]
+    assert starts == [["start-0"], ["start-0", "start-1"]]
+    for task in sweep:
+        for path in (slurm.logs / task).glob("start-*/n*.log"):
+            assert "1 of 1 nodes have 8 GPUs (10.78.0." in path.read_text()
+    assert "megarl ended with exit code 75: queued again" in slurm.output(sweep[1])
 
 
 @pytest.fixture(scope="module")
@@ -264,12 +221,91 @@ def test_the_quickstart_runs_across_both_nodes(slurm: Slurm, trained: tuple[str,
 
 
 def test_nothing_of_a_job_outlives_it(slurm: Slurm, trained: tuple[str, Path]) -> None:
-    left = [
-        pid
-        for node in (1, 2)
-        for pid in subprocess.run(
-            ["ip", "netns", "pids", f"megarl-n{node}"], capture_output=True, text=True, check=True
-        ).stdout.split()
-        if Path(f"/proc/{pid}/comm").read_text().strip() not in ("unshare", "slurmd", "slurmstepd")
-    ]
-    assert left == []
+    names = {process.name() for node in (1, 2) for process in slurm.processes(node)}
+    assert names <= {"unshare", "slurmd", "slurmstepd"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [False, True], ids=["dead", "silent"])
+def test_a_lost_part_of_the_cluster_is_no_error_of_the_run(slurm: Slurm, stub: Path, silent: bool) -> None:
+    """Though megarl, which lost ranks, ends with an error before the lost part's own script or Slurm knows."""
+    run, go = slurm.work / f"lost-{silent}", slurm.work / f"go-{silent}"
+    job = slurm.submit(
+        "--nodes=2", TRAIN, "--cpu", "--devices", "1", "--venv", stub, "--logs", slurm.logs, "--", SFT,
+        "trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.seed=1", f"trainer.default_local_dir={run}", f"hold={go}",
+    )  # fmt: skip
+    slurm.wait(job, run.with_suffix(".json").exists, 100)
+    [raylet] = [process for process in slurm.processes(2) if process.name() == "raylet"]
+    if silent:
+        raylet.suspend()
+        head = (slurm.logs / job / "start-0/head").read_text().strip()
+        look = [
+            "bash", ATTACH, job, "--logs", slurm.logs, "--", "python3", ROOT / "launch/ray/wait_for_devices.py", head,
+            "--nodes", "1", "--devices", "1", "--kind", "CPU", "--seconds", "0",
+        ]  # fmt: skip
+        slurm.wait(job, lambda: "10.78.0.2" not in slurm.run(*look), 100)  # Ray has noticed
+    else:
+        raylet.kill()
+    go.touch()
+    try:
+        slurm.wait(job, lambda: slurm.facts(job)["Restarts"] == "1", 100)
+    finally:
+        if silent:
+            raylet.kill()
+    lost = (
+        "megarl ended with exit code 1, and a part of the cluster was lost"
+        if silent
+        else "Ray's worker has ended"
+    )
+    assert f"{lost}\n" in slurm.output(
+        job
+    ) and "the nodes did not stay together: queued again" in slurm.output(job)
+    assert slurm.end(job) == ("COMPLETED", 0), slurm.everything(job)
+
+
+@pytest.fixture(scope="module")
+def preempted(slurm: Slurm, task: Path) -> tuple[str, Path]:
+    """A run that a job of higher priority takes a node from, to its end: (the job, the run folder)."""
+    job, run = sft(slurm, task, "preempted")
+    slurm.wait(job, lambda: "\nstep 2/" in slurm.log(job), 200)
+    urgent = slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true")
+    assert slurm.end(urgent) == ("COMPLETED", 0)
+    assert slurm.end(job, 300) == ("COMPLETED", 0), slurm.everything(job)
+    return job, run
+
+
+def test_a_preempted_job_saves_and_goes_on(slurm: Slurm, preempted: tuple[str, Path]) -> None:
+    """It saves when it is told to end: no step is made again."""
+    job, run = preempted
+    last = steps_in(slurm.log(job))[-1]
+    assert "SIGUSR1: the run ends after this step" in slurm.log(job)
+    assert "megarl ended with exit code 75: queued again" in slurm.output(job)
+    assert f"going on from step {last}: " in slurm.log(job, 1)
+    assert steps_in(slurm.log(job, 1)) == list(range(last + 1, STEPS + 1))
+    assert steps(run) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_job_whose_node_is_cut_off_goes_on_with_another_node(
+    slurm: Slurm, task: Path, preempted: tuple[str, Path]
+) -> None:
+    """From its last checkpoint; what comes out is what came out of the run that was disturbed elsewhere and by other means."""
+    job, run = sft(slurm, task, "cut")
+    slurm.wait(job, lambda: "\nstep 30/" in slurm.log(job), 200)
+    before = slurm.nodes(job)
+    lost = before[1]
+    subprocess.run(["ip", "link", "set", f"megarl-{lost}", "down"], check=True)
+    try:
+        slurm.wait(job, lambda: bool(steps_in(slurm.log(job, 1))), 300)
+        after = slurm.nodes(job)
+    finally:
+        subprocess.run(["ip", "link", "set", f"megarl-{lost}", "up"], check=True)
+    assert after[0] == before[0] and after[1] not in before
+    assert slurm.end(job, 200) == ("COMPLETED", 0), slurm.everything(job)
+    first = steps_in(slurm.log(job, 1))[0]
+    assert first % 20 == 1 and first - 1 <= steps_in(slurm.log(job))[-1]
+    assert f"going on from step {first - 1}: " in slurm.log(job, 1)
+    assert steps(run) == list(range(1, STEPS + 1))
+    weights, others = (load_file(folder / "hf/model.safetensors") for folder in (run, preempted[1]))
+    assert weights.keys() == others.keys()
+    assert all(weights[name].equal(others[name]) for name in weights)

@@ -4,6 +4,7 @@ import os
 import signal
 
 import psutil
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +18,7 @@ from megarl.trainer.scoring import Rewards
 NUM_PROBLEMS, SAMPLES = 12, 2
 
 
+@pytest.mark.slow
 def test_in_the_middle_of_the_answers(tmp_path, monkeypatch):
     write_arithmetic(tmp_path / "data", 16, 16, NUM_PROBLEMS, seed=3)
     make_tiny_model(tmp_path / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)

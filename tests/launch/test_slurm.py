@@ -274,6 +274,7 @@ def preempted(slurm: Slurm, task: Path) -> tuple[str, Path]:
     return job, run
 
 
+@pytest.mark.slow
 def test_a_preempted_job_saves_and_goes_on(slurm: Slurm, preempted: tuple[str, Path]) -> None:
     """It saves when it is told to end: no step is made again."""
     job, run = preempted

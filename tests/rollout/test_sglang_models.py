@@ -12,9 +12,8 @@ FAMILIES = ("DeepseekV3", "Glm4Moe", "Llama", "Qwen2", "Qwen3", "Qwen3Moe")  # i
 SCHEDULER = """
 import json, sys
 from sglang.srt.models.registry import ModelRegistry
-found = [sorted(ModelRegistry.models), [name for name in sys.modules if name.startswith("sglang.srt.models.")]]
-ModelRegistry.get_supported_archs()
-print(json.dumps([*found, sorted(ModelRegistry.models)]))
+files = [name for name in sys.modules if name.startswith("sglang.srt.models.")]
+print(json.dumps([sorted(ModelRegistry.models), files]))
 """
 
 
@@ -26,8 +25,6 @@ def test_a_scheduler_imports_the_models_of_the_families() -> None:
         text=True,
         check=True,
     )
-    classes, files, all_classes = json.loads(result.stdout.splitlines()[-1])
+    classes, files = json.loads(result.stdout.splitlines()[-1])
     assert classes == [f"{name}ForCausalLM" for name in FAMILIES]
-    assert len(files) < 40
-    # another one, which a user may have asked for, is found nonetheless
-    assert "Gemma2ForCausalLM" in all_classes and "Gemma2ForCausalLM" not in classes
+    assert len(files) < 40  # of 190

@@ -111,6 +111,7 @@ def test_a_killed_actor_rank(run, tmp_path):
         assert "(most recent call first)" in text.partition(head)[2].partition("-- ")[0]
 
 
+@pytest.mark.slow
 def test_a_killed_sglang_scheduler(run, tmp_path):
     """A grandchild of Ray's: the engine's process notices, says so in its log and ends."""
     os.kill(run.named("sglang::scheduler"), signal.SIGKILL)

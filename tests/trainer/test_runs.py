@@ -248,6 +248,7 @@ def losses_of(model, loader):
 @pytest.mark.skipif(
     not SHARED_DATA.is_dir(), reason="GSM8K and stories260k lie in ../shared/data, which is not here"
 )
+@pytest.mark.slow
 def test_gsm8k_from_real_pretrained_weights(tmp_path):
     """Real problems, a real model: its reward is 0, but everything flows and the log-probs agree."""
     from megarl.data.gsm8k import convert_gsm8k

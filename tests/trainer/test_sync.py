@@ -60,6 +60,7 @@ def in_float8(model, out, block):
     return out
 
 
+@pytest.mark.slow
 def test_adapters_are_served_beside_weights_that_are_sent_once(task, tmp_path):
     """Two actor ranks, two engines; step 2's validation is answered by adapters that came alone."""
     printed = succeed(

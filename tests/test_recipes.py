@@ -81,7 +81,11 @@ def test_it_fits_with_the_memory_that_its_header_says(recipe: str, capsys: pytes
     }
 
 
-LARGE = ("deepseek_v3_grpo", "qwen3_235b_a22b_grpo")  # take 20 s of a core or more
+LARGE = (
+    "deepseek_v3_grpo",
+    "deepseek_v3_grpo_96x96gb",
+    "qwen3_235b_a22b_grpo",
+)  # take 20 s of a core or more
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,11 @@ def numerics_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     for key, role in roles.items():
         assert role.megatron is not None, "resolved"
         yield from _loss_scale_problems(key, role.optim, role.megatron)
+        if role.optim.optimizer_cpu_offload and role.megatron.optimizer_offload is False:
+            yield (
+                f"{key}optim.optimizer_cpu_offload=true has the optimizer's states on the host, "
+                f"{key}megatron.optimizer_offload=false on the devices: leave out one of them"
+            )
     yield from _full_kl_problems(config)
     yield from _health_problems(config)
 

@@ -91,6 +91,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
     ),
     (_TRAINED + r"\.optim\.min_lr_ratio", "use {0}.optim.min_lr, a learning rate"),
     (_TRAINED + r"\.optim\.num_cycles", "the cosine falls once, to {0}.optim.min_lr"),
+    (_TRAINED + r"\.optim\.override_optimizer_config\.optimizer_cpu_offload", "use {0}.optim.optimizer_cpu_offload"),
     (
         _TRAINED + r"\.optim\.(?:optimizer|optimizer_impl|override_optimizer_config)(?:\..*)?",
         "the optimizer is AdamW; its settings are the keys of {0}.optim",
@@ -338,6 +339,7 @@ FLAGS: Mapping[str, str] = {
     "weight-decay": "actor_rollout_ref.actor.optim.weight_decay=X",
     "adam-beta1": "actor_rollout_ref.actor.optim.betas=[X, Y]",
     "adam-beta2": "actor_rollout_ref.actor.optim.betas=[X, Y]",
+    "optimizer-cpu-offload": "actor_rollout_ref.actor.optim.optimizer_cpu_offload=true",
     "clip-grad": "actor_rollout_ref.actor.optim.clip_grad=X",
     "tensor-model-parallel-size": "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=N",
     "pipeline-model-parallel-size": "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=N",

@@ -89,6 +89,11 @@ class OptimConfig:
     )
     eps: float = option("Added to the root of the second moment.", 1e-8, gt=0)
     clip_grad: float = option("Largest norm of the whole gradient; 0: not clipped.", 1.0, ge=0)
+    optimizer_cpu_offload: bool = option(
+        "Adam's states and the float32 copies of the weights stay on the host, and pass through the device in buckets while it "
+        "updates.",
+        False,
+    )
     initial_loss_scale: float = option(
         "float16: what the loss is multiplied with at first, so that small gradients do not vanish.",
         65536.0,

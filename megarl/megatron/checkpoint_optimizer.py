@@ -10,8 +10,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl import platform
 from megarl.megatron.checkpoint_places import Item, Places, pieces_by_tensor, range_items
+from megarl.megatron.host_adam import MOMENTS, HostAdam, Updated
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN = "fp32_param"  # Megatron's name for the float32 copy of a weight
 
 
@@ -19,7 +19,7 @@ class Fragment(NamedTuple):
     """What an optimizer has of a parameter: the elements from `start` on.
 
     Attributes:
-        main: what Adam updates: these elements themselves, or their float32 copy.
+        main: what Adam updates: these elements themselves, or their float32 copy (which may be on the host).
         state: Adam's, of `main`.
     """
 
@@ -31,18 +31,21 @@ class Fragment(NamedTuple):
 
 def fragments(optimizer: MegatronOptimizer) -> Iterator[Fragment]:
     """All that this rank's optimizers update."""
-    for part in _parts(optimizer):
-        for parameter, start, main in _updated(part):
+    for part in parts_of(optimizer):
+        if isinstance(part.optimizer, HostAdam):
+            yield from (Fragment(*found) for found in part.optimizer.fragments())
+            continue
+        for parameter, start, main in updated_by(part):
             yield Fragment(parameter, start, main, part.optimizer.state[main])
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Those of dense weights and of experts; one that has nothing on this rank is left out."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if part.optimizer is not None]
 
 
-def _updated(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
+def updated_by(part: MegatronOptimizer) -> Iterator[Updated]:
     """Parameter, first element, and what is updated of it."""
     groups = part.optimizer.param_groups
     if isinstance(part, DistributedOptimizer):
@@ -65,18 +68,20 @@ def _updated(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int,
 def num_steps(optimizer: MegatronOptimizer) -> int:
     """How often this rank's Adam has updated; 0 where it has nothing to update."""
     counts = [
-        int(group.get("step", 0)) for part in _parts(optimizer) for group in part.optimizer.param_groups
+        int(group.get("step", 0)) for part in parts_of(optimizer) for group in part.optimizer.param_groups
     ]
     return max(counts, default=0)
 
 
 def set_num_steps(optimizer: MegatronOptimizer, count: int) -> None:
     """Have Adam be one that has updated so often, with states to be filled."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             group.pop("step", None)
             if count and group["params"]:
                 group["step"] = count
+        if isinstance(part.optimizer, HostAdam):
+            part.optimizer.set_filled(count > 0)
     for fragment in fragments(optimizer):
         if count == 0:
             fragment.state.clear()
@@ -102,7 +107,7 @@ def optimizer_items(
 def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
     """The state of the loss scale, which is one for all parts (`optimizer_step`); None where losses are not scaled, or
     nothing is trained on this rank."""
-    parts = _parts(optimizer)
+    parts = parts_of(optimizer)
     if not optimizer.config.fp16 or not parts:
         return None
     state = parts[0].grad_scaler.state_dict()
@@ -112,7 +117,7 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
 def set_scaler_state(optimizer: MegatronOptimizer, state: Mapping[str, float]) -> None:
     """Continue with a loss scale."""
     scale = torch.tensor([state["scale"]], dtype=torch.float32, device=platform.device())
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         part.grad_scaler.load_state_dict(dict(state) | {"scale": scale.clone()})
 
 

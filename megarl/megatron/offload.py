@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 
 from megarl import platform
 from megarl.megatron.build import unwrap
+from megarl.megatron.checkpoint_optimizer import parts_of
+from megarl.megatron.host_adam import HostAdam
 
 # Pinned memory is allocated in powers of two: in chunks, little more is taken than is needed.
 CHUNK_BYTES = 64 << 20
@@ -135,6 +137,38 @@ class Gradients:
         return 0
 
 
+@dataclass
+class HostStates:
+    """Optimizer states that are on the host in any case: only the slots that they pass through are on the device."""
+
+    adams: list[HostAdam]
+    resident: bool = True
+
+    def offload(self) -> None:
+        """Free the slots."""
+        assert self.resident
+        for adam in self.adams:
+            adam.slots.drop()
+        torch.cuda.empty_cache()
+        self.resident = False
+
+    def reload(self) -> None:
+        """The next step takes them."""
+        assert not self.resident
+        self.resident = True
+
+    def require(self) -> None:
+        """Assert that a step may take the slots."""
+        assert self.resident, "the optimizer's slots are released: reload them first"
+
+    def device_bytes(self) -> int:
+        """Of the slots, as they are now."""
+        return sum({id(adam.slots): adam.slots.nbytes for adam in self.adams}.values())
+
+    def host_bytes(self) -> int:
+        return sum(adam.host_bytes() for adam in self.adams)
+
+
 def weights_of(chunks: Chunks) -> Offloadable:
     """The parameters of a model, trained or not; buffers (rope frequencies, the routers' biases) stay."""
     return Offloadable(lambda: _parameters(chunks))
@@ -154,9 +188,14 @@ def gradients_of(chunks: list[DistributedDataParallel]) -> Gradients:
     return Gradients(chunks)
 
 
-def optimizer_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Offloadable:
+def optimizer_of(
+    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> Offloadable | HostStates:
     """Adam's states and the float32 copies of the parameters, if there are any: shards that are views of the
     parameters are weights."""
+    adams = [part.optimizer for part in parts_of(optimizer) if isinstance(part.optimizer, HostAdam)]
+    if adams:
+        return HostStates(adams)
     return Offloadable(lambda: _optimizer_tensors(optimizer), excluded=lambda: _parameters(chunks))
 
 
@@ -175,10 +214,7 @@ def _parameters(chunks: Chunks) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
-        if part.optimizer is None:  # a rank without parameters of this kind
-            continue
+    for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for state in part.optimizer.state.values():

@@ -21,19 +21,27 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 
 from megarl.config.schema import OptimConfig
 from megarl.megatron import adam
+from megarl.megatron.checkpoint_optimizer import parts_of, updated_by
+from megarl.megatron.host_adam import BUCKET, HostAdam, Slots
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], optim: OptimConfig, *, num_steps: int | None = None
+    chunks: list[DistributedDataParallel],
+    optim: OptimConfig,
+    *,
+    num_steps: int | None = None,
+    bucket: int = BUCKET,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW with decoupled weight decay, none on 1-D weights (norms, biases), and its schedule.
 
     Whether it is distributed over data parallel ranks is what `wrap_for_training` was told. With bfloat16
     or float16 parameters it keeps float32 copies, taken here: load weights before, or call
     `optimizer.reload_model_params()` after. With float16 it also has the chunks' losses scaled from now on.
+    With `optim.optimizer_cpu_offload` they go to the host; while this runs they are on the device in the gradients' place.
 
     Args:
         num_steps: optimizer steps of the whole run, where `optim.lr_decay_steps` is null.
+        bucket: elements whose states are on the device at a time, with `optim.optimizer_cpu_offload`.
 
     Raises:
         ValueError: a learning rate schedule that cannot be; names the keys.
@@ -59,11 +67,34 @@ def build_optimizer(
         use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
     )
     schedule = _schedule_arguments(optim, num_steps)
-    optimizer = get_megatron_optimizer(config, chunks, get_standard_config_overrides(config))
+    overrides = get_standard_config_overrides(config)
+    if optim.optimizer_cpu_offload:
+        for chunk in chunks:
+            chunk.offload_grad_buffers()
+        optimizer = get_megatron_optimizer(config, chunks, overrides)
+        _keep_on_host(optimizer, bucket)
+        for chunk in chunks:
+            chunk.restore_grad_buffers()
+    else:
+        optimizer = get_megatron_optimizer(config, chunks, overrides)
     if config.fp16:
         # The schedules scale the last stage's losses by what this returns; all chunks share the settings.
         transformer_config.grad_scale_func = optimizer.scale_loss
     return optimizer, OptimizerParamScheduler(optimizer, **schedule)
+
+
+def _keep_on_host(optimizer: MegatronOptimizer, bucket: int) -> None:
+    """Have the states of all its parts on the host, with one set of slots."""
+    parts = parts_of(optimizer)
+    found = [list(updated_by(part)) for part in parts]
+    copied = any(main.dtype != parameter.dtype for own in found for parameter, _, main in own)
+    slots = Slots(3 if copied else 2, bucket)
+    for part, own in zip(parts, found, strict=True):
+        host = part.optimizer = HostAdam(part.optimizer, own, slots)
+        # Copies and parameters meet in the buckets; Megatron's own would look for the copies on the device (0.19.2, which
+        # has no public way to leave these out).
+        part._copy_main_params_to_model_params = lambda: None
+        part._copy_model_params_to_main_params = lambda state_dict=None, host=host: host.read_weights()
 
 
 def loss_scale(optimizer: MegatronOptimizer) -> float | None:

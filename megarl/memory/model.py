@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megarl.config.lora_section import LoraConfig
 from megarl.layout.grid import ParallelLayout, layers_of
@@ -23,6 +23,7 @@ class ModelUse:
         itemsize: bytes of a parameter.
         lora: its adapters; of rank 0: none. adapted: `adapted_weights` of these.
         base_block: rows and columns of a block of projections in float8; None: they are not.
+        on_host: whether optimizer states are there.
         chunk_tokens: whose logits exist at one time.
     """
 
@@ -38,6 +39,7 @@ class ModelUse:
     base_block: int | None = None
     distributed: bool = True
     overlap: bool = False
+    on_host: bool = False
     recompute: str | None = None
     chunk_tokens: int = 1024
     fused: bool = True
@@ -112,11 +114,12 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
         itemsize=use.itemsize,
         distributed=use.distributed,
         overlap=use.overlap,
+        on_host=use.on_host,
         first_stage=stage == 0,
         fp8_block=None if blocks is None else (blocks, blocks),
     )
     buffers = float32_buffers(use.config, layout, stage)
-    held = TrainingBytes(held.weights + buffers, held.adapters, held.gradients, held.optimizer)
+    held = replace(held, weights=held.weights + buffers)
     last = stage == layout.pp - 1
     kept = 0
     if use.trainable:

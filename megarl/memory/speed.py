@@ -66,6 +66,7 @@ class Passes:
     Attributes:
         trained: one of TRAINED, None where it is only evaluated. recompute: as megatron.recompute_granularity.
         itemsize: bytes of a weight and of an activation.
+        on_host: whether optimizer states are there, and pass through the device.
     """
 
     config: ModelConfig
@@ -75,6 +76,7 @@ class Passes:
     trained: str | None = None
     recompute: str | None = None
     itemsize: int = 2
+    on_host: bool = False
 
     def layer(self, layer: LayerFlops, tokens: float, length: float) -> LayerSeconds:
         """Of a micro-batch of `tokens`, over its context parallel ranks, in texts of `length`."""
@@ -156,14 +158,17 @@ class Passes:
         return total
 
     def adam_seconds(self) -> float:
-        """Gradients and states read, states and weights written, of a rank's part."""
+        """Gradients and states read, states and weights written, of a rank's part; where these are on the host, at least as
+        long as they take to come, while others go back."""
         layout = self.layout
         dense = max(self._stage_weights(lambda layer: layer.dense)) / layout.tp / (layout.dp * layout.cp)
         experts = max(self._stage_weights(lambda layer: layer.experts)) / (
             layout.ep * layout.etp * layout.expert_dp
         )
         moved = (dense + experts) * (GRADIENT + 2 * STATES + self.itemsize)
-        return moved / (self.machine.gpu.hbm * self.machine.assumed.hbm)
+        seconds = moved / (self.machine.gpu.hbm * self.machine.assumed.hbm)
+        states = STATES if self.itemsize < 4 else STATES - 4  # float32 weights are their own copies
+        return max(seconds, (dense + experts) * states / self.machine.host) if self.on_host else seconds
 
     def _stage_weights(self, of) -> list[int]:
         layers, layout = self.flops.layers, self.layout

@@ -2,7 +2,8 @@
 
 Trained parameters of a model chunk lie end to end in buffers, one of dense weights and one of experts; with the
 distributed optimizer each starts at a multiple of 64 elements, and a bucket's end is padded to one of the ranks that share
-it (and of 128), which each have an equal part of its states. Frozen parameters are in no buffer and have no states.
+it (and of 128), which each have an equal part of its states. Frozen parameters are in no buffer and have no states. States
+that are on the host pass through slots on the device (`megarl.megatron.host_adam`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from megarl.memory.parameters import LocalTensor, StageTensors, weight_bytes
 ALIGNMENT, PADDING = 64, 128  # elements: of a parameter's start, of a bucket's end
 GRADIENT = 4  # bytes: gradients are summed in float32
 MOMENTS = 8  # bytes: Adam's two, in float32
+SLOTS, BUCKET = 3, 8 << 20  # of states on the host: buckets on the device, elements of each
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,15 @@ class TrainingBytes:
         weights: frozen and trained ones, without adapters.
         adapters: trained, as far as they are in buffers with the padding of these.
         gradients: of trained parameters alone.
-        optimizer: float32 copies of trained parameters that are not float32, and Adam's moments.
+        optimizer: float32 copies of trained parameters that are not float32, and Adam's moments; or the slots for these.
+        host: of these, where they are on the host (without what aligns them).
     """
 
     weights: int
     adapters: int
     gradients: int
     optimizer: int
+    host: int = 0
 
 
 def training_bytes(
@@ -41,6 +45,7 @@ def training_bytes(
     itemsize: int,
     distributed: bool = True,
     overlap: bool = False,
+    on_host: bool = False,
     first_stage: bool = True,
     fp8_block: tuple[int, int] | None = None,
     replica: tuple[int, int] = (0, 0),
@@ -49,7 +54,7 @@ def training_bytes(
 
     Args:
         itemsize: bytes of a parameter.
-        distributed: `use_distributed_optimizer`. overlap: `overlap_grad_reduce`, which makes buckets.
+        distributed: `use_distributed_optimizer`. overlap: `overlap_grad_reduce`, which makes buckets. on_host: `optimizer_cpu_offload`.
         first_stage: of the pipeline, the only one that has buckets.
         fp8_block: blocks of the frozen projections, if they are in float8.
         replica: which of the ranks that share a dense weight's states (over data and context parallel ranks), and an
@@ -69,7 +74,8 @@ def training_bytes(
         weights=weight_bytes(frozen, itemsize, fp8_block) + own,
         adapters=itemsize * elements - own,
         gradients=GRADIENT * elements,
-        optimizer=_state(itemsize) * states,
+        optimizer=_state(itemsize) * (SLOTS * BUCKET * (states > 0) if on_host else states),
+        host=_state(itemsize) * states if on_host else 0,
     )
 
 

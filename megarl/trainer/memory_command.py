@@ -79,6 +79,10 @@ def as_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:
             }
             for phase in plan.phases
         },
+        "host": {
+            name: {"device": plan.host(name), "node": plan.host(name) * pool.n_gpus_per_node}
+            for name, pool in plan.pools.items()
+        },
         "peak": plan.peak,
         "reserve": plan.reserve,
         "limit": plan.limit,
@@ -115,11 +119,22 @@ def print_plan(console: Console, config: TrainConfig, plan: MemoryPlan, keys: li
     )
     lines = [
         *([cache] if plan.kv_token_bytes else []),
+        *_host_lines(plan),
         f"of {plan.limit / GIB:.1f} GiB a device, {plan.reserve / GIB:.1f} of them for CUDA, NCCL and fragments: "
         f"{'fits, ' if plan.fits else 'does not fit, '}{abs(room):.1f} GiB {'are left' if room >= 0 else 'missing'}",
         *plan.problems(),
     ]
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
+
+
+def _host_lines(plan: MemoryPlan) -> list[str]:
+    """By pool, what its nodes must have for what is not on the devices, or not always."""
+    return [
+        f"on the host, page-locked: {plan.host(name) / GIB:.1f} GiB for the fullest device of pool {name}, so up to "
+        f"{plan.host(name) * pool.n_gpus_per_node / GIB:.1f} a node"
+        for name, pool in plan.pools.items()
+        if plan.host(name)
+    ]
 
 
 def _cell(size: int) -> str:

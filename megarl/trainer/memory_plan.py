@@ -6,7 +6,7 @@ Owners and phases are those of `megarl.trainer.memory_phases`; the run is one on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -39,6 +39,7 @@ from megarl.models.shards import Shapes
 from megarl.trainer.lora_sync import served_adapters
 from megarl.trainer.memory_phases import frees_engines, leaves, phase_needs, trained_parts
 
+MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped
 SLOTS = 2  # of a sync, each of a bucket
 GIB = 1 << 30
 
@@ -50,6 +51,7 @@ class Owned:
     Attributes:
         stages: bytes, by pipeline stage of the role (one entry where it has none).
         phases: in which it is there; None: in all.
+        host: bytes that are on the host in all phases, by stage; none where it is on the device as a whole, or as a whole not.
     """
 
     name: str
@@ -57,9 +59,21 @@ class Owned:
     pool: str
     stages: tuple[int, ...]
     phases: frozenset[str] | None
+    host: tuple[int, ...] = ()
 
     def at(self, phase: str) -> tuple[int, ...]:
         return self.stages if self.phases is None or phase in self.phases else (0,) * len(self.stages)
+
+    @property
+    def on_host(self) -> tuple[int, ...]:
+        """Page-locked memory of the host for it, which is kept: what is there in all phases, or a copy of what comes and goes.
+
+        Gradients and caches are dropped, and the engines' weights come anew.
+        """
+        if any(self.host):
+            return self.host
+        moves = self.phases is not None and self.name.rpartition("_")[2] in MOVED and self.role != "rollout"
+        return self.stages if moves else (0,) * len(self.stages)
 
 
 @dataclass(frozen=True)
@@ -83,11 +97,18 @@ class MemoryPlan:
 
     def total(self, phase: str, pool: str) -> int:
         """Of the pool's fullest device: the fullest stage of each role."""
+        return self._most(pool, lambda owner: owner.at(phase))
+
+    def host(self, pool: str) -> int:
+        """Bytes of the host's memory for the pool's fullest device."""
+        return self._most(pool, lambda owner: owner.on_host)
+
+    def _most(self, pool: str, sizes: Callable[[Owned], tuple[int, ...]]) -> int:
         roles: dict[str, list[int]] = {}
         for owner in self.owners:
             if owner.pool == pool:
                 found = roles.setdefault(owner.role, [0] * len(owner.stages))
-                roles[owner.role] = [a + b for a, b in zip(found, owner.at(phase), strict=True)]
+                roles[owner.role] = [a + b for a, b in zip(found, sizes(owner), strict=True)]
         return sum(max(stages) for stages in roles.values())
 
     def fullest(self, phase: str) -> int:
@@ -203,6 +224,7 @@ def model_use(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
         base_block=policy.model.lora.blocks if role == "actor" or section.model.share_base else lora.blocks,
         distributed=megatron.use_distributed_optimizer,
         overlap=megatron.overlap_grad_reduce,
+        on_host=section.optim.optimizer_cpu_offload,
         recompute=megatron.recompute_granularity,
         chunk_tokens=megatron.log_prob_chunk_tokens,
     )
@@ -219,7 +241,8 @@ def _trained(
     """The owners of a role that is trained."""
     section = config.actor_rollout_ref.actor if role == "actor" else config.critic
     pool, megatron = section.resource_pool, section.megatron
-    key = (role, megatron, config.resource_pools[pool], section.ppo_max_token_len_per_gpu)
+    on_host = section.optim.optimizer_cpu_offload
+    key = (role, megatron, config.resource_pools[pool], section.ppo_max_token_len_per_gpu, on_host)
     if key not in inputs.stages:
         inputs.stages[key] = model_bytes(model_use(config, inputs, role), inputs.tables)
     stages = inputs.stages[key]
@@ -234,7 +257,8 @@ def _trained(
             sizes = (*sizes[:-1], sizes[-1] + head)
         if any(sizes):
             there = _when(needs, name) if leaves(config, switch, pool, config.resource_pools) else None
-            yield Owned(name, "actor" if shares else role, pool, sizes, there)
+            host = tuple(stage.held.host for stage in stages) if part == "optimizer" else ()
+            yield Owned(name, "actor" if shares else role, pool, sizes, there, host)
     owner = "actor" if shares else role
     update = frozenset({f"update_{role}"})
     yield Owned(f"{role}_activations", owner, pool, _of(stages, "kept"), update)

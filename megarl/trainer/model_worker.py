@@ -36,6 +36,7 @@ from megarl.megatron.lora import attach_adapters
 from megarl.megatron.merged import MergedParameters
 from megarl.megatron.offload import (
     Gradients,
+    HostStates,
     Offloadable,
     assert_resident,
     frozen_of,
@@ -141,9 +142,9 @@ class ModelWorker:
         if hasattr(self.chunks[-1], "value_head"):
             self.chunks[-1].value_head.requires_grad_(True)
 
-    def _parts(self, *, owns_model: bool) -> dict[str, Offloadable | Gradients]:
+    def _parts(self, *, owns_model: bool) -> dict[str, Offloadable | Gradients | HostStates]:
         """What this rank has on the device, by its name in the account of memory."""
-        parts: dict[str, Offloadable | Gradients] = {}
+        parts: dict[str, Offloadable | Gradients | HostStates] = {}
         trained: tuple[torch.nn.Parameter, ...] = ()
         if self.spec.adapted:
             trained = parameter_set(self.chunks, self.adapter).parameters

@@ -78,6 +78,9 @@ def _candidates(config: TrainConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     if any(getattr(megatron, f"{part}_offload") is False for part in parts):
         keys = tuple(f"{_MEGATRON}.{part}_offload=true" for part in parts)
         yield keys, "what a phase does not use leaves the devices"
+    if not actor.optim.optimizer_cpu_offload:
+        key = f"{_POLICY}.actor.optim.optimizer_cpu_offload=true"
+        yield (key,), "optimizer states stay on the host, also while they are updated"
     if rollout.quantization is None:
         yield (f"{_POLICY}.rollout.quantization=fp8",), "engines hold a byte for each weight"
     size = rollout.tensor_model_parallel_size

@@ -182,8 +182,10 @@ class Search:
         policy = resolve(self.recipe).actor_rollout_ref
         if policy.actor.resource_pool != policy.rollout.resource_pool:
             return [megatron]
+        slots = policy.actor.optim.optimizer_cpu_offload  # all that there is of the states: let them leave
         return [
-            replace(megatron, param_offload=off, grad_offload=off, optimizer_offload=off) for off in OFFLOAD
+            replace(megatron, param_offload=off, grad_offload=off, optimizer_offload=None if slots else off)
+            for off in OFFLOAD
         ]
 
     def _least_bytes(self, megatron: MegatronConfig, world: int) -> float:
@@ -196,6 +198,8 @@ class Search:
             return (dense + experts) * (1 if policy.model.lora.blocks is not None else 2)
         item = precision(megatron.dtype).itemsize
         states = STATES if item < 4 else STATES - 4
+        if policy.actor.optim.optimizer_cpu_offload:
+            states = 0
         shared = (layout.dp * layout.cp, layout.expert_dp) if megatron.use_distributed_optimizer else (1, 1)
         return dense * (item + GRADIENT + states / shared[0]) + experts * (
             item + GRADIENT + states / shared[1]

@@ -23,10 +23,9 @@ from megarl.memory.flops import ModelFlops, model_flops
 from megarl.memory.serving import token_bytes
 from megarl.memory.speed import Machine, Passes, PassTime, pass_time
 from megarl.models import ModelConfig
-from megarl.trainer.memory_plan import MemoryPlan, PlanInputs, engine_layout, precision, served_bytes
+from megarl.trainer.memory_plan import MOVED, MemoryPlan, PlanInputs, engine_layout, precision, served_bytes
 
 TIMED = ("sync", "generate", "score_model", "evaluate_models", "update")
-_MOVED = ("weights", "adapters", "optimizer")  # gradients are dropped, engines' weights come with the sync
 
 
 @dataclass(frozen=True)
@@ -192,6 +191,7 @@ class _Roles:
         megatron: MegatronConfig,
         model: ModelConfig,
         trained: str | None = None,
+        on_host: bool = False,
     ) -> Passes:
         pools = self.config.resource_pools
         world = pools[pool].nnodes * pools[pool].n_gpus_per_node
@@ -204,6 +204,7 @@ class _Roles:
             trained,
             megatron.recompute_granularity,
             precision(megatron.dtype).itemsize,
+            on_host,
         )
 
     def evaluated(self, role, head, section, megatron, model, most) -> Part:
@@ -216,7 +217,8 @@ class _Roles:
     def trained(self, role, head, section, model, update, adapters: bool) -> Part:
         """All optimizer steps of a step."""
         kind = "adapters" if adapters else "weights"
-        passes = self._passes(role, head, section.resource_pool, section.megatron, model, kind)
+        on_host = section.optim.optimizer_cpu_offload
+        passes = self._passes(role, head, section.resource_pool, section.megatron, model, kind, on_host)
         time = pass_time(
             passes,
             update.sequences_per_mini_batch,
@@ -232,8 +234,8 @@ def moved_seconds(plan: MemoryPlan, machine: Machine) -> list[tuple[str, str, fl
     """(phase, pool, seconds) of what comes from the host's memory when the phase begins, or goes there."""
     found: dict[tuple[str, str], float] = {}
     for owner in plan.owners:
-        if owner.role == "rollout" or owner.name.rpartition("_")[2] not in _MOVED:
-            continue
+        if owner.role == "rollout" or owner.name.rpartition("_")[2] not in MOVED or any(owner.host):
+            continue  # the engines' weights come with the sync; states that are always on the host, with the update
         for before, phase in zip((plan.phases[-1], *plan.phases), plan.phases, strict=False):
             if (max(owner.at(before)) > 0) != (max(owner.at(phase)) > 0):
                 key = ("update" if phase.startswith("update") else phase, owner.pool)

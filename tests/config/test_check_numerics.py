@@ -39,6 +39,17 @@ def test_float16_takes_the_loss_scaling_keys(train: Train, sft: Callable[..., SF
     check_config(sft("megatron.dtype=float16", *keys))
 
 
+def test_optimizer_states_are_on_the_host_or_on_the_devices(
+    train: Train, sft: Callable[..., SFTConfig]
+) -> None:
+    on_host, stays = "optim.optimizer_cpu_offload=true", "megatron.optimizer_offload=false"
+    check_config(train(f"{ACTOR}.{on_host}", f"critic.{on_host}", f"{ACTOR}.megatron.optimizer_offload=true"))
+    check_config(sft(on_host))
+    assert problems(train(f"critic.{on_host}", f"critic.{stays}", f"{ACTOR}.{stays}")) == [
+        f"critic.{on_host} has the optimizer's states on the host, critic.{stays} on the devices: leave out one of them"
+    ]
+
+
 def test_loss_scaling_without_float16(train: Train, sft: Callable[..., SFTConfig]) -> None:
     assert problems(
         train(

@@ -56,6 +56,9 @@ def test_advice_is_of_the_role_that_was_meant() -> None:
     assert "reward_model.megatron.context_parallel_size" in str(
         key_advice("reward_model.ulysses_sequence_parallel_size")
     )
+    assert key_advice("critic.optim.override_optimizer_config.optimizer_cpu_offload") == (
+        "use critic.optim.optimizer_cpu_offload"
+    )
     assert key_advice("trainer.seed") is None
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_fo
 from megarl.megatron.checkpoint import RankStates
 from megarl.megatron.checkpoint_optimizer import fragments
 from megarl.megatron.checkpoint_places import model_places
+from megarl.megatron.host_adam import BUCKET
 from megarl.megatron.logprobs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel
@@ -30,13 +31,14 @@ OPTIM = OptimConfig(
 
 @dataclass(frozen=True)
 class Setting:
-    """A model in a layout. `options`: of `build_model`; `distributed`: the optimizer's states."""
+    """A model in a layout. `distributed`: the optimizer's states. `on_host`: where they are, in buckets of so many elements."""
 
     world: int
     sizes: dict[str, Any]
     distributed: bool = True
     dtype: torch.dtype = torch.float32
     head: str = "lm"
+    on_host: int | None = None
 
 
 class Trainee:
@@ -51,7 +53,9 @@ class Trainee:
         if seed == 1:
             load_hf_weights(model, config, self.layout, rank, local_parameters(chunks), setting.head)
         self.chunks = wrap_for_training(chunks, use_distributed_optimizer=setting.distributed)
-        self.optimizer, self.scheduler = build_optimizer(self.chunks, OPTIM)
+        optim = replace(OPTIM, optimizer_cpu_offload=setting.on_host is not None)
+        bucket = setting.on_host or BUCKET
+        self.optimizer, self.scheduler = build_optimizer(self.chunks, optim, bucket=bucket)
         places = model_places(unwrap(self.chunks), VOCAB)
         self.states = RankStates(self.chunks, self.optimizer, self.scheduler, self.layout, places, seed=7)
 

@@ -35,10 +35,12 @@ def measure_rank(
     parameters = [parameter for chunk in unwrap(built.chunks) for parameter in chunk.parameters()]
     with kept_tensors(parameters) as kept:
         assert train_step(built.chunks, built.optimizer, built.scheduler, micro_batches, head, _loss).ok
+    states = optimizer_of(built.chunks, built.optimizer)
     found = {
         "weights": weights_of(built.chunks).device_bytes(),
         "gradients": gradients_of(built.chunks).device_bytes(),
-        "optimizer": optimizer_of(built.chunks, built.optimizer).device_bytes(),
+        "optimizer": states.device_bytes(),
+        "host": states.host_bytes(),
         "buffers": sum(
             4 * buffer.numel()
             for chunk in unwrap(built.chunks)
@@ -66,6 +68,7 @@ def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBa
         itemsize=options.get("dtype", torch.float32).itemsize,
         distributed=options.get("distributed", True),
         first_stage=stage == 0,
+        on_host=options.get("on_host", False),
         fp8_block=None if lora is None or lora.blocks is None else (lora.blocks, lora.blocks),
         replica=built.replica,
     )
@@ -83,6 +86,7 @@ def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBa
         "weights": states.weights + states.adapters,
         "gradients": states.gradients,
         "optimizer": states.optimizer,
+        "host": states.host,
         "buffers": float32_buffers(config, layout, stage),
         "activations": stage_bytes(kept, stage, head, len(micro_batches)),
     }

@@ -78,6 +78,7 @@ def build(
     head: str = "lm",
     distributed: bool = True,
     recompute: str | None = None,
+    on_host: bool = False,
 ) -> Built:
     """Ready to be trained, with random weights."""
     from megatron.core import parallel_state  # once megarl's seam is installed
@@ -98,7 +99,7 @@ def build(
         if head == "value" and hasattr(chunks[-1], "value_head"):
             chunks[-1].value_head.requires_grad_(True)
     chunks = wrap_for_training(chunks, use_distributed_optimizer=distributed)
-    optimizer, scheduler = build_optimizer(chunks, OptimConfig(lr=1e-3))
+    optimizer, scheduler = build_optimizer(chunks, OptimConfig(lr=1e-3, optimizer_cpu_offload=on_host))
     replica = (
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
         parallel_state.get_expert_data_parallel_rank(),

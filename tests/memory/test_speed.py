@@ -26,7 +26,7 @@ def model(name: str) -> tuple[ModelConfig, ModelFlops]:
 
 
 def passes(name: str, machine: Machine = MACHINE, **sizes) -> Passes:
-    how = {key: sizes.pop(key) for key in ("trained", "recompute") if key in sizes}
+    how = {key: sizes.pop(key) for key in ("trained", "recompute", "on_host", "itemsize") if key in sizes}
     config, flops = model(name)
     return Passes(config, flops, ParallelLayout(**sizes), machine, **how)
 
@@ -76,6 +76,17 @@ def test_gradients_and_weights_travel_between_replicas() -> None:
     )
     assert passes("qwen2.5-7b", world=1, trained="weights").reduce_seconds() == 0.0
     assert config.num_layers == 28
+
+
+def test_states_on_the_host_come_while_others_go_back() -> None:
+    """12 bytes a weight in each direction, 8 of a float32 weight; 10 GB/s of the link, beside 1 TB/s of the GPU's memory."""
+    _, flops = model("qwen2.5-7b")
+    matrices = sum(layer.dense for layer in flops.layers)
+    usual = passes("qwen2.5-7b", world=8, trained="weights")
+    assert usual.adam_seconds() == pytest.approx(matrices / 8 * (4 + 2 * 12 + 2) / 1e12)
+    for itemsize, size in ((2, 12), (4, 8)):
+        run = passes("qwen2.5-7b", world=8, trained="weights", on_host=True, itemsize=itemsize)
+        assert run.adam_seconds() == pytest.approx(matrices / 8 * size / 1e10)
 
 
 def test_a_mini_batch_is_cut_into_micro_batches() -> None:

@@ -78,6 +78,27 @@ def test_what_moves_is_what_leaves(capsys) -> None:
     assert still["memory"]["peak"] > plan["memory"]["peak"]
 
 
+def test_states_on_the_host_leave_the_devices_slots(capsys) -> None:
+    """Three buckets of 8 Mi weights, 12 bytes each; all else is on the host, and passes the link in each update."""
+    usual = planned(capsys, MOE, "--without-sync")
+    found = planned(capsys, MOE, "--without-sync", "actor_rollout_ref.actor.optim.optimizer_cpu_offload=true")
+    held, states = (plan["memory"]["phases"]["update_actor"] for plan in (found, usual))
+    assert held["actor_optimizer"] == 3 * (8 << 20) * 12 < states["actor_optimizer"] / 50
+    assert held["total"] == states["total"] - states["actor_optimizer"] + held["actor_optimizer"]
+    # Weights and states that leave have a copy there; states that stay there are no more.
+    assert found["memory"]["host"] == usual["memory"]["host"]
+    host = usual["memory"]["host"]["global"]
+    assert (
+        host["device"] == states["actor_weights"] + states["actor_optimizer"]
+        and host["node"] == 8 * host["device"]
+    )
+    moved = "moved to and from the host"
+    assert moved not in found["phases"]["sync"]["parts"] and moved in usual["phases"]["sync"]["parts"]
+    update = found["passes"]["actor updates"]
+    passed = update["optimizer_seconds"] / update["updates"] * 64e9 * 0.7
+    assert passed == pytest.approx(states["actor_optimizer"], rel=0.1)  # embeddings are not counted
+
+
 def test_better_hardware_and_parts_are_faster(capsys) -> None:
     def seconds(*options: str) -> dict[str, float]:
         phases = planned(capsys, LORA, "--without-sync", *options)["phases"]

@@ -1,0 +1,281 @@
+"""Adam whose states live on the host: they pass through the device bucket by bucket while it updates.
+
+Guarantees:
+- Weights and states are those of the ordinary step to the bit: the same optimizer computes, on the device.
+- Between steps nothing of the states is on the device but the slots, and they leave with `drop`. In a step three buckets
+  are on the device at most: one comes, one is updated, one goes back, all at once on a GPU.
+- On the host a rank holds no byte more than its states (and what aligns them), page-locked on a GPU.
+
+Megatron-core 0.19.2 has an update on the host too (`HybridDeviceOptimizer`), which is not used: beside the distributed
+optimizer the float32 copies stay on the device unless the precision-aware optimizer is on; its states cannot be resharded;
+it needs `Tensor.is_cuda` to be true, so that nothing of it runs on a CPU; and it wants four bytes a weight more for
+gradients on the host. Each weight crosses the link with 12 bytes in both directions here, with 4 in one and 2 in the other
+there, but there the host's processors compute, at the speed of its memory.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl import platform
+
+SLOTS = 3  # buckets on the device
+BUCKET = 8 << 20  # elements, each with up to 12 bytes
+# Elements. Torch's kernel for a CPU computes vectors and, at a tensor's end, single elements, which may round otherwise:
+# where a weight is cut there must be whole vectors.
+ALIGNMENT = 64
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Updated = tuple[torch.nn.Parameter, int, torch.Tensor]
+"""A parameter, the first of its elements that is updated here, and what of it is: a part of it, or a float32 copy."""
+
+
+class Slots:
+    """Room on the device for a few buckets, and the two streams beside the one that computes."""
+
+    def __init__(self, rows: int, bucket: int) -> None:
+        self.rows, self.bucket = rows, bucket
+        self.tensors: list[torch.Tensor] = []
+        self.fetching, self.storing = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def take(self) -> list[torch.Tensor]:
+        """The slots, each [rows, elements of a bucket]: the moments, then (if there are such) float32 copies."""
+        if not self.tensors:
+            shape, device = (self.rows, self.bucket), platform.device()
+            self.tensors = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(SLOTS)]
+        return self.tensors
+
+    def drop(self) -> None:
+        """Free the device memory; the next step takes it again."""
+        self.tensors = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Elements of a parameter, from `start` on, whose states lie from `at` on in the host's tensors.
+
+    Attributes:
+        main: what Megatron knows as updated; of a copy only shape and gradient, the values are on the host.
+        copied: whether it is a float32 copy.
+        group: index of the parameter group.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    main: torch.Tensor
+    copied: bool
+    group: int
+    at: int
+
+    @property
+    def stop(self) -> int:
+        return self.at + self.main.numel()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The part of `held` that is in a bucket: `count` elements from `first` on, which lie from `at` on in the bucket."""
+
+    held: _Held
+    first: int
+    at: int
+    count: int
+
+    def of(self, tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Its elements in a tensor that has those of `held` from `start` on."""
+        return tensor.detach().view(-1)[start + self.first : start + self.first + self.count]
+
+
+class HostAdam:
+    """Stands in Megatron's optimizer where `inner` was, which computes.
+
+    Attributes:
+        param_groups: those of `inner`; `step` counts updates.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, updated: Sequence[Updated], slots: Slots) -> None:
+        """
+        Args:
+            inner: Adam in the interface of Transformer Engine's and apex's FusedAdam, without states.
+            updated: all that it updates.
+
+        Raises:
+            RuntimeError: the host's memory cannot be page-locked.
+        """
+        assert not inner.state and slots.bucket % ALIGNMENT == 0
+        self.inner, self.slots, self.param_groups = inner, slots, inner.param_groups
+        # Copies first, so that theirs is one row, from 0 on.
+        groups = {
+            id(main): index for index, group in enumerate(self.param_groups) for main in group["params"]
+        }
+        at, held = 0, []
+        for copied in (True, False):
+            for parameter, start, main in updated:
+                if (main.dtype != parameter.dtype) == copied:
+                    held.append(_Held(parameter, start, main, copied, groups[id(main)], at))
+                    at = -(-held[-1].stop // ALIGNMENT) * ALIGNMENT
+            if copied:
+                num_copied = at
+        self.held, self.filled = tuple(held), False
+        self.moments = tuple(_host_tensor(at, self) for _ in MOMENTS)
+        self.copies = _host_tensor(num_copied, self)
+        self.buckets = _cut(self.held, slots.bucket)
+        self.read_weights()
+        for entry in self.held:
+            if entry.copied:
+                entry.main.data = _shape_of(entry.main)
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """By what Megatron knows as updated, Adam's states on the host, each flat."""
+        return {entry.main: self._state(entry) for entry in self.held}
+
+    def fragments(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor, dict[str, torch.Tensor]]]:
+        """Parameter, first element, what is updated (copies: those on the host), Adam's states (none before a step)."""
+        for entry in self.held:
+            main = self.copies[entry.at : entry.stop] if entry.copied else entry.main
+            yield entry.parameter, entry.start, main, self._state(entry)
+
+    def host_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.moments, self.copies))
+
+    def set_filled(self, filled: bool) -> None:
+        """Have states to be filled, or none, as before the first step."""
+        self.filled = filled
+        for tensor in self.moments:
+            tensor.zero_()
+
+    def read_weights(self) -> None:
+        """Take the float32 copies from the parameters."""
+        for entry in self.held:
+            if entry.copied:
+                own = entry.parameter.detach().view(-1)[entry.start : entry.start + entry.main.numel()]
+                self.copies[entry.at : entry.stop].copy_(own)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Megatron's own drops gradients before."""
+        self.inner.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update all that has a gradient, and the parameters from their copies.
+
+        Buckets are fetched one ahead. The host waits at the end, when all states are back.
+        """
+        assert closure is None
+        if not self.buckets:
+            return
+        tensors, fetching, storing = self.slots.take(), self.slots.fetching, self.slots.storing
+        # What had the slots' memory before, and states that were loaded.
+        fetching.wait_stream(torch.cuda.current_stream())
+        stored: list[Any] = [None] * len(self.buckets)
+        counts: dict[int, int] = {}
+        fetched = self._fetch(0, tensors, stored)
+        for index, pieces in enumerate(self.buckets):
+            here, slot = fetched, tensors[index % SLOTS]
+            if index + 1 < len(self.buckets):
+                fetched = self._fetch(index + 1, tensors, stored)
+            torch.cuda.current_stream().wait_event(here)
+            counts |= self._update(pieces, slot)
+            storing.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(storing):
+                for row, values in self._rows(index):
+                    values.copy_(slot[row, : values.numel()], non_blocking=True)
+                stored[index] = storing.record_event()
+        storing.synchronize()
+        for group, count in counts.items():
+            self.param_groups[group]["step"] = count
+        self.filled = True
+
+    def _fetch(self, index: int, tensors: list[torch.Tensor], stored: list[Any]) -> Any:
+        """Bring a bucket into its slot, when what was there is stored; returns the event."""
+        fetching, slot = self.slots.fetching, tensors[index % SLOTS]
+        with torch.cuda.stream(fetching):
+            if index >= SLOTS:
+                fetching.wait_event(stored[index - SLOTS])
+            for row, values in self._rows(index):
+                slot[row, : values.numel()].copy_(values, non_blocking=True)
+            return fetching.record_event()
+
+    def _rows(self, index: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Row of a slot, what the host has for it."""
+        first = index * self.slots.bucket
+        for row, tensor in enumerate((*self.moments, self.copies)):
+            if first < tensor.numel():
+                yield row, tensor[first : first + self.slots.bucket]
+
+    def _update(self, pieces: Sequence[_Piece], slot: torch.Tensor) -> dict[int, int]:
+        """Have `inner` update a bucket that is on the device. Returns: by group, how many updates there were."""
+        found: dict[int, list[torch.Tensor]] = defaultdict(list)
+        states: dict[torch.Tensor, dict[str, torch.Tensor]] = defaultdict(dict)
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece in pieces:
+            held = piece.held
+            if held.main.grad is None:
+                continue
+            rows = slot[:, piece.at : piece.at + piece.count]
+            values = rows[len(MOMENTS)] if held.copied else piece.of(held.main)
+            values.grad = piece.of(held.main.grad)
+            found[held.group].append(values)
+            states[values] = dict(zip(MOMENTS, rows, strict=False))
+            if held.copied:
+                copies.append((piece.of(held.parameter, held.start), values))
+        groups = {index: {**self.param_groups[index], "params": values} for index, values in found.items()}
+        if not groups:
+            return {}
+        self.inner.param_groups, self.inner.state = list(groups.values()), states
+        self.inner.step()
+        self.inner.param_groups, self.inner.state = self.param_groups, defaultdict(dict)
+        for weights, values in copies:
+            weights.copy_(values)
+        return {index: int(group["step"]) for index, group in groups.items()}
+
+    def _state(self, entry: _Held) -> dict[str, torch.Tensor]:
+        if not self.filled:
+            return {}
+        own = slice(entry.at, entry.stop)
+        return {kind: tensor[own] for kind, tensor in zip(MOMENTS, self.moments, strict=True)}
+
+
+def _cut(held: Sequence[_Held], bucket: int) -> list[list[_Piece]]:
+    """The buckets: which parts of what lie in each."""
+    buckets: list[list[_Piece]] = [[] for _ in range(-(-held[-1].stop // bucket) if held else 0)]
+    for entry in held:
+        for index in range(entry.at // bucket, -(-entry.stop // bucket)):
+            begin, end = max(entry.at, index * bucket), min(entry.stop, (index + 1) * bucket)
+            buckets[index].append(_Piece(entry, begin - entry.at, begin - index * bucket, end - begin))
+    return buckets
+
+
+def _host_tensor(numel: int, owner: object) -> torch.Tensor:
+    """Zeros on the host, page-locked on a GPU as long as `owner` is there.
+
+    Torch's own page-locked memory comes in powers of two: of tens of gigabytes up to a half would be lost.
+    """
+    tensor = torch.zeros(numel, dtype=torch.float32, device="cpu")
+    if platform.is_cuda() and numel:
+        driver, address = torch.cuda.cudart(), tensor.data_ptr()
+        torch.cuda.check_error(int(driver.cudaHostRegister(address, tensor.nbytes, 0)))
+        # Holds the tensor too: memory that is freed must not be page-locked any more.
+        weakref.finalize(owner, _unlock, tensor).atexit = False
+    return tensor
+
+
+def _unlock(tensor: torch.Tensor) -> None:
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())))
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of its shape without values, for what asks for shape, type and device of a copy that is on the host.
+
+    It reads as not a number and cannot be written.
+    """
+    return torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

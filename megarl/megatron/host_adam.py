@@ -262,15 +262,20 @@ def _host_tensor(numel: int, owner: object) -> torch.Tensor:
     """
     tensor = torch.zeros(numel, dtype=torch.float32, device="cpu")
     if platform.is_cuda() and numel:
-        driver, address = torch.cuda.cudart(), tensor.data_ptr()
-        torch.cuda.check_error(int(driver.cudaHostRegister(address, tensor.nbytes, 0)))
+        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        if code:
+            raise RuntimeError(
+                f"{tensor.nbytes / 2**30:.1f} GiB of the host's memory for optimizer states cannot be page-locked (CUDA error "
+                f"{code}): has the machine so much, and may the process lock it?"
+            )
         # Holds the tensor too: memory that is freed must not be page-locked any more.
         weakref.finalize(owner, _unlock, tensor).atexit = False
     return tensor
 
 
 def _unlock(tensor: torch.Tensor) -> None:
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())))
+    code = int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr()))
+    assert not code, f"CUDA error {code}"
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,11 @@ Guarantees:
   are on the device at most: one comes, one is updated, one goes back, all at once on a GPU.
 - On the host a rank holds no byte more than its states (and what aligns them), page-locked on a GPU.
 
-Megatron-core 0.19.2 has an update on the host too (`HybridDeviceOptimizer`), which is not used: beside the distributed
-optimizer the float32 copies stay on the device unless the precision-aware optimizer is on; its states cannot be resharded;
-it needs `Tensor.is_cuda` to be true, so that nothing of it runs on a CPU; and it wants four bytes a weight more for
-gradients on the host. Each weight crosses the link with 12 bytes in both directions here, with 4 in one and 2 in the other
-there, but there the host's processors compute, at the speed of its memory.
+Megatron-core 0.19.2 has an update on the host too (`HybridDeviceOptimizer`), which is not used. Tried with the distributed
+optimizer: of float32 weights it cannot be built ("can't optimize a non-leaf Tensor"); of bfloat16 ones the float32 copies stay on
+the device unless the precision-aware optimizer is on; and it sorts by `Tensor.is_cuda`, so that a step on a CPU ends with a
+KeyError and nothing of it could be tested. It also wants four bytes a weight more on the host, for gradients. Each weight crosses
+the link with 12 bytes in both directions here, with 4 in one and 2 in the other there, but there the host's processors compute.
 """
 
 import weakref

@@ -16,6 +16,7 @@ from megarl.megatron.host_adam import SLOTS, HostAdam, Slots
 from megarl.megatron.offload import HostStates, optimizer_of
 from megarl.megatron.optimizer import optimizer_step, zero_gradients
 from megarl.models.tiny import make_tiny_model
+from tests.megatron.clocks import Races, Streams
 from tests.megatron.parity import VOCAB
 from tests.megatron.states import Setting, Trainee
 from tests.ranks import RankPool
@@ -216,3 +217,30 @@ def test_weights_are_cut_wherever_buckets_end(device: str) -> None:
     if device == "cuda":
         assert found.copies.is_pinned() and all(moment.is_pinned() for moment in found.moments)
         assert found.slots.nbytes == SLOTS * 3 * bucket * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the streams are stand-ins")
+@pytest.mark.parametrize("broken", [None, "fetching", "storing", "wait"])
+def test_copies_that_overlap_never_meet(monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
+    """The order that streams and events promise is enough, and without any one of the waits it is not."""
+    streams = Streams()
+    for name, value in streams.patches().items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    weights = [torch.nn.Parameter(torch.randn(size, dtype=torch.bfloat16)) for size in (2600, 70)]
+    adam, copies = _adam(weights, True, 256)
+    slots = adam.slots
+    if broken == "wait":  # for what was fetched
+        monkeypatch.setattr(streams.current, "wait_event", lambda event: None)
+    if broken == "fetching":  # for the slot to be free
+        monkeypatch.setattr(slots.fetching, "wait_event", lambda event: None)
+    if broken == "storing":  # for what was computed
+        monkeypatch.setattr(slots.storing, "wait_stream", lambda stream: None)
+    with Races(streams) as races:
+        for _ in range(2):
+            for copy in copies:
+                copy.grad = torch.randn(copy.shape)
+            adam.step()
+            for moment in adam.moments:  # a checkpoint reads them
+                moment.sum()
+    assert len(races.seen) > 100
+    assert bool(races.found) == (broken is not None), races.found[:3]

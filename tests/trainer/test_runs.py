@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import ragged, read_trajectories
+from megarl.memory.training import BUCKET, SLOTS
 from megarl.trainer.logger import read_metrics
 from tests.data.shared import SHARED_DATA
 from tests.trainer.conftest import PPO, TWO_STEPS, on, steps, succeed
@@ -109,12 +110,14 @@ OFFLOAD = ("param_offload", "grad_offload", "optimizer_offload")
 
 
 def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, tmp_path):
-    """The same run, from the checkpoint of step 1, with everything off the devices that a phase does not use."""
+    """The same run, from the checkpoint of step 1, with everything off the devices that a phase does not use, and the critic's
+    optimizer states off them in any case, but for slots (of float32 weights, 8 bytes each)."""
     task, out, _ = ppo_run
     shutil.copytree(out / "checkpoints" / "step-1", tmp_path / "checkpoints" / "step-1")
     printed = succeed(
         "train", *TWO_STEPS, *on(task, tmp_path), "trainer.save_freq=-1", "actor_rollout_ref.rollout.free_cache_engine=true",
         *(f"{role}.megatron.{key}=true" for role in ("actor_rollout_ref.actor", "critic") for key in OFFLOAD),
+        "critic.optim.optimizer_cpu_offload=true",
     )  # fmt: skip
     assert "going on from step 1" in printed and "param_offload: None -> True" in printed
     for expected, found in zip(steps(out)[1:], steps(tmp_path), strict=True):
@@ -127,6 +130,7 @@ def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, tmp_
         assert_one_copy_and_one_cache(found)
         assert expected["memory/sync/rollout_kv_cache"] > 0 < expected["memory/generate/actor_gradients"]
         assert found["memory/update_actor/actor_optimizer"] == expected["memory/update/actor_optimizer"] > 0
+        assert found["memory/update_critic/critic_optimizer"] == SLOTS * BUCKET * 8
     for name in ("hf/model.safetensors", "rollouts/step-000002.parquet"):
         assert (out / name).read_bytes() == (tmp_path / name).read_bytes()
     assert "rollout_kv_cache" in printed and "all of these" in printed

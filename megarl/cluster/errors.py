@@ -13,7 +13,10 @@ _DEAD = 4  # ActorTableData.ActorState.DEAD
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One rank as the controller sees it; `pid` is 0, `mark` and `scratch` empty until the process has reported."""
+    """One process as the controller sees it; `pid` is 0, `mark` and `scratch` empty until it has reported.
+
+    `part`: which of its rank's processes it is, where a rank has several.
+    """
 
     actor: ActorHandle
     role: str
@@ -24,11 +27,12 @@ class RankProcess:
     pid: int = 0
     mark: str = ""
     scratch: str = ""
+    part: int = 0
 
     @property
     def name(self) -> str:
-        """Such as "actor rank 3"."""
-        return f"{self.role} rank {self.rank}"
+        """Such as "actor rank 3"; "rollout rank 3 part 1" of a rank's second process."""
+        return f"{self.role} rank {self.rank}" + (f" part {self.part}" if self.part else "")
 
     @property
     def is_dead(self) -> bool:

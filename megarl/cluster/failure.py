@@ -10,7 +10,8 @@ Guarantees:
 - an exception ends the wait although other ranks still run;
 - `stream` does the same for what generator methods yield, and keeps none of it;
 - of a group that can be spared, a process that nobody waits for may be dead, and one that yields a stream may die: the
-  other streams are read to their end before that is raised.
+  other streams are read to their end before that is raised;
+- where a rank has several processes, it is lost with any of them.
 
 How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a
 SIGKILL, Ray 2.60), and the owner's library keeps that state; asking it costs 0.3 us a process, no message and no
@@ -129,7 +130,7 @@ def stream(
         for failure in losses:
             if failure.process.actor._actor_id not in spared:
                 raise failure
-            del processes[failure.process.actor._actor_id]
+            processes = _without_rank(processes, failure.process)
         lost += losses
         pending = [source for source in pending if _actor_id(source) in processes]
         if not pending:
@@ -146,7 +147,9 @@ def stream(
                 value = ray.get(ref)
             except ray.exceptions.RayError as error:
                 if _actor_id(source) in spared and not isinstance(error, ray.exceptions.RayTaskError):
-                    lost.append(_died(processes.pop(_actor_id(source)), error, []))
+                    gone = processes[_actor_id(source)]
+                    lost.append(_died(gone, error, []))
+                    processes = _without_rank(processes, gone)
                     pending = [other for other in pending if _actor_id(other) in processes]
                     continue
                 others = [other for other in pending if other is not source]
@@ -163,7 +166,7 @@ def stream(
 def _processes(
     sources: Sequence[Source], groups: Sequence["WorkerGroup"], spare: "WorkerGroup | None"
 ) -> Processes:
-    """The processes of `groups`, which must include those of `sources`; of `spare` these only."""
+    """The processes of `groups`, which must include those of `sources`; of `spare` only those of their ranks."""
     processes = {process.actor._actor_id: process for group in groups for process in group.processes}
     called = {_actor_id(source) for source in sources}
     strangers = called - set(processes)
@@ -171,7 +174,19 @@ def _processes(
         f"some calls are not on a process of the groups {[g.role for g in groups]}: {strangers}"
     )
     spared = {process.actor._actor_id for process in spare.processes} if spare is not None else set()
-    return {key: process for key, process in processes.items() if key in called or key not in spared}
+    ranks = {_rank_of(processes[key]) for key in called}
+    return {
+        key: process for key, process in processes.items() if key not in spared or _rank_of(process) in ranks
+    }
+
+
+def _rank_of(process: RankProcess) -> tuple[str, int]:
+    return process.role, process.rank
+
+
+def _without_rank(processes: Processes, lost: RankProcess) -> Processes:
+    """What is left when one process is lost: its rank is of no use without it."""
+    return {key: process for key, process in processes.items() if _rank_of(process) != _rank_of(lost)}
 
 
 def _refuse_deaths(processes: Processes) -> None:
@@ -198,7 +213,8 @@ def _losses(processes: Processes, pending: Sequence[Source], watch: Watch | None
 def _look(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> Hang | None:
     if watch is None:
         return None
-    called = {processes[_actor_id(source)].mark for source in pending}
+    ranks = {_rank_of(processes[_actor_id(source)]) for source in pending}
+    called = {process.mark for process in processes.values() if _rank_of(process) in ranks}
     return watch.look(list(processes.values()), called - {""})
 
 

@@ -5,6 +5,8 @@ Guarantees:
 - rank r runs on device r * `devices_per_rank` of the pool, whatever order Ray starts the processes in;
 - every rank gets the same rendezvous address, a port that rank 0 reserved on its own machine;
 - `restart` replaces the process of one rank on its own devices, and touches no other;
+- a rank may have several processes, its parts, each on a node of its own: the first answers the rank's calls, all are watched,
+  and they are replaced together;
 - `shutdown` returns when the processes, and on this machine all their descendants and scratch folders, are gone.
 """
 
@@ -33,10 +35,13 @@ _KILL_SECONDS = 15.0  # until a node has ended the processes of a rank
 
 
 class WorkerGroup:
-    """`world_size` processes, each with an object of `worker_class`.
+    """`world_size` ranks of `parts` processes each, mostly one; each process has an object of `worker_class`.
 
-    `started` holds one call a rank, which ends when the rank's constructor has; pass them to `wait`. Several
+    `started` holds one call a process, which ends when its constructor has; pass them to `wait`. Several
     groups can so start at the same time. Calls are executed in order, after the constructor.
+
+    Attributes:
+        processes: rank by rank, and within a rank part by part.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class WorkerGroup:
         gpu_fraction: float = DEVICE_SHARE,
         env: dict[str, str] | None = None,
         devices_per_rank: int = 1,
+        parts: int = 1,
         device_order: Sequence[int] | None = None,
         setup_timeout: float = 120.0,
         beside: Sequence["WorkerGroup"] = (),
@@ -64,8 +70,10 @@ class WorkerGroup:
             log_dir: rank r writes to `<log_dir>/<role>-rank<r>.log`.
             gpu_fraction: share of each device that is booked, so that other groups fit beside this one.
             env: environment of the ranks, over the one that this room sets.
-            devices_per_rank: GPUs (or slots) that each process uses, on one machine: an engine with tensor
-                parallelism that starts its own ranks takes several.
+            devices_per_rank: GPUs (or slots) that each rank uses: an engine with tensor parallelism that starts its own
+                ranks takes several.
+            parts: processes of each rank, which share its devices evenly, in their order; those of one process are on one
+                machine. They meet at an address of their own (`RankInfo.master_addr`).
             device_order: the numbers of the pool's devices in the order in which ranks take them; None: 0, 1, ...
             setup_timeout: seconds until all processes must have reported.
             beside: groups whose deaths are to be noticed while processes of this one come up; it may grow later.
@@ -81,42 +89,52 @@ class WorkerGroup:
         self.role = role
         self.world_size = world_size
         self._single_machine = sum(node["Alive"] for node in ray.nodes()) == 1
-        self._devices = _devices_of_ranks(role, pool, world_size, devices_per_rank, device_order)
+        self.parts = parts
+        self._devices = _devices_of_processes(role, pool, world_size, devices_per_rank, parts, device_order)
         self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}
         self._worker, self._setup_timeout = (worker_class, init_kwargs), setup_timeout
         self._beside, self._watch = beside, watch
         self._restarts = [0] * world_size
-        self.processes: list[RankProcess] = [self._create(rank) for rank in range(world_size)]
+        self._ports: dict[int, int] = {}  # by number of the process that reserved it
+        numbers = range(world_size * parts)
+        self.processes: list[RankProcess] = [self._create(number) for number in numbers]
         try:
-            self._set_up(range(world_size))
+            self._set_up(numbers)
         except RayFailed:  # the processes end with the cluster, of which nothing can be asked any more
             raise
         except Exception:
             self.shutdown()
             raise
-        self.started: list[ray.ObjectRef] = [
-            self._start(info) for info in self._rank_infos(range(world_size))
-        ]
+        self.started: list[ray.ObjectRef] = [self._start(number) for number in numbers]
 
     @property
     def names(self) -> list[str]:
-        """Such as "actor rank 0", by rank."""
+        """Such as "actor rank 0", by process."""
         return [process.name for process in self.processes]
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank, each on its own host."""
+        """Process ids, each on its own host."""
         return [process.pid for process in self.processes]
 
     @property
     def hosts(self) -> list[str]:
-        """Addresses of the machines, by rank."""
+        """Addresses of the machines, by process."""
         return [process.host for process in self.processes]
 
     @property
     def devices(self) -> list[tuple[Device, ...]]:
-        """The devices of each rank's process, in its own order."""
+        """The devices of each process, in its own order."""
         return list(self._devices)
+
+    def processes_of(self, rank: int) -> list[RankProcess]:
+        """The processes of a rank, part by part."""
+        return self.processes[rank * self.parts : (rank + 1) * self.parts]
+
+    @property
+    def _heads(self) -> list[RankProcess]:
+        """The process of each rank that answers its calls."""
+        return self.processes[:: self.parts]
 
     def call(self, method: str, *args: Any, num_returns: int = 1, **kwargs: Any) -> list[Any]:
         """Calls a method on every rank with the same arguments.
@@ -139,8 +157,13 @@ class WorkerGroup:
 
     def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """As `call`, on one rank alone."""
-        (ref,) = self._invoke(method, [args], kwargs, 1, self.processes[rank : rank + 1])
+        (ref,) = self._invoke(method, [args], kwargs, 1, self.processes_of(rank)[:1])
         return ref
+
+    def call_parts(self, method: str, per_process_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """As `call_each`, on all processes of all ranks."""
+        assert len(per_process_args) == len(self.processes), (method, len(per_process_args))
+        return self._invoke(method, per_process_args, {}, 1, self.processes)
 
     def stream_each(
         self, method: str, per_rank_args: Sequence[tuple[Any, ...]]
@@ -154,27 +177,34 @@ class WorkerGroup:
             process.actor.stream.options(
                 name=f"{self.role}-rank{process.rank}.{method}", num_returns="streaming"
             ).remote(method, *args)
-            for process, args in zip(self.processes, per_rank_args, strict=True)
+            for process, args in zip(self._heads, per_rank_args, strict=True)
         ]
 
-    def restart(self, rank: int) -> None:
-        """Replace a rank's process, in whatever state it is, by a new one that works as the first one did when it began.
+    def restart(self, rank: int) -> list[ray.ObjectRef]:
+        """Replace a rank's process, in whatever state it is, by a new one that works as the first one did when it began;
+        of a rank with several parts all of them.
 
-        It has a log of its own, `<role>-rank<r>.restart<n>.log`, and `started[rank]` is its start. For ranks that have no
-        process group with the others of theirs, which would know nothing of the new one.
+        It has a log of its own, `<role>-rank<r>.restart<n>.log`. For ranks that have no process group with the others of
+        theirs, which would know nothing of the new one.
+
+        Returns: its start, as in `started`; of each part.
 
         Raises:
             WorkerDied, WorkerFailed, WaitTimeout: the new process did not come up, or one of another group died.
         """
-        old = self.processes[rank]
-        if old.pid:  # a stopped process does not listen to Ray
-            on_node(old.node_id, _KILL_SECONDS, kill_marked, old.mark, old.pid)
-        self._end([old], _EXIT_SECONDS)
+        old = self.processes_of(rank)
+        for process in old:
+            if process.pid:  # a stopped process does not listen to Ray
+                on_node(process.node_id, _KILL_SECONDS, kill_marked, process.mark, process.pid)
+        self._end(old, _EXIT_SECONDS)
         self._restarts[rank] += 1
-        self.processes[rank] = self._create(rank)
-        self._set_up([rank])
-        (info,) = self._rank_infos([rank])
-        self.started[rank] = self._start(info)
+        numbers = range(rank * self.parts, (rank + 1) * self.parts)
+        for number in numbers:
+            self.processes[number] = self._create(number)
+        self._set_up(numbers)
+        for number in numbers:
+            self.started[number] = self._start(number)
+        return [self.started[number] for number in numbers]
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """Ends all processes with all that they started; may be called again, or after the group has failed.
@@ -212,70 +242,89 @@ class WorkerGroup:
             process.actor.invoke.options(
                 name=f"{self.role}-rank{process.rank}.{method}", num_returns=num_returns
             ).remote(method, *args, **kwargs)
-            for process, args in zip(processes or self.processes, per_rank_args, strict=True)
+            for process, args in zip(processes or self._heads, per_rank_args, strict=True)
         ]
 
-    def _create(self, rank: int) -> RankProcess:
-        """The process of a rank, which has yet to be set up."""
-        device, number = self._devices[rank][0], self._restarts[rank]
-        again = f".restart{number}" if number else ""
+    def _create(self, number: int) -> RankProcess:
+        """A process, which has yet to be set up."""
+        rank, part = divmod(number, self.parts)
+        device, restarts = self._devices[number][0], self._restarts[rank]
+        again = f".restart{restarts}" if restarts else ""
         return RankProcess(
             actor=_create_actor(device, self._share),
             role=self.role,
             rank=rank,
             host=device.host,
             node_id=device.node_id,
-            log_path=str(self._log_dir / f"{self.role}-rank{rank}{again}.log"),
+            log_path=str(self._log_dir / f"{_title(self.role, rank, part)}{again}.log"),
+            part=part,
         )
 
-    def _set_up(self, ranks: Sequence[int]) -> None:
+    def _set_up(self, numbers: Sequence[int]) -> None:
         refs = []
-        for rank in ranks:
-            process = self.processes[rank]
-            gpu_ids = tuple(device.gpu_id for device in self._devices[rank] if device.gpu_id is not None)
+        for number in numbers:
+            process = self.processes[number]
+            gpu_ids = tuple(device.gpu_id for device in self._devices[number] if device.gpu_id is not None)
             merged = _environment(gpu_ids, self._single_machine) | self._env
-            name = f"{self.role}-rank{rank}"
-            refs.append(process.actor.setup.remote(name, process.log_path, merged, rank == 0))
+            name = _title(self.role, process.rank, process.part)
+            needs_port = number == self._meeting(number)
+            refs.append(process.actor.setup.remote(name, process.log_path, merged, needs_port))
         facts: list[ProcessFacts] = wait(
             refs, [*self._beside, self], self._setup_timeout, self._watch, spare=self
         )
-        for rank, fact in zip(ranks, facts, strict=True):
-            self.processes[rank] = replace(
-                self.processes[rank],
+        for number, fact in zip(numbers, facts, strict=True):
+            self.processes[number] = replace(
+                self.processes[number],
                 pid=fact.pid,
                 host=fact.host,
                 node_id=fact.node_id,
                 mark=fact.mark,
                 scratch=fact.scratch,
             )
-            if rank == 0:
-                self._port = fact.port
+            if fact.port is not None:
+                self._ports[number] = fact.port
 
-    def _start(self, info: RankInfo) -> ray.ObjectRef:
-        actor = self.processes[info.rank].actor
-        return actor.start.options(name=f"{self.role}-rank{info.rank}.start").remote(info, *self._worker)
+    def _meeting(self, number: int) -> int:
+        """The process at whose address a process meets others: rank 0 of the group, or the first part of its own rank."""
+        return 0 if self.parts == 1 else number - number % self.parts
 
-    def _rank_infos(self, ranks: Sequence[int]) -> list[RankInfo]:
+    def _start(self, number: int) -> ray.ObjectRef:
+        process = self.processes[number]
+        title = _title(self.role, process.rank, process.part)
+        return process.actor.start.options(name=f"{title}.start").remote(self._info(number), *self._worker)
+
+    def _info(self, number: int) -> RankInfo:
+        process, meeting = self.processes[number], self._meeting(number)
         nodes = [process.node_id for process in self.processes]
-        return [
-            RankInfo(
-                rank=rank,
-                world_size=self.world_size,
-                local_rank=nodes[:rank].count(nodes[rank]),
-                master_addr="127.0.0.1" if self._single_machine else self.processes[0].host,
-                master_port=self._port,
-                role=self.role,
-                log_path=self.processes[rank].log_path,
-                device_ids=tuple(d.gpu_id for d in self._devices[rank] if d.gpu_id is not None),
-                scratch=self.processes[rank].scratch,
-            )
-            for rank in ranks
-        ]
+        return RankInfo(
+            rank=process.rank,
+            world_size=self.world_size,
+            local_rank=nodes[:number].count(nodes[number]),
+            master_addr="127.0.0.1" if self._single_machine else self.processes[meeting].host,
+            master_port=self._ports[meeting],
+            role=self.role,
+            log_path=process.log_path,
+            device_ids=tuple(d.gpu_id for d in self._devices[number] if d.gpu_id is not None),
+            scratch=process.scratch,
+            part=process.part,
+            parts=self.parts,
+        )
 
 
-def _devices_of_ranks(
-    role: str, pool: ResourcePool, world_size: int, devices_per_rank: int, order: Sequence[int] | None = None
-) -> list[tuple]:
+def _title(role: str, rank: int, part: int) -> str:
+    """What a process is called in lists of processes and logs."""
+    return f"{role}-rank{rank}" + (f".part{part}" if part else "")
+
+
+def _devices_of_processes(
+    role: str,
+    pool: ResourcePool,
+    world_size: int,
+    devices_per_rank: int,
+    parts: int,
+    order: Sequence[int] | None = None,
+) -> list[tuple[Device, ...]]:
+    assert devices_per_rank % parts == 0, (devices_per_rank, parts)
     needed = world_size * devices_per_rank
     if needed > len(pool):
         raise ValueError(
@@ -285,15 +334,16 @@ def _devices_of_ranks(
     numbers = range(needed) if order is None else order
     assert len(set(numbers)) == len(numbers) >= needed, order
     devices = [pool.devices[number] for number in numbers]
-    ranks = [tuple(devices[i : i + devices_per_rank]) for i in range(0, needed, devices_per_rank)]
-    for rank, devices in enumerate(ranks):
+    each = devices_per_rank // parts
+    processes = [tuple(devices[i : i + each]) for i in range(0, needed, each)]
+    for number, devices in enumerate(processes):
         if len({device.node_id for device in devices}) > 1:
             raise ValueError(
-                f"the {devices_per_rank} devices of {role} rank {rank} in resource pool {pool.name!r} are on "
+                f"the {each} devices of {role} rank {number // parts} in resource pool {pool.name!r} are on "
                 f"several machines ({', '.join(device.host for device in devices)}); devices a node must be a "
-                f"multiple of {devices_per_rank}"
+                f"multiple of {each}"
             )
-    return ranks
+    return processes
 
 
 def _create_actor(device: Any, share: float) -> Any:

@@ -35,6 +35,8 @@ _SHARED_MEMORY = "/dev/shm"
 class RankInfo:
     """What a rank knows of itself and its group; the first argument of every worker class.
 
+    `master_addr` and `master_port` are where the ranks of the group meet, or, where a rank has several `parts`, its parts;
+    `part` is the number of this process among these. What is called on a rank comes to its part 0.
     `device_ids` are the GPUs that CUDA_VISIBLE_DEVICES shows in this process, in order; empty without GPUs.
     `scratch` is a folder of this rank alone, in memory where the machine has such a file system; it is removed
     with all that is in it when the rank has ended, however that was.
@@ -49,6 +51,8 @@ class RankInfo:
     log_path: str
     device_ids: tuple[str, ...]
     scratch: str
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)

@@ -293,26 +293,34 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
 
 
 def _node_problems(key: str, rollout: RolloutConfig, pool: PoolConfig, per_node: str) -> Iterator[str]:
-    """Engines have devices of the pool that follow each other; those of one are on one node.
+    """Engines have devices of the pool that follow each other; those of one are on one node, or equally many on each of several.
 
     Args:
         per_node: the key of the pool's devices on each node, with its value.
     """
-    tp, engines, devices = (
+    tp, engines, devices, nodes = (
         rollout.tensor_model_parallel_size,
         rollout.num_engines or 1,
         pool.nnodes * pool.n_gpus_per_node,
+        rollout.nodes_per_engine or 1,
     )
-    size = f"{key}.tensor_model_parallel_size={tp}"
-    if tp > pool.n_gpus_per_node:
-        yield f"{size} is more than {per_node}: the devices of an engine are on one node"
+    size, spread = f"{key}.tensor_model_parallel_size={tp}", f"{key}.nodes_per_engine={nodes}"
+    part = tp // nodes
+    if tp > devices:
+        yield f"{size} is more than the {devices} devices of resource pool {rollout.resource_pool!r}"
+    elif tp % nodes:
+        yield f"{size} does not divide by {spread}: an engine has equally many devices on each of its nodes"
+    elif part > pool.n_gpus_per_node:
+        needed = -(-tp // pool.n_gpus_per_node)
+        yield f"{size} is {part} devices on each of {spread}, more than {per_node}; it needs {needed} nodes or more"
     elif engines * tp > devices:
         yield (
             f"{key}.num_engines={engines} x {size} is more than the {devices} devices of resource pool "
             f"{rollout.resource_pool!r}; at most {devices // tp} engines fit"
         )
-    elif pool.n_gpus_per_node % tp and engines * tp > pool.n_gpus_per_node:
+    elif pool.n_gpus_per_node % part and engines * tp > pool.n_gpus_per_node:
+        what = "" if nodes == 1 else f" over {spread}"
         yield (
-            f"{size} does not divide {per_node}, and one of {key}.num_engines={engines} engines would be on two nodes: the "
-            "devices of an engine are on one node"
+            f"{size}{what}, {part} devices of an engine on a node, does not divide {per_node}, and one of "
+            f"{key}.num_engines={engines} engines would have some of them on another node"
         )

@@ -29,7 +29,7 @@ def resolve(config: C) -> C:
     """The configuration with its derived nulls filled in; one that is filled in comes back equal.
 
     Filled: tokenizer_path, sequence_parallel, clip ratios, loss aggregation, the settings of critic, reference and reward model that are
-    the actor's, gen_batch_size, resource pools and the pool of each role, num_engines, run folder and rollout folder.
+    the actor's, gen_batch_size, resource pools and the pool of each role, num_engines, nodes_per_engine, run folder and rollout folder.
     Where two keys say one thing (grad_clip and optim.clip_grad, clip_range and clip ratios, data.tokenizer and tokenizer_path,
     enable_gradient_checkpointing and recompute_granularity) the value moves to the second; a size of micro-batches
     that use_dynamic_bsz overrules becomes null.
@@ -51,11 +51,11 @@ def resolve(config: C) -> C:
             trainer=replace(trainer, default_local_dir=trainer.default_local_dir or _run_folder(trainer)),
         )
     assert isinstance(config, EvalConfig), type(config)
-    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    pool = PoolConfig(nnodes=config.trainer.nnodes, n_gpus_per_node=config.trainer.n_gpus_per_node)
     return replace(
         config,
         model=_with_tokenizer(config.model),
-        rollout=_with_engines(replace(config.rollout, resource_pool=GLOBAL_POOL), devices),
+        rollout=_with_engines(replace(config.rollout, resource_pool=GLOBAL_POOL), pool),
     )
 
 
@@ -119,7 +119,7 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
     longest = config.data.max_prompt_length + config.data.max_response_length
     ref = _resolve_ref(policy.ref, actor, longest)
     rollout = replace(policy.rollout, resource_pool=policy.rollout.resource_pool or actor.resource_pool)
-    rollout = _with_engines(rollout, pool_devices(pools, rollout.resource_pool))
+    rollout = _with_engines(rollout, pools.get(rollout.resource_pool or ""))
     critic = config.critic
     folder = trainer.default_local_dir or _run_folder(trainer)
     return replace(
@@ -265,11 +265,16 @@ def _with_recompute(megatron: MegatronConfig, checkpointing: bool | None) -> Meg
     return replace(megatron, recompute_granularity="full" if checkpointing else None)
 
 
-def _with_engines(rollout: RolloutConfig, devices: int | None) -> RolloutConfig:
+def _with_engines(rollout: RolloutConfig, pool: PoolConfig | None) -> RolloutConfig:
     # A tensor parallel size of zero or over the devices is refused by `check_config`, with its key.
-    if rollout.num_engines is not None or devices is None or rollout.tensor_model_parallel_size < 1:
+    tp = rollout.tensor_model_parallel_size
+    if pool is None or min(tp, pool.n_gpus_per_node) < 1:
         return rollout
-    return replace(rollout, num_engines=max(1, devices // rollout.tensor_model_parallel_size))
+    return replace(
+        rollout,
+        nodes_per_engine=rollout.nodes_per_engine or -(-tp // pool.n_gpus_per_node),
+        num_engines=rollout.num_engines or max(1, pool.nnodes * pool.n_gpus_per_node // tp),
+    )
 
 
 def _run_folder(trainer: TrainerConfig | TuningTrainerConfig) -> str:

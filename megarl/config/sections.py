@@ -189,6 +189,11 @@ class RolloutConfig:
     expert_parallel_size: int = option(
         "Groups of an engine's devices that share the experts (SGLang's ep_size).", 1, ge=1
     )
+    nodes_per_engine: int | None = option(
+        "Nodes that share an engine's devices evenly, each with a process of its own; null: as few as its devices need.",
+        None,
+        ge=1,
+    )
     num_engines: int | None = option("Engines; null: as many as the pool's devices hold.", None, ge=1)
     allow_unknown_version: bool = option(
         "Start an engine of a version that megarl was not tried with.", False

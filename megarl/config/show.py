@@ -50,6 +50,10 @@ _SOURCES: tuple[tuple[str, str], ...] = (
         "the devices of the pool over rollout.tensor_model_parallel_size",
     ),
     (
+        r"(?:actor_rollout_ref\.)?rollout\.nodes_per_engine",
+        "rollout.tensor_model_parallel_size over the pool's n_gpus_per_node",
+    ),
+    (
         r"actor_rollout_ref\.actor\.megatron\.recompute_granularity",
         "actor_rollout_ref.model.enable_gradient_checkpointing",
     ),

@@ -75,6 +75,9 @@ class EngineConfig:
         enable_memory_saver: whether the memory of weights and KV cache can be released.
         gpu_memory_utilization: part of the GPU's memory for weights and KV cache.
         first_device: index of the first visible GPU to use.
+        nodes: processes that own the engine, each on a node, with equally many TP ranks; they start at the same time.
+        node: which of them this is; the first answers for the engine.
+        address: "host:port" of the first one's node, at which all TP ranks meet; needed with several nodes.
         start_timeout: seconds for one start; a start that fails or takes longer is repeated once.
         allow_unknown_version: start an SGLang of a version that megarl was not tried with.
         stop_token_ids: tokens that end a response, and are part of it, besides the model's end tokens.
@@ -97,6 +100,9 @@ class EngineConfig:
     enable_memory_saver: bool = False
     gpu_memory_utilization: float = 0.5
     first_device: int = 0
+    nodes: int = 1
+    node: int = 0
+    address: str | None = None
     seed: int = 1
     start_timeout: float = 300.0
     allow_unknown_version: bool = False
@@ -104,6 +110,11 @@ class EngineConfig:
     stop_token_ids: tuple[int, ...] = ()
     adapters: AdapterConfig | None = None
     deterministic: bool = False
+
+    @property
+    def ranks_per_node(self) -> int:
+        """TP ranks of each of its processes."""
+        return self.tensor_parallel_size // self.nodes
 
 
 @dataclass(frozen=True)
@@ -207,7 +218,9 @@ class RolloutEngine(Protocol):
         """
 
     def connect(self, inboxes: Sequence[Path]) -> None:
-        """Say where weights come from: one `InboxFile` for each TP rank. Ends a connection that was there."""
+        """Say where weights come from: one `InboxFile` for each TP rank, on the node of that rank. Ends a connection that
+        was there.
+        """
 
     def begin_update(self, version: int) -> int | None:
         """Announce a version; from here on the engine holds no valid weights.

@@ -14,8 +14,8 @@ Guarantees, each asserted by a test:
   the padding that the share declares; a version of adapters alone is taken only on top of a whole one, from the same
   trainer and into the same memory;
 - what SGLang derives from parameters is derived again from those of the version;
-- an error names the tensor and the rank, and reaches the engine's process through a file beside the
-  rank's (`result_path`): an exception would end the scheduler (sglang 0.5.21).
+- an error names the tensor and the rank, and reaches the engine's process, with what all other ranks say, through a file
+  beside that of TP rank 0 (`results_path`): an exception would end the scheduler (sglang 0.5.21).
 """
 
 import json
@@ -70,12 +70,14 @@ class Received:
     seconds: dict[str, float] = field(default_factory=lambda: {"wait": 0.0, "write": 0.0, "verify": 0.0})
 
 
-def request_tensor(version: int, session: str, inboxes: Sequence[Path], whole: bool = True) -> torch.Tensor:
-    """The uint8 tensor that carries a request through SGLang.
+def request_bytes(version: int, session: str, inboxes: Sequence[Path], whole: bool = True) -> bytes:
+    """What carries a request through SGLang to a rank: a pickle of a uint8 tensor with a name.
+
+    SGLang's own serializer puts tensors into shared memory and sends its name, which ranks on other nodes cannot open (0.5.21).
 
     Args:
         session: names the connection of trainer and engine; a new one replaces what was there.
-        inboxes: each TP rank's file.
+        inboxes: each TP rank's file, on the rank's own node.
         whole: false: what training leaves alone does not come (`SyncShare.frozen`).
     """
     request = {
@@ -84,12 +86,13 @@ def request_tensor(version: int, session: str, inboxes: Sequence[Path], whole: b
         "inboxes": [str(path) for path in inboxes],
         "whole": whole,
     }
-    return torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
+    tensor = torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
+    return pickle.dumps([("request", tensor)])
 
 
-def result_path(inbox: Path) -> Path:
-    """Where the receiver puts its answer: {"ok", "error", "rank"} and the fields of `Received`."""
-    return inbox.with_name(inbox.name + ".result")
+def results_path(inbox: Path) -> Path:
+    """Where TP rank 0, whose file is `inbox`, puts all ranks' answers: {"ok", "error", "rank"} and the fields of `Received`."""
+    return inbox.with_name(inbox.name + ".results")
 
 
 def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -97,7 +100,8 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
     from sglang.srt.runtime_context import get_parallel
 
     ((_, tensor),) = named_tensors
-    rank = get_parallel().tp_rank
+    parallel = get_parallel()
+    rank = parallel.tp_rank
     request = json.loads(bytes(tensor.cpu().numpy()))
     inbox = Path(request["inboxes"][rank])
     result = {"ok": True, "error": "", "rank": rank}
@@ -108,9 +112,18 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
     except Exception as error:
         kind = "" if isinstance(error, RefusedError) else f"{type(error).__name__}: "
         result |= {"ok": False, "error": f"{kind}{error} (TP rank {rank})"}
-    building = result_path(inbox).with_suffix(".building")
-    building.write_text(json.dumps(result))
-    os.replace(building, result_path(inbox))
+    results = every_rank(result, parallel.tp_group.cpu_group)
+    if rank == 0:
+        building = results_path(inbox).with_suffix(".building")
+        building.write_text(json.dumps(results))
+        os.replace(building, results_path(inbox))
+
+
+def every_rank(result: dict, group: torch.distributed.ProcessGroup) -> list[dict]:
+    """The results of all TP ranks, on each of them: some may be on other nodes."""
+    results: list = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(results, result, group=group)
+    return results
 
 
 def connected(model: torch.nn.Module, session: str, inbox: Path) -> "Receiver":

@@ -20,8 +20,6 @@ repeated.
 
 import asyncio
 import json
-import logging
-import os
 import secrets
 import threading
 import time
@@ -41,21 +39,13 @@ from megarl.rollout.engine import (
     SyncReport,
     WeightSyncError,
 )
-from megarl.rollout.receiver import LOADER, request_tensor, result_path
+from megarl.rollout.receiver import LOADER, request_bytes, results_path
 from megarl.rollout.sglang_model import read_model
 from megarl.rollout.sglang_requests import ask, check_prompt, read_answer, request_seed
-from megarl.rollout.sglang_start import (
-    check_version,
-    end_with_children,
-    server_arguments,
-    sglang_environment,
-    start_sglang,
-    unlink_shared_memory,
-)
+from megarl.rollout.sglang_start import sglang_environment, start_owned
 
 __all__ = ["SGLangEngine", "request_seed", "sglang_environment"]
 
-logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
 
@@ -80,18 +70,8 @@ class SGLangEngine:
         return self._version
 
     def start(self) -> None:
-        check_version(self.config.allow_unknown_version)
-        arguments = server_arguments(self.config, self._model)
-        for attempt in (1, 2):
-            try:
-                self._engine = start_sglang(arguments, self.config.start_timeout)
-                break
-            except EngineError as error:
-                if attempt == 2:
-                    raise
-                logger.error("%s; starting it once more", error)  # SGLang hides lower levels
-        unlink_shared_memory([os.getpid(), *self.pids()])
-        end_with_children(self.pids(), self._closing)
+        assert self.config.node == 0, "the other nodes have a SGLangPart each"
+        self._engine = start_owned(self.config, self._model, self._closing)
         # On a CPU each flush of the cache collects garbage: half a second over all that was imported, unless that is
         # left out for good (0.5.21).
         self._call(self._engine.tokenizer_manager.freeze_gc(), "freeze_gc")
@@ -183,10 +163,10 @@ class SGLangEngine:
             raise WeightSyncError(
                 f"version {update.version} came without the weights that training leaves alone, and the engine holds none"
             )
-        for inbox in self._inboxes:
-            result_path(inbox).unlink(missing_ok=True)
+        path = results_path(self._inboxes[0])
+        path.unlink(missing_ok=True)
         self._load(update.version, whole)
-        results = [json.loads(result_path(inbox).read_text()) for inbox in self._inboxes]
+        results = json.loads(path.read_text())
         errors = [result["error"] for result in results if not result["ok"]]
         if errors:
             self._close_update()
@@ -279,15 +259,12 @@ class SGLangEngine:
 
     def _load(self, version: int, whole: bool) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
 
-        named = [("request", request_tensor(version, self._session, self._inboxes, whole))]
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[MultiprocessingSerializer.serialize(named) for _ in self._inboxes],
-            load_format=LOADER,
-            flush_cache=False,
+        to_rank = request_bytes(version, self._session, self._inboxes, whole)
+        loading = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[to_rank] * len(self._inboxes), load_format=LOADER, flush_cache=False
         )
-        self._control("update_weights_from_tensor", request)
+        self._control("update_weights_from_tensor", loading)
 
     def _close_update(self) -> None:
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput

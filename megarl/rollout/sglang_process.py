@@ -6,8 +6,9 @@ its processes run (sglang 0.5.21).
 - The scheduler of each TP rank ends with its owner, from its first line on, and not with the signals of a job's end.
 - Requests are sampled with their own seed: a response's noise depends on nothing that runs beside it.
 - On a CPU sequences are attended together (`sglang_attention`), not one after the other.
-- The TP ranks of an engine find each other through a file. SGLang's own way, a TCP store, would take a
-  port that another engine may have taken a moment ago, and listen on every interface of the machine.
+- The TP ranks of an engine find each other through a file, those on several nodes through a TCP store at the address that they
+  were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
+  interface of the machine.
 - The ranks say how much memory they hold (`engine_memory`), and where their adapters lie (`adapters`).
 - There is no detokenizer process: token ids go in and come out (`skip_tokenizer_init`), so it would idle,
   for 3 s of start-up CPU time and 400 MB.
@@ -18,7 +19,10 @@ import gc
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from urllib.parse import parse_qs, urlparse
 
 import zmq
 from sglang.srt.entrypoints.engine import Engine
@@ -26,17 +30,19 @@ from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from megarl.rendezvous import open_store
 from megarl.rollout import adapters, engine_memory
 from megarl.signals import outlive_job_signals
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SCHEME = "megarl"  # of addresses at which TP ranks of several nodes meet
 
 
 def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
     """The main function of a scheduler process; arguments are those of `run_scheduler_process`."""
     die_with_parent()
     outlive_job_signals()
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{rendezvous_file(port_args)}"
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = meeting_place(server_args, port_args)
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
         _with_request_seeds,
@@ -56,8 +62,26 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
     run_scheduler_process(server_args, port_args, *args, **kwargs)
 
 
+def meeting_place(server_args, port_args) -> str:
+    """Where the TP ranks of this engine meet, as a URL for torch."""
+    if server_args.nnodes == 1:
+        return f"file://{rendezvous_file(port_args)}"
+    from torch.distributed import register_rendezvous_handler
+
+    register_rendezvous_handler(SCHEME, _meet)
+    return f"{SCHEME}://{server_args.dist_init_addr}"
+
+
+def _meet(url: str, timeout: timedelta, **kwargs) -> Iterator[tuple]:
+    """Torch's protocol for places of other kinds: yields (store, rank, world size)."""
+    place = urlparse(url)
+    query = {name: int(value) for name, (value,) in parse_qs(place.query).items()}
+    rank, world_size = query["rank"], query["world_size"]
+    yield open_store(place.hostname, place.port, rank, world_size, timeout), rank, world_size
+
+
 def rendezvous_file(port_args) -> str:
-    """Where the TP ranks of this engine meet: beside the socket that SGLang made for it alone."""
+    """Where those of one node do: beside the socket that SGLang made for it alone."""
     return f"{_socket_files(port_args)[0]}.store"
 
 
@@ -146,7 +170,8 @@ class TokenEngine(Engine):
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
-        self.tokenizer_manager.signal_handler_class = _NoDraining
+        if self.tokenizer_manager is not None:  # of the first node alone
+            self.tokenizer_manager.signal_handler_class = _NoDraining
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):

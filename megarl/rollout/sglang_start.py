@@ -27,23 +27,31 @@ CPU_CACHE_TOKENS = 65536
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
 
 
-def sglang_environment(device: str, tensor_parallel_size: int, threads: int = 1) -> dict[str, str]:
+def sglang_environment(
+    device: str, tensor_parallel_size: int, threads: int = 1, nodes: int = 1
+) -> dict[str, str]:
     """Environment variables that an engine's process must be started with, before it imports torch.
 
     Args:
         threads: CPU threads of each TP rank.
+        nodes: of the engine; with several who starts its processes says which interface they use.
     """
-    models = {"SGLANG_EXTERNAL_MODEL_PACKAGE": sglang_models.__name__}
+    common = {"SGLANG_EXTERNAL_MODEL_PACKAGE": sglang_models.__name__}
+    if nodes > 1:
+        common["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = (
+            "0"  # else a node but the first is busy as long as it lives
+        )
     if device != "cpu":
-        return models
+        return common
     groups = "|".join(str(rank) for rank in range(tensor_parallel_size))
+    if nodes == 1:
+        common["GLOO_SOCKET_IFNAME"] = "lo"
     return {
-        **models,
+        **common,
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
         "OMP_NUM_THREADS": str(threads),
         "TORCH_COMPILE_DISABLE": "1",  # no compiler needed, and no minutes of compiling
-        "GLOO_SOCKET_IFNAME": "lo",
     }
 
 
@@ -75,6 +83,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "load_format": config.load_format,
         "tp_size": config.tensor_parallel_size,
         "ep_size": config.expert_parallel_size,
+        **_node_arguments(config),
         "json_model_override_args": json.dumps(config_overrides(config, model)),
         "disable_shared_experts_fusion": True,  # else devices differ in where they lie
         "dtype": config.dtype,
@@ -93,6 +102,14 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         **_device_arguments(config, context),
         **(adapters.server_arguments(config.adapters, config.device) if config.adapters is not None else {}),
     }
+
+
+def _node_arguments(config: EngineConfig) -> dict[str, Any]:
+    """Of an engine on several nodes."""
+    if config.nodes == 1:
+        return {}
+    assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
+    return {"nnodes": config.nodes, "node_rank": config.node, "dist_init_addr": config.address}
 
 
 def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
@@ -161,6 +178,28 @@ def start_sglang(arguments: dict[str, Any], timeout: float) -> Any:
         watcher.join()
 
 
+def start_owned(config: EngineConfig, model: dict[str, Any], closing: threading.Event) -> Any:
+    """Start SGLang's processes on this node, once more if that fails; this one ends when they do, unless `closing` is set.
+
+    Args:
+        model: the model's config (`read_model`).
+
+    Raises:
+        ValueError, EngineError: as `start_sglang` and `check_version`.
+    """
+    check_version(config.allow_unknown_version)
+    arguments = server_arguments(config, model)
+    try:
+        engine = start_sglang(arguments, config.start_timeout)
+    except EngineError as error:
+        logger.error("%s; starting it once more", error)  # SGLang hides lower levels
+        engine = start_sglang(arguments, config.start_timeout)
+    pids = list(engine.get_all_child_pids())
+    unlink_shared_memory([os.getpid(), *pids])
+    end_with_children(pids, closing, first_rank=config.node * config.ranks_per_node)
+    return engine
+
+
 def unlink_shared_memory(pids: Sequence[int]) -> None:
     """Remove the names of SGLang's shared memory, once all processes (`pids`) have opened them.
 
@@ -180,8 +219,9 @@ def _kill_children() -> None:
         child.join()
 
 
-def end_with_children(pids: Sequence[int], closing: threading.Event) -> None:
-    """End this process as soon as one of the schedulers `pids` (by TP rank) does, unless `closing` is set.
+def end_with_children(pids: Sequence[int], closing: threading.Event, first_rank: int = 0) -> None:
+    """End this process as soon as one of the schedulers `pids` (by TP rank, from `first_rank` on) does, unless `closing` is
+    set.
 
     SGLang does so too, but only while its event loop runs, that is during a call: an engine that idles while
     the trainer works would be found dead a step later (0.5.21).
@@ -197,7 +237,7 @@ def end_with_children(pids: Sequence[int], closing: threading.Event) -> None:
             ended.join()
             logger.error(
                 "SGLang's scheduler of TP rank %d (pid %d) ended with exit code %s: the engine ends",
-                pids.index(ended.pid), ended.pid, ended.exitcode,
+                first_rank + pids.index(ended.pid), ended.pid, ended.exitcode,
             )  # fmt: skip
             os._exit(1)
 

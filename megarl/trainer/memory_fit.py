@@ -29,8 +29,8 @@ def fit(
     """The configuration with the fewest nodes, up to `max_nodes`, whose memory fits; None: there is none.
 
     Tried are tensor parallel sizes within a node, with pipeline stages, and experts on as many ranks as a stage has; engines
-    within a node. Fewer stages are tried first, then smaller sizes, and the first layout that fits is taken. All roles share
-    the devices and have the actor's layout.
+    within a node, or where none fits there over several. Fewer stages are tried first, then smaller sizes, and the first
+    layout that fits is taken. All roles share the devices and have the actor's layout.
 
     Args:
         engines: whether they share the devices, too; else they are left out.
@@ -39,7 +39,7 @@ def fit(
         ValueError: engines do not fit, on however many nodes.
     """
     itemsize = 1 if config.actor_rollout_ref.model.lora.blocks is not None else 2
-    sizes = _engine_sizes(config, inputs, limit - reserve) if engines else []
+    sizes = _engine_sizes(config, inputs, limit - reserve, max_nodes) if engines else []
     least = itemsize * sum(
         map(prod, logical_tensors(inputs.model).values())
     )  # of the weights, on all devices
@@ -52,15 +52,17 @@ def fit(
     return None
 
 
-def _engine_sizes(config: TrainConfig, inputs: PlanInputs, room: int) -> list[int]:
-    """Tensor parallel sizes of engines on one node whose weights there is room for on each device.
+def _engine_sizes(config: TrainConfig, inputs: PlanInputs, room: int, max_nodes: int) -> list[int]:
+    """Tensor parallel sizes of engines whose weights there is room for on each device: within a node, else over several.
 
     Raises:
-        ValueError: there are none, on however many nodes.
+        ValueError: there are none.
     """
-    held = {}
-    for tp in powers(config.trainer.n_gpus_per_node):
-        rollout = _engine(config.actor_rollout_ref.rollout, inputs.model, tp)
+    per_node, held = config.trainer.n_gpus_per_node, {}
+    for tp in powers(per_node * max_nodes):
+        if tp > per_node and (tp % per_node or any(size < room for size in held.values())):
+            continue
+        rollout = _engine(config.actor_rollout_ref.rollout, inputs.model, tp, per_node)
         try:
             check_rollout_model(rollout, inputs.model)
             held[tp] = served_bytes(rollout, inputs)
@@ -70,18 +72,19 @@ def _engine_sizes(config: TrainConfig, inputs: PlanInputs, room: int) -> list[in
     if not sizes:
         least = ", ".join(f"{size / GIB:.1f} GiB with {tp}" for tp, size in held.items())
         raise ValueError(
-            f"engines are on one node of {config.trainer.n_gpus_per_node} devices, and hold more weights than there is room "
-            f"for, which is {room / GIB:.1f} GiB a device: {least}; rollout.quantization=fp8 holds half, larger devices may "
-            "be a resource pool of their own (--without-engines)"
+            f"engines on up to {max_nodes} nodes of {per_node} devices hold more weights than there is room for, which is "
+            f"{room / GIB:.1f} GiB a device: {least}; rollout.quantization=fp8 holds half, larger devices may be a resource "
+            "pool of their own (--without-engines)"
         )
     return sizes
 
 
-def _engine(rollout: RolloutConfig, model: ModelConfig, tp: int) -> RolloutConfig:
+def _engine(rollout: RolloutConfig, model: ModelConfig, tp: int, per_node: int) -> RolloutConfig:
     return replace(
         rollout,
         tensor_model_parallel_size=tp,
         expert_parallel_size=1 if model.moe is None else tp,
+        nodes_per_engine=-(-tp // per_node),
         num_engines=1,
     )
 
@@ -126,8 +129,8 @@ def _candidates(config: TrainConfig, model: ModelConfig, nodes: int, engines: bo
     pools = {name: replace(pool, nnodes=nodes) for name, pool in config.resource_pools.items()}
     base = replace(config, resource_pools=pools, trainer=replace(config.trainer, nnodes=nodes))
     for megatron in _megatrons(policy.actor.megatron, model, world, per_node):
-        for tp in engines or [per_node]:
-            rollout = replace(_engine(policy.rollout, model, tp), num_engines=world // tp)
+        for tp in (size for size in engines or [per_node] if world % size == 0):
+            rollout = replace(_engine(policy.rollout, model, tp, per_node), num_engines=world // tp)
             yield replace(
                 base,
                 actor_rollout_ref=replace(

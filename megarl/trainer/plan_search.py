@@ -206,18 +206,28 @@ class Search:
         )
 
     def _engines(self) -> list[_Engine]:
-        """All sizes of engines whose cache holds the longest trajectory, with their seconds."""
-        recipe, found = self.recipe, []
-        policy, pools = resolve(recipe).actor_rollout_ref, resolve(recipe).resource_pools
+        """All sizes of engines whose cache holds the longest trajectory, with their seconds: those within a node, and where
+        there are none those over several.
+        """
+        pools, policy = resolve(self.recipe).resource_pools, resolve(self.recipe).actor_rollout_ref
         pool = pools[policy.rollout.resource_pool]
-        devices = pool.nnodes * pool.n_gpus_per_node
+        per_node, devices = pool.n_gpus_per_node, pool.nnodes * pool.n_gpus_per_node
+        within = powers(per_node)
+        over = [
+            size for size in powers(devices) if size > per_node and devices % size == size % per_node == 0
+        ]
+        return self._engines_of(within, devices) or self._engines_of(over, devices)
+
+    def _engines_of(self, sizes: list[int], devices: int) -> list[_Engine]:
+        recipe, found = self.recipe, []
         longest = recipe.data.max_prompt_length + recipe.data.max_response_length
-        for tp in powers(pool.n_gpus_per_node):
+        for tp in sizes:
             for ep in (1, tp) if self.inputs.model.moe is not None and tp > 1 else (1,):
                 rollout = replace(
                     recipe.actor_rollout_ref.rollout,
                     tensor_model_parallel_size=tp,
                     expert_parallel_size=ep,
+                    nodes_per_engine=None,
                     num_engines=devices // tp,
                 )
                 config = resolve(self._configured(recipe.actor_rollout_ref.actor.megatron, rollout))
@@ -315,6 +325,8 @@ def _keys(recipe: TrainConfig, found: TrainConfig) -> Iterator[str]:
         yield "actor_rollout_ref.model.enable_gradient_checkpointing=null"
     for name in _ENGINE:
         yield f"{_ROLLOUT}.{name}={_text(getattr(after.rollout, name))}"
+    if before.rollout.nodes_per_engine is not None:
+        yield f"{_ROLLOUT}.nodes_per_engine=null"
 
 
 def _text(value: str | int | bool | None) -> str:

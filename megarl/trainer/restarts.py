@@ -79,14 +79,14 @@ class EngineRestarts:
 
     def lost(self) -> list[int]:
         """Ranks of engines that have ended or hang."""
-        return [
-            process.rank for process in self.engines.processes if process.is_dead or process.rank in self.hung
-        ]
+        dead = {process.rank for process in self.engines.processes if process.is_dead}
+        return sorted(dead | self.hung)
 
     def _replace(self, ranks: list[int]) -> None:
         self.memory.make_room(self.engines)
         for rank in ranks:
-            process = self.engines.processes[rank]
+            processes = self.engines.processes_of(rank)
+            process = next((process for process in processes if process.is_dead), processes[0])
             if self.count >= self.max_restarts:
                 raise RuntimeError(
                     f"{process} is lost, and {self.key}={self.max_restarts} engines have been started anew already; "
@@ -95,9 +95,9 @@ class EngineRestarts:
             self.count += 1
             what = f"{process} is lost: starting it anew, {self.count} of {self.max_restarts} times"
             with self.run.status(what):
-                self.engines.restart(rank)
+                starts = self.engines.restart(rank)
                 self.hung.discard(rank)
-                self.run.wait([self.engines.started[rank]])
+                self.run.wait(starts)
         self.memory.join(self.engines, ranks)
         self.connect()
 

@@ -250,7 +250,7 @@ def start_engines(
         adapters: what they serve beside the weights; None: nothing.
         turns: how trajectories of several turns are played; None: they have one.
     """
-    tp = rollout.tensor_model_parallel_size
+    tp, nodes = rollout.tensor_model_parallel_size, rollout.nodes_per_engine
     device, dtype = "cuda" if pool.use_gpu else "cpu", rollout_dtype(rollout, pool)
     engine = EngineConfig(
         model_path=model_path,
@@ -281,8 +281,9 @@ def start_engines(
             rollout.num_engines,
             {"config": engine, "turns": turns},
             run.log_dir,
-            env=sglang_environment(engine.device, tp),
+            env=sglang_environment(engine.device, tp, nodes=nodes),
             devices_per_rank=tp,
+            parts=nodes,
             device_order=device_order,
             beside=run.groups,
             watch=run.watch,

@@ -6,6 +6,7 @@ Where engines serve adapters, the weights go with the first version, and again w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from megarl.cluster import WorkerLost
@@ -64,9 +65,14 @@ def connect(
     hosts = ["127.0.0.1" if one_machine else host for host in actor.hosts]
     per_rank = [(share, host, timeout) for share, host in zip(sources, hosts, strict=True)]
     addresses = run.wait(actor.call_each("open_outbox", per_rank))
-    tp = plan.engines.tp
-    of_engines = [targets[first : first + tp] for first in range(0, len(targets), tp)]
-    run.wait(engines.call_each("connect", [(shares, addresses, timeout) for shares in of_engines]))
+    tp, parts = plan.engines.tp, engines.parts
+    each = tp // parts
+    of_processes = [targets[first : first + each] for first in range(0, len(targets), each)]
+    written = run.wait(
+        engines.call_parts("write_inboxes", [(shares, addresses, timeout) for shares in of_processes])
+    )
+    of_engines = [written[first : first + parts] for first in range(0, len(written), parts)]
+    run.wait(engines.call_each("connect", [(list(chain(*inboxes)),) for inboxes in of_engines]))
     served = plan.adapters is not None
     return SyncFacts(
         VersionFacts(plan.account(), tuple(plan.bytes_received()), len(plan.buckets)),

@@ -119,8 +119,7 @@ def test_values_out_of_range(train: Train, override: str, problem: str) -> None:
         ),
         (
             [f"{ROLLOUT}.tensor_model_parallel_size=8"],
-            f"{ROLLOUT}.tensor_model_parallel_size=8 is more than trainer.n_gpus_per_node=4: the devices of an engine are on "
-            "one node",
+            f"{ROLLOUT}.tensor_model_parallel_size=8 is more than the 4 devices of resource pool 'global'",
         ),
         (
             [f"{ROLLOUT}.num_engines=3"],
@@ -259,28 +258,6 @@ def test_roles_are_checked_against_their_own_pool(train: Train) -> None:
     )
     (line,) = problems(config)
     assert line.startswith("critic.megatron: ") and "the 3 devices of resource pool 'small'" in line
-
-
-def test_an_engine_is_on_one_node(train: Train, evaluation: Callable[..., EvalConfig]) -> None:
-    words = "the devices of an engine are on one node"
-    two = ("trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=8")
-    assert problems(train(*two)) == [
-        f"{ROLLOUT}.tensor_model_parallel_size=8 is more than trainer.n_gpus_per_node=4: {words}"
-    ]
-    (line,) = problems(
-        evaluation("trainer={nnodes: 2, n_gpus_per_node: 1}", "rollout.tensor_model_parallel_size=2")
-    )
-    assert line == f"rollout.tensor_model_parallel_size=2 is more than trainer.n_gpus_per_node=1: {words}"
-    odd = (
-        "trainer.nnodes=3",
-        "resource_pools={global: {n_gpus_per_node: 4}, odd: {nnodes: 2, n_gpus_per_node: 3}}",
-        f"{ROLLOUT}.resource_pool=odd",
-    )
-    assert problems(train(*odd)) == [
-        f"{ROLLOUT}.tensor_model_parallel_size=2 does not divide resource_pools.odd.n_gpus_per_node=3, and one of "
-        f"{ROLLOUT}.num_engines=3 engines would be on two nodes: {words}"
-    ]
-    check_config(train(*odd, f"{ROLLOUT}.num_engines=1"))
 
 
 def test_the_reference_is_checked_only_where_it_is_used(train: Train) -> None:

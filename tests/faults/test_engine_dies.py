@@ -6,7 +6,8 @@ Memory moves between phases here, so that what is started anew has to find its p
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Served:
     undisturbed: pa.Table
 
     def scheduler(self, engine: int) -> int:
-        """The process of SGLang that computes, of an engine."""
+        """The process of SGLang that computes, of an engine; of one on several nodes, of that process of the engines."""
         family = psutil.Process(self.roles.engines.pids[engine]).children(recursive=True)
         (pid,) = [one.pid for one in family if "sglang::scheduler" in " ".join(one.cmdline())]
         return pid
@@ -71,7 +72,13 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("engines")
+    with serving(tmp_path_factory.mktemp("engines"), OVERRIDES) as found:
+        yield found
+
+
+@contextmanager
+def serving(folder: Path, overrides: Sequence[str]) -> Iterator[Served]:
+    """A run with these overrides."""
     write_arithmetic(folder / "data", 16, 16, 16, seed=3)
     make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)
     files = [
@@ -80,7 +87,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         f"actor_rollout_ref.model.path={folder}/model",
         f"trainer.default_local_dir={folder}/run",
     ]
-    config = resolve(load_config(TrainConfig, "recipes/quickstart_ppo.yaml", [*OVERRIDES, *files]))
+    config = resolve(load_config(TrainConfig, "recipes/quickstart_ppo.yaml", [*overrides, *files]))
     with make_scorer(config) as scorer, open_run(config, 1) as run:
         inputs = load_train_inputs(config, scorer)
         roles = start_roles(config, run, inputs.model, 1)

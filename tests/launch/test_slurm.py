@@ -226,6 +226,34 @@ def test_nothing_of_a_job_outlives_it(slurm: Slurm, trained: tuple[str, Path]) -
 
 
 @pytest.mark.slow
+def test_an_engine_spans_both_nodes(slurm: Slurm, task: Path) -> None:
+    """They have a network, /tmp and shared memory of their own: what its ranks tell each other goes over the network."""
+    run = slurm.work / "spanning"
+    job = slurm.launch(
+        PPO, "--cpu", "--nodes", "2", "--interface", "eth0", "trainer.n_gpus_per_node=1", "data.train_batch_size=8",
+        "critic=null", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.test_freq=-1", "trainer.total_training_steps=2",
+        f"data.train_files={task}/data/train.parquet", f"data.val_files={task}/data/test.parquet",
+        f"actor_rollout_ref.model.path={task}/model", f"trainer.default_local_dir={run}",
+    )  # fmt: skip
+    assert slurm.end(job, 280) == ("COMPLETED", 0), slurm.everything(job)
+    hosts = {
+        path.name: path.read_text().split(" on ")[1].split(",")[0]
+        for path in (run / "logs").glob("rollout*.log")
+    }
+    assert sorted(hosts) == ["rollout-rank0.log", "rollout-rank0.part1.log"]
+    assert sorted(hosts.values()) == ["10.78.0.1", "10.78.0.2"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["training/rollout_log_prob_diff_max"] < 1e-4
+        assert line["sync/bytes_inter_node"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [False, True], ids=["dead", "silent"])
 def test_a_lost_part_of_the_cluster_is_no_error_of_the_run(slurm: Slurm, stub: Path, silent: bool) -> None:
     """Though megarl, which lost ranks, ends with an error before the lost part's own script or Slurm knows."""

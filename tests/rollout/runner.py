@@ -28,7 +28,8 @@ class EngineProcess:
         context.set_forkserver_preload(["sglang.srt.entrypoints.engine"])
         self.log = log
         self.connection, child = context.Pipe()
-        added = sglang_environment(config.device, config.tensor_parallel_size)
+        added = sglang_environment(config.device, config.tensor_parallel_size, nodes=config.nodes)
+        added |= {"GLOO_SOCKET_IFNAME": "lo"}
         saved = {name: os.environ.get(name) for name in added}
         os.environ.update(added)
         try:
@@ -49,8 +50,14 @@ class EngineProcess:
         """
         try:
             self.connection.send((method, args))
+        except ConnectionError as error:
+            raise OwnerDied(self.tail()) from error
+        return self._answer(timeout, method)
+
+    def _answer(self, timeout: float, what: Any) -> Any:
+        try:
             if not self.connection.poll(timeout):
-                raise TimeoutError(f"{method} took longer than {timeout} s\n{self.tail()}")
+                raise TimeoutError(f"{what} took longer than {timeout} s\n{self.tail()}")
             returned, value = self.connection.recv()
         except (EOFError, ConnectionError) as error:
             raise OwnerDied(self.tail()) from error
@@ -61,6 +68,13 @@ class EngineProcess:
     def start(self) -> "EngineProcess":
         self.call("start", timeout=STARTUP_SECONDS)
         return self
+
+    def begin(self, method: str) -> None:
+        """As `call`, but returns at once; `end` waits for it."""
+        self.connection.send((method, ()))
+
+    def end(self, timeout: float = STARTUP_SECONDS) -> Any:
+        return self._answer(timeout, "what was begun")
 
     def tail(self, lines: int = 40) -> str:
         return (
@@ -83,8 +97,9 @@ def _own(config: EngineConfig, connection, log: str, environment: dict[str, str]
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
     from megarl.rollout.sglang_engine import SGLangEngine
+    from megarl.rollout.sglang_part import SGLangPart
 
-    engine = SGLangEngine(config)
+    engine = SGLangEngine(config) if config.node == 0 else SGLangPart(config)
     while True:
         try:
             method, args = connection.recv()

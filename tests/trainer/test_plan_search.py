@@ -17,12 +17,17 @@ from megarl.memory.speed import Machine
 from megarl.trainer.memory_command import read_inputs
 from megarl.trainer.memory_plan import GIB, plan_memory
 from megarl.trainer.plan_job import plan_job
-from megarl.trainer.plan_search import Search
+from megarl.trainer.plan_search import _ENGINE, Search
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL, MOE, DEEPSEEK = (
+SMALL, MOE, DEEPSEEK, FULL = (
     str(ROOT / f"recipes/{name}.yaml")
-    for name in ("qwen2.5_0.5b_ppo_single_gpu", "qwen3_30b_a3b_grpo", "deepseek_v3_grpo")
+    for name in (
+        "qwen2.5_0.5b_ppo_single_gpu",
+        "qwen3_30b_a3b_grpo",
+        "deepseek_v3_grpo",
+        "deepseek_v3_grpo_256x80gb",
+    )
 )
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 FOUR = ["trainer.n_gpus_per_node=4", f"{ROLLOUT}.gpu_memory_utilization=0.5"]
@@ -102,6 +107,18 @@ def test_671b_on_512_devices_takes_less_than_a_minute(capsys) -> None:
     search.reserve = 6 * GIB
     assert seconds_of(search, DEEPSEEK, ["trainer.nnodes=64", *best["keys"]]) == pytest.approx(times[0])
     assert best["peak"] + 6 * GIB <= 140 * GIB
+
+
+def test_671b_on_gpus_of_80_gb_is_served_by_engines_over_several_nodes() -> None:
+    """Of 32 devices and more: half as many would hold 82 GB of weights each."""
+    rollouts = [engine.rollout for engine in searched(FULL, [], 79)._engines()]
+    assert {rollout.tensor_model_parallel_size for rollout in rollouts} == {32, 64, 128}
+    for rollout in (rollouts[0], rollouts[-1]):
+        keys = (f"{name}={getattr(rollout, name)}" for name in _ENGINE)
+        config, _ = read_inputs(FULL, [f"{ROLLOUT}.{key}" for key in keys])
+        found = config.actor_rollout_ref.rollout
+        assert found.tensor_model_parallel_size == 8 * found.nodes_per_engine
+        assert found.num_engines * found.tensor_model_parallel_size == 256
 
 
 def test_the_recipes_own_layout_need_not_be_legal(capsys) -> None:

@@ -77,3 +77,23 @@ def test_adapters_are_served_beside_weights_that_are_sent_once(task, tmp_path):
     answers = read_trajectories(tmp_path / "rollouts" / "val-000002.parquet")
     assert greedy_differences(tmp_path / "hf", answers) == (0, pytest.approx(0.0, abs=1e-4))
     assert greedy_differences(task / "model", answers) != (0, pytest.approx(0.0, abs=1e-4))
+
+
+@pytest.mark.slow
+def test_an_engine_on_two_nodes(task, tmp_path):
+    """Of one machine: two processes of one engine, which the actor's two ranks send their halves to."""
+    succeed(
+        "train", *PPO, *on(task, tmp_path), *SMALL, "trainer.test_freq=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.num_engines=1",
+        "actor_rollout_ref.rollout.nodes_per_engine=2",
+    )  # fmt: skip
+    assert {path.name for path in (tmp_path / "logs").glob("rollout*")} == {
+        "rollout-rank0.log",
+        "rollout-rank0.part1.log",
+    }
+    for step in steps(tmp_path):
+        assert step["training/rollout_log_prob_diff_max"] < 1e-4
+        assert 0 < step["sync/bytes_written_max_per_rank"] < step["sync/bytes_total"]
+    answers = read_trajectories(tmp_path / "rollouts" / "val-000002.parquet")
+    assert greedy_differences(tmp_path / "hf", answers) == (0, pytest.approx(0.0, abs=1e-4))
+    assert greedy_differences(task / "model", answers) != (0, pytest.approx(0.0, abs=1e-4))

@@ -86,6 +86,7 @@ def test_an_engine_on_two_nodes(task, tmp_path):
         "train", *PPO, *on(task, tmp_path), *SMALL, "trainer.test_freq=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.num_engines=1",
         "actor_rollout_ref.rollout.nodes_per_engine=2",
+        "actor_rollout_ref.actor.entropy_coeff=0.1",  # so that there is something to learn, whatever the rewards
     )  # fmt: skip
     assert {path.name for path in (tmp_path / "logs").glob("rollout*")} == {
         "rollout-rank0.log",

@@ -116,7 +116,7 @@ def _nothing(search: Search) -> str:
     if not search.engines:
         rollout = recipe.actor_rollout_ref.rollout
         text += (
-            f"; no engine on a node has room in rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} of it for its "
+            f"; no engine has room in rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g} of it for its "
             "weights and one of the longest trajectories"
         )
         text += ": rollout.quantization=fp8 halves the weights" if rollout.quantization is None else ""

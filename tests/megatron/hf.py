@@ -131,6 +131,7 @@ def optimizer_settings() -> SimpleNamespace:
         min_loss_scale=1.0,
         loss_scale_window=1000,
         hysteresis=2,
+        optimizer_cpu_offload=False,
     )
 
 

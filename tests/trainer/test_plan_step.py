@@ -198,7 +198,10 @@ def test_the_page_is_one_whole_file(tmp_path: Path, capsys) -> None:
         ([PPO, "--search", "--top", "0"], "--top is 0; it must be at least 1"),
         ([PPO, "--search", "--html", "x.html"], "--html beside --search"),
         ([PPO, "--search", "--gpu-memory", "20"], "no layout on the recipe's devices fits 20 GiB"),
-        ([DEEPSEEK, "--search", "--hardware", "A100"], "no engine on a node has room in rollout.gpu_memory_utilization=0.7"),
+        (
+            [DEEPSEEK, "trainer.nnodes=1", "--search", "--hardware", "A100"],
+            "no engine has room in rollout.gpu_memory_utilization=0.7",
+        ),
         ([PPO, "--search", "--gpu-memory", "8"], "; the actor's weights, gradients and optimizer states take more"),
         ([PPO, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"], "tensor_model_parallel_size"),
     ],

@@ -1,4 +1,4 @@
-"""Starts a Ray cluster on this machine, or joins one that runs.
+"""Starts a Ray cluster on this machine, or joins one that runs; knows the servers whose end is its end.
 
 The cluster on this machine is lean (measured with Ray 2.60 on 2 cores: up in 2 to 3 s, 7 processes with 320 MiB
 of memory in all), listens on the loopback interface only and ends with the process that started it, however
@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +26,8 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
-from megarl.cluster.errors import RayFailed
-from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked, process_state
+from megarl.cluster.errors import RankProcess, RayFailed
+from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked, process_state, remove_scratch
 from megarl.cluster.hosts import start_guard
 from megarl.signals import job_signals_blocked
 
@@ -41,7 +41,9 @@ _MARK_NAME = f"{MARK_PREFIX}CLUSTER"
 class Cluster:
     """A cluster that this process is connected to. `mark` and `temp_dir` are None if it only joined it.
 
-    `servers`: the process ids of the servers of a cluster that this process has started, by their names.
+    `servers`: the process ids, by their names, of the servers that it cannot do without: this machine's raylet, and the GCS server
+    if that runs on this machine, too. One on another machine may be started again there (Ray's fault tolerance): Ray waits 60 s
+    for it, and so does a run.
     """
 
     address: str
@@ -86,7 +88,7 @@ def start_cluster(
             _send_token_where_asked(address)
         with _own_handlers():
             context = ray.init(address=address, log_to_driver=False, logging_level="error")
-        return Cluster(context.address_info["gcs_address"], None, None)
+        return Cluster(context.address_info["gcs_address"], None, None, _joined_servers())
     if ray.is_initialized():  # somebody else's, which stays as it is
         raise ValueError(
             "this process is connected to a Ray cluster already: call ray.shutdown() first; a run joins a cluster by its "
@@ -147,15 +149,38 @@ def stop_cluster(cluster: Cluster) -> None:
         shutil.rmtree(cluster.temp_dir, ignore_errors=True)
 
 
-def abandon_cluster(cluster: Cluster) -> None:
+def abandon_cluster(cluster: Cluster, ranks: Sequence[RankProcess] = ()) -> None:
     """End a cluster that this process has started, and all that runs on it, without a word to its servers.
 
-    For one whose servers are gone or stopped: they would be waited for.
+    For one whose servers are gone or stopped: they would be waited for. Of a cluster that it has joined, it ends those of its own
+    `ranks` that are on this machine. Their raylets end all others, once they have missed the GCS server for 60 s.
     """
-    assert cluster.mark is not None and cluster.temp_dir is not None
-    kill_marked(cluster.mark)
+    if cluster.mark is not None and cluster.temp_dir is not None:
+        kill_marked(cluster.mark)
+        ray.shutdown()
+        shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+        return
+    here = ray.get_runtime_context().get_node_id()
+    for process in ranks:
+        if process.pid and process.node_id == here:
+            kill_marked(process.mark, process_group=process.pid)
+            remove_scratch(process.scratch)
     ray.shutdown()
-    shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def _joined_servers() -> dict[str, int]:
+    """The servers on this machine of the cluster that this process has just joined."""
+    node = ray._private.worker._global_node
+    arguments = {
+        ray_constants.PROCESS_TYPE_RAYLET: f"--raylet_socket_name={node.raylet_socket_name}",
+        ray_constants.PROCESS_TYPE_GCS_SERVER: f"--session-name={node.session_name}",
+    }
+    found = {}
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name = process.info["name"]
+        if name in arguments and arguments[name] in (process.info["cmdline"] or ()):
+            found[name] = process.pid
+    return found
 
 
 def _send_token_where_asked(address: str) -> None:
@@ -214,10 +239,18 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Puts back what this process does at SIGTERM, if it does anything: Ray 2.60 takes that over, and exits with status 15."""
+    """Puts back what this process does at SIGTERM, if it does anything: Ray 2.60 takes that over, and exits with status 15.
+
+    One that comes meanwhile is answered as before, too. (Blocked signals do not help where there are other threads: the
+    kernel gives it to one of those, and Python runs the handler in the main one.)
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as end:
+        if end.code == signal.SIGTERM and callable(before):
+            before(signal.SIGTERM, None)
+        raise
     finally:
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)

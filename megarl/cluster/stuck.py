@@ -1,6 +1,6 @@
 """A controller that waits in a call of Ray for a server that is gone or stopped, which no exception reaches.
 
-Guarantee: while `ending_when_stuck` is open, the process ends if a server of Ray that it has started meanwhile has ended, or has
+Guarantee: while `ending_when_stuck` is open, the process ends if a server of its Ray cluster on this machine has ended, or has
 been stopped for `STOPPED_SECONDS`, and a thread of megarl's is within calls of Ray for `STUCK_SECONDS` after that: Ray 2.60 waits for its raylet
 (`ray.put`) and its GCS server (`ray.init`, `ray.put`, new actors, placement groups, `ray.kill`) within C++, for ever, or for a minute
 until it aborts the process with exit code 1. Whoever started the run is asked to start it again.
@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -34,16 +34,19 @@ _RAY, _OURS = (f"{Path(package.__file__).parent}{os.sep}" for package in (ray, m
 
 
 @contextmanager
-def ending_when_stuck(exit_code: int) -> Iterator[None]:
-    """Watch the servers of Ray that this process starts meanwhile, from a thread. Not for a cluster that it joins.
+def ending_when_stuck(exit_code: int, servers: Mapping[str, int] | None = None) -> Iterator[None]:
+    """Watch servers of Ray, from a thread.
 
     Args:
         exit_code: of this process, if it has to end.
+        servers: process ids by name; None: those that this process starts meanwhile.
     """
     over = threading.Event()
     # Those of an earlier cluster, which may be about to end, are not of this one.
     before = {child.pid for child in psutil.Process().children()}
-    watcher = threading.Thread(target=_watch, args=(exit_code, before, over), name="ray-watch", daemon=True)
+    watcher = threading.Thread(
+        target=_watch, args=(exit_code, before, servers, over), name="ray-watch", daemon=True
+    )
     watcher.start()
     try:
         yield
@@ -52,12 +55,14 @@ def ending_when_stuck(exit_code: int) -> Iterator[None]:
         watcher.join()
 
 
-def _watch(exit_code: int, before: set[int], over: threading.Event) -> None:
-    servers: dict[str, int] = {}
+def _watch(exit_code: int, before: set[int], known: Mapping[str, int] | None, over: threading.Event) -> None:
+    servers = dict(known or {})
+    complete = known is not None
     stopped, stuck, last = 0.0, 0.0, time.monotonic()
-    while not over.wait(_LOOK_SECONDS if len(servers) == len(_SERVERS) else _BEGIN_SECONDS):
-        if len(servers) < len(_SERVERS):
+    while not over.wait(_LOOK_SECONDS if complete else _BEGIN_SECONDS):
+        if not complete:
             servers |= _servers(before)
+            complete = len(servers) == len(_SERVERS)
         # This process may have been stopped itself: a long time since the last look counts as a short one.
         now = time.monotonic()
         passed, last = min(now - last, 2 * _LOOK_SECONDS), now

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,10 +51,15 @@ from megarl.trainer.checkpoints import find_resumed, open_store
 from megarl.trainer.logger import RunLogger
 from megarl.trainer.preemption import REQUEUE, Preemption, noting_signals
 from megarl.trainer.supervision import not_again_once_told
+from megarl.trainer.timeline import STEP, Timeline
 from megarl.trainer.trackers import TrackedRun
 
 if TYPE_CHECKING:
+    from megarl.rewards.scorer import Scorer
+    from megarl.spans import Facts
     from megarl.trainer.restarts import EngineRestarts, LaterRestarts
+
+PROFILES = "profiles"  # in the run folder: traces of torch's profiler
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,10 @@ class Run:
     resumed: Checkpoint | None = None  # the checkpoint that the run goes on from
     started: float = field(default_factory=time.monotonic)
     preemption: Preemption = field(default_factory=Preemption)
+    profiled: list[WorkerGroup] = field(default_factory=list)  # whose ranks can be traced
+    profile_steps: Sequence[int] = ()
+    profile_ranks: Sequence[int] = ()
+    timeline: Timeline | None = None  # None: nobody wants one
 
     @property
     def resumed_step(self) -> int:
@@ -111,7 +120,8 @@ class Run:
         """Say what takes a while, and afterwards how long it took."""
         self.say(f"{what} ...")
         begun = time.perf_counter()
-        yield
+        with self._noted(what):
+            yield
         self.say(f"  {time.perf_counter() - begun:.1f} s")
 
     def start(self, group: WorkerGroup) -> WorkerGroup:
@@ -160,28 +170,43 @@ class Run:
             facts = {"step": step, "phase": " / ".join(self.phases) or "start"}
             if self.beside:
                 facts["meanwhile"] = " / ".join(self.beside)
+            self.mark(f"failure: {type(failure).__name__}")
             try:
                 write_report(self.folder, failure, self.groups, facts)
             except OSError as error:
                 self.say(f"no report of the failure: {error}")
             raise
 
-    def put(self, table: pa.Table) -> ray.ObjectRef:
-        """A table in the object store, from where every process reads it in place.
+    def put(self, value: Any) -> ray.ObjectRef:
+        """A value in the object store, once for all ranks; what it has of tables and arrays every process reads in place.
 
         Raises:
             RunFailure: as `wait`. Ray 2.60 itself ends this process, without a word, if its raylet is gone.
         """
         self.wait([])
-        return ray.put(table)
+        return ray.put(value)
+
+    def mark(self, what: str) -> None:
+        """A moment that the timeline shows across all processes."""
+        if self.timeline is not None:
+            self.timeline.mark(what)
+
+    def show_rewards(self, scorer: Scorer) -> None:
+        """Have the scorer's workers in the timeline."""
+        if self.timeline is not None:
+            self.timeline.rewards = scorer.spans
+
+    def _noted(self, what: str, facts: Facts | None = None) -> AbstractContextManager[None]:
+        return nullcontext() if self.timeline is None else self.timeline.span(what, facts or {})
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Count the seconds of a phase of the step."""
+    def timed(self, phase: str, facts: Facts | None = None) -> Iterator[None]:
+        """Count the seconds of a phase of the step. `facts`: what the timeline tells of it."""
         begun = time.perf_counter()
         self.phases.append(phase)
         try:
-            yield
+            with self._noted(phase, facts):
+                yield
         finally:
             self.phases.pop()
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begun
@@ -192,12 +217,40 @@ class Run:
         self.seconds.clear()
         metrics: dict[str, float] = {}
         self.at_step = step
-        with self.timed("step"):
+        facts: Facts = {"step": step}
+        with self._profiling(step), self.timed(STEP, facts):
             yield metrics
+            facts |= {"tokens": metrics["perf/tokens"]} if "perf/tokens" in metrics else {}
         if "perf/tokens" in metrics:
             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / self.seconds["step"]
         metrics |= {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
         self.logger.log(step, metrics)
+        if self.timeline is not None:
+            self.wait([])
+            self.write_timeline(self.timeline.collect)
+
+    def write_timeline(self, write: Callable[[list[WorkerGroup]], None]) -> None:
+        """A timeline that cannot be written, on a full disk say, ends, and nothing else with it."""
+        try:
+            write(self.groups)
+        except OSError as error:
+            self.say(f"the timeline ends here: {error}")
+            self.timeline = None
+
+    @contextmanager
+    def _profiling(self, step: int) -> Iterator[None]:
+        """Have ranks traced, if the step is one of those; a step that fails leaves no traces."""
+        if step not in self.profile_steps:
+            yield
+            return
+        there = [(group, rank) for group in self.profiled for rank in self.profile_ranks]
+        ranks = [(group, rank) for group, rank in there if rank < group.world_size]
+        self.wait([group.call_rank(rank, "start_profile") for group, rank in ranks])
+        yield
+        folder = self.folder.absolute() / PROFILES / f"step-{step}"
+        paths = [str(folder / f"{group.role}-rank{rank}.json") for group, rank in ranks]
+        calls = zip(ranks, paths, strict=True)
+        self.wait([group.call_rank(rank, "write_profile", path) for (group, rank), path in calls])
 
     def save_trajectories(self, batch: pa.Table, kind: str, step: int) -> None:
         """Write trajectories: a step's ("step"), as they were trained on, or the validation's after it ("val")."""
@@ -236,6 +289,9 @@ def open_run(
         print_plan(run.console, plan, total_steps)
         if isinstance(config, TrainConfig):
             run.trajectory_folder = Path(trainer.rollout_data_dir)
+        run.profile_steps, run.profile_ranks = trainer.profile_steps, trainer.profile_ranks
+        if trainer.timeline_mb:
+            run.timeline = Timeline(folder, trainer.timeline_mb, goes_on=resumed is not None)
         tracked = TrackedRun(trainer.project_name, trainer.experiment_name, to_dict(config))
         run.logger = stack.enter_context(
             RunLogger(
@@ -276,8 +332,12 @@ def open_engine_run(
     """
     run = Run(folder, Console(), phase_timeout=limits.phase)
     run.say(f"run folder: {folder}")
-    with ending_when_stuck(REQUEUE) if address is None else nullcontext():
+    with ExitStack() as stack:
+        if address is None:  # also while the servers start
+            stack.enter_context(ending_when_stuck(REQUEUE))
         cluster = start_cluster(address, num_devices, folder)
+        if address is not None:
+            stack.enter_context(ending_when_stuck(REQUEUE, cluster.servers))
         run.watch = Watch(limits.idle, cluster)
         try:
             yield run
@@ -292,8 +352,10 @@ def open_engine_run(
 
 def _end(run: Run, cluster: Cluster) -> None:
     if cluster.is_broken:
-        abandon_cluster(cluster)
+        abandon_cluster(cluster, [process for group in run.groups for process in group.processes])
         return
+    if run.timeline is not None:
+        run.write_timeline(run.timeline.finish)
     for group in run.groups:
         group.shutdown()
     for pool in run.pools.values():

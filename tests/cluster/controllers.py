@@ -17,7 +17,7 @@ from megarl.cluster import ResourcePool, RunFailure, WorkerGroup, start_cluster,
 from megarl.cluster.guard import KEEP_ENVIRON
 from megarl.cluster.hosts import start_guard
 from megarl.trainer.preemption import REQUEUE, noting_signals
-from megarl.trainer.run import open_engine_run
+from megarl.trainer.run import Run, open_engine_run
 
 
 def hang(run_dir: str, address: str) -> None:
@@ -39,9 +39,9 @@ def hang(run_dir: str, address: str) -> None:
     time.sleep(1000)
 
 
-def run(run_dir: str, method: str) -> None:
+def run(run_dir: str, method: str, address: str = "") -> None:
     """A run whose ranks are called again and again; told to end it asks them once more, for what is to be saved."""
-    with open_engine_run(None, 4, Path(run_dir)) as run, noting_signals() as preemption:
+    with open_engine_run(address or None, 4, Path(run_dir)) as run, noting_signals() as preemption:
         run.pools["all"] = ResourcePool("all", 1, 4, timeout=30)
         group = run.start(_group("rank", run.pools["all"], 2, run_dir))
         children = run.wait(group.call("start_children"))
@@ -50,7 +50,7 @@ def run(run_dir: str, method: str) -> None:
             children=[pid for pids in children for pid in pids],
             servers=run.watch.cluster.servers,
             started=[process.pid for process in psutil.Process().children(recursive=True)],
-            mark=run.watch.cluster.mark,
+            marks=_marks(run, group),
         )
         try:
             while preemption.requested is None:
@@ -74,7 +74,7 @@ def calls(run_dir: str, what: str) -> None:
             workers=group.pids,
             servers=run.watch.cluster.servers,
             started=[process.pid for process in psutil.Process().children(recursive=True)],
-            mark=run.watch.cluster.mark,
+            marks=_marks(run, group),
             children=[],
         )
         while True:
@@ -175,6 +175,12 @@ def _node(temp_dir: str, address: str, num_devices: int) -> dict[str, Any]:
         "node_ip_address": address,
         "temp_dir": temp_dir,
     }
+
+
+def _marks(run: Run, group: WorkerGroup) -> list[str]:
+    """What all processes of a run carry."""
+    cluster = run.watch.cluster.mark
+    return [process.mark for process in group.processes] if cluster is None else [cluster]
 
 
 def _group(role: str, pool: ResourcePool, world_size: int, run_dir: str, **options: Any) -> WorkerGroup:

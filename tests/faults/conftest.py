@@ -27,7 +27,8 @@ class Family:
         """Nothing is left of it after at most `seconds`."""
         left = alive_after(self.pids, seconds)
         assert [" ".join(psutil.Process(pid).cmdline()) for pid in left] == []
-        assert carrying(self.report["mark"].partition("=")[2]) == []
+        for mark in self.report["marks"]:
+            assert carrying(mark.partition("=")[2]) == []
         assert [folder for folder in self.folders if os.path.exists(folder)] == []
         assert listening(os.listdir("/proc")).isdisjoint(self.ports)
 
@@ -36,18 +37,20 @@ class Family:
 def start_run(tmp_path: Path) -> Iterator[Callable[..., Family]]:
     """start_run(method): a run that calls `method` of its ranks for ever (tests/cluster/controllers.py).
 
-    With controller="calls" the argument is the call of Ray that it is in.
+    With controller="calls" the argument is the call of Ray that it is in. It joins the cluster at `address`, if there is one.
     """
     processes = []
 
-    def start(method: str, controller: str = "run") -> Family:
+    def start(method: str, controller: str = "run", address: str = "") -> Family:
         stderr = (tmp_path / "stderr").open("w")
-        process, report = start_controller(controller, tmp_path, method, stderr=stderr)
+        arguments = [tmp_path, method, *([address] if address else [])]
+        process, report = start_controller(controller, *arguments, stderr=stderr)
         processes.append(process)
         watched = [process.pid, *report["workers"], *report["children"], *report["started"]]
         guards = guards_of(watched)
         folders = [folder for folders in guards.values() for folder in folders]
-        assert len(folders) == 3 and all(os.path.isdir(folder) for folder in folders)  # of Ray, of two ranks
+        # Of two ranks, and of Ray.
+        assert len(folders) == (2 if address else 3) and all(os.path.isdir(folder) for folder in folders)
         ports = listening(map(str, watched))
         assert ports
         return Family(process, report, alive([*watched, *guards]), folders, sorted(ports))

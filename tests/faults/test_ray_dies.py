@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.cluster.processes import ROOT, alive_after
+from tests.cluster.processes import ROOT, alive_after, start_controller
 
 DEATH_SECONDS, HANG_SECONDS = 15, 90
+RAY_SECONDS = 60  # for which Ray would wait for a GCS server
 
 
 @pytest.mark.parametrize("server", ["raylet", "gcs_server"])
@@ -28,6 +31,37 @@ def test_a_killed_server_of_ray(start_run, tmp_path, server):
     assert str(report) in (tmp_path / "stderr").read_text()
     # The ranks are still there when they are asked where they are.
     assert "rank rank 1 (process " in text and "in hang_if" in text
+
+
+@pytest.fixture
+def joined() -> Iterator[tuple[subprocess.Popen, dict[str, Any]]]:
+    """A cluster of somebody else's on this machine, and its address."""
+    process, report = start_controller("serve")
+    yield process, report
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("server", [pytest.param("raylet", marks=pytest.mark.slow), "gcs_server", "both"])
+def test_a_killed_server_of_a_cluster_that_was_joined(start_run, joined, tmp_path, server):
+    """As under Slurm and KubeRay: the controller is on the head's machine. Ray itself would wait a minute for the GCS server."""
+    owner, report = joined
+    family = start_run("hang_if", address=report["address"])
+    servers = family.report["servers"]
+    assert servers.keys() == {"raylet", "gcs_server"}
+    assert all(psutil.Process(pid).ppid() == owner.pid for pid in servers.values())
+    begun = time.monotonic()
+    for pid in servers.values() if server == "both" else [servers[server]]:
+        os.kill(pid, signal.SIGKILL)
+    while not list((tmp_path / "failures").glob("*.txt")):
+        assert time.monotonic() - begun < DEATH_SECONDS
+        time.sleep(0.05)
+    assert family.process.wait(RAY_SECONDS - DEATH_SECONDS) == 1
+    family.is_gone(RAY_SECONDS - (time.monotonic() - begun))
+    text = (tmp_path / "stderr").read_text()
+    assert "error: Ray's " in text and "has ended, and the run with it" in text
+    (report,) = (tmp_path / "failures").iterdir()
+    assert str(report) in text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ node="${SLURMD_NODENAME}"
 launch="$(dirname "$(dirname "${BASH_SOURCE[0]}")")"
 # Below Ray's worker ports (10002) and the ephemeral range, and others for each job: jobs may share a node.
 first_port=$((6400 + SLURM_JOB_ID % 140 * 24))
-ray_pid=""
+ray_pid="" driver=""
 
 fail() {
     echo "node.sh: ${node}: $*" >&2
@@ -123,7 +123,7 @@ wait_for_devices() { # SECONDS
 
 # Runs megarl, once; its exit code goes into FOLDER/done.
 run_head() {
-    local driver waiting status=0 told=""
+    local waiting status=0 told=""
     check_recipe
     start_head
     ray_address="$(cat "${folder}/head")"
@@ -147,6 +147,7 @@ run_head() {
         sleep 0.5
     done
     wait "${driver}" || status=$?
+    driver=""
     # megarl may see a loss before the lost part's own script does, or Slurm.
     if ((status != 0 && status != REQUEUE && SLURM_JOB_NUM_NODES > 1)); then
         sleep "${LOSS_SECONDS}"
@@ -181,7 +182,14 @@ run_worker() {
     fail "Ray's worker did not start in ${TRIES} tries"
 }
 
-trap stop_ray EXIT
+# Without Ray megarl can do nothing any more but keep its next start waiting: what is left of it ends with this script. Slurm does not
+# see to that everywhere: by linuxproc it tracks what has its parent.
+stop_all() {
+    [[ -z "${driver}" ]] || kill -KILL "${driver}" 2> /dev/null || true
+    stop_ray
+}
+
+trap stop_all EXIT
 address="$(own_address)" || exit 2
 if [[ "${cpu}" == yes ]]; then
     kind=CPU resources=(--num-cpus "${devices}" --num-gpus 0)

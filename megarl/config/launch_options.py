@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from megarl.config.launch_sections import KubeRayConfig, LaunchConfig, SlurmConfig
+from megarl.config.launch_sections import KubeRayConfig, LaunchConfig, SkyPilotConfig, SlurmConfig
 from megarl.config.options import field_types, members, section_type
 
 TARGETS = {
     "local": ("on this machine, as `megarl train` would", None),
     "slurm": ("as a job of Slurm's, by sbatch", SlurmConfig),
     "kuberay": ("on Kubernetes with the KubeRay operator, by kubectl", KubeRayConfig),
+    "skypilot": ("on clouds or Kubernetes as a task of SkyPilot's, by sky", SkyPilotConfig),
 }
 
 
@@ -28,7 +29,7 @@ def add_launch(
     Args:
         recipes: the commands that run a recipe, the default first.
     """
-    text = "run a recipe on this machine, on Slurm or on Kubernetes (docs/launch.md)"
+    text = "run a recipe on this machine, on Slurm, on Kubernetes or by SkyPilot (docs/launch.md)"
     targets = commands.add_parser("launch", help=text, description=text).add_subparsers(
         required=True, metavar="where", dest="target"
     )

@@ -82,6 +82,45 @@ class KubeRayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SkyPilotConfig:
+    """Clouds and Kubernetes by SkyPilot."""
+
+    kind: str = option(
+        "job: a managed job, whose machines end with it, and which is started again; cluster: machines that stay.",
+        "job",
+        choices=("job", "cluster"),
+    )
+    accelerator: str | None = option("The kind of GPU, such as H100, H200 or A100-80GB.", None)
+    infra: tuple[str, ...] = option(
+        "Where it may run, such as kubernetes or aws/us-east-1; none: wherever it is cheapest.", ()
+    )
+    spot: bool = option("Machines that can be taken away, for less.", False)
+    cpus_per_node: int | None = option("Cores of each machine, at least.", None, ge=1)
+    memory_per_node: int | None = option("GiB of memory of each machine, at least.", None, ge=1)
+    disk_size: int | None = option("GiB of each machine's own disk; null: as SkyPilot has it.", None, ge=1)
+    network_tier: str | None = option(
+        "best: the fastest network between the machines that a cloud has.",
+        None,
+        choices=("standard", "best"),
+    )
+    mount: tuple[str, ...] = option(
+        "VOLUME:TARGET, a volume of SkyPilot's and its place on all machines; the run folder lies on one.", ()
+    )
+    bucket: tuple[str, ...] = option(
+        "ADDRESS:TARGET, a bucket such as s3://models and its place on all machines, for what is read only.",
+        (),
+    )
+    secret: tuple[str, ...] = option(
+        "Environment variables that are secret; taken from the command's own.", ()
+    )
+    setup: str | None = option(
+        "Where no image is given: the commands that install megarl on a machine, in a copy of this checkout.",
+        None,
+    )
+    start_seconds: int = option("Seconds that the nodes may take to come together.", 600, ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """One job, whatever cluster it runs on."""
 
@@ -94,7 +133,7 @@ class LaunchConfig:
     )
     image: str | None = option("The container image.", None)
     work_dir: str | None = option(
-        "The folder that the recipe's relative paths count from; null: the working directory (slurm), /workspace (kuberay).",
+        "The folder that the recipe's relative paths count from; null: the working directory (slurm), /workspace (kuberay, skypilot).",
         None,
     )
     env_file: str | None = option(
@@ -109,3 +148,4 @@ class LaunchConfig:
     )
     slurm: SlurmConfig = section("Slurm.", SlurmConfig)
     kuberay: KubeRayConfig = section("Kubernetes with the KubeRay operator.", KubeRayConfig)
+    skypilot: SkyPilotConfig = section("Clouds and Kubernetes by SkyPilot.", SkyPilotConfig)

@@ -1,7 +1,7 @@
-"""Giving a recipe to a cluster: this machine, Slurm, Kubernetes with KubeRay.
+"""Giving a recipe to a cluster: this machine, Slurm, Kubernetes with KubeRay, clouds with SkyPilot.
 
 What this room promises: one description of a job (`LaunchConfig`) for all of them, checked against the recipe before
-anything is submitted; the same arguments give the same script and the same manifest; `--dry-run` prints what would be
+anything is submitted; the same arguments give the same script, the same manifest and the same task; `--dry-run` prints what would be
 submitted and changes nothing.
 
 What it must not know: what a recipe trains, torch, Ray, Megatron-core or SGLang.

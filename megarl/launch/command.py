@@ -1,19 +1,22 @@
-"""`megarl launch`: a recipe on this machine, on Slurm or on Kubernetes."""
+"""`megarl launch`: a recipe on this machine, on Slurm, on Kubernetes or by SkyPilot."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import secrets
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 
 from megarl.launch.environment import read_variables
 from megarl.launch.job import Job, make_job
 from megarl.launch.kuberay import manifest_text
+from megarl.launch.skypilot import TOKEN, secret_names, sky_arguments, task_text
 from megarl.launch.slurm import prepare_logs, sbatch_arguments
 
 Runner = Callable[[argparse.Namespace], int | None]
@@ -32,11 +35,17 @@ def launch(options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
     # Text is quoted as JSON, so that YAML reads it as the text that it is.
     given = [f"{key}={json.dumps(value)}" for key, value in (options.launch or {}).items()]
     job = make_job(options.command, options.recipe, options.overrides, options.job, given)
-    restarts = job.launch.retries and options.target != "local" and job.launch.kuberay.kind != "RayCluster"
-    if restarts and not job.saves:
+    started_again = {
+        "local": False,
+        "slurm": True,
+        "kuberay": job.launch.kuberay.kind != "RayCluster",
+        "skypilot": job.launch.skypilot.kind != "cluster",
+    }
+    if job.launch.retries and started_again[options.target] and not job.saves:
         text = f"a start after the first, of which --retries {job.launch.retries} allows so many, would begin anew"
         print(f"note: the recipe saves no checkpoints (trainer.save_freq): {text}", file=sys.stderr)
-    return {"local": _local, "slurm": _slurm, "kuberay": _kuberay}[options.target](job, options, runners)
+    launchers = {"local": _local, "slurm": _slurm, "kuberay": _kuberay, "skypilot": _skypilot}
+    return launchers[options.target](job, options, runners)
 
 
 def _local(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
@@ -72,6 +81,23 @@ def _kuberay(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner
         return 0
     _need("kubectl", "run this where the cluster can be reached, or write the manifest with --dry-run")
     return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
+
+
+def _skypilot(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
+    text = task_text(job)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    _need("sky", "run this where SkyPilot is installed, or write the task with --dry-run")
+    variables = {TOKEN: secrets.token_hex(32)} | os.environ  # of this run alone, unless there is one
+    missing = [name for name in secret_names(job) if name not in variables]
+    if missing:
+        raise ValueError(f"skypilot.secret: not in this command's environment: {', '.join(missing)}")
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        command = ["sky", *sky_arguments(job, file.name)]
+        return subprocess.run(command, env=variables, check=False).returncode
 
 
 def _need(program: str, advice: str) -> None:

@@ -34,6 +34,7 @@ class Job:
         command: of megarl: train, sft, rm, dpo or eval.
         overrides: the user's, and those that the launch options add.
         run_folder: trainer.default_local_dir as the recipe has it.
+        checkpoint_url: trainer.checkpoint_url, which has what another start goes on from, whatever became of the run folder.
         saves: whether the run writes checkpoints that another start goes on from.
         launch: with name, nodes and gpus_per_node filled in.
     """
@@ -42,6 +43,7 @@ class Job:
     recipe: Path
     overrides: tuple[str, ...]
     run_folder: str
+    checkpoint_url: str | None
     saves: bool
     launch: LaunchConfig
 
@@ -104,10 +106,11 @@ def make_job(
     raise_if_any("job", [*_job_problems(launch, config)])
     folder = resolve(config).trainer.default_local_dir
     assert folder is not None
-    saves = isinstance(config, EvalConfig) or config.trainer.save_freq > 0
+    saves, url = True, None
     if not isinstance(config, EvalConfig):
-        saves = saves or config.trainer.save_minutes is not None
-    return Job(command, Path(recipe), tuple(overrides), folder, saves, launch)
+        url = config.trainer.checkpoint_url
+        saves = config.trainer.save_freq > 0 or config.trainer.save_minutes is not None
+    return Job(command, Path(recipe), tuple(overrides), folder, url, saves, launch)
 
 
 def name_of(recipe: str) -> str:

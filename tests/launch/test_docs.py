@@ -26,7 +26,7 @@ def test_a_command_can_be_given_as_it_stands(command: str, capsys: pytest.Captur
 
 
 def test_the_page_has_commands_of_each_kind() -> None:
-    assert {command.split()[1] for command in COMMANDS} == {"local", "slurm", "kuberay"}
+    assert {command.split()[1] for command in COMMANDS} == {"local", "slurm", "kuberay", "skypilot"}
 
 
 def test_the_job_file_is_one(tmp_path: Path) -> None:

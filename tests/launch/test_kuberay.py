@@ -13,6 +13,7 @@ from megarl.cli import main
 from megarl.config import TrainConfig, load_config
 from megarl.launch.kuberay import RAY_VERSION
 from tests.launch.crd import WHOLE, operator_problems, schema_problems, trimmed_schema, whole_schema
+from tests.launch.examples import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "launch/kuberay"
@@ -55,16 +56,9 @@ def refused(capsys: pytest.CaptureFixture) -> Any:
     return refused
 
 
-def examples() -> dict[str, list[str]]:
-    """File -> the arguments of the command that makes it."""
-    text = (EXAMPLES / "make_examples.sh").read_text().replace("\\\n", " ")
-    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("megarl ")]
-    return {Path(command[-1]).name: command[1:-2] for command in commands}
-
-
-@pytest.mark.parametrize("name", sorted(examples()))
+@pytest.mark.parametrize("name", sorted(examples(EXAMPLES)))
 def test_examples_are_what_the_command_makes(name: str, capsys: pytest.CaptureFixture) -> None:
-    assert main(examples()[name]) == 0
+    assert main(examples(EXAMPLES)[name]) == 0
     assert capsys.readouterr().out == (EXAMPLES / name).read_text(), "run launch/kuberay/make_examples.sh"
     _, resource = yaml.safe_load_all((EXAMPLES / name).read_text())
     assert schema_problems(resource, trimmed_schema()) == []
@@ -72,7 +66,7 @@ def test_examples_are_what_the_command_makes(name: str, capsys: pytest.CaptureFi
 
 
 def test_every_example_is_made() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.yaml")} == set(examples())
+    assert {path.name for path in EXAMPLES.glob("*.yaml")} == set(examples(EXAMPLES))
 
 
 @pytest.mark.parametrize("more", [["--kueue", "q"], ["--volcano", "q"], ["--kind", "RayCluster"], ["--cpu"]])

@@ -1,0 +1,204 @@
+"""A task for SkyPilot: the machines, what is mounted on them, and what each of them runs (launch/skypilot/node.sh).
+
+Guarantees:
+- all of the recipe is in the task: what is started again is the same, whatever became of the file;
+- the run folder is on a volume, or its checkpoints are copied to a bucket: another start, on other machines, goes on from there;
+- no secret is in the task: the names alone are, the values are handed to `sky` beside it.
+
+Fields and their meaning are those of skypilot 0.14.1.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from megarl.config.document import YamlDumper
+from megarl.launch.environment import read_variables
+from megarl.launch.job import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "RAY_AUTH_TOKEN"  # of the run's own Ray cluster
+_REQUEUE = 75  # megarl's exit code for: start me again
+_IMAGE_ROOT, _IMAGE_WORK_DIR = "/opt/megarl", "/workspace"  # of the image
+_RECIPE = "/tmp/megarl-recipe.yaml"
+_END = "END_OF_RECIPE"
+# What each of the keys names, as a pattern and in words.
+_SOURCES = {
+    "mount": (r"[A-Za-z0-9][-\w.]*", "the name of a volume of SkyPilot's"),
+    "bucket": (r"[a-z0-9]+://[^:\s]+", "an address such as s3://bucket/folder"),
+}
+
+
+class _Dumper(YamlDumper):
+    """Texts of several lines as they are."""
+
+
+def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def task(job: Job) -> dict[str, Any]:
+    """The task.
+
+    Raises:
+        ValueError: what the job lacks, or has that SkyPilot does not take; the run folder is on no volume.
+    """
+    _check(job)
+    launch, sky = job.launch, job.launch.skypilot
+    written: dict[str, Any] = {"name": launch.name, "num_nodes": job.nodes, "resources": _resources(job)}
+    if launch.image is None:
+        written["workdir"] = str(ROOT)  # copied to each machine, where setup and run begin in it
+    if sky.mount:
+        written["volumes"] = {target: volume for volume, target in _pairs(job, "mount")}
+    if sky.bucket:
+        written["file_mounts"] = {
+            target: {"source": source, "mode": "MOUNT"} for source, target in _pairs(job, "bucket")
+        }
+    if launch.env_file is not None:
+        written["envs"] = read_variables(launch.env_file)
+    written["secrets"] = dict.fromkeys(secret_names(job))
+    if sky.setup is not None:
+        written["setup"] = sky.setup
+    return written | {"run": _run(job)}
+
+
+def task_text(job: Job) -> str:
+    """The task as YAML."""
+    return yaml.dump(
+        task(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, explicit_start=True, width=110
+    )
+
+
+def sky_arguments(job: Job, path: str) -> list[str]:
+    """What comes after `sky` to launch the task in the file `path`; the secrets' values are in the environment."""
+    secrets = [word for name in secret_names(job) for word in ("--secret", name)]
+    if job.launch.skypilot.kind == "cluster":
+        return ["launch", "--cluster", str(job.launch.name), *secrets, path]
+    return ["jobs", "launch", *secrets, path]
+
+
+def secret_names(job: Job) -> list[str]:
+    """Environment variables whose values `sky` is handed; Ray's token first."""
+    return [TOKEN, *job.launch.skypilot.secret]
+
+
+def _resources(job: Job) -> dict[str, Any]:
+    launch, sky = job.launch, job.launch.skypilot
+    resources: dict[str, Any] = {}
+    if not launch.cpu:
+        resources["accelerators"] = {sky.accelerator: job.devices}
+    # "+": at least.
+    if sky.cpus_per_node is not None:
+        resources["cpus"] = f"{sky.cpus_per_node}+"
+    if sky.memory_per_node is not None:
+        resources["memory"] = f"{sky.memory_per_node}+"
+    if sky.disk_size is not None:
+        resources["disk_size"] = sky.disk_size
+    if sky.network_tier is not None:
+        resources["network_tier"] = sky.network_tier
+    if launch.image is not None:
+        resources["image_id"] = f"docker:{launch.image}"
+    if sky.spot:
+        resources["use_spot"] = True
+    if sky.kind == "job" and launch.retries:
+        resources["job_recovery"] = {
+            "max_restarts_on_errors": launch.retries,
+            "recover_on_exit_codes": [_REQUEUE],
+        }
+    if len(sky.infra) == 1:
+        resources["infra"] = sky.infra[0]
+    elif sky.infra:
+        resources["any_of"] = [{"infra": infra} for infra in sky.infra]
+    return resources
+
+
+def _run(job: Job) -> str:
+    """The script of each node. Its last command's exit code is the node's: SkyPilot adds lines of its own behind it."""
+    launch = job.launch
+    script = "launch/skypilot/node.sh" if launch.image is None else f"{_IMAGE_ROOT}/launch/skypilot/node.sh"
+    options = ["--nodes", str(job.nodes), "--devices", str(job.devices)]
+    options += ["--cpu"] if launch.cpu else []
+    options += ["--work-dir", _work_dir(job), "--start-seconds", str(launch.skypilot.start_seconds)]
+    recipe = job.recipe_text()
+    assert _END not in recipe
+    command = shlex.join(["bash", script, *options, "--", job.command, _RECIPE])
+    return f"cat > {_RECIPE} << '{_END}'\n{recipe}{_END}\n{command}\n"
+
+
+def _work_dir(job: Job) -> str:
+    return job.launch.work_dir or _IMAGE_WORK_DIR
+
+
+def _pairs(job: Job, key: str) -> list[tuple[str, str]]:
+    """(volume or bucket, where on the machines) of each entry.
+
+    Raises:
+        ValueError: an entry that is not SOURCE:TARGET.
+    """
+    pattern, source = _SOURCES[key]
+    pairs = []
+    for text in getattr(job.launch.skypilot, key):
+        found = re.fullmatch(rf"({pattern}):(/[^:\s]*?)/?", text)
+        if found is None:
+            raise ValueError(
+                f"skypilot.{key}: expected SOURCE:TARGET, with {source} and an absolute path, found {text!r}"
+            )
+        pairs.append((found[1], found[2]))
+    return pairs
+
+
+def _check(job: Job) -> None:
+    launch, sky = job.launch, job.launch.skypilot
+    if (launch.image is None) == (sky.setup is None):
+        raise ValueError(
+            "SkyPilot needs either an image that has megarl (--image), or the commands that install megarl's checkout "
+            f"(skypilot.setup), found {'neither' if launch.image is None else 'both'}"
+        )
+    if launch.image is not None and re.search(r"\s", launch.image):
+        raise ValueError(f"image: expected the name of a container image, found {launch.image!r}")
+    if launch.image is None and not (ROOT / "launch/skypilot/node.sh").is_file():
+        raise ValueError(
+            f"{ROOT}/launch/skypilot/node.sh is not there: without an image megarl launch skypilot needs megarl's checkout, "
+            "installed with pip install -e"
+        )
+    if (sky.accelerator is None) != launch.cpu:
+        raise ValueError(
+            f"skypilot.accelerator={sky.accelerator} and cpu={launch.cpu}: give --accelerator KIND, such as H100, or --cpu"
+        )
+    if launch.time is not None:
+        raise ValueError(
+            f"time={launch.time}: SkyPilot's tasks have no time limit; give trainer.max_run_minutes behind the recipe"
+        )
+    for name in sky.secret:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or name == TOKEN:
+            raise ValueError(
+                f"skypilot.secret: expected the name of an environment variable other than {TOKEN}, found {name!r}"
+            )
+    _check_folders(job)
+
+
+def _check_folders(job: Job) -> None:
+    volumes = [target for _, target in _pairs(job, "mount")]
+    targets = [*volumes, *(target for _, target in _pairs(job, "bucket"))]
+    double = {target for target in targets if targets.count(target) > 1}
+    if double:
+        raise ValueError(
+            f"skypilot.mount, skypilot.bucket: {', '.join(sorted(double))} is the target of several entries"
+        )
+    folder = PurePosixPath(_work_dir(job)) / job.run_folder
+    apart = job.nodes == 1 and job.checkpoint_url is not None  # one machine needs to share nothing
+    if not apart and not any(folder.is_relative_to(target) for target in volumes):
+        raise ValueError(
+            f"trainer.default_local_dir={job.run_folder} is {folder} on the machines, which is on no volume that they share "
+            f"(skypilot.mount: {', '.join(job.launch.skypilot.mount) or 'none'}): its checkpoints would go with the machines; "
+            "mount one, or on a single machine give trainer.checkpoint_url"
+        )

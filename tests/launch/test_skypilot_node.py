@@ -1,0 +1,195 @@
+"""What a SkyPilot task runs on its nodes, on two addresses of this machine: with the environment that SkyPilot gives, a real Ray,
+and a program that stands in for megarl. What SkyPilot does when a node fails (it ends the others) is left to it.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from megarl.cli import main
+from megarl.launch.skypilot import TOKEN
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 6400  # of the script's Ray
+IPS = ("127.0.0.1", "127.0.0.2")
+
+
+def busy() -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex((IPS[0], PORT)) == 0
+
+
+pytestmark = [
+    pytest.mark.skipif(busy(), reason=f"port {PORT}, the task's own, is taken on this machine"),
+    pytest.mark.timeout(300),
+]
+
+
+class Nodes:
+    """Two nodes of one task: starts its run script on each, as SkyPilot does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        bin = folder / "bin"
+        bin.mkdir()
+        # Writes down what it was given, waits for the file `go`, and ends as that says.
+        (bin / "megarl").write_text(f"""#!{sys.executable}
+import json, os, pathlib, sys, time
+import ray
+address = sys.argv[-1].partition("=")[2]
+ray.init(address=address, log_to_driver=False)
+nodes = {{node["NodeManagerAddress"]: node["Resources"].get("CPU") for node in ray.nodes() if node["Alive"]}}
+folder = pathlib.Path({str(folder)!r})
+facts = {{"arguments": sys.argv[1:], "nodes": nodes, "cwd": os.getcwd(), "note": os.environ.get("NOTE")}}
+(folder / "new").write_text(json.dumps(facts))
+os.rename(folder / "new", folder / "facts.json")
+while not (folder / "go").exists():
+    time.sleep(0.1)
+sys.exit(int((folder / "go").read_text()))
+""")
+        (bin / "megarl").chmod(0o755)
+        self.processes: list[subprocess.Popen] = []
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            assert main(
+                [
+                    "launch", "skypilot", str(ROOT / "recipes/quickstart_ppo.yaml"), "--cpu", "--nodes", "2", "--setup", "true",
+                    "--mount", f"shared:{folder}", "--work-dir", f"{folder}/work", "--start-seconds", "120", "--dry-run",
+                    "trainer.n_gpus_per_node=2", "trainer.project_name=it's \"$HOME\" `x`",
+                ]
+            ) == 0  # fmt: skip
+        self.task = yaml.safe_load(out.getvalue())
+
+    def start(self, rank: int, **more: str) -> subprocess.Popen:
+        environment = {
+            **os.environ,
+            # Two "machines" are one: the venv's Python and Ray, and the stand-in before them.
+            "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NODE_IPS": "\n".join(IPS),
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+            "SKYPILOT_INTERNAL_JOB_ID": "1",
+            # Of SkyPilot's own Ray (sky/skylet/log_lib.py add_ray_env_vars).
+            "RAY_JOB_ID": "01000000",
+            "RAY_CLIENT_MODE": "0",
+            TOKEN: "a" * 64,
+            "NOTE": "kept",
+            **more,
+        }
+        log = (self.folder / f"node{rank}.log").open("w")
+        # SkyPilot adds lines behind the task's, which use the last exit code (sky/backends/task_codegen.py).
+        script = self.task["run"] + "\n__skypilot_user_exit_code=$?\nexit $__skypilot_user_exit_code"
+        process = subprocess.Popen(
+            ["bash", "-c", script], cwd=self.task["workdir"], env=environment, stdout=log, stderr=log, start_new_session=True
+        )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"node{rank}.log").read_text()
+
+    def up(self) -> dict:
+        """What megarl was given, once it runs."""
+        facts = self.folder / "facts.json"
+        end = time.monotonic() + 150
+        while not facts.exists():
+            assert time.monotonic() < end and all(process.poll() is None for process in self.processes), (
+                self.log(0) + self.log(1)
+            )
+            time.sleep(0.2)
+        return json.loads(facts.read_text())
+
+    def own(self) -> list[psutil.Process]:
+        """Every process that is of these nodes."""
+        mark = str(self.folder / "bin")
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if mark in process.environ().get("PATH", "") and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def end(self) -> None:
+        """As SkyPilot does it: all processes of the task's tree are told, and killed where that does not help."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self.own():
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(number)
+            psutil.wait_procs(self.own(), timeout=40)
+        for process in self.processes:
+            process.wait()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    two = Nodes(tmp_path)
+    yield two
+    two.end()
+
+
+@pytest.mark.slow
+def test_the_head_runs_megarl_over_all_nodes_and_all_end_with_it(nodes: Nodes) -> None:
+    worker, head = nodes.start(1), nodes.start(0)
+    facts = nodes.up()
+    command, recipe, address = facts["arguments"]
+    assert (command, address) == ("train", f"trainer.ray_address={IPS[0]}:{PORT}")
+    written = yaml.safe_load(Path(recipe).read_text())["trainer"]
+    assert (written["nnodes"], written["n_gpus_per_node"]) == (2, 2)
+    assert written["project_name"] == 'it\'s "$HOME" `x`'  # no shell has read it
+    # Ray may give the head's node the machine's own address instead of the loopback's.
+    assert facts["nodes"][IPS[1]] == 2.0 and list(facts["nodes"].values()) == [2.0, 2.0]
+    assert (facts["cwd"], facts["note"]) == (str(nodes.folder / "work"), "kept")
+    (nodes.folder / "go").write_text("75")
+    assert head.wait(100) == 75  # what asks SkyPilot for another start
+    assert worker.wait(100) == 0  # whatever became of the run: the head's exit code counts
+    assert "megarl ended with exit code 75" in nodes.log(0) and "the head has ended" in nodes.log(1)
+    assert nodes.own() == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_fails(nodes: Nodes) -> None:
+    """SkyPilot then ends the other nodes; the head by itself lasts as long as megarl does."""
+    head, worker = nodes.start(0), nodes.start(1)
+    nodes.up()
+    [raylet] = [
+        process
+        for process in psutil.Process(worker.pid).children(recursive=True)
+        if process.name() == "raylet"
+    ]
+    raylet.kill()
+    assert worker.wait(100) == 2
+    assert "node.sh: node 1: Ray's worker has ended" in nodes.log(1)
+    assert head.poll() is None
+    nodes.end()
+    assert nodes.own() == []
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"SKYPILOT_NODE_IPS": IPS[0]}, "the recipe is made for 2 nodes, and SkyPilot gave 1: 127.0.0.1"),
+        ({"SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK and SKYPILOT_NODE_IPS are not set"),
+    ],
+)
+def test_what_cannot_run_says_why(nodes: Nodes, more: dict[str, str], said: str) -> None:
+    assert nodes.start(0, **more).wait(30) == 2
+    assert said in nodes.log(0)
+
+
+def test_fewer_gpus_than_the_recipe_has_devices_are_refused(nodes: Nodes) -> None:
+    nodes.task["run"] = nodes.task["run"].replace(" --cpu ", " ")
+    assert nodes.start(0, SKYPILOT_NUM_GPUS_PER_NODE="1").wait(30) == 2
+    assert "the recipe is made for 2 GPUs a node, and SkyPilot gave 1" in nodes.log(0)

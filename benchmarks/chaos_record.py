@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import subprocess
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -10,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from chaos_blows import Blow
-from chaos_run import REPOSITORY
-from facts import environment
+from facts import commit, environment
 
 PACKAGES = ("megatron-core", "sglang", "ray", "torch")
-# What decides over how a run goes.
-_SOURCES = ("megarl", "benchmarks", "recipes")
 
 
 @dataclass
@@ -115,19 +111,6 @@ def open_record(path: Path | None, seed: int, steps: int) -> Record:
         [(kind, name) for kind, name in found["cards"]],
         path,
     )
-
-
-def commit() -> dict[str, Any]:
-    """The commit that runs here, and which files differ from it."""
-    head = _git("rev-parse", "HEAD").strip()
-    changed = [line[3:] for line in _git("status", "--porcelain", "--", *_SOURCES).splitlines()]
-    return {"commit": head, "changed_files": changed}
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], cwd=REPOSITORY, check=True, capture_output=True, text=True
-    ).stdout
 
 
 def _now() -> str:

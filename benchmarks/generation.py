@@ -4,6 +4,7 @@ Two engines with the same tiny model stand side by side and answer the same prom
 else the machine does meets both. Every response has as many tokens as it may.
 
     python benchmarks/generation.py --batch-sizes 1 8 64 --rounds 7 --out generation.json
+    python benchmarks/generation.py --batch-sizes 64 --prompt-tokens 256 --samples 8    # which share their prompt's prefill
 """
 
 import argparse
@@ -63,7 +64,8 @@ def measure(engines: dict[bool, Connection], args: argparse.Namespace) -> list[d
     draw = random.Random(0)
     rows = []
     for size in args.batch_sizes:
-        prompts = [[draw.randrange(10, 300) for _ in range(args.prompt_tokens)] for _ in range(size)]
+        drawn = [[draw.randrange(10, 300) for _ in range(args.prompt_tokens)] for _ in range(size)]
+        prompts = [drawn[row // args.samples] for row in range(size)]
         seconds: dict[bool, list[float]] = {deterministic: [] for deterministic in engines}
         for number in range(1 + args.rounds):
             for deterministic, engine in engines.items():
@@ -89,6 +91,7 @@ def main() -> None:
     )
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--prompt-tokens", type=int, default=40)
+    parser.add_argument("--samples", type=int, default=1, help="responses to each prompt of a batch")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--num-layers", type=int, default=4)
@@ -119,7 +122,8 @@ def main() -> None:
             engine.close()
     print(json.dumps(facts))
     print(
-        f"{args.num_layers} layers, hidden {args.hidden_size}, {args.prompt_tokens} + {args.new_tokens} tokens"
+        f"{args.num_layers} layers, hidden {args.hidden_size}, {args.prompt_tokens} + {args.new_tokens} tokens, "
+        f"{args.samples} samples of a prompt"
     )
     for row in rows:
         median, least, most = row["tokens_per_s"]

@@ -12,12 +12,13 @@ import json
 import os
 import platform
 import resource
-import shlex
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from facts import environment
 
 from megarl.hybrid_engine.layouts import EngineLayout, megatron_layout, sglang_layout
 from megarl.hybrid_engine.plan_report import pool_places
@@ -112,8 +113,8 @@ def main() -> None:
     if options.worker:
         print(json.dumps(asdict(measure(options.train[0], options.rollout[0]))))
         return
-    results = []
-    print(f"$ {shlex.join(['python', *sys.argv])}")
+    results, facts = [], environment(("numpy",))
+    print(f"$ {facts['command']}")
     print(
         f"{os.cpu_count()} cores, Python {platform.python_version()}; 671B parameters, {WORLD} ranks, a bucket is {BUCKET >> 20} MiB"
     )
@@ -133,9 +134,7 @@ def main() -> None:
                 flush=True,
             )
     if options.out:
-        Path(options.out).write_text(
-            json.dumps({"command": shlex.join(sys.argv), "results": results}, indent=2) + "\n"
-        )
+        Path(options.out).write_text(json.dumps({**facts, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """The benchmark scripts still run."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from megarl.memory.flops import LayerFlops, ModelFlops
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
@@ -102,6 +106,136 @@ def test_weight_sync_measures_all_ways_and_finds_the_formulas_bytes(tmp_path: Pa
     whole = 3 * 768 + 768 + 2 * 768 + 768
     assert figures["adapters"]["bytes_total"] == 4 * 16 * (cut + 2 * whole)
     assert figures["megarl"]["bytes_total"] >= figures["model_bytes"]
+
+
+def test_packing_is_more_even_than_the_usual_ways(tmp_path: Path) -> None:
+    out = tmp_path / "packing.json"
+    result = subprocess.run(
+        [sys.executable, "benchmarks/packing.py", "--batches=2", "--dp", "2", "32", "--out", out],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    found = {(r["task"], r["way"], r["dp"]): r for r in json.loads(out.read_text())["results"]}
+    assert len(found) == 2 * 4 * 2
+    for task in ("gsm8k", "reasoning"):
+        ours = found[task, "megarl", 32]
+        assert ours["padding"] == 0 < ours["padding_cp2"] < 0.02
+        for way in ("in order", "LPT", "Karmarkar-Karp"):
+            assert ours["rank_cost"] < found[task, way, 32]["rank_cost"]
+            assert ours["micro_batches"] <= found[task, way, 32]["micro_batches"]
+    assert found["gsm8k", "megarl", 32]["micro_cost"] < 0.03 < found["gsm8k", "in order", 32]["micro_cost"]
+
+
+def test_dispatch_counts_the_controllers_seconds(tmp_path: Path) -> None:
+    out = tmp_path / "dispatch.json"
+    sizes = [
+        "--ranks=64",
+        "--tp=2",
+        "--pp=2",
+        "--hosts=2",
+        "--trajectories=256",
+        "--shortest=20",
+        "--longest=200",
+    ]
+    result = subprocess.run(
+        [sys.executable, "benchmarks/dispatch.py", *sizes, "--steps=1", "--kinds=PPO", "--out", out],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    (found,) = json.loads(out.read_text())["results"]
+    assert len(found["steps"]) == 1
+    best = found["best"]
+    assert 256 * (100 + 20) <= best["tokens"] <= 256 * (300 + 200)
+    # 4 bytes a token; then of each of the response old log-probs, values, advantages and returns, too.
+    assert 4 * best["tokens"] <= best["bytes_put"][0]
+    assert best["bytes_put"][1] > best["bytes_put"][0] + 4 * 4 * (best["tokens"] - 256 * 300)
+    phases = best["phases"]
+    assert found["dispatch"] == sum(
+        phases[name]["controller"] for name in ("generate", "evaluate_models", "update")
+    )
+    assert all(spent["controller"] > 0 for spent in phases.values())
+
+
+def test_the_table_of_results_is_that_of_the_raw_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    record = importlib.import_module("record")
+    readme = (ROOT / "README.md").read_text()
+    assert f"{record.BEGIN}\n\n{record.table(record.RESULTS)}\n\n{record.END}" in readme
+    recorded = {file.stem for file in record.RESULTS.glob("*.json")}
+    assert recorded <= set(record.RECORDINGS)
+    for name in recorded:
+        assert f"[{name}.json]" in readme
+    # Another figure, another table: nothing of it is written by hand.
+    report = json.loads((record.RESULTS / "dispatch.json").read_text())
+    report["results"][0]["dispatch"] = 0.12345 * 60
+    (tmp_path / "dispatch.json").write_text(json.dumps(report))
+    copy = tmp_path / "README.md"
+    copy.write_text(readme)
+    record.write_table(copy, tmp_path)
+    assert "12.3% of a step of 60 s" in copy.read_text() and "chaos.json" not in copy.read_text()
+    assert copy.read_text().partition(record.BEGIN)[0] == readme.partition(record.BEGIN)[0]
+    assert copy.read_text().partition(record.END)[2] == readme.partition(record.END)[2]
+
+
+def gpu_single(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "benchmarks/gpu_single.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train_only", [False, True])
+def test_gpu_single_runs_on_a_cpu_with_a_tiny_model(train_only: bool, tmp_path: Path) -> None:
+    out = tmp_path / "single.json"
+    result = gpu_single("--shrink", "--steps=1", "--out", str(out), *(["--train-only"] if train_only else []))
+    assert result.returncode == 0, result.stderr
+    report = json.loads(out.read_text())
+    phases = report["phases"]
+    assert ("generate" in phases) != train_only
+    assert ("no SGLang" in report["what"]) == train_only == ("the training phases alone" in result.stdout)
+    for phase in ("evaluate_models", "update", "step"):
+        figures = phases[phase]
+        assert figures["tokens_per_s"] == pytest.approx(8 * (64 + 16) / figures["seconds"])
+    assert report["peak_mib"] > 300  # of processes that have all imported torch
+
+
+def test_gpu_single_says_that_there_is_no_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    result = gpu_single()
+    assert result.returncode == 2
+    assert "there is no CUDA GPU here; --shrink runs the same code" in result.stderr
+
+
+def test_operations_of_a_step_on_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 2 operations a weight and token forward, 6 with backward; logits at response tokens only."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = importlib.import_module("gpu_single")
+    config = module.resolve(module.load_config(module.TrainConfig, module.RECIPE, []))
+    job = module.Job({}, batch=2, prompt=30, response=10)
+    layer = LayerFlops(dense=100, experts=0, active=0, pair=8, decode_pair=8, is_moe=False, shared=False)
+    flops = {"lm": ModelFlops((layer, layer), head=50), "value": ModelFlops((layer, layer), head=5)}
+    body = 2 * 40 * (2 * 2 * 100 + 2 * 8 * 41 / 2)  # 2 texts of 40 tokens, 2 layers, 20.5 pairs a token
+    lm, value = body + 2 * 10 * 2 * 50, body + 2 * 10 * 2 * 5
+    found = module.phase_flops(config, job, flops)
+    assert found == {"generate": lm, "evaluate_models": 2 * lm + value, "update": 3 * (lm + value)}
+    steps = [{"timing_s/update": seconds, "timing_s/step": 2 * seconds} for seconds in (4.0, 1.0, 2.0)]
+    phases = module.phase_figures(steps, job, found, peak=3 * (lm + value))
+    assert phases["update"] == {"seconds": 2.0, "tokens_per_s": 40.0, "mfu": 0.5}
+    assert phases["step"] == {"seconds": 4.0, "tokens_per_s": 20.0, "mfu": None}
+    assert set(phases) == {"update", "step"}
+    assert (
+        module.why_no_engine(True, lambda name: None if name == "sgl_kernel" else name)
+        == "sgl_kernel not installed"
+    )
+    assert module.why_no_engine(False, lambda name: name) is None
 
 
 @pytest.mark.slow

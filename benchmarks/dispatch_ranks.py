@@ -1,0 +1,108 @@
+"""What stands in for ranks and engines in dispatch.py: processes that each play many ranks, and answer with zeros.
+
+They take what the controller really sends, and return columns of the real sizes; no model is there.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from megarl.cluster import ResourcePool, WorkerGroup, wait
+from megarl.cluster.worker import RankInfo
+from megarl.data.trajectories import Generation, build_trajectories, list_lengths, take
+from megarl.layout.grid import ParallelLayout, coords_of
+
+
+class SimulatedGroup(WorkerGroup):
+    """A worker group whose `world_size` ranks are played by fewer real processes: rank r by process r % their number.
+
+    Calls, results and waiting are those of a real group. What is not: Ray has as many connections as there are processes.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        worker_class: str,
+        pool: ResourcePool,
+        num_hosts: int,
+        world_size: int,
+        settings: dict[str, Any],
+        log_dir: Path,
+    ) -> None:
+        super().__init__(role, worker_class, pool, num_hosts, settings, log_dir)
+        wait(self.started, [self], timeout=120)
+        self.hosting = list(self.processes)
+        self.world_size = world_size
+        self.processes = [
+            replace(self.hosting[rank % num_hosts], rank=rank, mark=f"{rank}") for rank in range(world_size)
+        ]
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        self.processes = getattr(self, "hosting", self.processes)
+        super().shutdown(timeout)
+
+
+def called_rank() -> int:
+    """The rank that is called, from the name that `WorkerGroup` gives to its calls."""
+    name = ray.get_runtime_context().get_task_name()
+    return int(re.search(r"-rank(\d+)\.", name)[1])
+
+
+class Ranks:
+    """Ranks of a Megatron role."""
+
+    def __init__(self, info: RankInfo, layout: ParallelLayout) -> None:
+        self.layout = layout
+
+    def compute_log_probs(self, table: pa.Table, shares: list, column: str) -> Any:
+        return self._columns(table, shares, [column])
+
+    def compute_ref_log_probs(self, table: pa.Table, shares: list, column: str) -> Any:
+        return self._columns(table, shares, [column])
+
+    def compute_values(self, table: pa.Table, shares: list) -> Any:
+        return self._columns(table, shares, ["values"])
+
+    def update_policy(self, table: pa.Table, plan: list, counts: list, how: Any) -> list[dict[str, float]]:
+        sums = {"actor/pg_loss": 0.0, "actor/tokens": 1.0, "actor/kl_loss": 0.0, "actor/ppo_kl": 0.0}
+        return [{**sums, "grad_norm": 1.0, "lr": 1e-6} for _ in plan]
+
+    def update_values(self, table: pa.Table, plan: list, counts: list, *how: Any) -> list[dict[str, float]]:
+        return [{"critic/vf_loss": 0.0, "grad_norm": 1.0, "lr": 1e-6} for _ in plan]
+
+    def _columns(self, table: pa.Table, shares: list, names: list[str]) -> Any:
+        """As `ModelWorker.forward_columns`: the last stage's first rank of each data parallel rank answers."""
+        place = coords_of(self.layout, called_rank())
+        if place.pp != self.layout.pp - 1 or place.tp or place.cp:
+            return None
+        rows = [row for micro in shares[place.dp] for row in micro]
+        lengths = list_lengths(table.select(["response_ids"]), "response_ids")[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        return rows, {name: (np.zeros(offsets[-1], np.float32), offsets) for name in names}
+
+
+class Engines:
+    """Rollout engines: responses of drawn lengths, in tables of some trajectories at a time."""
+
+    def __init__(self, info: RankInfo, shortest: int, longest: int, at_once: int) -> None:
+        self.lengths, self.at_once = (shortest, longest + 1), at_once
+
+    def stream(self, requests: pa.Table, sampling: Any) -> Iterator[pa.Table]:
+        random = np.random.default_rng(called_rank())
+        for start in range(0, requests.num_rows, self.at_once):
+            part = take(requests, range(start, min(start + self.at_once, requests.num_rows)))
+            sizes = random.integers(*self.lengths, part.num_rows)
+            uids = part["uid"].to_pylist()
+            yield build_trajectories(
+                part, [_generation(uid, size) for uid, size in zip(uids, sizes, strict=True)]
+            )
+
+
+def _generation(uid: str, size: int) -> Generation:
+    return Generation(uid, np.ones(size, np.int32), np.full(size, -0.5, np.float32), "stop", 1)

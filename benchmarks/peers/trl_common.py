@@ -1,0 +1,20 @@
+"""What both of TRL's trainers are told of the common task, in the same words."""
+
+from task import LEARNING_RATE, NUM_PROMPTS, SAMPLES
+
+BATCH = NUM_PROMPTS * SAMPLES
+SETTINGS = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": BATCH,
+    "gradient_accumulation_steps": 1,
+    "temperature": 1.0,
+    "learning_rate": LEARNING_RATE,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "dataloader_pin_memory": False,
+    "seed": 0,
+}

@@ -1,0 +1,208 @@
+"""Measures what README's table of results has, one benchmark after the other, and writes the table.
+
+    python benchmarks/record.py                         # all but chaos and peers, 9 minutes on two cores
+    python benchmarks/record.py --only step dispatch    # these; chaos (2 hours) and peers (environments of 5 GB) by name alone
+    python benchmarks/record.py --table                 # measures nothing: the table of the files in benchmarks/results/
+
+Each benchmark writes benchmarks/results/NAME.json, which has its command, machine, versions and date; every figure of the table
+is read from there, and none is written by hand. A file that is not there has no rows.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results: benchmarks/record.py writes them -->", "<!-- end of results -->"
+
+Rows = Iterable[tuple[str, str]]
+"""What was measured, and the figure."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A benchmark, the arguments that it is recorded with, and what the table has of its report.
+
+    Attributes:
+        out: the option for the file that it writes.
+        asked: it runs only where it is named.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    rows: Callable[[dict[str, Any]], Rows]
+    out: str = "--out"
+    asked: bool = False
+
+
+def dispatch(report: dict[str, Any]) -> Rows:
+    for result in report["results"]:
+        yield (
+            f"controller's dispatch in a {result['kind']} step of {report['ranks']:,} simulated ranks, {result['best']['tokens'] / 1e6:.1f} M tokens",
+            f"{result['dispatch']:.1f} processor s, {result['dispatch'] / 60:.1%} of a step of 60 s",
+        )
+
+
+def packing(report: dict[str, Any]) -> Rows:
+    for task, name in (("gsm8k", "GSM8K-like lengths"), ("reasoning", "lengths up to 16,384")):
+        found = {row["way"]: row for row in report["results"] if (row["task"], row["dp"]) == (task, 64)}
+        others = ", ".join(f"{way} {row['rank_cost']:.1%}" for way, row in found.items() if way != "megarl")
+        yield (
+            f"imbalance of 64 data parallel ranks, {name}",
+            f"{found['megarl']['rank_cost']:.2%} ({others}); padding {found['megarl']['padding']:.0%}",
+        )
+
+
+def step(report: dict[str, Any]) -> Rows:
+    one = report["results"][0]["tokens_per_second"]["median"]
+    yield (
+        f"training step, tokens/s by layout; {report['cores']} cores, a thread a rank",
+        "; ".join(
+            f"{result['layout']}: {result['tokens_per_second']['median']:,.0f} ({result['tokens_per_second']['median'] / one:.2f}x)"
+            for result in report["results"]
+        ),
+    )
+
+
+def weight_sync(report: dict[str, Any]) -> Rows:
+    for result in report["results"]:
+        ours, gathered, adapters = result["megarl"], result["full gather"], result["adapters"]
+        yield (
+            f"weight sync {result['case']}, {result['model_bytes'] / 1e6:.0f} MB: seconds; most that a device receives; extra memory",
+            f"{ours['median_seconds']:.2f} s, {ours['bytes_received_max'] / 1e6:.0f} MB, {ours['extra_bytes_max'] / 1e6:.0f} MB"
+            f" (full gather: {gathered['median_seconds']:.2f} s, {gathered['bytes_received_max'] / 1e6:.0f} MB,"
+            f" {gathered['extra_bytes_max'] / 1e6:.0f} MB); all of it over gloo {result['megarl p2p']['median_seconds']:.2f} s;"
+            f" adapters alone {adapters['median_seconds']:.3f} s, {adapters['bytes_total'] / 1e6:.1f} of {ours['bytes_total'] / 1e6:.1f} MB in all",
+        )
+
+
+def plan_scale(report: dict[str, Any]) -> Rows:
+    whole = [
+        sum(result[part] for part in ("placement", "account", "copies", "buckets"))
+        for result in report["results"]
+    ]
+    seconds, slowest = max(zip(whole, report["results"], strict=True), key=lambda pair: pair[0])
+    yield (
+        f"plan of DeepSeek-V3's weight sync over 512 ranks, the slowest of {len(whole)} transitions",
+        f"{seconds:.1f} processor s, {slowest['peak_mib']} MiB; a rank's own share {slowest['one_sends']:.1f} s",
+    )
+
+
+def generation(report: dict[str, Any]) -> Rows:
+    for row in report["rows"]:
+        if row["batch_size"] == max(other["batch_size"] for other in report["rows"]):
+            kind = "the same bits in any company" if row["deterministic"] else "SGLang's usual way"
+            yield (
+                f"SGLang engine on a CPU, batch of {row['batch_size']}, {kind}",
+                f"{row['tokens_per_s'][0]:,.0f} tokens/s",
+            )
+
+
+def peers(report: dict[str, Any]) -> Rows:
+    for label, result in report["results"].items():
+        versions = report["versions_of"][label]
+        label = f"{label} ({', '.join(f'{name} {version}' for name, version in versions.items())})"
+        if "figures" not in result:
+            yield f"common task, {label}", f"failed: {result['error'].split(',')[0]}"
+            continue
+        found = result["figures"]
+        yield (
+            f"common task, {label}: a step; start-up; memory",
+            f"{found['seconds']:.2f} s ({found['processor_seconds']:.2f} processor s), {result['start_seconds']:.0f} s, {result['peak_pss_gib']:.1f} GiB",
+        )
+
+
+def chaos(report: dict[str, Any]) -> Rows:
+    found = report["summary"]
+    yield (
+        f"{found['kills']} random kills and stops of a real run",
+        f"{found['recovered']} recovered, at most {found['steps_lost_most']} step lost, {found['differences']} differences in"
+        f" {found['runs_compared']} runs compared, orphans: {found['orphans']}, unexpected ends: {found['unexpected_ends']}",
+    )
+
+
+LAYOUTS = ("1", "dp2", "tp2", "pp2", "cp2", "dp4", "tp2-pp2")
+RECORDINGS = {
+    "peers": Recording("peers/run.py", ("--steps", "10"), peers, out="--json", asked=True),
+    "step": Recording("megatron_step.py", ("--layouts", *LAYOUTS), step),
+    "weight_sync": Recording("weight_sync.py", (), weight_sync),
+    "plan_scale": Recording("plan_scale.py", (), plan_scale),
+    "packing": Recording("packing.py", (), packing),
+    "dispatch": Recording("dispatch.py", ("--kinds", "GRPO", "PPO"), dispatch),
+    "generation": Recording("generation.py", (), generation),
+    "chaos": Recording("chaos.py", ("--kills", "200"), chaos, out="--json", asked=True),
+}
+
+
+def facts_of(report: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What the report says of its command, machine and versions, and its date."""
+    if "parts" in report:  # chaos: one or several recordings in a file
+        last = report["parts"][-1]
+        return last["environment"], last["written"][:10]
+    return report, report["date"]
+
+
+def table(folder: Path) -> str:
+    """The table of the files in `folder`, in Markdown."""
+    lines = ["| measured | figure | command | on | raw |", "|---|---|---|---|---|"]
+    for name, recording in RECORDINGS.items():
+        file = folder / f"{name}.json"
+        if not file.is_file():
+            continue
+        report = json.loads(file.read_text())
+        facts, date = facts_of(report)
+        versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
+        on = f"{date}; {facts['cores']} cores of {_short(facts['cpu'])}, load before {facts['load_average_before']:.1f}; {versions}"
+        raw = f"[{name}.json](benchmarks/results/{name}.json)"
+        for what, figure in recording.rows(report):
+            lines.append(f"| {what} | {figure} | `{_without_paths(facts['command'])}` | {on} | {raw} |")
+    return "\n".join(lines)
+
+
+def _short(cpu: str) -> str:
+    return " ".join(re.sub(r"\((R|TM)\)|Processor|CPU", "", cpu).split())
+
+
+def _without_paths(command: str) -> str:
+    """The command without the file that it writes, which the table names."""
+    return re.sub(r" --(out|json|root)[ =]\S+", "", command)
+
+
+def write_table(readme: Path, folder: Path) -> None:
+    before, _, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert end, f"{readme} has no lines {BEGIN} and {END}"
+    readme.write_text(f"{before}{BEGIN}\n\n{table(folder)}\n\n{END}{after}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=RECORDINGS, help="measure these")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    usual = [name for name, recording in RECORDINGS.items() if not recording.asked]
+    failed = []
+    for name in [] if options.table else options.only or usual:
+        recording = RECORDINGS[name]
+        script = Path("benchmarks", recording.script)
+        out = (recording.out, str(Path("benchmarks", "results", f"{name}.json")))
+        command = [sys.executable, str(script), *recording.arguments, *out]
+        print(f"\n$ python {' '.join(command[1:])}", flush=True)
+        if subprocess.run(command, cwd=ROOT).returncode:
+            failed.append(name)
+    write_table(README, RESULTS)
+    print(f"\nthe table is in {README}, the raw figures are in {RESULTS}")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ splitting; of each sequence rank r of c context parallel ranks holds parts r and
 ("zigzag", so that causal work is even).
 """
 
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -57,9 +58,13 @@ class PackedAttention(MegatronModule):
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         assert sum(lengths) == len(query) * cp, f"{lengths} do not add up to {len(query)} x {cp} tokens"
         if cp == 1:
+            # Neighbours of one length by one call: short sequences take less time than a call of their own.
+            counts = [len(list(equal)) for _, equal in groupby(lengths)]
+            sizes = [sum(equal) for _, equal in groupby(lengths)]
+            parts = (part.split(sizes) for part in (query, key, value))
             outputs = [
-                self._attend(q, k, v, is_causal=True)
-                for q, k, v in zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
+                self._attend(q, k, v, count, is_causal=True)
+                for q, k, v, count in zip(*parts, counts, strict=True)
             ]
         else:
             keys, values = (self._gather_sequences(part, lengths) for part in (key, value))
@@ -74,20 +79,19 @@ class PackedAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        count: int = 1,
         is_causal: bool = False,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One sequence: [tokens, heads, dim] each -> the same."""
+        """`count` sequences of one length, end to end: [tokens, heads, dim] each -> the same."""
         output = scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
+            *(part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query, key, value)),
             attn_mask=mask,
             is_causal=is_causal,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return output[0].transpose(0, 1)
+        return output.transpose(1, 2).flatten(0, 1)
 
     def _attend_zigzag(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cp: int, rank: int

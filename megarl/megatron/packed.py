@@ -23,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl import platform
+from megarl.data.balance import aligned_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,11 +287,7 @@ def _place(
 ) -> _Places:
     """Lay sequences of `lengths` tokens end to end, aligned; `before` tokens precede the first predictor."""
     assert len(lengths) > 0, "a packed batch holds at least one sequence"
-    unit = 2 * cp if cp > 1 else 1
-    aligned = -(-lengths // unit) * unit
-    if sequence_parallel:
-        total_unit = cp * np.lcm(tp, 2) if cp > 1 else tp
-        aligned[-1] += -aligned.sum() % total_unit
+    aligned = aligned_lengths(lengths, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
     ends = np.cumsum(aligned)
     starts = ends - aligned
     return _Places(starts, ends, lengths, starts + before, counts)

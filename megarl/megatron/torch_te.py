@@ -23,9 +23,11 @@ from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
 )
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 
+from megarl.megatron import rotary
 from megarl.megatron.attention import PackedAttention
+from megarl.megatron.norm import rms_norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -36,6 +38,9 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         # Under sequence parallelism each rank sees a part of the tokens: finalize_model_grads sums these.
         self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -54,7 +59,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.allreduce = True
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        normed = rms_norm(input_, (input_.shape[-1],), self.layer_norm_weight, self.eps)
+        normed = rms_norm(input_, self.layer_norm_weight, self.eps)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -196,7 +201,11 @@ class TorchTEProvider(LocalSpecProvider):
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
-    """While this is active, Megatron's GPU specification, and models made of it, have the modules above."""
+    """While this is active, Megatron's GPU specification, and models made of it, have the modules above.
+
+    Its rotary embedding is replaced for good: it is looked up whenever a model runs.
+    """
+    rotary.install()
     stand_ins = [
         (gpt_layer_specs, "TESpecProvider", TorchTEProvider),
         (gpt_layer_specs, "TENorm", RMSNorm),

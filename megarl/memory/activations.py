@@ -9,9 +9,9 @@ of them), and listed as Megatron-core 0.19.2 keeps them. What is not stated ther
 - The values are a part of the fused query, key and value tensor, which is kept as a whole for them.
 - Experts are given equally many tokens.
 
-With `fused` kernels (Transformer Engine's, on GPUs) norms keep nothing but their input, gated units nothing but theirs;
-without (megarl's modules in torch) normed values, both factors of the gated unit, sines, cosines and the keys and values of
-all context parallel ranks are kept, too. Indices and masks are left out.
+Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs;
+without (megarl's modules in torch) both factors of the gated unit, attention's output sequence by sequence and the keys and
+values of all context parallel ranks are kept, too. Indices, masks and a position's angles are left out.
 """
 
 from dataclasses import dataclass, field
@@ -63,10 +63,6 @@ class Kept:
         """Whether a linear layer ("0:decoder.layers.1.mlp.linear_fc1") keeps its input."""
         return module in self._layers
 
-    @property
-    def norms_trained(self) -> bool:
-        return any(tensor.trained and tensor.name.endswith("norm_weight") for tensor in self.tensors.weights)
-
 
 def layer_bytes(kept: Kept, name: str, is_moe: bool) -> int:
     """What a layer ("0:decoder.layers.1.") keeps, its input included."""
@@ -94,21 +90,18 @@ def head_bytes(kept: Kept, head: str) -> int:
 
 def _norm(kept: Kept, width: int, tokens: int, used: bool) -> int:
     """A norm's input, the root of its mean square, and `used`, its output."""
-    copies = 1 + used + (kept.norms_trained and not kept.fused)
-    return tokens * (copies * width * kept.itemsize + FLOAT32)
+    return tokens * ((1 + used) * width * kept.itemsize + FLOAT32)
 
 
-def _core(kept: Kept, heads: int, out: int, rotated: int, proj: str) -> int:
+def _core(kept: Kept, heads: int, out: int, proj: str) -> int:
     """Of attention itself: its output and a number for each head; of a token and a rank."""
     size = 0
     if kept.recompute != "selective":
         size += out * kept.itemsize + heads * FLOAT32
-        if not kept.fused and kept.keeps(proj):  # sequences are put together in a new tensor
+        if not kept.fused and kept.keeps(proj):  # it is put together of sequences, in a new tensor
             size += out * kept.itemsize
     elif kept.keeps(proj):
         size += out * kept.itemsize
-    if not kept.fused:
-        size += 4 * rotated * kept.itemsize  # sines and cosines, of queries and keys
     return size
 
 
@@ -121,11 +114,9 @@ def _grouped_attention(kept: Kept, name: str) -> int:
     if not kept.fused and kept.layout.cp > 1:  # whole sequences' keys and values are copies
         each = item * (queries + 2 * keys * kept.layout.cp)
     if config.qk_norm:
-        normed = kept.norms_trained and not kept.fused
-        copies = (groups > 1) + normed  # queries of several groups are put together before their norm
-        each += item * (copies * queries + normed * keys) + FLOAT32 * (heads + groups)
-    rotated = int(config.head_dim * config.rotary_percent)
-    each += _core(kept, heads, queries, rotated, name + "linear_proj")
+        copies = groups > 1  # queries of several groups are put together before their norm
+        each += item * copies * queries + FLOAT32 * (heads + groups)
+    each += _core(kept, heads, queries, name + "linear_proj")
     used = kept.keeps(name + "linear_qkv")
     return kept.tokens * each + _norm(kept, config.hidden_size, kept.own, used)
 
@@ -137,7 +128,7 @@ def _latent_attention(kept: Kept, name: str) -> int:
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     parts = 1 if kept.fused else kept.layout.cp  # whole sequences' keys and values are copies
     each = item * heads * (dim + (dim + mla.v_head_dim) * parts)
-    each += _core(kept, heads, heads * mla.v_head_dim, mla.qk_rope_head_dim, name + "linear_proj")
+    each += _core(kept, heads, heads * mla.v_head_dim, name + "linear_proj")
     down = [name + part for part in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")]
     size = kept.tokens * each + _norm(kept, config.hidden_size, kept.own, any(map(kept.keeps, down)))
     if mla.q_lora_rank is not None:

@@ -56,6 +56,11 @@ class ModelFlops:
         """Weights of matrices that a token is multiplied with."""
         return sum(layer.dense + layer.active for layer in self.layers) + self.head
 
+    @property
+    def pair_share(self) -> float:
+        """Operations of attention for a pair of tokens in all layers, as a part of those of a token in all matrices."""
+        return sum(layer.pair for layer in self.layers) / (2 * self.active)
+
 
 def model_flops(config: ModelConfig, head: str = "lm") -> ModelFlops:
     """Those of a model with the head "lm" or "value"."""

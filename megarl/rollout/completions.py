@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Generic, TypeVar
 
 Result = TypeVar("Result")
 
@@ -67,3 +67,92 @@ def _run_until(
             raise NothingCompleted(f"no answer within {timeout} s")
         with suppress(TimeoutError):
             loop.run_until_complete(asyncio.wait_for(event.wait(), rest))
+
+
+class Flight(Generic[Result]):
+    """Coroutines that go on from call to call: the loop runs while results are waited for; what they wait for goes on meanwhile."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._tasks: set[asyncio.Task[Result]] = set()
+        self._done: list[asyncio.Task[Result]] = []
+        self._some = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Those whose results were not taken yet."""
+        return len(self._tasks)
+
+    def add(self, coroutines: Sequence[Coroutine[Any, Any, Result]]) -> None:
+        """Start them; they come to their first wait before this returns."""
+        for coroutine in coroutines:
+            task = self._loop.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._note)
+        self._loop.run_until_complete(asyncio.sleep(0))
+
+    def take(self, seconds: float) -> list[Result]:
+        """The results of all that have ended since the last time, at the latest after so many seconds; raises what one raises."""
+        if self._tasks:
+            with suppress(TimeoutError):
+                self._loop.run_until_complete(asyncio.wait_for(self._some.wait(), seconds))
+        ended, self._done = self._done, []
+        self._some.clear()
+        self._tasks.difference_update(ended)
+        return [task.result() for task in ended]
+
+    def cancel(self) -> None:
+        """End all of them; what they would have given is lost."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._tasks, self._done = set(), []
+        self._some.clear()
+
+    def _note(self, task: asyncio.Task[Result]) -> None:
+        self._done.append(task)
+        self._some.set()
+
+
+class Gate:
+    """Lets coroutines in while it is open, and knows when none is in."""
+
+    def __init__(self) -> None:
+        self._opened, self._left = asyncio.Event(), asyncio.Event()
+        self._opened.set()
+        self.inside = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def close(self) -> None:
+        """Nobody comes in any more; who is inside stays."""
+        self._opened.clear()
+
+    async def opened(self) -> None:
+        """Wait until it is open."""
+        await self._opened.wait()
+
+    @asynccontextmanager
+    async def passed(self) -> AsyncIterator[None]:
+        """Be inside; waits until it is open."""
+        await self.opened()
+        self.inside += 1
+        self._left.clear()
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            if not self.inside:
+                self._left.set()
+
+    async def left(self, seconds: float) -> bool:
+        """Wait until nobody is inside, at most so many seconds; whether it is so."""
+        if self.inside:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), seconds)
+        return not self.inside

@@ -255,20 +255,27 @@ def _murmur_hash32(seed, positions, columns):
     """
     import torch
 
-    mask = 0xFFFFFFFF
+    def number(
+        unsigned,
+    ):  # as the int32 of the same bits: products and sums of these wrap as those of uint32 do
+        return unsigned - (1 << 32) if unsigned >= 1 << 31 else unsigned
+
+    def shifted(x, bits):  # to the right; torch has no such shift without the sign
+        return (x >> bits).bitwise_and_((1 << 32 - bits) - 1)
 
     def rotate(x, bits):
-        return ((x << bits) | (x >> (32 - bits))) & mask
+        return shifted(x, 32 - bits).bitwise_or_(x << bits)
 
     def mix(h, k):
-        k = rotate(k * 0xCC9E2D51 & mask, 15) * 0x1B873593 & mask
-        return rotate(h ^ k, 13) * 5 + 0xE6546B64 & mask
+        k = rotate(k * number(0xCC9E2D51), 15) * number(0x1B873593)
+        return rotate(h ^ k, 13).mul_(5).add_(number(0xE6546B64))
 
-    seed = seed.view(torch.int64)  # torch has no arithmetic for uint64; int64 wraps to the same low bits
-    h = mix(torch.zeros_like(seed), seed & mask)
-    h = mix(h, seed >> 32 & mask)
-    h = mix(h, positions.to(torch.int64) & mask)
-    h = mix(h[:, None], columns.to(torch.int64)[None, :] & mask) ^ 16
-    h = (h ^ h >> 16) * 0x85EBCA6B & mask
-    h = (h ^ h >> 13) * 0xC2B2AE35 & mask
-    return h ^ h >> 16
+    low, high = seed.view(torch.int32).view(-1, 2).unbind(1)
+    h = mix(torch.zeros_like(low), low)
+    h = mix(h, high)
+    h = mix(h, positions.to(torch.int32))
+    h = mix(h[:, None], columns.to(torch.int32)[None, :]).bitwise_xor_(16)
+    h.bitwise_xor_(shifted(h, 16)).mul_(number(0x85EBCA6B))
+    h.bitwise_xor_(shifted(h, 13)).mul_(number(0xC2B2AE35))
+    h.bitwise_xor_(shifted(h, 16))
+    return h.to(torch.int64).bitwise_and_(0xFFFFFFFF)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megarl.data.trajectories import Generation
+from megarl.rollout.completions import Flight
 
 __all__ = [
     "AdapterConfig",
@@ -149,6 +150,11 @@ class SamplingParams:
     seed: int = 1
     ignore_eos: bool = False
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's probability depends on what occurred in the response."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class SyncReport:
@@ -176,6 +182,10 @@ class RolloutEngine(Protocol):
     @property
     def weight_version(self) -> int | None:
         """The version that is served; None: none is, and `generate` refuses."""
+
+    @property
+    def last_answer(self) -> float:
+        """When a request, or a piece of one, was last answered, by `time.monotonic`."""
 
     def start(self) -> None:
         """Start the engine's processes.
@@ -215,6 +225,18 @@ class RolloutEngine(Protocol):
 
         Raises:
             EngineError: none ended, and no request was answered, for `request_timeout`.
+        """
+
+    def flight(self) -> Flight:
+        """For coroutines that call `answer`, and go on from call to call. While the weights change, or memory is released, no
+        request runs; afterwards they go on by themselves.
+        """
+
+    def interrupt(self) -> None:
+        """End what runs; requests keep the tokens that they have, and go on after the next `finish_update` or `resume_memory`.
+
+        Raises:
+            EngineError: it was not done within `request_timeout`; the engine is of no further use.
         """
 
     def connect(self, inboxes: Sequence[Path]) -> None:

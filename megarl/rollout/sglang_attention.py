@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-from megarl.rollout.batched_attention import Group, attend, attend_prompt, make_groups
+from megarl.rollout.batched_attention import Group, attend, attend_prompt, make_groups, take_slots
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
@@ -81,7 +81,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         if self._groups is None:  # by the first layer, for all layers
             self._groups = make_groups(seq_lens, req_to_token, req_pool_indices, query.dtype)
         for group in self._groups:
-            keys, values = (cache[group.slots].to(query.dtype) for cache in (k_cache, v_cache))
+            keys, values = (take_slots(cache, group.slots).to(query.dtype) for cache in (k_cache, v_cache))
             output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling)
         return output
 

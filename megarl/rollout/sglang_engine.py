@@ -8,6 +8,8 @@ Guarantees, each asserted by a test:
 - an end token is part of its response, with its log-prob;
 - requests that SGLang answers by dying (empty prompt, unknown token id) are refused here;
 - the noise of a response depends on (seed, uid) only, so a resumed run repeats it;
+- requests that run when the weights change, or their memory goes, are interrupted, and go on afterwards from the token where they
+  were, with the weights that are served then; each token's log-prob is that of the weights that chose it;
 - with `deterministic` its tokens and log-probs do not depend on other requests, on the cache or on time, bit by bit;
 - SGLang's processes end when this one does, however it ends;
 - this process ends, with an error in its log, within a second of one of SGLang's.
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.rollout import adapters, engine_memory
-from megarl.rollout.completions import NothingCompleted, as_completed
+from megarl.rollout.completions import Flight, Gate, NothingCompleted, as_completed
 from megarl.rollout.engine import (
     AdapterConfig,
     EngineConfig,
@@ -41,13 +43,15 @@ from megarl.rollout.engine import (
 )
 from megarl.rollout.receiver import LOADER, request_bytes, results_path
 from megarl.rollout.sglang_model import read_model
-from megarl.rollout.sglang_requests import ask, check_prompt, read_answer, request_seed
+from megarl.rollout.sglang_requests import Response, ask, check_prompt, request_seed
 from megarl.rollout.sglang_start import sglang_environment, start_owned
 
 __all__ = ["SGLangEngine", "request_seed", "sglang_environment"]
 
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
+# A request that was not yet with SGLang's scheduler when it was told to abort all is told so again.
+ABORT_RETRY_SECONDS = 0.5
 
 
 class SGLangEngine:
@@ -63,7 +67,9 @@ class SGLangEngine:
         self._update: _Update | None = None
         self._inboxes: list[Path] = []
         self._session = self._session_held = ""
-        self._last_answer = 0.0
+        self.last_answer = 0.0
+        self._gate = Gate()  # requests are inside while SGLang works on them
+        self._ends: frozenset[int] = frozenset()
 
     @property
     def weight_version(self) -> int | None:
@@ -75,6 +81,8 @@ class SGLangEngine:
         # On a CPU each flush of the cache collects garbage: half a second over all that was imported, unless that is
         # left out for good (0.5.21).
         self._call(self._engine.tokenizer_manager.freeze_gc(), "freeze_gc")
+        ends = self._engine.tokenizer_manager.model_config.hf_eos_token_id or ()
+        self._ends = frozenset([*ends, *self.config.stop_token_ids])
         if self.config.adapters is not None:
             self._load_adapter(self.config.adapters)
         if self.config.load_format == "auto":
@@ -105,26 +113,49 @@ class SGLangEngine:
         check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
 
     async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)
         return await self._answer(uid, prompt_ids, sampling)
 
     async def _answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        answer = await ask(
-            self._engine.tokenizer_manager,
-            prompt_ids,
-            sampling,
-            uid,
-            self.config.stop_token_ids,
-            adapters.NAME if self.config.adapters is not None else None,
-        )
-        self._last_answer = time.monotonic()
-        return read_answer(uid, answer, self._version)
+        response = Response(uid, sampling, self._ends)
+        while True:
+            async with self._gate.passed():
+                answer = await ask(
+                    self._engine.tokenizer_manager,
+                    [*prompt_ids, *response.ids],
+                    response.rest,
+                    uid,
+                    self.config.stop_token_ids,
+                    adapters.NAME if self.config.adapters is not None else None,
+                )
+                self.last_answer = time.monotonic()
+                generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
+            if generation is not None:
+                return generation
+
+    def flight(self) -> Flight:
+        return Flight(self._engine.loop)
+
+    def interrupt(self) -> None:
+        self._gate.close()
+        deadline = time.monotonic() + self.config.request_timeout
+        while self._gate.inside:
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+            if (
+                not self._call(self._gate.left(ABORT_RETRY_SECONDS), "abort_request")
+                and time.monotonic() > deadline
+            ):
+                self._version = None
+                raise EngineError(
+                    f"SGLang did not abort {self._gate.inside} requests within {self.config.request_timeout} s"
+                )
 
     def as_completed(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> Iterator[list[Answer]]:
         timeout = self.config.request_timeout
         try:
             # A trajectory of several turns may take longer than that: every answer counts.
-            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self._last_answer)
+            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_answer)
         except NothingCompleted:
             self._version = None
             raise EngineError(
@@ -140,6 +171,7 @@ class SGLangEngine:
             )
         if self._update is not None:
             raise EngineError(f"version {version} came before version {self._update.version} was finished")
+        self.interrupt()
         held = self._version
         if self.config.adapters is not None and self._session_held != self._session:
             held = None  # over a new connection the weights come before adapters alone
@@ -181,6 +213,7 @@ class SGLangEngine:
         self.flush_cache()  # what it holds was computed by the old weights
         self._set_version(update.version)
         self._version, self._session_held = update.version, self._session
+        self._let_in()
         return update.report()
 
     def release_memory(self, tags: Sequence[str]) -> None:
@@ -188,11 +221,13 @@ class SGLangEngine:
             raise EngineError("memory can be released in an engine that was started with enable_memory_saver")
         # SGLang dies of a tag that is released twice, and of a release while it counts a request as running.
         assert set(tags) <= {"weights", "kv_cache"} - self._released, (tags, self._released)
+        self.interrupt()
         if "weights" in tags:
             self._version = None
         self.flush_cache()
         self._released |= set(tags)
         self._memory("release", tags)
+        self._let_in()
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         assert set(tags) <= self._released, (tags, self._released)
@@ -200,6 +235,7 @@ class SGLangEngine:
             raise EngineError("the KV cache comes after the weights: sync a version first")
         self._memory("resume", tags)
         self._released -= set(tags)
+        self._let_in()
 
     def memory(self) -> list[dict[str, int]]:
         states = self._call(self._engine.tokenizer_manager.get_internal_state(), "get_internal_state")
@@ -226,6 +262,11 @@ class SGLangEngine:
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+
+    def _let_in(self) -> None:
+        """What was interrupted goes on as soon as there are weights and a cache."""
+        if self._version is not None and "kv_cache" not in self._released:
+            self._gate.open()
 
     def _require_version(self) -> int:
         if self._version is None:

@@ -5,6 +5,7 @@ its processes run (sglang 0.5.21).
 
 - The scheduler of each TP rank ends with its owner, from its first line on, and not with the signals of a job's end.
 - Requests are sampled with their own seed: a response's noise depends on nothing that runs beside it.
+- The samples of a prompt share its prefill (`prefix_sharing`).
 - On a CPU sequences are attended together (`sglang_attention`), not one after the other.
 - The TP ranks of an engine find each other through a file, those on several nodes through a TCP store at the address that they
   were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
@@ -26,12 +27,14 @@ from urllib.parse import parse_qs, urlparse
 
 import zmq
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.load_snapshot import shm_path_for
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rendezvous import open_store
-from megarl.rollout import adapters, engine_memory
+from megarl.rollout import adapters, engine_memory, prefix_sharing
+from megarl.rollout.sglang_start import NAMES
 from megarl.signals import outlive_job_signals
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -41,6 +44,7 @@ SCHEME = "megarl"  # of addresses at which TP ranks of several nodes meet
 def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
     """The main function of a scheduler process; arguments are those of `run_scheduler_process`."""
     die_with_parent()
+    name_shared_memory(port_args)
     outlive_job_signals()
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = meeting_place(server_args, port_args)
     HookRegistry.register(
@@ -55,6 +59,7 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
     )
     engine_memory.register()
     adapters.register()
+    prefix_sharing.register()
     if server_args.device == "cpu":
         from megarl.rollout import sglang_attention
 
@@ -85,9 +90,21 @@ def rendezvous_file(port_args) -> str:
     return f"{_socket_files(port_args)[0]}.store"
 
 
+def name_shared_memory(port_args) -> None:
+    """Write down what this process will make in /dev/shm, before it does: until all processes have opened it and the names are
+    removed (`unlink_shared_memory`), some seconds later, an engine that is killed leaves it behind.
+
+    Who removes the temporary folder then, removes what is named there, too (cluster/guard.py).
+    """
+    names = [shm_path_for(port_args.instance_id), f"/dev/shm/sgl_shm_*_{os.getpid()}_*"]
+    Path(f"{_socket_files(port_args)[0]}.{os.getpid()}{NAMES}").write_text("\n".join(names) + "\n")
+
+
 def remove_files(port_args) -> None:
-    """Remove the sockets and the rendezvous that an engine leaves in the temporary folder."""
-    for path in (*_socket_files(port_args), rendezvous_file(port_args)):
+    """Remove the sockets, the rendezvous and the names of shared memory that an engine leaves in the temporary folder."""
+    socket = Path(_socket_files(port_args)[0])
+    named = socket.parent.glob(f"{socket.name}.*{NAMES}")
+    for path in (*_socket_files(port_args), rendezvous_file(port_args), *named):
         Path(path).unlink(missing_ok=True)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
@@ -74,20 +75,67 @@ def sglang_sampling(sampling: SamplingParams, uid: str, stop_token_ids: Sequence
     }
 
 
-def read_answer(uid: str, answer: dict[str, Any], version: int | None) -> Generation:
-    """The generation of an answer.
+@dataclass
+class Response:
+    """A response in the making: whole, or in pieces, each of the weights that were served then.
 
-    Args:
-        version: of the weights that are served.
-
-    Raises:
-        EngineError: it was aborted, or served by other weights.
+    Attributes:
+        ends: tokens that end it.
+        versions: of the weights that chose the first token, and the last one.
     """
-    meta = answer["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    versions = {int(span["version"]) for span in meta["weight_versions"]}
-    if version is None or reason not in ("stop", "length") or versions != {version}:
-        raise EngineError(f"{uid}: finished by {meta['finish_reason']}, served by versions {versions}")
-    log_probs = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
-    assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
-    return Generation(uid, answer["output_ids"], log_probs, reason, version)
+
+    uid: str
+    sampling: SamplingParams
+    ends: frozenset[int] = frozenset()
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: tuple[int, int] | None = None
+
+    @property
+    def rest(self) -> SamplingParams:
+        """How what is still to come is sampled: the noise of a token depends on its place in prompt and response."""
+        return replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(self.ids))
+
+    def add(self, answer: dict[str, Any], version: int | None, interrupted: bool) -> Generation | None:
+        """Take SGLang's answer to what was asked of it last; the whole response if that was its end.
+
+        Args:
+            version: of the weights that are served.
+            interrupted: whether it was told to end all that runs.
+
+        Raises:
+            EngineError: it was aborted for another reason, or served by other weights.
+        """
+        meta = answer["meta_info"]
+        reason, ids = meta["finish_reason"]["type"], answer["output_ids"]
+        versions = {int(span["version"]) for span in meta.get("weight_versions") or []}
+        known = ("stop", "length", "abort") if interrupted else ("stop", "length")
+        # One that was interrupted before its first token names a version, or none.
+        if version is None or reason not in known or not (versions == {version} or not (ids or versions)):
+            raise EngineError(
+                f"{self.uid}: finished by {meta['finish_reason']}, served by versions {versions} instead of {version}"
+            )
+        assert [token for _, token, _ in meta.get("output_token_logprobs", [])] == ids
+        if ids:
+            self.ids += ids
+            self.log_probs += [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
+            self.versions = (version if self.versions is None else self.versions[0], version)
+        if reason == "abort":
+            reason = self._end()
+        if reason is None:
+            return None
+        assert self.versions is not None, "a response has a token"
+        first, last = self.versions
+        return Generation(self.uid, self.ids, self.log_probs, reason, first, last_weight_version=last)
+
+    def _end(self) -> str | None:
+        """What ends an interrupted response (SGLang 0.5.21 says "abort" of one that was at its end); None: nothing."""
+        if self.ids and not self.sampling.ignore_eos and self.ids[-1] in self.ends:
+            return "stop"
+        if len(self.ids) == self.sampling.max_new_tokens:
+            return "length"
+        if (
+            self.sampling.has_penalties
+        ):  # SGLang would not see what occurred in the piece, which is a prompt's to it
+            self.ids, self.log_probs, self.versions = [], [], None
+        return None

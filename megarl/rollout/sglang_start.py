@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 KNOWN_VERSIONS = ("0.5.21",)
 CPU_CACHE_TOKENS = 65536
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
+NAMES = ".shared-memory"  # as in cluster/guard.py: ends the names of files that name such
 
 
 def sglang_environment(

@@ -167,6 +167,7 @@ class _Draft:
     finish_reason: str = "stop"
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
+    versions: tuple[int, int] | None = None  # of the weights that chose the first token, and the last one
 
     @property
     def room(self) -> int:
@@ -176,6 +177,11 @@ class _Draft:
     def add_turn(self, generation: Generation) -> None:
         self.num_turns += 1
         self.finish_reason = generation.finish_reason
+        first, last = generation.weight_version, generation.last_weight_version
+        self.versions = (
+            first if self.versions is None else self.versions[0],
+            first if last is None else last,
+        )
         self._add(generation.response_ids, generation.log_probs, True)
 
     def add_observation(self, ids: Sequence[int]) -> None:
@@ -208,7 +214,9 @@ class _Draft:
 
         Args:
             asked: the request's prompt.
+            weight_version: when it began; counts if the policy has had no turn.
         """
+        first, last = self.versions or (weight_version, weight_version)
         if error is not None:
             self.mask, self.score = [False] * len(self.ids), None
         if not self.ids:  # it failed before the first turn, and a response has at least one token
@@ -219,12 +227,13 @@ class _Draft:
             self.ids,
             self.log_probs,
             self.finish_reason,
-            weight_version,
+            first,
             response_mask=self.mask,
             num_turns=self.num_turns,
             environment_score=self.score,
             environment_notes=json.dumps({"numbers": numbers, "error": error}),
             prompt_ids=None if self.prompt_ids == list(asked) else self.prompt_ids,
+            last_weight_version=last,
         )
 
 

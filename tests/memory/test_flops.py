@@ -49,6 +49,7 @@ def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, 
     assert flops.forward(LENGTH) * LENGTH == matrices + attention
     with torch.no_grad():
         assert counted(model, None) == matrices + attention + angles
+    assert flops.pair_share * matrices == pytest.approx(attention / LENGTH)
     assert counted(model, True) == 3 * (matrices + attention) + angles
     assert counted(model, False) == 2 * matrices + 3 * attention + angles
 

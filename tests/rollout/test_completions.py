@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megarl.rollout.completions import NothingCompleted, as_completed
+from megarl.rollout.completions import Flight, Gate, NothingCompleted, as_completed
 
 
 @pytest.fixture
@@ -91,3 +91,54 @@ def test_the_time_limit_is_that_between_two_results(loop):
     with pytest.raises(NothingCompleted, match=r"within 0\.2 s"):
         next(parts)
     assert ended == [True]
+
+
+def test_a_flight_goes_on_from_call_to_call(loop):
+    doors = gates(3)
+    flight = Flight(loop)
+    assert flight.take(5) == [] and len(flight) == 0  # nothing is waited for
+    flight.add([after(door, row) for row, door in enumerate(doors)])
+    assert flight.take(0.01) == [] and len(flight) == 3
+    doors[2].set()
+    doors[0].set()
+    assert sorted(flight.take(60)) == [0, 2] and len(flight) == 1
+    flight.add([after(doors[2], 4)])
+    assert flight.take(60) == [4]
+    flight.cancel()
+    assert len(flight) == 0 and flight.take(5) == []
+
+
+def test_a_flight_raises_what_one_raises_and_ends_the_others_if_told(loop):
+    (door,), ended, flight = gates(1), [], Flight(loop)
+    door.set()
+    flight.add([after(door, KeyError("mine")), forever(ended)])
+    with pytest.raises(KeyError, match="mine"):
+        flight.take(60)
+    assert ended == []
+    flight.cancel()
+    assert ended == [True]
+
+
+def test_a_gate_knows_who_is_inside(loop):
+    gate, order = Gate(), []
+
+    async def through(name, door):
+        async with gate.passed():
+            order.append(f"{name} in")
+            await door.wait()
+        order.append(f"{name} out")
+
+    (first, second), flight = gates(2), Flight(loop)
+    flight.add([through("a", first)])
+    gate.close()
+    flight.add([through("b", second)])
+    assert order == ["a in"] and gate.inside == 1
+    assert not loop.run_until_complete(gate.left(0.01))
+    first.set()
+    assert loop.run_until_complete(gate.left(60))
+    second.set()
+    flight.take(0.01)
+    assert order == ["a in", "a out"]
+    gate.open()
+    flight.take(60)
+    assert order == ["a in", "a out", "b in", "b out"] and gate.inside == 0

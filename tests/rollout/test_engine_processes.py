@@ -1,10 +1,16 @@
 """Life and death of an engine's processes."""
 
+import glob
+import os
+import tempfile
 import time
+from functools import partial
 
 import psutil
 import pytest
 
+from megarl.cluster.guard import NAMES, remove_scratch
+from megarl.rollout import sglang_start
 from megarl.rollout.engine import EngineConfig, EngineError, SamplingParams
 from megarl.rollout.sglang_engine import SGLangEngine
 from tests.rollout.runner import EngineProcess, OwnerDied
@@ -62,6 +68,39 @@ def test_an_owner_killed_during_the_start_leaves_no_process(model_a, tmp_path):
     owner.kill()
     # They notice at their first line, which comes after their imports: half a minute on a busy machine.
     assert gone(children, 90)
+
+
+def begin_in(folder, engine):
+    """A start whose temporary files are in a folder, as a rank's are."""
+    tempfile.tempdir = folder
+    engine.start()
+
+
+def test_an_owner_killed_during_the_start_leaves_no_shared_memory(model_a, tmp_path):
+    """SGLang's ranks name it from their first second on; what removes the owner's scratch folder removes that, too."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    engine = EngineProcess(EngineConfig(str(model_a.path), tensor_parallel_size=2), tmp_path / "log")
+    owner = psutil.Process(engine.process.pid)
+    engine.connection.send((partial(begin_in, str(scratch)), ()))
+
+    def made():
+        patterns = [line for file in scratch.glob(f"*{NAMES}") for line in file.read_text().splitlines()]
+        return sorted({path for pattern in patterns for path in glob.glob(pattern)})
+
+    try:
+        found = wait_for(lambda: len(made()) == 2 and made(), 100)
+        processes = [owner, *schedulers(owner)]
+    finally:
+        owner.kill()
+    assert gone(processes, FEW_SECONDS)
+    assert [path for path in found if os.path.exists(path)] == found  # nobody else removes it
+    remove_scratch(str(scratch))
+    assert not scratch.exists() and [path for path in found if os.path.exists(path)] == []
+
+
+def test_who_removes_scratch_folders_knows_the_files_that_name_shared_memory():
+    assert NAMES == sglang_start.NAMES
 
 
 def test_a_start_that_takes_too_long_ends_with_an_error_and_no_process(model_a, tmp_path):

@@ -90,6 +90,7 @@ def test_a_restarted_engine_serves_nothing_until_all_was_sent_again(model_a, mod
         engine.process.kill()
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_gets_the_weights_before_adapters_alone(model_a, tmp_path):
     """One rank, adapters on some projections of fused layers."""
     lora = LoraConfig(rank=4, alpha=3, use_rslora=True, target_modules=("q_proj", "v_proj", "down_proj"))

@@ -1,5 +1,6 @@
 """A real SGLang engine, TP2 in float32 on the CPU, against Hugging Face."""
 
+import asyncio
 from pathlib import Path
 
 import psutil
@@ -8,6 +9,7 @@ import torch
 
 from megarl.rollout.engine import EngineError, NoValidWeightsError, SamplingParams, WeightSyncError
 from megarl.rollout.sglang_engine import request_seed
+from megarl.rollout.sglang_requests import ask
 from tests.rollout.conftest import CONTEXT, EOS, OTHER_EOS, TP
 from tests.rollout.manifests import rank_slices
 from tests.rollout.sender import Sender, sync_state
@@ -290,6 +292,27 @@ def test_released_weights_have_to_be_synced_again(engine, sync, model_a):
     sync(model_a, 51)
     engine.call("resume_memory", ["kv_cache"])
     assert_serves(engine, model_a, 51)
+
+
+def cached_tokens(engine, prompts):
+    """By request, the tokens that SGLang's cache had; runs in the engine's process."""
+    engine.flush_cache()
+    manager, sampling = engine._engine.tokenizer_manager, SamplingParams(max_new_tokens=4, ignore_eos=True)
+
+    async def all_at_once():
+        asked = (ask(manager, ids, sampling, f"p/{row}", ()) for row, ids in enumerate(prompts))
+        return await asyncio.gather(*asked)
+
+    answers = engine._engine.loop.run_until_complete(all_at_once())
+    return [answer["meta_info"]["cached_tokens"] for answer in answers]
+
+
+def test_each_prompt_is_computed_once(engine, sync, model_a):
+    sync(model_a, 52)
+    prompts = [[first, *range(5, 45)] for first in (101, 102, 103)]
+    found = engine.call(cached_tokens, [ids for ids in prompts for _ in range(5)])
+    for first in range(0, 15, 5):
+        assert sorted(found[first : first + 5]) == [0, 40, 40, 40, 40]
 
 
 def test_listens_on_loopback_only(engine):

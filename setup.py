@@ -59,7 +59,7 @@ setup(
     include_package_data=True,
     extras_require={"core": CORE, "rollout": ROLLOUT, "gpu": GPU, "dev": DEV},
     entry_points={
-        "console_scripts": ["megarl = megarl.cli:main"],
+        "console_scripts": ["megarl = megarl.cli:program"],
         # What SGLang's wheel lacks on a machine without a GPU; both are inert elsewhere.
         "torch.backends": ["megarl_cpu_sglang = megarl.rollout.cpu_sglang:on_torch_import"],
         "sglang.srt.plugins": ["megarl_cpu_sglang = megarl.rollout.cpu_sglang:on_sglang_start"],

@@ -1,5 +1,5 @@
 """The `megarl` command: `train`, `sft`, `rm`, `dpo`, `eval`, `doctor`, `replay`, `config`, `make-task`, `verify`, `convert`, `plan`,
-`launch`.
+`launch`, `report`.
 
 A mistake of the user's ends in one message without a traceback and exit code 2; a run that fails in one that
 names the process, with exit code 1. A run that has saved its state and is to be started again ends with 75.
@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from megarl import __version__
 from megarl.config import (
@@ -35,6 +36,7 @@ from megarl.config.notes import notes, said_here
 from megarl.config.reference import reference
 from megarl.config.show import resolved_keys, yaml_text
 from megarl.plugins import load_plugins
+from megarl.signals import JOB_SIGNALS
 from megarl.trainer.preemption import ending_at_once
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
@@ -243,6 +245,12 @@ def _replay(options: argparse.Namespace) -> None:
     replay(Request(Path(options.folder), options.step, options.overrides, **paths))
 
 
+def _report(options: argparse.Namespace) -> None:
+    from megarl.trainer.report_command import run
+
+    run(options)
+
+
 def _launch(options: argparse.Namespace) -> int:
     from megarl.launch.command import launch
 
@@ -264,9 +272,19 @@ RUNNERS = {
     PLAN_STEP: _plan_step,
     "doctor": _doctor,
     "replay": _replay,
+    "report": _report,
     "launch": _launch,
 }
 
 
+def program() -> NoReturn:
+    """The command `megarl`: `main`, and the process ends with its exit code whatever signals come on the way out."""
+    try:
+        sys.exit(main())
+    finally:  # Python takes a second to end; a job's signal would make a failure of a run that is whole
+        for number in JOB_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

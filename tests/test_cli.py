@@ -1,5 +1,6 @@
 """Mistakes that users make: one message without a traceback, exit code 2, soon, and before anything is started."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -73,6 +74,16 @@ def test_a_mistyped_key_is_answered_at_once() -> None:
     assert (result.returncode, result.stdout) == (2, "")
     assert "unknown key trainer.total_epoch; did you mean trainer.total_epochs?" in result.stderr
     assert result.stderr.startswith(f"error: configuration {PPO}: 1 problem\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_on_the_way_out_changes_nothing(number: signal.Signals) -> None:
+    told = f"atexit.register(os.kill, os.getpid(), {number.value})"
+    code = f"import atexit, os, sys; {told}; sys.argv[1:] = ['config', '--reference']; from megarl.cli import program; program()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["train", PPO, "--fast"]])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from megarl.cli import main
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve
 from megarl.config.load import load_config
+from megarl.hybrid_engine.plan_command import configured_sync
 from megarl.models import logical_tensors, read_model_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,6 +88,7 @@ LARGE = (  # take 20 s of a core or more
     "deepseek_v3_grpo_256x80gb",
     "deepseek_v3_grpo_512x80gb",
     "deepseek_v3_grpo_96x96gb",
+    "deepseek_v3_grpo_96x96gb_async",
     "qwen3_235b_a22b_grpo",
 )
 
@@ -98,6 +101,26 @@ def test_its_weight_sync_is_planned(recipe: str, capsys: pytest.CaptureFixture) 
     assert plan["reshard"]["max_received"] <= plan["full_gather"]["max_received"]
     alone = "single_gpu" in recipe
     assert (plan["full_gather"]["max_received"] == 0) == alone
+
+
+@pytest.mark.parametrize("recipe", LARGE)
+def test_shares_of_its_weight_sync_are_planned(recipe: str) -> None:
+    """Of the last engine rank, and of the first trainer rank that it gets something from: each from nothing, as ranks do."""
+    config = resolve(load_config(TrainConfig, f"recipes/{recipe}.yaml"))
+    policy = config.actor_rollout_ref
+    sync = configured_sync(config, read_model_config(policy.model.path), policy.rollout)
+    plan = sync.plan
+    last = plan.target.num_ranks - 1
+    gets = plan.copies_to(last)
+    served = [piece for shard in plan.target.shards_of[last] for piece in plan.target.shards[shard].pieces]
+    assert sum(map(plan.bytes_of, gets)) == sum(
+        piece.box.numel * plan.itemsize(piece.tensor) for piece in served
+    )
+    sender = min(copy.source_rank for copy in gets)
+    sends = replace(sync).plan.copies_from(sender)
+    assert [copy for copy in sends if copy.target_rank == last] == [
+        copy for copy in gets if copy.source_rank == sender
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "recipes/models").iterdir()))

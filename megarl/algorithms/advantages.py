@@ -179,5 +179,5 @@ def _per_group(
     uids = [batch.prompt_uids[row] for row in trained.tolist()]
     per_trajectory = torch.zeros_like(scores)
     per_trajectory[trained] = compare(scores[trained], uids, lengths[trained])
-    spread = per_trajectory[segment_ids(batch.offsets)]
-    return torch.where(batch.mask, spread, 0.0).to(rewards.dtype)
+    spread = per_trajectory.to(rewards.dtype).repeat_interleave(batch.offsets.diff())
+    return torch.where(batch.mask, spread, 0.0)

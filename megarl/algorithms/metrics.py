@@ -6,7 +6,8 @@ each), over mini-batches and epochs too if one number a step is wanted, then red
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.ragged import check_ragged, segment_sum
 
+_AT_ONCE = 1 << 18  # tokens whose differences stay in a processor's cache
+DIFFERENCE = "rollout/"  # begins the names of the sums of `RolloutDifference`
 # Already divided by one mini-batch's denominator: their sum counts the updates.
 _PER_UPDATE = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "critic/vf_loss")
 # Plain sums over live tokens, and the logged name of each; other sums of the actor (a policy loss's own) keep theirs.
@@ -111,6 +114,50 @@ def batch_metrics(
     return out
 
 
+@dataclass
+class RolloutDifference:
+    """`rollout_difference` of log-probs that come in parts, on several ranks.
+
+    Attributes:
+        largest: of the two differences, so far.
+    """
+
+    largest: Tensor | None = None
+
+    def add(self, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """Note a part (flat [tokens]); returns its sums, to be added up."""
+        zero = torch.zeros((), dtype=torch.double, device=mask.device)
+        trainer, engine = (torch.where(mask, x.double(), zero) for x in (log_probs, rollout_log_probs))
+        each = torch.stack([(trainer - engine).abs(), (trainer.exp() - engine.exp()).abs()])
+        most = each.amax(1) if mask.numel() else each.new_zeros(2)
+        self.largest = most if self.largest is None else torch.maximum(self.largest, most)
+        sums = each.sum(1)
+        return {
+            f"{DIFFERENCE}abs": sums[0],
+            f"{DIFFERENCE}probs_abs": sums[1],
+            f"{DIFFERENCE}k1": (engine - trainer).sum(),
+            f"{DIFFERENCE}k3": kl_estimate(engine, trainer, "k3").sum(),
+        }
+
+
+def reported_difference(
+    sums: Mapping[str, float], largest: Sequence[float], tokens: float
+) -> dict[str, float]:
+    """The metrics of `rollout_difference`, from the sums and the largest of all parts."""
+    if not tokens:
+        return {}
+    k1 = sums[f"{DIFFERENCE}k1"] / tokens
+    return {
+        "training/rollout_log_prob_diff_mean": sums[f"{DIFFERENCE}abs"] / tokens,
+        "training/rollout_log_prob_diff_max": largest[0],
+        "training/rollout_probs_diff_mean": sums[f"{DIFFERENCE}probs_abs"] / tokens,
+        "training/rollout_probs_diff_max": largest[1],
+        "training/rollout_kl": k1,
+        "training/rollout_k3_kl": sums[f"{DIFFERENCE}k3"] / tokens,
+        "training/rollout_ppl_ratio": math.exp(k1) if k1 < 700 else math.inf,
+    }
+
+
 def rollout_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
     """How far the trainer's log-probs are from the engine's on live tokens (flat [tokens]).
 
@@ -120,20 +167,11 @@ def rollout_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: T
     the trainer's perplexity of the responses / the engine's. Beyond the precision's rounding they mean that the engine
     serves other weights.
     """
-    trainer, engine = old_log_probs[mask].double(), rollout_log_probs[mask].double()
-    if trainer.numel() == 0:
-        return {}
-    difference = (trainer - engine).abs()
-    probabilities = (trainer.exp() - engine.exp()).abs()
-    return {
-        "training/rollout_log_prob_diff_mean": float(difference.mean()),
-        "training/rollout_log_prob_diff_max": float(difference.max()),
-        "training/rollout_probs_diff_mean": float(probabilities.mean()),
-        "training/rollout_probs_diff_max": float(probabilities.max()),
-        "training/rollout_kl": float((engine - trainer).mean()),
-        "training/rollout_k3_kl": float(kl_estimate(engine, trainer, "k3").mean()),
-        "training/rollout_ppl_ratio": float((engine - trainer).mean().exp()),
-    }
+    parts = zip(*(x.split(_AT_ONCE) for x in (old_log_probs, rollout_log_probs, mask)), strict=True)
+    difference = RolloutDifference()
+    sums = add_sums([difference.add(*part) for part in parts])
+    largest = difference.largest.tolist() if difference.largest is not None else ()
+    return reported_difference(sums, largest, int(mask.sum()))
 
 
 def first_difference(sums: Mapping[str, float]) -> dict[str, float]:
@@ -154,5 +192,5 @@ def first_difference(sums: Mapping[str, float]) -> dict[str, float]:
 def _spread(name: str, x: Tensor) -> dict[str, float]:
     if x.numel() == 0:
         return {}
-    x = x.to(torch.float64)
-    return {f"{name}/mean": float(x.mean()), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
+    mean = x.mean(dtype=torch.float64)
+    return {f"{name}/mean": float(mean), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}

@@ -25,10 +25,16 @@ def segment_ids(offsets: Tensor) -> Tensor:
 
 
 def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sum of `x` [tokens] over each trajectory, [n], in x's dtype (bool counts as int64)."""
-    x = x.long() if x.dtype == torch.bool else x
-    out = torch.zeros(offsets.numel() - 1, dtype=x.dtype, device=x.device)
-    return out.index_add_(0, segment_ids(offsets), x)
+    """Sum of `x` [tokens], floating or bool, over each trajectory, [n], in x's dtype (bool counts as int64).
+
+    A trajectory's tokens are added one after the other, whatever the number of threads.
+    """
+    counts = x.dtype == torch.bool  # in float32 up to 2^24 tokens of a trajectory are exact
+    lengths, terms = offsets.diff(), x.float() if counts else x
+    if not lengths.numel():  # which torch 2.13 refuses
+        return torch.zeros(0, dtype=torch.int64 if counts else x.dtype, device=x.device)
+    sums = torch.segment_reduce(terms, "sum", lengths=lengths, axis=0, initial=0)
+    return sums.long() if counts else sums
 
 
 def live_offsets(mask: Tensor, offsets: Tensor) -> Tensor:

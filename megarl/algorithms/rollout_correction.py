@@ -56,10 +56,10 @@ def correct_rollout(
     rollout_corr/rs_masked (share of live tokens rejected), rollout_corr/rs_seq_masked (of trajectories with one).
     """
     check_ragged(offsets, old_log_probs, rollout_log_probs, mask)
-    log_ratio = torch.where(mask, old_log_probs.double() - rollout_log_probs.double(), 0.0)
     live = int(mask.sum())
-    if live == 0:
+    if live == 0 or (options.is_level is None and options.rs_level is None):
         return Correction(mask, None, {})
+    log_ratio = torch.where(mask, old_log_probs.double() - rollout_log_probs.double(), 0.0)
     metrics: dict[str, float] = {}
     weights = None
     if options.is_level is not None:

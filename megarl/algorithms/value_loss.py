@@ -26,7 +26,8 @@ def value_loss(
     losses = (values - returns).square()
     clipped_count = mask.new_zeros((), dtype=torch.int64)
     if clip is not None:
-        near = old_values + (values - old_values).clamp(-clip, clip)
+        # Not old_values + clamped difference: rounding would move values within the range, and count them as clipped.
+        near = values.clamp(old_values - clip, old_values + clip)
         clipped_losses = (near - returns).square()
         clipped_count = (mask & (clipped_losses > losses)).sum()
         losses = torch.maximum(losses, clipped_losses)

@@ -17,7 +17,7 @@ in its own process only.
 Files: `cluster` starts or joins Ray, `pool` reserves devices, `worker` is the rank's process, `group` the
 controller's handle on all ranks of a role, `failure` waits and explains, `errors` is what it raises, `watch` finds
 who hangs, `stuck` ends a controller that waits for a server of Ray that is gone, `stacks` tells where everybody is,
-`report` writes it down, `guard` cleans up after the dead, `hosts` does small jobs on a given machine.
+`report` writes it down, `spans` collects what all processes did and when, `guard` cleans up after the dead, `hosts` does small jobs on a given machine.
 """
 
 from megarl.cluster.cluster import Cluster, abandon_cluster, start_cluster, stop_cluster
@@ -34,6 +34,7 @@ from megarl.cluster.failure import stream, wait
 from megarl.cluster.group import WorkerGroup
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.report import write_report
+from megarl.cluster.spans import SpanCollector
 from megarl.cluster.stuck import ending_when_stuck
 from megarl.cluster.watch import Watch
 from megarl.cluster.worker import RankInfo
@@ -45,6 +46,7 @@ __all__ = [
     "RayFailed",
     "ResourcePool",
     "RunFailure",
+    "SpanCollector",
     "WaitTimeout",
     "Watch",
     "WorkerDied",

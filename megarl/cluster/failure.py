@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from megarl.cluster.group import WorkerGroup
 
 _POLL_SECONDS = 0.25
+# A look at what is ready goes over all that is pending: one for each of a thousand ranks' answers would be a million.
+_GATHER_SECONDS = 0.02
 # How long after a first exception a death is still taken for its cause: gloo notices a closed connection at once,
 # Ray the end of a process some 20 ms later, a loaded machine both much later.
 _GRACE_SECONDS = 1.5
@@ -88,17 +90,28 @@ def wait(
     pending = list(dict.fromkeys(refs))
     while True:
         ready, pending = _next_ready(pending, deadline)
-        for ref in ready:
-            try:
-                results[ref] = ray.get(ref)
-            except ray.exceptions.RayError as error:
-                raise _root_cause(ref, error, pending, processes) from None
+        results |= _results(ready, pending, processes)
         _refuse_deaths(processes)
         _refuse_hangs(processes, pending, watch)
         if not pending:
             return [results[ref] for ref in refs]
         if deadline is not None and time.monotonic() >= deadline:
             raise _silence(timeout, pending, len(refs), processes)
+
+
+def _results(
+    ready: Sequence[ray.ObjectRef], pending: list[Source], processes: Processes
+) -> dict[ray.ObjectRef, Any]:
+    """Of calls that have ended: asked of Ray at once, and one by one if any raised."""
+    try:
+        return dict(zip(ready, ray.get(list(ready)), strict=True))
+    except ray.exceptions.RayError:
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                raise _root_cause(ref, error, pending, processes) from None
+        raise
 
 
 def stream(
@@ -242,12 +255,13 @@ def _silence(timeout: float, pending: Sequence[Source], num_calls: int, processe
 
 
 def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Source], list[Source]]:
-    """(ready, still pending) after at most _POLL_SECONDS; as soon as one is ready, all that are."""
+    """(ready, still pending) after about _POLL_SECONDS; when one is ready, all that are by _GATHER_SECONDS later."""
     if not pending:
         return [], []
     seconds = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
-    ray.wait(pending, num_returns=1, timeout=seconds, fetch_local=False)
-    return ray.wait(pending, num_returns=len(pending), timeout=0, fetch_local=False)
+    ready, _ = ray.wait(pending, num_returns=1, timeout=seconds, fetch_local=False)
+    more = _GATHER_SECONDS if ready else 0
+    return ray.wait(pending, num_returns=len(pending), timeout=more, fetch_local=False)
 
 
 def _root_cause(source: Source, error: Exception, pending: list[Source], processes: Processes) -> Exception:

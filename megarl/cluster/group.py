@@ -10,7 +10,6 @@ Guarantees:
 - `shutdown` returns when the processes, and on this machine all their descendants and scratch folders, are gone.
 """
 
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ import ray
 
 from megarl.cluster.errors import RankProcess, RayFailed
 from megarl.cluster.failure import wait
-from megarl.cluster.guard import kill_marked, parent_of
+from megarl.cluster.guard import kill_marked, parent_of, remove_scratch
 from megarl.cluster.hosts import on_node
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.watch import Watch
@@ -60,6 +59,7 @@ class WorkerGroup:
         setup_timeout: float = 120.0,
         beside: Sequence["WorkerGroup"] = (),
         watch: Watch | None = None,
+        around: str | None = None,
     ) -> None:
         """Starts the processes and returns when all have reported; their constructors still run then.
 
@@ -78,6 +78,8 @@ class WorkerGroup:
             setup_timeout: seconds until all processes must have reported.
             beside: groups whose deaths are to be noticed while processes of this one come up; it may grow later.
             watch: finds what else is wrong meanwhile, as in `wait`.
+            around: "package.module:function", imported in the ranks: what it gives for a method's name is entered around
+                each call of that method.
 
         Raises:
             ValueError: the pool is too small, a rank's devices are on two machines, or a bad `worker_class`.
@@ -92,7 +94,7 @@ class WorkerGroup:
         self.parts = parts
         self._devices = _devices_of_processes(role, pool, world_size, devices_per_rank, parts, device_order)
         self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}
-        self._worker, self._setup_timeout = (worker_class, init_kwargs), setup_timeout
+        self._worker, self._setup_timeout = (worker_class, init_kwargs, around), setup_timeout
         self._beside, self._watch = beside, watch
         self._restarts = [0] * world_size
         self._ports: dict[int, int] = {}  # by number of the process that reserved it
@@ -228,7 +230,7 @@ class WorkerGroup:
             time.sleep(0.02)
         for process in here:
             kill_marked(process.mark, process_group=process.pid)
-            shutil.rmtree(process.scratch, ignore_errors=True)
+            remove_scratch(process.scratch)
 
     def _invoke(
         self,

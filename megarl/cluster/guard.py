@@ -13,7 +13,8 @@ Guarantees:
 - If the parent of `pid` ends first (the raylet is gone), `pid` gets `GRACE_SECONDS` to end by itself and is
   then killed.
 - One line beginning with `ENDED` says on stdout how `pid` ended; the controller shows it to the user.
-- The directories are removed once nothing that could write into them is left.
+- The directories are removed once nothing that could write into them is left, and with them the shared memory that files in them
+  name (`remove_scratch`).
 
 A guard carries no mark itself: it must outlive what others kill, or it would not get to the end of this list.
 
@@ -23,7 +24,9 @@ outlive it. PR_SET_PDEATHSIG reaches only direct children and follows the thread
 them.
 """
 
+import contextlib
 import fcntl
+import glob
 import os
 import select
 import shutil
@@ -36,6 +39,9 @@ MARK_PREFIX = "MEGARL_"  # of the names of all marks
 # Without it setproctitle, which Ray and SGLang call, writes titles over what /proc/<pid>/environ shows.
 KEEP_ENVIRON = {"SPT_NOENV": "1"}
 ENDED = "[guard] process ended: "
+# Ends the names of files in a scratch folder that have, line by line, patterns of what is its processes' in SHARED_MEMORY.
+NAMES = ".shared-memory"
+SHARED_MEMORY = "/dev/shm/"
 GRACE_SECONDS = 3.0
 SWEEP_SECONDS = 10.0
 
@@ -104,7 +110,24 @@ def main(pid: int, parent: int, mark: str, directories: list[str]) -> None:
     killed = kill_marked(mark, process_group=pid)
     print(f"{ENDED}{cause}" + (f"; killed what it left behind: {killed}" if killed else ""), flush=True)
     for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_scratch(directory)
+
+
+def remove_scratch(directory: str) -> None:
+    """Remove a folder whose processes have ended, and the shared memory that they left names of; others may do so, too."""
+    for file in glob.glob(f"{glob.escape(directory)}/*{NAMES}"):
+        try:
+            with open(file) as lines:
+                patterns = lines.read().split("\n")
+        except FileNotFoundError:
+            continue
+        for pattern in patterns:
+            if not pattern.startswith(SHARED_MEMORY):
+                continue
+            for path in glob.glob(pattern):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _wait_for_end(handle: int, pid: int, parent: int) -> None:

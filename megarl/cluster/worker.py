@@ -8,6 +8,7 @@ see failure.py.
 
 import faulthandler
 import importlib
+import inspect
 import io
 import os
 import secrets
@@ -15,8 +16,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ import ray
 
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
+from megarl.cluster.spans import facts_of_call
 from megarl.signals import outlive_job_signals
+from megarl.spans import Facts, Span, Spans
 
 _MARK_NAME = f"{MARK_PREFIX}RANK"
 _SHARED_MEMORY = "/dev/shm"
@@ -96,6 +99,9 @@ class Worker:
         self._user: Any = None
         self._log_path = ""
         self._port_holder = None
+        self._spans = Spans()
+        self._signatures: dict[str, inspect.Signature] = {}  # of the user's methods
+        self._around: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def setup(self, name: str, log_path: str, env: dict[str, str], needs_port: bool) -> ProcessFacts:
         """Prepares the process; after it nothing that is printed, also by C code, misses the log.
@@ -129,15 +135,21 @@ class Worker:
             port=self._port_holder.getsockname()[1] if needs_port else None,
         )
 
-    def start(self, info: RankInfo, worker_class: str, init_kwargs: dict[str, Any]) -> None:
+    def start(
+        self, info: RankInfo, worker_class: str, init_kwargs: dict[str, Any], around: str | None = None
+    ) -> None:
         """Imports "module:Class" and makes the user's object.
+
+        Args:
+            around: "module:function", whose value for the name of a method is a context manager that it runs in.
 
         Raises:
             RankError: the import or the constructor raised.
         """
-        module, _, name = worker_class.partition(":")
-        with self._reporting():
-            constructor = getattr(importlib.import_module(module), name)
+        with self._reporting(), self._spans.span("start"):
+            constructor = _imported(worker_class)
+            if around is not None:
+                self._around = _imported(around)
             if self._port_holder is not None:
                 self._port_holder.close()
                 self._port_holder = None
@@ -150,14 +162,29 @@ class Worker:
             RankError: the method raised, or the object was never made.
         """
         self._require_start()
-        with self._reporting():
+        with self._reporting(), self._noted(method, args, kwargs):
             return getattr(self._user, method)(*args, **kwargs)
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """What a generator method of the user's object yields, as it comes. Raises as `invoke` does."""
         self._require_start()
-        with self._reporting():
-            yield from getattr(self._user, method)(*args, **kwargs)
+        with self._reporting(), self._noted(method, args, kwargs) as facts:
+            facts["yielded_rows"] = 0
+            for value in getattr(self._user, method)(*args, **kwargs):
+                facts["yielded_rows"] += getattr(value, "num_rows", 1)
+                yield value
+
+    def take_spans(self) -> list[Span]:
+        """What this process has done since it was asked last, on its own clock."""
+        return self._spans.take()
+
+    @contextmanager
+    def _noted(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Facts]:
+        if method not in self._signatures:
+            self._signatures[method] = inspect.signature(getattr(self._user, method))
+        facts = facts_of_call(self._signatures[method], args, kwargs)
+        with self._spans.span(method, facts), self._around(method):
+            yield facts
 
     def _require_start(self) -> None:
         if self._user is None:
@@ -172,6 +199,12 @@ class Worker:
             text = traceback.format_exc()
             print(text, file=sys.stderr)
             raise RankError(type(error).__name__, str(error), text, when, tail) from None
+
+
+def _imported(path: str) -> Any:
+    """What "module:name" names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _redirect_output(log_path: str) -> None:

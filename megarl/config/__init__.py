@@ -40,6 +40,7 @@ from megarl.config.model_fit import check_model, check_models, check_rollout_mod
 from megarl.config.resolve import (
     full_kl_in_loss,
     full_kl_in_reward,
+    is_single_update,
     needs_old_log_probs,
     needs_ref_log_probs,
     needs_reference,
@@ -134,6 +135,7 @@ __all__ = [
     "check_rollout_model",
     "full_kl_in_loss",
     "full_kl_in_reward",
+    "is_single_update",
     "load_config",
     "needs_old_log_probs",
     "needs_ref_log_probs",

@@ -23,6 +23,7 @@ GROUP_ESTIMATORS = ("gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus_bas
 POLICY_LOSSES = ("vanilla", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg")
 # Those whose objective is a mean over trajectories of a mean over their tokens.
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")  # they choose tokens before the update
 # kl is k1, mse is k2, low_var_kl is k3; a + takes the gradient of k2; full is no estimate.
 KL_KINDS = ("kl", "k1", "k1+", "abs", "mse", "k2", "low_var_kl", "k3", "k3+", "full")
 LOSS_AGG_MODES = (

@@ -29,6 +29,7 @@ from megarl.config.check_sampling import (
 )
 from megarl.config.check_saving import saving_problems
 from megarl.config.check_secrets import secret_problems
+from megarl.config.check_tracing import tracing_problems
 from megarl.config.check_tuning import tuning_problems
 from megarl.config.hub import model_problems, tokenizer_problems
 from megarl.config.options import walk_values
@@ -138,6 +139,7 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from numerics_problems(full)
     yield from lora_problems(full)
     yield from saving_problems(config.trainer, config.trainer.test_freq)
+    yield from tracing_problems(config.trainer)
     yield from halves_problems(full)
     yield from mode_problems(full)
     yield from data_problems(full, data_files and config.trainer.train_only is None)

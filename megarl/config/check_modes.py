@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megarl.config.resolve import needs_reference
-from megarl.config.schema import TrainConfig
+from megarl.config.schema import STREAMED, TrainConfig
 
 _POLICY = "actor_rollout_ref"
 
@@ -11,6 +11,11 @@ _POLICY = "actor_rollout_ref"
 def mode_problems(config: TrainConfig) -> Iterator[str]:
     """Of a resolved configuration."""
     trainer, policy = config.trainer, config.actor_rollout_ref
+    if trainer.max_staleness is not None and trainer.mode not in STREAMED:
+        yield (
+            f"trainer.max_staleness={trainer.max_staleness}: trainer.mode={trainer.mode} does not read it; leave it out, or set the mode "
+            f"to {' or '.join(STREAMED)}"
+        )
     if trainer.mode == "sync":
         return
     mode = f"trainer.mode={trainer.mode}"
@@ -19,7 +24,13 @@ def mode_problems(config: TrainConfig) -> Iterator[str]:
         ("train_only", trainer.train_only is not None),
     ):
         if given:
-            yield f"trainer.{key}: {mode} generates while models are trained; leave one of the two out"
+            yield f"trainer.{key}: {mode} has no such half; leave one of the two out"
+    if trainer.mode == "partial_rollouts":
+        return
+    if trainer.mode == "fully_async" and policy.rollout.free_cache_engine:
+        yield (
+            f"{_POLICY}.rollout.free_cache_engine=true: {mode} generates all the time, so the engines' memory never goes; leave it out"
+        )
     trained = {f"{_POLICY}.actor": policy.actor.resource_pool}
     if needs_reference(config):
         trained[f"{_POLICY}.ref"] = policy.ref.resource_pool

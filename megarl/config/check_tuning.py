@@ -7,6 +7,7 @@ from megarl.config.check_layout import layout_problems, update_problems
 from megarl.config.check_lora import lora_problems
 from megarl.config.check_numerics import checkpointing_problems, numerics_problems, optim_problems
 from megarl.config.check_saving import saving_problems
+from megarl.config.check_tracing import tracing_problems
 from megarl.config.dpo_sections import DPOConfig
 from megarl.config.hub import model_problems, tokenizer_problems
 from megarl.config.rm_sections import RMConfig
@@ -34,6 +35,7 @@ def tuning_problems(config: TuningConfig) -> Iterator[str]:
     yield from template_problems("data.apply_chat_template_kwargs", config.data.apply_chat_template_kwargs)
     yield from _validation_problems(config)
     yield from saving_problems(config.trainer, config.trainer.test_freq)
+    yield from tracing_problems(config.trainer)
     if isinstance(config, SFTConfig):
         yield from _text_problems(config)
     if isinstance(config, RMConfig):

@@ -43,6 +43,7 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
         )
         command.set_defaults(run=runners[name])
     _add_replay(commands, runners["replay"])
+    _add_report(commands, runners["report"])
     _add_config(commands, runners["config"])
     _add_make_task(commands, runners["make-task"])
     _add_verify(commands, runners["verify"])
@@ -78,6 +79,14 @@ def _add_replay(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument(
         "--out", metavar="FOLDER", help="write the policy after the step there, as a Hugging Face model"
     )
+    command.set_defaults(run=run)
+
+
+def _add_report(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = "write a run as one HTML page: curves, seconds by phase, who worked when, trajectories, weight syncs, memory, failures"
+    command = commands.add_parser("report", help=text, description=text)
+    command.add_argument("folder", help="the run folder, also of a run that is still going")
+    command.add_argument("--output", metavar="FILE", help="default: report.html in the run folder")
     command.set_defaults(run=run)
 
 

@@ -22,7 +22,7 @@ NO_PADDING = (
 )
 NO_HYBRID_ENGINE = (
     "megarl has one way to its rollout engines, the hybrid engine; to have them on devices of their own, set "
-    "resource_pools and actor_rollout_ref.rollout.resource_pool (with trainer.mode=one_step_off they generate while models learn)"
+    "resource_pools and actor_rollout_ref.rollout.resource_pool (with trainer.mode one_step_off or fully_async they generate while models learn)"
 )
 
 # Pairs of keys that say the same thing: only one of each may be given.
@@ -42,7 +42,7 @@ _SIZES = "the layout is {0}.megatron.tensor_model_parallel_size, pipeline_model_
 _ADAPTERS = r"(?:lora_)?(rank|alpha|dropout|target_modules|exclude_modules|adapter_path)"
 _NO_LORA_KEY = "the keys of LoRA are those of {0}.lora"
 _NOT_TRAINED = "the reward model is not trained, so it has no adapters: name a folder with merged weights"
-_NO_PROFILER = "there is no profiler; the seconds of each phase are in the metrics timing_s/*, the bytes of each owner in memory/*"
+_PROFILER = "use trainer.profile_steps and trainer.profile_ranks; timeline.json in the run folder tells who does what when in any case"
 _CONTENTS = "checkpoints always hold all that a run goes on with; trainer.save_hf adds the policy as a Hugging Face model"
 _GPU_KERNELS = (
     "the kernels follow from the machine (Megatron-core with Transformer Engine on GPUs); leave it out"
@@ -81,7 +81,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
     (r"(reward_model)\.(micro_batch_size)", _GLOBAL_SIZE),
     (_ROLE + r"\.rollout_n", "follows from actor_rollout_ref.rollout.n; leave it out"),
     (_ROLE + r"\.checkpoint\..*|" + _ROLE + r"\.checkpoint", _CONTENTS),
-    (r".*\bprofiler(?:\..*)?", _NO_PROFILER),
+    (r".*\bprofiler(?:\..*)?", _PROFILER),
     # optimizer
     (_TRAINED + r"\.optim\.lr_warmup_steps_ratio", "use {0}.optim.lr_warmup_steps, in optimizer steps"),
     (_TRAINED + r"\.optim\.total_training_steps", "use {0}.optim.lr_decay_steps; null: the whole run"),
@@ -246,7 +246,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
     (r"trainer\.ray_wait_register_center_timeout", "use actor_rollout_ref.rollout.start_timeout, in seconds"),
     (r"trainer\.(?:device|use_legacy_worker_impl)", "follows from the machine; leave it out"),
     (r"ray_(?:kwargs|init)(?:\..*)?", "use trainer.ray_address for a running cluster; null: one is started"),
-    (r"global_profiler(?:\..*)?", _NO_PROFILER),
+    (r"global_profiler(?:\..*)?", _PROFILER),
     (r"transfer_queue(?:\..*)?", "trajectories travel through Ray's object store; leave it out"),
     (r"use_vllm", _SGLANG),
     (r"hydra(?:\..*)?", "megarl is not started by Hydra; the run folder is trainer.default_local_dir"),

@@ -139,9 +139,9 @@ def _uncorrected(config: TrainConfig) -> Iterator[str]:
     """Trajectories of older weights, and nothing that corrects for it."""
     correction = config.algorithm.rollout_correction
     corrected = correction.bypass_mode or correction.rollout_is or correction.rollout_rs
-    if config.trainer.mode == "one_step_off" and not corrected:
+    if config.trainer.mode != "sync" and not corrected:
         yield (
-            "trainer.mode=one_step_off trains on responses of older weights, for which nothing corrects: set "
+            f"trainer.mode={config.trainer.mode} trains on responses of older weights, for which nothing corrects: set "
             "algorithm.rollout_correction.rollout_is=token (truncated importance weights), rollout_rs (masks), or bypass_mode=true "
             "(ratios to the engine's log-probs)"
         )

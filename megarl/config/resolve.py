@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from megarl.config.algorithm_sections import SEQUENCE_LOSSES
+from megarl.config.algorithm_sections import COVARIANCE_LOSSES, SEQUENCE_LOSSES
 from megarl.config.reward_sections import RewardModelConfig
 from megarl.config.schema import (
+    STREAMED,
     ActorConfig,
     CriticConfig,
     EvalConfig,
@@ -29,7 +30,8 @@ def resolve(config: C) -> C:
     """The configuration with its derived nulls filled in; one that is filled in comes back equal.
 
     Filled: tokenizer_path, sequence_parallel, clip ratios, loss aggregation, the settings of critic, reference and reward model that are
-    the actor's, gen_batch_size, resource pools and the pool of each role, num_engines, nodes_per_engine, run folder and rollout folder.
+    the actor's, gen_batch_size, resource pools and the pool of each role, num_engines, nodes_per_engine, run folder and rollout folder,
+    max_staleness of the modes that have one.
     Where two keys say one thing (grad_clip and optim.clip_grad, clip_range and clip ratios, data.tokenizer and tokenizer_path,
     enable_gradient_checkpointing and recompute_granularity) the value moves to the second; a size of micro-batches
     that use_dynamic_bsz overrules becomes null.
@@ -71,8 +73,25 @@ def needs_reference(config: TrainConfig) -> bool:
 
 
 def needs_old_log_probs(config: TrainConfig) -> bool:
-    """Whether the actor computes the log-probs before the update; else the engine's stand for them."""
-    return not config.algorithm.rollout_correction.bypass_mode
+    """Whether the actor computes the log-probs before the update; else the engine's stand for them, or, where a step is one update,
+    those that the update makes anyway."""
+    return not config.algorithm.rollout_correction.bypass_mode and not is_single_update(config)
+
+
+def is_single_update(config: TrainConfig) -> bool:
+    """Whether a step is one update of the policy, of which nothing else needs the log-probs: the policy that is updated is the one
+    from before the step, so its old log-probs are those of its own forward pass, bit for bit."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    correction = algorithm.rollout_correction
+    single = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
+    before = (
+        algorithm.use_kl_in_reward,
+        correction.bypass_mode,
+        correction.rollout_is is not None,
+        correction.rollout_rs is not None,
+        actor.policy_loss.loss_mode in COVARIANCE_LOSSES,
+    )
+    return single and not any(before)
 
 
 def full_kl_in_reward(config: TrainConfig) -> bool:
@@ -137,6 +156,9 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
             trainer,
             default_local_dir=folder,
             rollout_data_dir=trainer.rollout_data_dir or f"{folder}/rollouts",
+            max_staleness=1
+            if trainer.max_staleness is None and trainer.mode in STREAMED
+            else trainer.max_staleness,
         ),
     )
 

@@ -25,12 +25,12 @@ _FIXED: tuple[tuple[str, str], ...] = (
     (r"trainer\.train_only", "a run on trajectories that are there has no position in the prompts"),
     (
         r"trainer\.mode",
-        "with one_step_off the position in the prompts is a batch further, which the checkpoint has; go on in the same mode",
+        "in other modes than sync the position in the prompts is further, by what the checkpoint has; go on in the same mode",
     ),
     (r"algorithm\.kl_ctrl\.type", "the coefficient so far is that of another controller"),
 )  # fmt: skip
 # What a run did before there was a key that says so.
-_BEFORE = {"trainer.mode": "sync"}
+_BEFORE = {"trainer.mode": "sync", "trainer.max_staleness": None}
 
 
 def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:

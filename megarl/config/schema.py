@@ -31,9 +31,11 @@ from megarl.config.sections import (
     RolloutConfig,
     TrainedModelConfig,
 )
+from megarl.config.tracing_section import TracingConfig
 from megarl.config.validation_sections import ValSetConfig
 
-MODES = ("sync", "one_step_off")
+MODES = ("sync", "partial_rollouts", "one_step_off", "fully_async")
+STREAMED = ("partial_rollouts", "fully_async")  # their responses go on from step to step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +203,7 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig(SavingConfig):
+class TrainerConfig(SavingConfig, TracingConfig):
     """The run."""
 
     project_name: str = option("First folder of the default run folder.", "megarl")
@@ -229,10 +231,19 @@ class TrainerConfig(SavingConfig):
         choices=("stop", "skip"),
     )
     mode: str = option(
-        "sync: generate, then train, with the newest weights. one_step_off: the engines, in a pool of their own, generate the "
-        "next step's batch while the models learn from this one, with weights that are one update step older.",
+        "sync: generate, then train, with the newest weights. partial_rollouts: so, but more prompts are answered than a step "
+        "needs; it goes on when enough are, and the other responses go on in the next step, from their last token. one_step_off: "
+        "the engines, in a pool of their own, generate the next step's batch while the models learn from this one, with weights "
+        "that are one update step older. fully_async: these engines never stop; new weights interrupt responses for a moment, and a "
+        "step takes what is whole.",
         "sync",
         choices=MODES,
+    )
+    max_staleness: int | None = option(
+        "With partial_rollouts and fully_async: most steps between the one whose weights began a response and the one that trains "
+        "on it; so many steps' prompts more than one step's are under way. null: 1.",
+        None,
+        ge=1,
     )
     rollout_only: bool = option(
         "Train nothing: each step's trajectories are generated, scored and written into rollout_data_dir.",

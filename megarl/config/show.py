@@ -20,6 +20,7 @@ _ROLE = r"(actor_rollout_ref\.(?:actor|ref)|critic|reward_model)"
 # (pattern of a key that `resolve` fills in or changes, where its value comes from); the first that fits counts.
 _SOURCES: tuple[tuple[str, str], ...] = (
     (r"data\.gen_batch_size", "data.train_batch_size"),
+    (r"trainer\.max_staleness", "trainer.mode"),
     (r"data\.tokenizer", "moved to actor_rollout_ref.model.tokenizer_path"),
     (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer or actor_rollout_ref.model.path"),
     (r"((?:.*\.)?model)\.tokenizer_path", "{0}.path"),

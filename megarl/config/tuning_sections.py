@@ -18,10 +18,11 @@ from megarl.config.sections import (
     OptimConfig,
     TrainedModelConfig,
 )
+from megarl.config.tracing_section import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningTrainerConfig(SavingConfig):
+class TuningTrainerConfig(SavingConfig, TracingConfig):
     """The run."""
 
     project_name: str = option("First folder of the default run folder.", "megarl")

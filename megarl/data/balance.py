@@ -8,23 +8,42 @@ Guarantees, each asserted by a test of its name:
   pipeline runs the same schedule on all data parallel ranks, and an interleaved one needs multiples of its
   stages);
 - few: micro-batches are no more than first-fit-decreasing packing needs, rounded up to that multiple;
-- balanced: tokens are levelled over micro-batches and ranks (Karmarkar-Karp);
+- balanced: what sequences cost, attention included, is levelled over micro-batches and ranks (Karmarkar-Karp, and then
+  exchanges between the costliest and the cheapest ones);
 - deterministic: the same arguments give the same plan;
 - always possible: a mini-batch whose rows are a multiple of num_dp * multiple_of can be planned, whatever its
   lengths.
 
-Rows are planned by their lengths alone; nothing here knows tokens, tensors or ranks' addresses.
+Rows are planned by their lengths and costs alone; nothing here knows tokens, tensors or ranks' addresses.
 """
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 MiniBatch = list[list[list[int]]]
 """[data parallel rank][micro-batch] -> row indices."""
 
+_LEVEL = 1e-3  # micro-batches that differ by less of their mean cost are level
+_LEVEL_WITH = 4  # of the cheapest micro-batches the costliest one tries to exchange rows with
+
 _Bin = tuple[int, int, list[int]]  # (-sum of lengths, first item, items): sorts by falling sum, then by item
+
+
+def sequence_costs(lengths: npt.ArrayLike, pair_share: float) -> npt.NDArray[np.int64]:
+    """What sequences of these lengths cost: L tokens through the matrices, L (L + 1) / 2 pairs through causal attention.
+
+    Args:
+        pair_share: operations of attention for a pair of tokens, as a part of those of a token in all matrices.
+
+    Returns:
+        Thousandths of a token's matrices [rows].
+    """
+    tokens = np.asarray(lengths, dtype=np.float64)
+    return np.rint(1000 * (tokens + pair_share * tokens * (tokens + 1) / 2)).astype(np.int64)
 
 
 def partition_balanced(lengths: Sequence[int] | np.ndarray, k: int, equal_size: bool) -> list[list[int]]:
@@ -80,13 +99,14 @@ def _merge(first: list[_Bin], second: list[_Bin], k: int) -> list[_Bin]:
 
 
 def micro_batches(
-    lengths: Sequence[int] | np.ndarray, max_tokens: int, multiple_of: int = 1
+    lengths: npt.ArrayLike, max_tokens: int, multiple_of: int = 1, costs: npt.ArrayLike | None = None
 ) -> list[list[int]]:
     """Pack rows into few micro-batches of at most max_tokens tokens, balanced.
 
     Args:
         lengths: tokens of each row.
         multiple_of: the number of micro-batches is a multiple of this.
+        costs: positive whole numbers, what is balanced; None: the lengths.
 
     Returns:
         Non-empty lists of row indices. Their number is the smallest multiple for which Karmarkar-Karp or
@@ -96,26 +116,92 @@ def micro_batches(
         ValueError: a row is longer than max_tokens, or there are fewer rows than micro-batches needed (never
             where the number of rows is a multiple of `multiple_of`).
     """
-    sizes = [int(length) for length in lengths]
-    longest = max(range(len(sizes)), key=sizes.__getitem__)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    weights = sizes if costs is None else np.asarray(costs, dtype=np.int64)
+    longest = int(sizes.argmax())
     if sizes[longest] > max_tokens:
         raise ValueError(
             f"row {longest} has {sizes[longest]} tokens, more than the {max_tokens} tokens that a "
             f"micro-batch may have: raise the token budget (ppo_max_token_len_per_gpu) to {sizes[longest]} at least"
         )
-    packed = _first_fit_decreasing(sizes, max_tokens)
-    num = _round_up(-(-sum(sizes) // max_tokens), multiple_of)
+    packed: list[list[int]] | None = None  # made where Karmarkar-Karp finds nothing
+    # No two rows of more than half the budget fit into one.
+    least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()))
+    num = _round_up(least, multiple_of)
     while num <= len(sizes):
-        bins = partition_balanced(sizes, num, equal_size=False)
-        if max(sum(sizes[row] for row in part) for part in bins) <= max_tokens:
-            return bins
-        if num >= len(packed):
-            return _split_to(packed, num)
+        bins = _partition_within(sizes, weights, num, max_tokens)
+        if bins is None:
+            packed = packed or _first_fit_decreasing(sizes.tolist(), max_tokens)
+            bins = _split_to(packed, num) if num >= len(packed) else None
+        if bins is not None:
+            return _levelled(bins, sizes, weights, max_tokens)
         num += multiple_of
     raise ValueError(
         f"{len(sizes)} rows need {num} micro-batches (a multiple of {multiple_of}, at most {max_tokens} tokens "
         f"each), more than there are rows: raise the token budget, or make the rows a multiple of {multiple_of}"
     )
+
+
+def _partition_within(
+    sizes: np.ndarray, weights: np.ndarray, num: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Karmarkar-Karp by cost or, where that exceeds the budget, by tokens; None: so does that."""
+    for balanced in (weights,) if weights is sizes else (weights, sizes):
+        bins = partition_balanced(balanced, num, equal_size=False)
+        if max(int(sizes[part].sum()) for part in bins) <= max_tokens:
+            return bins
+    return None
+
+
+def _levelled(
+    bins: list[list[int]], sizes: np.ndarray, weights: np.ndarray, max_tokens: int
+) -> list[list[int]]:
+    """Exchange rows between the costliest micro-batch and a cheap one, as long as that brings them nearer to each
+    other; all stay within budget, and none becomes empty."""
+    bins = [list(part) for part in bins]
+    loads = np.array([sizes[part].sum() for part in bins])
+    costs = np.array([weights[part].sum() for part in bins])
+    for _ in range(4 * len(bins)):
+        high = int(costs.argmax())
+        if costs[high] - costs.min() <= _LEVEL * costs.mean():
+            break
+        for low in np.argsort(costs, kind="stable")[:_LEVEL_WITH].tolist():
+            room = max_tokens - loads[low], max_tokens - loads[high]
+            found = _exchange(bins[high], bins[low], sizes, weights, int(costs[high] - costs[low]), room)
+            if found is not None:
+                break
+        else:
+            break
+        given, taken = found
+        bins[high] = sorted({*bins[high], *taken} - {*given})
+        bins[low] = sorted({*bins[low], *given} - {*taken})
+        for part in (high, low):
+            loads[part], costs[part] = sizes[bins[part]].sum(), weights[bins[part]].sum()
+    return bins
+
+
+def _exchange(
+    high: list[int], low: list[int], sizes: np.ndarray, weights: np.ndarray, gap: int, room: tuple[int, int]
+) -> tuple[list[int], list[int]] | None:
+    """A row of `high` for one of `low`, or for none, that comes nearest to halving their gap of cost.
+
+    Args:
+        room: tokens that still fit into `low`, and into `high`.
+
+    Returns:
+        What `high` gives and takes; None: nothing makes the gap smaller.
+    """
+    tokens, cost = np.append(sizes[low], 0), np.append(weights[low], 0)
+    moved = weights[high][:, None] - cost  # [high, low + 1]: the last column takes nothing in return
+    longer = sizes[high][:, None] - tokens
+    fits = (longer <= room[0]) & (-longer <= room[1]) & (moved > 0) & (moved < gap)
+    if len(high) == 1:
+        fits[:, -1] = False
+    if not fits.any():
+        return None
+    best = int(np.where(fits, np.abs(2 * moved - gap), np.iinfo(np.int64).max).argmin())
+    row, other = divmod(best, len(tokens))
+    return [high[row]], low[other : other + 1]
 
 
 def _round_up(number: int, multiple_of: int) -> int:
@@ -159,6 +245,7 @@ def plan_mini_batches(
     shuffle: bool = False,
     seed: int = 0,
     multiple_of: int = 1,
+    costs: npt.ArrayLike | None = None,
 ) -> list[MiniBatch]:
     """Plan the updates of one batch of rows.
 
@@ -171,10 +258,11 @@ def plan_mini_batches(
         micro_batch_size: rows of a micro-batch, at most.
         epochs: how often all rows are gone through.
         multiple_of: number of micro-batches of a rank is a multiple of this.
+        costs: positive whole numbers, what is balanced (`sequence_costs`); None: the lengths.
 
     Returns:
         `plan[mini-batch][rank][micro-batch]` -> row indices, the mini-batches of all epochs one after the
-        other. A rank's micro-batches come longest first, so that those that run at the same time are alike
+        other. A rank's micro-batches come costliest first, so that those that run at the same time are alike
         and the largest memory peak comes first.
 
     Raises:
@@ -182,8 +270,10 @@ def plan_mini_batches(
             named.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
+    costs = lengths if costs is None else np.asarray(costs, dtype=np.int64)
+    assert costs.shape == lengths.shape, (costs.shape, lengths.shape)
     assert lengths.ndim == 1 and len(lengths) > 0, lengths.shape
-    assert lengths.min() > 0, "lengths must be positive"
+    assert min(lengths.min(), costs.min()) > 0, "lengths and costs must be positive"
     assert min(num_dp, mini_batch_size, epochs, multiple_of) >= 1
     assert (max_tokens is None) != (micro_batch_size is None), (
         "exactly one of max_tokens and micro_batch_size"
@@ -202,13 +292,19 @@ def plan_mini_batches(
             rows = np.random.default_rng((seed, epoch)).permutation(len(lengths))
         for start in range(0, len(rows), mini_batch_size):
             chosen = np.sort(rows[start : start + mini_batch_size])
-            local = _plan_one(lengths[chosen], num_dp, max_tokens, micro_batch_size, multiple_of)
+            cut = (num_dp, max_tokens, micro_batch_size, multiple_of)
+            local = _plan_one(lengths[chosen], costs[chosen], *cut)
             plan.append([[[int(chosen[row]) for row in micro] for micro in rank] for rank in local])
     return plan
 
 
 def _plan_one(
-    lengths: np.ndarray, num_dp: int, max_tokens: int | None, micro_batch_size: int | None, multiple_of: int
+    lengths: np.ndarray,
+    costs: np.ndarray,
+    num_dp: int,
+    max_tokens: int | None,
+    micro_batch_size: int | None,
+    multiple_of: int,
 ) -> MiniBatch:
     """One mini-batch, in row numbers of its own."""
     step = num_dp * multiple_of
@@ -218,7 +314,7 @@ def _plan_one(
             f"{multiple_of} micro-batches: at least {step} rows are needed"
         )
     if max_tokens is not None:
-        bins = micro_batches(lengths, max_tokens, multiple_of=step)
+        bins = micro_batches(lengths, max_tokens, multiple_of=step, costs=costs)
     else:
         assert micro_batch_size is not None
         num = _round_up(-(-len(lengths) // micro_batch_size), step)
@@ -228,9 +324,50 @@ def _plan_one(
                 f"on {num_dp} data parallel ranks (a multiple of {step}), more than there are rows: raise "
                 f"ppo_micro_batch_size_per_gpu, or make the rows of a mini-batch a multiple of {step}"
             )
-        bins = partition_balanced(lengths, num, equal_size=True)
-    sums = [int(lengths[part].sum()) for part in bins]
+        bins = partition_balanced(costs, num, equal_size=True)
+    sums = [int(costs[part].sum()) for part in bins]
     ranks = partition_balanced(sums, num_dp, equal_size=True)
     return [
         [bins[index] for index in sorted(rank, key=lambda index: (-sums[index], index))] for rank in ranks
     ]
+
+
+def aligned_lengths(
+    lengths: npt.ArrayLike, *, tp: int = 1, cp: int = 1, sequence_parallel: bool = False
+) -> npt.NDArray[np.int64]:
+    """Packed tokens of each sequence of a micro-batch [rows], those that ranks need for even shares included.
+
+    Context parallelism cuts a sequence into 2 cp equal chunks (Transformer Engine's for THD); sequence parallelism all
+    tokens of a context parallel rank into tp parts, for which the last sequence is lengthened.
+    """
+    unit = 2 * cp if cp > 1 else 1
+    aligned = -(-np.asarray(lengths, dtype=np.int64) // unit) * unit
+    if sequence_parallel:
+        total_unit = cp * np.lcm(tp, 2) if cp > 1 else tp
+        aligned[-1] += -aligned.sum() % total_unit
+    return aligned
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """How even a plan is; each figure is the mean over its mini-batches.
+
+    Attributes:
+        rank_imbalance: cost of the costliest data parallel rank over the ranks' mean, less 1: what the others wait.
+        micro_imbalance: the same of all micro-batches of all ranks: what pipeline stages wait for each other.
+        num_micro: micro-batches of a rank.
+    """
+
+    rank_imbalance: float
+    micro_imbalance: float
+    num_micro: float
+
+
+def plan_figures(plan: Sequence[MiniBatch], costs: npt.ArrayLike) -> PlanFigures:
+    """Of a plan of at least one mini-batch; `costs`: of each row of the table."""
+    costs, found = np.asarray(costs, dtype=np.float64), []
+    for shares in plan:
+        micro = np.array([[costs[rows].sum() for rows in share] for share in shares])  # [dp, micro-batches]
+        ranks = micro.sum(axis=1)
+        found.append((ranks.max() / ranks.mean() - 1, micro.max() / micro.mean() - 1, micro.shape[1]))
+    return PlanFigures(*np.mean(found, axis=0).tolist())

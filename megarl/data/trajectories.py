@@ -50,7 +50,8 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("response_mask", pa.list_(pa.bool_())),  # true on tokens that the policy chose
         ("rollout_log_probs", pa.list_(pa.float32())),
         ("finish_reason", pa.string()),
-        ("weight_version", pa.int64()),
+        ("weight_version", pa.int64()),  # of the weights that chose the first token
+        ("last_weight_version", pa.int64()),  # that chose the last one
         ("num_turns", pa.int64()),  # of the policy: 1 without an environment
         ("environment_score", pa.float32()),  # NaN: the environment gave none, or there is none
         ("environment_notes", pa.string()),  # JSON: {"numbers": {...}, "error": text or null}; {} without one
@@ -79,12 +80,13 @@ class Generation:
         Sequence[float] | np.ndarray
     )  # [response], of the sampled tokens under the policy that was sampled
     finish_reason: str  # "stop" or "length"
-    weight_version: int
+    weight_version: int  # that chose the first token
     response_mask: Sequence[bool] | np.ndarray | None = None  # [response]; None: the policy chose every token
     num_turns: int = 1
     environment_score: float | None = None
     environment_notes: str = "{}"  # JSON
     prompt_ids: Sequence[int] | None = None  # None: those of the request
+    last_weight_version: int | None = None  # that chose the last token; None: the same
 
 
 def expand_prompts(prompts: pa.Table, n: int) -> pa.Table:
@@ -137,6 +139,12 @@ def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) ->
         "rollout_log_probs": from_ragged(*log_probs),
         "finish_reason": [generation.finish_reason for generation in ordered],
         "weight_version": [generation.weight_version for generation in ordered],
+        "last_weight_version": [
+            generation.weight_version
+            if generation.last_weight_version is None
+            else generation.last_weight_version
+            for generation in ordered
+        ],
         "num_turns": [generation.num_turns for generation in ordered],
         "environment_score": [
             float("nan") if generation.environment_score is None else generation.environment_score
@@ -210,10 +218,9 @@ def validate_trajectories(table: pa.Table, *, finite: bool = True) -> None:
             list_lengths(table, name) != lengths, uids, f"{name} has another length than response_ids"
         )
     log_probs, offsets = ragged(table, "rollout_log_probs")
-    wrong = ~np.isfinite(log_probs) & finite
-    row_of_token = np.repeat(np.arange(len(uids)), np.diff(offsets))
+    wrong = np.flatnonzero(~np.isfinite(log_probs)) if finite else []
     bad_rows = np.zeros(len(uids), dtype=np.bool_)
-    bad_rows[row_of_token[wrong]] = True
+    bad_rows[np.searchsorted(offsets, wrong, side="right") - 1] = True
     _refuse_rows(bad_rows, uids, "rollout_log_probs has values that are not finite")
     reasons = table["finish_reason"].to_pylist()
     unknown = np.array([reason not in FINISH_REASONS for reason in reasons], dtype=np.bool_)
@@ -272,7 +279,10 @@ def ragged(table: pa.Table, name: str) -> Ragged:
     assert pa.types.is_list(column.type), f"{name} has type {column.type}, not a list"
     if column.num_chunks == 0:
         return np.empty(0, dtype=column.type.value_type.to_pandas_dtype()), np.zeros(1, dtype=np.int64)
-    array = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+    return _ragged_of(column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks), name)
+
+
+def _ragged_of(array: pa.ListArray, name: str) -> Ragged:
     assert array.null_count == 0, f"{name} has null lists"
     offsets = array.offsets.to_numpy().astype(np.int64)
     values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
@@ -321,7 +331,43 @@ def replace_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
 
 def take(table: pa.Table, indices: Sequence[int] | np.ndarray) -> pa.Table:
     """Rows of a table in the given order, each column one chunk."""
-    return table.take(pa.array(np.asarray(indices, dtype=np.int64))).combine_chunks()
+    rows = np.asarray(indices, dtype=np.int64)
+    plain = [field.name for field in table.schema if not _is_ragged(table[field.name])]
+    chosen = table.select(plain).take(pa.array(rows)).combine_chunks() if plain else None
+    columns = {name: chosen[name] for name in plain}
+    columns |= {
+        field.name: _take_ragged(table, field.name, rows)
+        for field in table.schema
+        if field.name not in columns
+    }
+    return pa.table([columns[field.name] for field in table.schema], schema=table.schema)
+
+
+def _is_ragged(column: pa.ChunkedArray) -> bool:
+    """Whether `ragged` gives it, with rows that can be taken one by one."""
+    if not pa.types.is_list(column.type) or column.num_chunks == 0 or column.null_count:
+        return False
+    kind = column.type.value_type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        return False
+    return not any(chunk.values.null_count for chunk in column.chunks)
+
+
+def _take_ragged(table: pa.Table, name: str, rows: np.ndarray) -> pa.ListArray:
+    """Copies whole rows, once, whatever chunks they lie in: Arrow 26 gathers lists value by value, ten times slower for
+    rows of thousands."""
+    chunks = [
+        (flat, offsets.tolist())
+        for flat, offsets in (_ragged_of(chunk, name) for chunk in table[name].chunks)
+    ]
+    starts = np.cumsum([0, *(len(offsets) - 1 for _, offsets in chunks)])
+    chunk_of = np.searchsorted(starts, rows, side="right") - 1
+    taken, bounds = [], np.zeros(len(rows) + 1, dtype=np.int64)
+    for number, row in zip(chunk_of.tolist(), (rows - starts[chunk_of]).tolist(), strict=True):
+        flat, offsets = chunks[number]
+        taken.append(flat[offsets[row] : offsets[row + 1]])
+    np.cumsum([len(values) for values in taken], out=bounds[1:])
+    return from_ragged(np.concatenate(taken) if taken else chunks[0][0][:0], bounds)
 
 
 def write_trajectories(table: pa.Table, path: str | Path) -> Path:

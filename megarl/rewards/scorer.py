@@ -1,7 +1,7 @@
 """Scores samples in worker processes, while others are still being generated.
 
 Guarantees
-- `submit` returns at once; `collect` has exactly one Score for every sample that was submitted since the last one.
+- `submit` returns at once; `collect` has exactly one Score for every sample that was submitted, once.
 - A reward that raises, hangs longer than `reward.timeout`, or kills its process costs its own sample only, whose
   score is then None and whose error says why. Samples that were running in the same process are run again, each
   alone, so that it is known which one it was.
@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait
 from types import TracebackType
@@ -29,6 +29,7 @@ from megarl.rewards.functions import RewardFunctions, RewardSpec
 from megarl.rewards.judge import JudgeSettings, request_headers
 from megarl.rewards.sample import Sample, Score
 from megarl.rewards.worker_process import WorkerProcess
+from megarl.spans import Spans
 
 if TYPE_CHECKING:
     from megarl.config.schema import EvalConfig, TrainConfig
@@ -94,7 +95,11 @@ class _Job:
 
 
 class Scorer:
-    """Workers, and a thread that hands samples to them. A context manager."""
+    """Workers, and a thread that hands samples to them. A context manager.
+
+    Attributes:
+        spans: of samples that were scored, with the number of the `worker`.
+    """
 
     def __init__(
         self, spec: RewardSpec, *, num_workers: int, timeout: float, max_concurrency: int = 32
@@ -108,6 +113,7 @@ class Scorer:
         Raises:
             ValueError: a file, name or rule of `spec` that is not as it must be.
         """
+        self.spans = Spans()
         self._functions = RewardFunctions(spec)
         self._timeout = timeout
         self._max_async = max_concurrency
@@ -141,21 +147,26 @@ class Scorer:
                 self._waiting["async" if job.is_async else "plain"].append(job)
         self._wake()
 
-    def collect(self, meanwhile: Callable[[], object] = lambda: None) -> dict[str, Score]:
-        """Wait for all that was submitted; uid -> Score. RuntimeError: workers cannot work.
+    def collect(
+        self, meanwhile: Callable[[], object] = lambda: None, uids: Collection[str] | None = None
+    ) -> dict[str, Score]:
+        """Wait for what was submitted; uid -> Score. RuntimeError: workers cannot work.
 
         Args:
             meanwhile: is called from time to time; what it raises ends the wait.
+            uids: of the samples; others stay; those that were not submitted are left out. None: all.
         """
         with self._changed:
-            while not self._changed.wait_for(self._is_done, _MEANWHILE_SECONDS):
+            wanted = set(self._open) if uids is None else self._open.intersection(uids)
+
+            def is_done() -> bool:
+                return self._failure is not None or self._scores.keys() >= wanted
+
+            while not self._changed.wait_for(is_done, _MEANWHILE_SECONDS):
                 meanwhile()
             self._raise_failure()
-            scores, self._scores, self._open = self._scores, {}, set()
-        return scores
-
-    def _is_done(self) -> bool:
-        return self._failure is not None or len(self._scores) == len(self._open)
+            self._open -= wanted
+            return {uid: self._scores.pop(uid) for uid in wanted}
 
     def close(self) -> None:
         """End the workers; what was not collected is lost."""
@@ -240,6 +251,7 @@ class Scorer:
             if worker in at_work and worker.stopped_seconds() >= _STOPPED_SECONDS:
                 worker.kill()
             for job, score in worker.receive():
+                self.spans.add("score", score.seconds, {"worker": self._workers.index(worker)})
                 self._finish(job, score)
             if worker.has_ended:
                 self._bury(worker)

@@ -16,6 +16,7 @@ from megarl import platform
 from megarl.algorithms.aggregate import LossAggregation, LossCounts, token_weights
 from megarl.algorithms.covariance import ClipCov, KLCov, select_tokens
 from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.metrics import RolloutDifference, reported_difference
 from megarl.algorithms.policy_loss import PolicyTokens, Sequences, actor_loss
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
@@ -125,13 +126,19 @@ class ActorWorker(ModelWorker):
         A mini-batch without a live token is left out. So are those after one whose ppo_kl is over `how.target_kl`, which
         is measured before that one's own step; the last step then has `stopped_early` 1.
 
+        Without old log-probs, which is so where `plan` is one mini-batch, those of its own forward pass are the old ones, and its
+        step has the metrics of `rollout_difference`.
+
         Args:
             plan: by mini-batch, by data parallel rank, the rows of each micro-batch.
             counts: by mini-batch, what all of it holds.
             texts: what is learnt beside the trajectories, shared out as `ptx` says; None: nothing.
         """
         head = self.lm_head(temperature=self.temperature, with_entropy=True)
-        fields = ["old_log_probs", "advantages", "loss_weights"]
+        first = RolloutDifference() if "old_log_probs" not in table.column_names else None
+        assert first is None or len(plan) == 1, "later updates need the log-probs from before the first"
+        old = "old_log_probs" if first is None else "rollout_log_probs"
+        fields = [old, "advantages", "loss_weights"]
         full_kl = how.options.kl_kind == FULL_KL
         if how.options.kl_kind is not None and not full_kl:
             fields.append("ref_log_probs")
@@ -141,10 +148,11 @@ class ActorWorker(ModelWorker):
             fields.append("selected")
 
         def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            log_probs = output[:, 0]
             tokens = PolicyTokens(
                 mask=batch.mask,
                 weights=batch.fields["loss_weights"],
-                old_log_probs=batch.fields["old_log_probs"],
+                old_log_probs=batch.fields[old] if first is None else log_probs.detach(),
                 advantages=batch.fields["advantages"],
                 ref_log_probs=batch.fields.get("ref_log_probs"),
                 full_kl=output[:, 2] if full_kl else None,
@@ -152,7 +160,10 @@ class ActorWorker(ModelWorker):
                 selected=batch.fields["selected"] > 0 if how.select is not None else None,
                 sequences=whole_sequences(batch),
             )
-            return actor_loss(output[:, 0], output[:, 1], tokens, how.options)
+            value, sums = actor_loss(log_probs, output[:, 1], tokens, how.options)
+            if first is not None:
+                sums |= first.add(log_probs.detach(), batch.fields[old], batch.mask)
+            return value, sums
 
         head, loss = (head, loss) if ptx is None else with_ptx(head, loss, self.lm_head())
         steps: list[dict[str, float]] = []
@@ -172,6 +183,10 @@ class ActorWorker(ModelWorker):
             names = partial(trajectory_names, table, shares[self.coords.dp])
             result = self.train(batches, head, loss, names)
             steps.append({**result.stats, **step_numbers(result)})
+            if first is not None:
+                steps[-1] |= reported_difference(
+                    result.stats, largest_on_ranks(first), result.stats["actor/tokens"]
+                )
             if how.target_kl is not None:
                 change = result.stats["actor/ppo_kl"] / result.stats["actor/tokens"]
                 steps[-1]["stopped_early"] = float(on_any_rank(change > how.target_kl))
@@ -250,6 +265,14 @@ def with_selection(table: pa.Table, rows: Sequence[int], rule: ClipCov | KLCov, 
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     flags[np.repeat(offsets[:-1][chosen], lengths) + within] = selected
     return append_column(table, "selected", (flags, offsets))
+
+
+def largest_on_ranks(difference: RolloutDifference) -> list[float]:
+    """`difference.largest` of all ranks."""
+    mine = difference.largest
+    found = torch.zeros(2, dtype=torch.double, device=platform.device()) if mine is None else mine.clone()
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return found.tolist()
 
 
 def on_any_rank(flag: bool) -> bool:

@@ -29,8 +29,8 @@ def compute_batch_advantages(
     are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) takes no part in any statistic.
 
     Args:
-        batch: columns `score`, `old_log_probs`, and those that the estimator and the KL need: `ref_log_probs`,
-            `values`, `baseline_score`.
+        batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
+            need: `ref_log_probs`, `values`, `baseline_score`.
     """
     names = ("response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "full_kl", "values")
     column = {name: torch.tensor(ragged(batch, name)[0]) for name in names if name in batch.column_names}
@@ -38,7 +38,7 @@ def compute_batch_advantages(
     mask, scores = column["response_mask"], torch.tensor(batch["score"].to_numpy())
     scored = segment_sum(mask, offsets) > 0
     metrics: dict[str, float] = {}
-    if not algorithm.rollout_correction.bypass_mode:
+    if "old_log_probs" in column and not algorithm.rollout_correction.bypass_mode:
         metrics |= rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
         batch, mask, found = _correct(batch, column, mask, offsets, algorithm)
         metrics |= found

@@ -45,6 +45,7 @@ from megarl.trainer.reward_model import score_weights
 from megarl.trainer.roles import Roles, policy_checkpoints, start_roles
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.scoring import Rewards, check_prompts
+from megarl.trainer.timeline import STEP
 
 RewardFunction = Callable[..., Any]
 
@@ -90,7 +91,7 @@ class DataCollector:
         self.version += 1
         run = self._run
         run.seconds.clear()
-        with run.timed("step"):
+        with run.timed(STEP, {"step": self.version, "half": "collect"}):
             groups, metrics = collect(
                 self._config,
                 run,
@@ -158,6 +159,7 @@ class Trainer:
             scorer = stack.enter_context(make_scorer(self.config, function))
             models = load_model_inputs(self.config)
             self._run = stack.enter_context(open_run(self.config, total_steps=num_steps, signals=False))
+            self._run.show_rewards(scorer)
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
             ptx = load_ptx(self.config, models.tokenizer)

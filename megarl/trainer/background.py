@@ -103,11 +103,16 @@ class InterruptedWatch(Watch):
     """A watch of calls that are ended from outside, too: by what `interrupt` raises."""
 
     def __init__(
-        self, idle_timeout: float | None, cluster: Cluster | None, interrupt: Callable[[], None]
+        self,
+        idle_timeout: float | None,
+        cluster: Cluster | None,
+        interrupt: Callable[[], None],
+        busy: Callable[[], Collection[str]] = tuple,
     ) -> None:
+        """`busy`: marks of processes that should be at work, though no call waits for them."""
         super().__init__(idle_timeout, cluster)
-        self._interrupt = interrupt
+        self._interrupt, self._busy = interrupt, busy
 
     def look(self, processes: Sequence[RankProcess], called: Collection[str]) -> Hang | None:
         self._interrupt()
-        return super().look(processes, called)
+        return super().look(processes, {*called, *self._busy()})

@@ -15,7 +15,7 @@ Guarantees of one_step_off:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +26,9 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.config import TrainConfig
-from megarl.files import naming
-from megarl.trainer.background import Background, InterruptedWatch
+from megarl.data.files import read_arrow, write_arrow
+from megarl.trainer.background import Background
+from megarl.trainer.beside import two_halves
 from megarl.trainer.dumped import check_sizes
 from megarl.trainer.groups import Groups
 from megarl.trainer.nonfinite import NotFinite
@@ -155,7 +156,9 @@ class OneStepOff:
         with self.roles.memory.phase("sync"):
             synced = sync_weights(self.run, self.roles, version=step)
         background: Background[Collected] = Background("collect-ahead")
-        (run, roles), learner = self._halves(background, step)
+        assert self.roles.restarts is not None, "a run with engines"
+        later = LaterRestarts(self.roles.restarts, background.ask, version=step + 1)
+        (run, roles), learner = two_halves(self.run, self.roles, background, later)
         background.start(partial(self._collect_ahead, run, roles, step + 1, synced))
         try:
             try:
@@ -177,9 +180,9 @@ class OneStepOff:
         """Write the batch that is there: its trajectories, its prompts' scores, its metrics."""
         found, state = self.ahead, {}
         if found is not None:
-            _write(found.table, folder / _TABLE)
+            write_arrow(found.table, folder / _TABLE)
             scores = pa.table({"prompt_uid": pa.array(found.prompt_uids, pa.string()), "score": found.scores})
-            _write(scores, folder / _SCORES)
+            write_arrow(scores, folder / _SCORES)
             state = {"step": found.step, "metrics": found.metrics, "problem": found.problem}
         (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
 
@@ -189,7 +192,7 @@ class OneStepOff:
         if not state:
             self.ahead = None
             return
-        table, scores = _read(folder / _TABLE), _read(folder / _SCORES)
+        table, scores = read_arrow(folder / _TABLE), read_arrow(folder / _SCORES)
         if state["problem"] is None:
             check_sizes(table, folder / _TABLE, self.config)
         self.ahead = Collected(
@@ -201,38 +204,8 @@ class OneStepOff:
             state["problem"],
         )
 
-    def _halves(
-        self, background: Background[Collected], step: int
-    ) -> tuple[tuple[Run, Roles], tuple[Run, Roles]]:
-        """The run and its roles as the half that collects and the one that learns see them."""
-        run, roles = self.run, self.roles
-        judge = [roles.reward_model.group] if roles.reward_model is not None else []
-        collecting = [roles.engines, *judge]
-        learning = [group for group in run.groups if group not in collecting]
-        assert run.watch is not None and roles.restarts is not None, "a run with engines"
-        later = LaterRestarts(roles.restarts, background.ask, version=step + 1)
-
-        def view(groups: list, interrupt: Callable[[], None], **own) -> Run:
-            watch = InterruptedWatch(run.watch.idle_timeout, run.watch.cluster, interrupt)
-            return replace(run, watched=groups, watch=watch, interrupt=interrupt, **own)
-
-        phases = [*run.phases]
-        collector = view(
-            collecting,
-            background.obey,
-            seconds={},
-            phases=phases,
-            beside=run.phases,
-            restarts=later if run.restarts is not None else None,
-        )
-        learner = view(learning, background.check, beside=phases)
-        return (
-            (collector, _with_memory_of(roles, collector, collecting, later.replace_lost)),
-            (learner, _with_memory_of(roles, learner, learning, lambda: None)),
-        )
-
     def _collect_ahead(self, run: Run, roles: Roles, step: int, synced: dict[str, float]) -> Collected:
-        with run.timed("ahead"):
+        with run.timed("ahead", {"for_step": step}):
             try:
                 groups, metrics = self.answer(run, roles, rewards=replace(self.rewards, run=run), step=step)
             except NotFinite as found:  # the step's that it is for
@@ -251,33 +224,3 @@ class OneStepOff:
             name if name == "ahead" else f"ahead/{name}": value for name, value in seconds.items()
         }
         run.seconds["ahead_overlap"] = max(0.0, seconds["ahead"] - run.seconds["ahead_wait"])
-
-
-def _with_memory_of(roles: Roles, run: Run, groups: list, recover: Callable[[], object]) -> Roles:
-    return replace(roles, memory=roles.memory.half(run, groups, recover))
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    """As Arrow has it: what is read back is the same in every bit, and so is what is written of it later."""
-    with naming(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
-
-
-def _read(path: Path) -> pa.Table:
-    with pa.OSFile(str(path), "rb") as file:
-        return pa.ipc.open_file(file).read_all().combine_chunks()
-
-
-def make_batches(
-    config: TrainConfig,
-    run: Run,
-    roles: Roles,
-    rewards: Rewards,
-    last_step: int,
-    collect: Collect,
-    answer: Collect,
-) -> Batches:
-    """As trainer.mode says; arguments as of `OneStepOff`."""
-    if config.trainer.mode == "sync":
-        return Synchronous(run, roles, rewards, collect)
-    return OneStepOff(config, run, roles, rewards, last_step, collect, answer)

@@ -8,7 +8,7 @@ Guarantees:
 
 In a checkpoint's folder: a folder for each role that is trained (Megatron's distributed format), `run.json` (what only
 the controller knows), `config.yaml`, with trainer.save_hf `hf`, with trainer.mode=one_step_off `ahead` (the next step's
-batch), and the manifest.
+batch), with partial_rollouts and fully_async `under_way` (groups that are whole, prompts of those that are not), and the manifest.
 """
 
 from __future__ import annotations

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pyarrow as pa
-import torch
 
-from megarl.algorithms.aggregate import LossCounts, loss_counts
-from megarl.data.balance import plan_mini_batches
-from megarl.data.trajectories import append_column, ragged, sequence_lengths, take
+from megarl.algorithms.aggregate import LossCounts
+from megarl.data.balance import aligned_lengths, plan_figures, plan_mini_batches, sequence_costs
+from megarl.data.trajectories import append_column, ragged, sequence_lengths
 from megarl.layout.grid import ParallelLayout
 
 
@@ -27,6 +26,7 @@ class MicroBatching:
     Attributes:
         mini_batch_size: trajectories of an optimizer step.
         max_tokens, micro_batch_size: the most tokens, or trajectories, of a micro-batch.
+        pair_share: as in `sequence_costs`: how much of what a trajectory costs is attention's.
     """
 
     mini_batch_size: int
@@ -34,7 +34,12 @@ class MicroBatching:
     micro_batch_size: int | None
     epochs: int = 1
     shuffle: bool = False
+    pair_share: float = 0.0
 
+
+# What ranks read of trajectories: to compute columns, and to learn.
+READ = ("uid", "prompt_ids", "response_ids", "response_mask")
+LEARNT = (*READ, "old_log_probs", "ref_log_probs", "advantages", "rollout_is_weights", "values", "returns")
 
 Plan = list[list[list[list[int]]]]
 """By mini-batch, by data parallel rank, by micro-batch: row numbers."""
@@ -42,7 +47,7 @@ Plan = list[list[list[list[int]]]]
 
 def forward_plan(table: pa.Table, layout: ParallelLayout, cut: MicroBatching) -> list[list[list[int]]]:
     """All rows of a table as one batch: by data parallel rank, by micro-batch, row numbers."""
-    return plan_rows(sequence_lengths(table), layout, cut.max_tokens, cut.micro_batch_size)
+    return plan_rows(sequence_lengths(table), layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
 
 
 def first_pass_plan(plan: Plan, epochs: int) -> list[list[list[int]]]:
@@ -56,7 +61,11 @@ def first_pass_plan(plan: Plan, epochs: int) -> list[list[list[int]]]:
 
 
 def plan_rows(
-    lengths: np.ndarray, layout: ParallelLayout, max_tokens: int | None, micro_batch_size: int | None = None
+    lengths: np.ndarray,
+    layout: ParallelLayout,
+    max_tokens: int | None,
+    micro_batch_size: int | None = None,
+    pair_share: float = 0.0,
 ) -> list[list[list[int]]]:
     """Rows of these lengths as one batch: by data parallel rank, by micro-batch, row numbers."""
     return plan_mini_batches(
@@ -66,6 +75,7 @@ def plan_rows(
         max_tokens=max_tokens,
         micro_batch_size=micro_batch_size,
         multiple_of=_schedule_multiple(layout),
+        costs=sequence_costs(lengths, pair_share),
     )[0]
 
 
@@ -73,8 +83,9 @@ def update_plan(
     table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int
 ) -> tuple[Plan, list[LossCounts]]:
     """The mini-batches of all epochs, and what each holds of tokens and trajectories that are trained on."""
+    lengths = sequence_lengths(table)
     plan = plan_mini_batches(
-        sequence_lengths(table),
+        lengths,
         num_dp=layout.dp,
         mini_batch_size=cut.mini_batch_size,
         max_tokens=cut.max_tokens,
@@ -83,13 +94,31 @@ def update_plan(
         shuffle=cut.shuffle,
         seed=seed,
         multiple_of=_schedule_multiple(layout),
+        costs=sequence_costs(lengths, cut.pair_share),
     )
+    mask, offsets = ragged(table, "response_mask")
+    live = np.array([np.count_nonzero(mask[a:b]) for a, b in itertools.pairwise(offsets)])  # [rows]
     counts = []
     for shares in plan:
-        rows = [row for share in shares for micro in share for row in micro]
-        mask, offsets = ragged(take(table, rows), "response_mask")
-        counts.append(loss_counts(torch.tensor(mask), torch.from_numpy(offsets)))
+        rows = live[[row for share in shares for micro in share for row in micro]]
+        counts.append(LossCounts(tokens=int(rows.sum()), trajectories=int((rows > 0).sum())))
     return plan, counts
+
+
+def packing_metrics(
+    role: str, plan: Plan, table: pa.Table, layout: ParallelLayout, cut: MicroBatching
+) -> dict[str, float]:
+    """What is logged of a plan: `perf/<role>/padding`, the part of all packed tokens that is there for even shares only,
+    and the figures of `PlanFigures`."""
+    lengths = sequence_lengths(table)
+    packed = real = 0
+    for micro in (rows for shares in plan for share in shares for rows in share):
+        aligned = aligned_lengths(lengths[micro], tp=layout.tp, cp=layout.cp, sequence_parallel=layout.sp)
+        packed += int(aligned.sum())
+        real += int(lengths[micro].sum())
+    figures = plan_figures(plan, sequence_costs(lengths, cut.pair_share))
+    found = {"padding": 1 - real / packed, **asdict(figures)}
+    return {f"perf/{role}/{name}": value for name, value in found.items()}
 
 
 def rows_to_share(num_rows: int, layout: ParallelLayout) -> int:
@@ -101,6 +130,11 @@ def rows_to_share(num_rows: int, layout: ParallelLayout) -> int:
 def _schedule_multiple(layout: ParallelLayout) -> int:
     """Megatron's interleaved schedule takes micro-batches in groups of the pipeline's size."""
     return layout.pp if layout.vpp else 1
+
+
+def columns_of(table: pa.Table, names: Sequence[str]) -> pa.Table:
+    """The columns of these names that are there: what need not travel to every node of a job stays out."""
+    return table.select([name for name in table.column_names if name in names])
 
 
 def merge_columns(table: pa.Table, results: Sequence) -> pa.Table:

@@ -95,7 +95,7 @@ def chat_sums(
     shared = pa.concat_tables([chats, *[filling] * (rows_to_share(chats.num_rows, layout) - chats.num_rows)])
     plan = plan_rows(list_lengths(shared, "input_ids"), layout, config.max_token_len_per_gpu)
     sums = np.full(shared.num_rows, np.nan)
-    for part in run.wait(group.call("token_log_probs", run.put(shared), plan)):
+    for part in run.wait(group.call("token_log_probs", run.put(shared), run.put(plan))):
         if part is not None:
             rows, columns = part
             values, offsets = columns["log_probs"]
@@ -119,7 +119,7 @@ def train_batch(
 ) -> dict[str, float]:
     """One optimizer step on the mean loss over all rankings of the batch."""
     plan = plan_rows(ranking_lengths(batch), layout, config.max_token_len_per_gpu)
-    return run.wait(group.call("train_preferences", run.put(batch), plan, config.dpo))[0]
+    return run.wait(group.call("train_preferences", run.put(batch), run.put(plan), config.dpo))[0]
 
 
 def validate(

@@ -7,15 +7,17 @@ their node's ranks, and write down for these what they take from whom.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import build_trajectories, take
-from megarl.rollout.engine import EngineConfig, Generation, SamplingParams, SyncReport
+from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams, SyncReport
 from megarl.rollout.packets import Address, SyncShare
 from megarl.rollout.receiver import InboxFile
 from megarl.rollout.sglang_engine import SGLangEngine
@@ -37,6 +39,9 @@ class EngineWorker:
         self.engine.start()
         plays = turns is not None and info.part == 0
         self.players = make_players(turns, self.engine, config.stop_token_ids) if plays else None
+        self.flight = self.engine.flight() if info.part == 0 else None
+        self._launched: dict[str, pa.Table] = {}  # by uid, the request of one row
+        self._signs, self._waited = self.engine.last_answer if info.part == 0 else 0.0, 0.0
 
     def generate(self, requests: pa.Table, sampling: SamplingParams) -> pa.Table:
         """The trajectories of `requests` (see `expand_prompts`), in their order."""
@@ -50,19 +55,63 @@ class EngineWorker:
             part = take(requests, [rows[generation.uid] for generation in generations])
             yield build_trajectories(part, generations)
 
+    def launch(self, parts: list[tuple[pa.Table, SamplingParams]]) -> None:
+        """Begin to answer requests, each table with a sampling of its own; they go on from call to call, `land` brings what ends.
+
+        While weights change, or memory is released, they wait, and then go on where they were.
+        """
+        for requests, sampling in parts:
+            for row, uid in enumerate(requests["uid"].to_pylist()):
+                assert uid not in self._launched, f"request {uid} was launched twice"
+                self._launched[uid] = requests.slice(row, 1)
+            self.flight.add(self._answers(requests, sampling))
+
+    def land(self, seconds: float) -> pa.Table | None:
+        """The trajectories that have ended since the last time, at the latest after so many seconds; None: none has.
+
+        Raises:
+            EngineError: no request was answered for `request_timeout` seconds in which one was waited for.
+        """
+        begun = time.monotonic()
+        generations = self.flight.take(seconds)
+        self._waited += time.monotonic() - begun
+        if generations or self._signs != self.engine.last_answer or not len(self.flight):
+            self._signs, self._waited = self.engine.last_answer, 0.0
+        if self._waited > self.engine.config.request_timeout:
+            raise EngineError(
+                f"SGLang did not answer any of {len(self.flight)} requests within "
+                f"request_timeout={self.engine.config.request_timeout} s"
+            )
+        if not generations:
+            return None
+        requests = pa.concat_tables([self._launched.pop(generation.uid) for generation in generations])
+        return build_trajectories(requests.combine_chunks(), generations)
+
+    def under_way(self) -> list[str]:
+        """The uids of requests that were launched and have not landed."""
+        return list(self._launched)
+
+    def interrupt(self) -> None:
+        """Have what runs wait for the next version of the weights."""
+        self.engine.interrupt()
+
     def _generations(self, requests: pa.Table, sampling: SamplingParams) -> Iterator[list[Generation]]:
-        prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
-        if self.players is None:
-            yield from self.engine.generate_stream(prompts, uids, sampling)
+        if self.players is not None:
+            yield from self.engine.as_completed(self._answers(requests, sampling))
             return
+        prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
+        yield from self.engine.generate_stream(prompts, uids, sampling)
+
+    def _answers(self, requests: pa.Table, sampling: SamplingParams) -> list[Coroutine[Any, Any, Generation]]:
+        """What answers each of the requests, in their order."""
+        prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
         for uid, ids in zip(uids, prompts, strict=True):
             self.engine.check_request(uid, ids, sampling)
-        version = self.engine.weight_version
-        tasks = self.players.tasks(requests)
+        if self.players is None:
+            return [self.engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)]
+        version, tasks = self.engine.weight_version, self.players.tasks(requests)
         play = self.players.player.play
-        yield from self.engine.as_completed(
-            [play(task, ids, sampling, version) for task, ids in zip(tasks, prompts, strict=True)]
-        )
+        return [play(task, ids, sampling, version) for task, ids in zip(tasks, prompts, strict=True)]
 
     def write_inboxes(self, shares: list[SyncShare], addresses: list[Address], timeout: float) -> list[Path]:
         """Write down for each TP rank of this process what it takes from which trainer ranks; returns the files."""

@@ -43,6 +43,7 @@ def generate_only(config: TrainConfig) -> str:
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
         with open_run(config, total_steps=inputs.num_steps, resumable=False) as run:
+            run.show_rewards(scorer)
             roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)
             rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config))
             prompts = epochs(inputs.loader)

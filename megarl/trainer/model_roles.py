@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.cluster import WorkerGroup
 from megarl.config import ActorConfig, CriticConfig, TrainConfig, needs_reference, reference_in_actor
 from megarl.layout.grid import ParallelLayout
+from megarl.memory.flops import model_flops
+from megarl.models import read_model_config
 from megarl.trainer.dispatch import MicroBatching
 from megarl.trainer.run import Run
-from megarl.trainer.specs import ModelSpec
+from megarl.trainer.specs import NAMED, ModelSpec
 
 ACTOR = "megarl.trainer.actor:ActorWorker"
 ACTOR_CRITIC = "megarl.trainer.shared_critic:ActorCriticWorker"
@@ -64,7 +66,7 @@ def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> 
     """The critic: in processes of its own, or in the actor's where it shares the actor's model."""
     critic, cut = config.critic, _cut(config, config.critic)
     if critic.model.share_base:
-        return Role(actor.group, actor.layout, cut)
+        return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
     spec = _critic_spec(config, num_steps)
     return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, cut)
 
@@ -89,7 +91,7 @@ def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
         0, policy.ref.log_prob_max_token_len_per_gpu, policy.ref.log_prob_micro_batch_size_per_gpu
     )
     if reference_in_actor(config):
-        return Role(actor.group, actor.layout, cut)
+        return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
     spec = ModelSpec(
         path=policy.model.path,
         head="lm",
@@ -127,10 +129,20 @@ def _start_model(
     kwargs: dict[str, object],
     cut: MicroBatching,
 ) -> Role:
-    pool = run.pools[pool_name]
+    pool, model = run.pools[pool_name], read_model_config(spec.path)
     group = WorkerGroup(
-        name, worker_class, pool, len(pool), kwargs, run.log_dir, beside=run.groups, watch=run.watch
+        name,
+        worker_class,
+        pool,
+        len(pool),
+        kwargs,
+        run.log_dir,
+        beside=run.groups,
+        watch=run.watch,
+        around=NAMED,
     )
+    run.profiled.append(group)
+    cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)
     return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), cut)
 
 

@@ -54,6 +54,7 @@ from megarl.models import read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.plugins import load_plugins
 from megarl.trainer.blame import Names, blame, no_names
+from megarl.trainer.profiling import Profile
 from megarl.trainer.rank_states import rank_states, write_companions
 from megarl.trainer.specs import ModelSpec
 
@@ -120,6 +121,7 @@ class ModelWorker:
             )
         self.parts = self._parts(owns_model=base is None)
         self.saving: Saving | None = None
+        self.profile: Profile | None = None
         self.base_model: BaseModel | None = None  # found out by the first save or load
 
     def _adapt(self) -> None:
@@ -204,6 +206,16 @@ class ModelWorker:
         if platform.is_cuda():
             found["allocated"] = torch.cuda.memory_allocated()
         return [found]
+
+    def start_profile(self) -> None:
+        """Trace what this rank does from now on."""
+        self.profile = Profile()
+
+    def write_profile(self, path: str) -> None:
+        """End the trace, and write it; OSError: it cannot be written."""
+        profile, self.profile = self.profile, None
+        assert profile is not None, "start_profile was called"
+        profile.write(path)
 
     def lm_head(self, *, temperature: float = 1.0, with_entropy: bool = False) -> Callable:
         return lm_head(

@@ -1,39 +1,22 @@
 """The report of a job as one HTML page: tables, memory as bars, and every GPU in the colour of each of its groups.
 
-The page needs nothing from elsewhere, is readable in light and dark, and says in words what colours say.
+How it looks, and what it needs, is in `megarl.trainer.html`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from megarl.hybrid_engine.plan_command import size_text
 from megarl.layout.account import LINKS
+from megarl.trainer.html import bullets, colour, document, svg, table, tag
 from megarl.trainer.memory_plan import GIB
 from megarl.trainer.plan_advice import Change, as_words
 from megarl.trainer.plan_job import NOTE, Device, JobPlan, assumed_words
 from megarl.trainer.plan_seconds import bubbles
 
 WIDTH, CELL, GAP = 960, 24, 14  # pixels
-_STYLE = """
-:root { color-scheme: light dark; --text: #1c1c1e; --back: #ffffff; --line: #c8c8cc; --quiet: #5c5c62; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #ececf0; --back: #18181b; --line: #46464c; --quiet: #a6a6ae; }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1000px;
-  margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 0.5rem 0 1.5rem; }
-th, td { padding: 0.15rem 0.8rem 0.15rem 0; border-bottom: 1px solid var(--line); text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-p, li { max-width: 60rem; }
-.quiet { color: var(--quiet); }
-svg { display: block; margin: 0.3rem 0 1.2rem; max-width: 100%; height: auto; }
-svg text { font: 11px system-ui, sans-serif; fill: var(--text); }
-svg .in { fill: #ffffff; text-anchor: middle; }
-svg .limit { stroke: var(--text); stroke-dasharray: 4 3; }
-svg .frame { fill: none; stroke: var(--line); }
-"""
 
 
 def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
@@ -50,45 +33,26 @@ def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
         else f"The memory does not fit: {max(0.0, -room):.1f} GiB are missing"
     )
     body = [
-        _tag("h1", f"{recipe} on {job.devices} {gpu.name}"),
-        _tag(
+        tag("h1", f"{recipe} on {job.devices} {gpu.name}"),
+        tag(
             "p",
             f"{verdict} of {memory.limit / GIB:.1f} GiB a device, {memory.reserve / GIB:.1f} of them for CUDA, NCCL and "
             f"fragments. A step is estimated to take {job.seconds:,.1f} s: {job.tokens / job.seconds:,.0f} tokens/s.",
         ),
-        _list([*memory.problems(), *(f"Would help: {as_words(change)}" for change in advice)]),
-        _tag("h2", "Memory of the fullest GPU"),
+        bullets([*memory.problems(), *(f"Would help: {as_words(change)}" for change in advice)]),
+        tag("h2", "Memory of the fullest GPU"),
         _bars(job),
         _memory_table(job),
-        _tag("h2", "Time"),
+        tag("h2", "Time"),
         _time_table(job),
         _pipeline_table(job),
-        _tag("p", f"{NOTE}: {assumed_words(job)}", "quiet"),
+        tag("p", f"{NOTE}: {assumed_words(job)}", "quiet"),
         *_sync(job),
-        _tag("h2", "GPUs and their groups"),
-        _tag(
-            "p", "A number is that of a GPU's place in the group; the same colour, the same place.", "quiet"
-        ),
+        tag("h2", "GPUs and their groups"),
+        tag("p", "A number is that of a GPU's place in the group; the same colour, the same place.", "quiet"),
         *_pictures(job),
     ]
-    head = f'<meta charset="utf-8">\n<title>{escape(recipe)}</title>\n<style>{_STYLE}</style>'
-    inner = "\n".join(part for part in body if part)
-    return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{inner}\n</body>\n</html>\n'
-
-
-def _tag(name: str, text: str, kind: str | None = None) -> str:
-    start = name if kind is None else f'{name} class="{kind}"'
-    return f"<{start}>{escape(text)}</{name}>"
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "<ul>" + "".join(_tag("li", line) for line in lines) + "</ul>" if lines else ""
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["<tr>" + "".join(_tag("th", cell) for cell in header) + "</tr>"]
-    lines += ["<tr>" + "".join(_tag("td", cell) for cell in row) + "</tr>" for row in rows]
-    return "<table>\n" + "\n".join(lines) + "\n</table>"
+    return document(recipe, body)
 
 
 def _memory_table(job: JobPlan) -> str:
@@ -106,7 +70,7 @@ def _memory_table(job: JobPlan) -> str:
     ]
     rows.append(["all of these", *(f"{sum(held[phase].values()) / GIB:.2f}" for phase in phases)])
     where = [f"{phase}: {device}" for phase, device in fullest.items()]
-    return _table(["GiB", *phases], rows) + "\n" + _list(where)
+    return table(["GiB", *phases], rows) + "\n" + bullets(where)
 
 
 def _time_table(job: JobPlan) -> str:
@@ -116,7 +80,7 @@ def _time_table(job: JobPlan) -> str:
         rows.append([phase.name, f"{phase.seconds:.2f}", f"{phase.seconds / job.seconds:.0%}", rate])
         rows += [[f"\N{NO-BREAK SPACE} {part.name}", f"{part.seconds:.2f}", "", ""] for part in phase.parts]
     rows.append(["step", f"{job.seconds:.2f}", "100%", f"{job.tokens / job.seconds:,.0f}"])
-    return _table(["estimated", "seconds", "part of step", "tokens/s"], rows)
+    return table(["estimated", "seconds", "part of step", "tokens/s"], rows)
 
 
 def _pipeline_table(job: JobPlan) -> str:
@@ -124,7 +88,7 @@ def _pipeline_table(job: JobPlan) -> str:
         [name, f"{passes.bubble:.1%}", str(passes.micro_batches), str(passes.updates)]
         for name, passes in bubbles(job.phases).items()
     ]
-    return _table(["pipeline", "stages wait", "micro-batches", "times"], rows)
+    return table(["pipeline", "stages wait", "micro-batches", "times"], rows)
 
 
 def _sync(job: JobPlan) -> list[str]:
@@ -134,12 +98,7 @@ def _sync(job: JobPlan) -> list[str]:
     for link, words in zip(LINKS, ("same device", "same node", "other nodes"), strict=True):
         cost = job.sync.reshard.links[link]
         rows.append([words, size_text(cost.total), size_text(cost.max_received), f"{cost.seconds:.2f}"])
-    return [_tag("h2", "Weight sync"), _table(["link", "all ranks", "max received", "seconds"], rows)]
-
-
-def _colour(place: int, of: int) -> str:
-    """Hues as far apart as can be; dark enough for white words, light enough on black."""
-    return f"hsl({round(360 * place / max(of, 1))} 50% 42%)"
+    return [tag("h2", "Weight sync"), table(["link", "all ranks", "max received", "seconds"], rows)]
 
 
 def _bars(job: JobPlan) -> str:
@@ -155,9 +114,9 @@ def _bars(job: JobPlan) -> str:
         for name, held in job.held(phase)[device.pool, device.number].items():
             if not held:
                 continue
-            width, colour = held * scale, _colour(names.index(name), len(names))
+            width, hue = held * scale, colour(names.index(name), len(names))
             words = f"{name}: {held / GIB:.2f} GiB"
-            box = f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="22" fill="{colour}">'
+            box = f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="22" fill="{hue}">'
             lines.append(f"{box}<title>{escape(words)}</title></rect>")
             if width > 6.5 * len(name):
                 lines.append(
@@ -168,12 +127,7 @@ def _bars(job: JobPlan) -> str:
     at, height = 130 + room * scale, 30 * len(phases) + 16
     lines.append(f'<line class="limit" x1="{at:.1f}" y1="12" x2="{at:.1f}" y2="{height}"/>')
     lines.append(f'<text x="{at - 60:.1f}" y="10">{room / GIB:.1f} GiB</text>')
-    return _svg("Memory by phase", WIDTH + 40, height, lines)
-
-
-def _svg(title: str, width: int, height: int, lines: Sequence[str]) -> str:
-    start = f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-    return "\n".join([start, *lines, "</svg>"])
+    return svg("Memory by phase", WIDTH + 40, height, lines)
 
 
 def _pictures(job: JobPlan) -> list[str]:
@@ -195,10 +149,10 @@ def _pictures(job: JobPlan) -> list[str]:
         devices = [job.device(name, number) for number in range(count)]
         for kind, (size, place) in sizes.items():
             if size > 1 and any(place(device) is not None for device in devices):
-                found.append(_tag("h3", f"Pool {name}: {kind}, {size}"))
+                found.append(tag("h3", f"Pool {name}: {kind}, {size}"))
                 found.append(_grid(f"{kind} of each GPU", devices, size, place))
         most = job.memory.limit
-        found.append(_tag("h3", f"Pool {name}: memory in phase {phase}, % of {most / GIB:.1f} GiB"))
+        found.append(tag("h3", f"Pool {name}: memory in phase {phase}, % of {most / GIB:.1f} GiB"))
 
         def share(device: Device, of: int = most) -> int:
             return round(100 * held[device.pool, device.number] / of)
@@ -224,7 +178,7 @@ def _grid(
             x, y = left + device.number % per_node * CELL, top + 16
             lines.append(_cell(x, y, value, size, str(device)))
     width = min(nodes, columns) * block
-    return _svg(title, width, -(-nodes // columns) * (CELL + 20) + 4, lines)
+    return svg(title, width, -(-nodes // columns) * (CELL + 20) + 4, lines)
 
 
 def _cell(x: int, y: int, value: int | None, size: int | None, words: str) -> str:
@@ -233,8 +187,8 @@ def _cell(x: int, y: int, value: int | None, size: int | None, words: str) -> st
     if value is None:
         return frame
     full = side if size is not None else round(side * min(value, 100) / 100)
-    colour = _colour(value, size) if size is not None else "hsl(210 45% 42%)"
-    box = f'<rect x="{x}" y="{y + side - full}" width="{side}" height="{full}" fill="{colour}"/>'
+    hue = colour(value, size) if size is not None else "hsl(210 45% 42%)"
+    box = f'<rect x="{x}" y="{y + side - full}" width="{side}" height="{full}" fill="{hue}"/>'
     kind = ' class="in"' if full > side / 2 else ' text-anchor="middle"'
     text = f'<text{kind} x="{x + side // 2}" y="{y + 15}">{value}</text>'
     return f"<g>{box}{text}{frame}</g>"

@@ -60,8 +60,9 @@ class PhaseTime:
 
 
 def step_seconds(config: TrainConfig, phases: Mapping[str, float]) -> float:
-    """Of a step with these seconds by phase: their sum, or with `trainer.mode=one_step_off` the sync and the longer half."""
-    if config.trainer.mode == "sync":
+    """Of a step with these seconds by phase: their sum, or where models learn while others generate (`trainer.mode`) the sync and
+    the longer half."""
+    if config.trainer.mode in ("sync", "partial_rollouts"):
         return sum(phases.values())
     ahead = phases["generate"] + phases.get("score_model", 0.0)
     return phases["sync"] + max(ahead, phases.get("evaluate_models", 0.0) + phases["update"])

@@ -10,20 +10,20 @@ import pyarrow as pa
 from megarl.config import TrainConfig
 from megarl.rewards.scorer import make_scorer
 from megarl.trainer.advantages import compute_batch_advantages
-from megarl.trainer.batches import make_batches
 from megarl.trainer.controls import Controls, make_controls
 from megarl.trainer.export import FOLDER, export_hf
 from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import TrainInputs, load_train_inputs
+from megarl.trainer.modes import make_batches
 from megarl.trainer.nonfinite import GENERATED, LEARNT_FROM, blaming, require_finite, whole_step
 from megarl.trainer.reward_model import RewardModelInputs, model_scores, score_weights
 from megarl.trainer.roles import Roles, policy_checkpoints, start_roles
-from megarl.trainer.rollouts import roll_out
+from megarl.trainer.rollouts import noise_seed, roll_out
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.samples import sample_rows
 from megarl.trainer.scoring import Rewards, training_scores
-from megarl.trainer.stages import evaluate_models, throughput
+from megarl.trainer.stages import evaluate_models, evaluates, throughput
 from megarl.trainer.sync import sync_weights
 from megarl.trainer.updates import update
 from megarl.trainer.validation import validate
@@ -34,6 +34,7 @@ def train(config: TrainConfig) -> str:
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
         with open_run(config, total_steps=inputs.num_steps) as run:
+            run.show_rewards(scorer)
             if inputs.num_filtered:
                 run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
             roles = start_roles(config, run, inputs.model, inputs.num_steps)
@@ -47,9 +48,9 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     trainer = config.trainer
     controls = make_controls(config, inputs.num_steps)
     monitor = start_monitor(run, config, controls)
-    asked = {"prompts": epochs(inputs.loader), "reward_inputs": inputs.reward_model}
-    halves = partial(collect, config, **asked), partial(answer, config, **asked)
-    batches = make_batches(config, run, roles, rewards, inputs.num_steps, *halves)
+    halves = partial(collect, config), partial(answer, config)
+    asked = epochs(inputs.loader), inputs.reward_model
+    batches = make_batches(config, run, roles, rewards, inputs.num_steps, *asked, *halves)
     parts = {"controls": controls, "monitor": monitor, "data": inputs.loader, "ptx": inputs.ptx}
     checkpoints = policy_checkpoints(config, run, roles, parts, batches.folders)
     done = checkpoints.resume()
@@ -64,7 +65,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
             with whole_step(run, config, controls, step, metrics):
                 collected = batches.of(step)
                 metrics |= collected.metrics
-                with batches.meanwhile(step) as learner:  # one_step_off: collects the next one
+                with batches.meanwhile(step) as learner:  # by trainer.mode others are collected
                     batch, learnt = learn(config, *learner, collected.table, controls, step, texts)
                 metrics |= learnt
                 inputs.loader.report(collected.prompt_uids, collected.scores)
@@ -106,7 +107,7 @@ def answer(
     """`collect` with the weights that the engines have."""
     phase = roles.memory.phase
     groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
-    noise = config.actor_rollout_ref.rollout.seed * 1_000_003 + step
+    noise = noise_seed(config, step)
     while not groups.complete:
         with phase("generate"):
             asked = groups.distinct(next(prompts))
@@ -134,8 +135,9 @@ def learn(
     """
     seed = config.trainer.seed * 1_000_003 + step
     require_finite(batch, GENERATED)
-    with roles.memory.phase("evaluate_models"):
-        batch = evaluate_models(run, roles, batch, config, seed)
+    if evaluates(config):
+        with roles.memory.phase("evaluate_models"):
+            batch = evaluate_models(run, roles, batch, config, seed)
     with run.timed("advantages"):
         batch, metrics = compute_batch_advantages(batch, config.algorithm, controls.kl)
     require_finite(batch, LEARNT_FROM)

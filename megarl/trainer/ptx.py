@@ -76,7 +76,8 @@ def plan_ptx(
     plan: Plan = []
     counts, start = [], 0
     for batch in batches:
-        shares = plan_rows(list_lengths(batch, "input_ids"), layout, cut.max_tokens, cut.micro_batch_size)
+        lengths = list_lengths(batch, "input_ids")
+        shares = plan_rows(lengths, layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
         plan.append([[[start + row for row in micro] for micro in share] for share in shares])
         # The first token of a text is predicted by none.
         counts.append(sum(sum(mask[1:]) for mask in batch["loss_mask"].to_pylist()))

@@ -175,8 +175,9 @@ def score_lists(run: Run, role: Role, lists: list[np.ndarray]) -> np.ndarray:
     shared = lists + [shortest] * (rows_to_share(len(lists), role.layout) - len(lists))
     table = pa.table({"input_ids": from_ragged(*from_lists(shared, np.int32))})
     lengths = np.array([len(ids) for ids in shared])
-    shares = plan_rows(lengths, role.layout, role.cut.max_tokens, role.cut.micro_batch_size)
-    results = run.wait(role.group.call("score_texts", run.put(table), shares))
+    cut = role.cut
+    shares = plan_rows(lengths, role.layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
+    results = run.wait(role.group.call("score_texts", run.put(table), run.put(shares)))
     return merge_scores(results, len(shared))[: len(lists)]
 
 

@@ -148,7 +148,7 @@ def train_batch(
 ) -> dict[str, float]:
     """One optimizer step on the mean loss over all rankings of the batch."""
     plan = plan_rows(ranking_lengths(batch), layout, config.max_token_len_per_gpu)
-    return run.wait(group.call("train_rankings", run.put(batch), plan))[0]
+    return run.wait(group.call("train_rankings", run.put(batch), run.put(plan)))[0]
 
 
 def validate(run: Run, role: Role, rankings: pa.Table) -> dict[str, float]:

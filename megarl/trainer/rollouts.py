@@ -34,6 +34,17 @@ def roll_out(
     Args:
         seed: of the noise.
     """
+    sampling, greedy = training_sampling(config, seed)
+    requests = expand_prompts(prompts, config.actor_rollout_ref.rollout.n)
+    answers = generate(run, engines, requests, sampling, finished)
+    if config.algorithm.adv_estimator != "remax":
+        return answers
+    best = generate(run, engines, greedy_requests(prompts), greedy, finished)
+    return pa.concat_tables([answers, best]).combine_chunks()
+
+
+def training_sampling(config: TrainConfig, seed: int) -> tuple[SamplingParams, SamplingParams]:
+    """How a step's samples are drawn, and ReMax's greedy answers. `seed`: of the noise."""
     rollout, length = config.actor_rollout_ref.rollout, config.data.max_response_length
     sampling = SamplingParams(
         temperature=rollout.temperature,
@@ -42,12 +53,12 @@ def roll_out(
         max_new_tokens=length,
         seed=seed,
     )
-    answers = generate(run, engines, expand_prompts(prompts, rollout.n), sampling, finished)
-    if config.algorithm.adv_estimator != "remax":
-        return answers
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=length, seed=seed)
-    best = generate(run, engines, greedy_requests(prompts), greedy, finished)
-    return pa.concat_tables([answers, best]).combine_chunks()
+    return sampling, SamplingParams(temperature=0.0, max_new_tokens=length, seed=seed)
+
+
+def noise_seed(config: TrainConfig, version: int) -> int:
+    """The seed of the noise of what is generated for a step, or with a version."""
+    return config.actor_rollout_ref.rollout.seed * 1_000_003 + version
 
 
 def greedy_requests(prompts: pa.Table) -> pa.Table:

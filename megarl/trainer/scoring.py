@@ -116,21 +116,21 @@ class Rewards:
                 self.scorer.submit(make_samples(take(table, rows), self.tokenizer))
 
     def collect(self, table: pa.Table, when: str, by_model: ModelScores | None = None) -> Scored:
-        """Append `score` to all trajectories that were submitted, in any order; waits for those that are open.
+        """Append `score` to trajectories that were submitted, in any order; waits for those that are open.
 
         Args:
             when: such as "step 3", for reports of what failed.
             by_model: the reward model's; it and what the scorer gave become numbers, too.
         """
-        scored = join_scores(table, self._collect() if self.rule_weight else {})
+        scored = join_scores(table, self._collect(table) if self.rule_weight else {})
         if by_model is not None:
             scored = mix_scores(scored, by_model, self.rule_weight, self.model_weight)
         self._report(scored, when)
         return scored
 
-    def _collect(self) -> dict[str, Score]:
+    def _collect(self, table: pa.Table) -> dict[str, Score]:
         """Of the scorer; a death elsewhere ends the wait for it."""
-        return self.scorer.collect(meanwhile=lambda: self.run.wait([]))
+        return self.scorer.collect(lambda: self.run.wait([]), table["uid"].to_pylist())
 
     def _report(self, scored: Scored, when: str) -> None:
         columns = (scored.table["uid"].to_pylist(), scored.table["data_source"].to_pylist(), scored.errors)
@@ -257,6 +257,11 @@ def training_scores(scored: Scored, config: TrainConfig) -> Scored:
         RuntimeError: every reward failed.
     """
     refuse_if_all_failed(scored)
+    return trained_scores(scored, config)
+
+
+def trained_scores(scored: Scored, config: TrainConfig) -> Scored:
+    """`training_scores` of a part of a step, all rewards of which may fail."""
     overlong = config.reward_model.overlong_buffer
     if overlong.enable:
         scored = punish_overlong(scored, overlong, config.data.max_response_length)

@@ -11,6 +11,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
 from megarl.hybrid_engine import check_hf_weights
 from megarl.layout.grid import ParallelLayout
+from megarl.memory.flops import model_flops
 from megarl.models import read_model_config
 from megarl.trainer.adapters import check_adapters
 from megarl.trainer.dispatch import plan_rows, rows_to_share
@@ -38,8 +39,9 @@ def train(config: SFTConfig) -> str:
                 f"split {training.num_split} texts that are longer than data.max_length: {len(training)} examples in all"
             )
         group, layout = start_group(config, run, num_steps, "sft", WORKER, "lm")
+        pair_share = model_flops(model).pair_share
         stages = Stages(
-            update=lambda batch: train_batch(config, run, group, layout, batch),
+            update=lambda batch: train_batch(config, run, group, layout, batch, pair_share),
             validate=None
             if validation is None
             else lambda: validate(config, run, group, layout, validation.table),
@@ -70,11 +72,17 @@ def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:
 
 
 def train_batch(
-    config: SFTConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, batch: pa.Table
+    config: SFTConfig,
+    run: Run,
+    group: WorkerGroup,
+    layout: ParallelLayout,
+    batch: pa.Table,
+    pair_share: float,
 ) -> dict[str, float]:
-    """One optimizer step on the mean loss over all learnt tokens of the batch."""
-    plan = plan_rows(list_lengths(batch, "input_ids"), layout, config.max_token_len_per_gpu)
-    return run.wait(group.call("train_examples", run.put(batch), plan, learnt_tokens(batch)))[0]
+    """One optimizer step on the mean loss over all learnt tokens of the batch; `pair_share`: see `sequence_costs`."""
+    lengths = list_lengths(batch, "input_ids")
+    plan = plan_rows(lengths, layout, config.max_token_len_per_gpu, pair_share=pair_share)
+    return run.wait(group.call("train_examples", run.put(batch), run.put(plan), learnt_tokens(batch)))[0]
 
 
 def validate(
@@ -83,7 +91,7 @@ def validate(
     """The mean loss over all learnt tokens of held-out examples, of which there may be any number."""
     shared = with_idle_rows(examples, rows_to_share(examples.num_rows, layout))
     plan = plan_rows(list_lengths(shared, "input_ids"), layout, config.max_token_len_per_gpu)
-    sums = run.wait(group.call("sum_losses", run.put(shared), plan))
+    sums = run.wait(group.call("sum_losses", run.put(shared), run.put(plan)))
     return {VAL_LOSS: sum(value for value in sums if value is not None) / learnt_tokens(examples)}
 
 

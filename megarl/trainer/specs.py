@@ -9,6 +9,8 @@ from megarl.algorithms.covariance import ClipCov, KLCov
 from megarl.algorithms.loss_inputs import PolicyLossOptions
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 
+NAMED = "megarl.trainer.profiling:named"  # around each call of a rank with a model
+
 
 @dataclass(frozen=True)
 class ModelSpec:

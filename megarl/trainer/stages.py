@@ -7,9 +7,22 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from megarl.config import TrainConfig, full_kl_in_reward, needs_old_log_probs, needs_ref_log_probs
+from megarl.config import (
+    TrainConfig,
+    full_kl_in_reward,
+    is_single_update,
+    needs_old_log_probs,
+    needs_ref_log_probs,
+)
 from megarl.data.trajectories import append_column, ragged, sequence_lengths
-from megarl.trainer.dispatch import first_pass_plan, forward_plan, merge_columns, update_plan
+from megarl.trainer.dispatch import (
+    READ,
+    columns_of,
+    first_pass_plan,
+    forward_plan,
+    merge_columns,
+    update_plan,
+)
 from megarl.trainer.nonfinite import COMPUTED, require_finite
 from megarl.trainer.roles import Roles
 
@@ -21,7 +34,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     """Append `old_log_probs`, `ref_log_probs`, `full_kl` and `values`, as far as the algorithm uses them.
 
     All roles work on their part at once. With `algorithm.rollout_correction.bypass_mode` the old log-probs are those that
-    the engine gave while it sampled.
+    the engine gave while it sampled; where a step is a single update, they are left to that (`is_single_update`).
 
     Args:
         seed: that of the step's `update`.
@@ -29,23 +42,23 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     Raises:
         NotFinite: one of these is not.
     """
-    table = run.put(batch)
+    table = run.put(columns_of(batch, READ))
     actor, ref, critic = roles.actor, roles.ref, roles.critic
     calls = []
     if needs_old_log_probs(config):
         plan, _ = update_plan(batch, actor.layout, actor.cut, seed)
         shares = first_pass_plan(plan, actor.cut.epochs)
         method = "compute_full_kl" if full_kl_in_reward(config) else "compute_log_probs"
-        calls.append(("actor", actor.group.call(method, table, shares, "old_log_probs")))
-    else:
+        calls.append(("actor", actor.group.call(method, table, run.put(shares), "old_log_probs")))
+    elif not is_single_update(config):
         batch = append_column(batch, "old_log_probs", ragged(batch, "rollout_log_probs"))
     if ref is not None and needs_ref_log_probs(config):
         shares = forward_plan(batch, ref.layout, ref.cut)
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
-        calls.append(("ref", ref.group.call(method, table, shares, "ref_log_probs")))
+        calls.append(("ref", ref.group.call(method, table, run.put(shares), "ref_log_probs")))
     if critic is not None:
         shares = forward_plan(batch, critic.layout, critic.cut)
-        calls.append(("critic", critic.group.call("compute_values", table, shares)))
+        calls.append(("critic", critic.group.call("compute_values", table, run.put(shares))))
     answers = [(role, run.wait(refs)) for role, refs in calls]
     for _, results in answers:
         batch = merge_columns(batch, results)
@@ -53,9 +66,14 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     return batch
 
 
+def evaluates(config: TrainConfig) -> bool:
+    """Whether `evaluate_models` has anything to append."""
+    return not is_single_update(config) or needs_ref_log_probs(config) or config.critic is not None
+
+
 def throughput(batch: pa.Table, seconds: Mapping[str, float]) -> dict[str, float]:
     """Tokens a second of the phases that go through all tokens of a batch."""
     tokens = int(sequence_lengths(batch).sum())
     phases = ("evaluate_models", "update")
-    rates = {f"perf/{phase}_tokens_per_s": tokens / seconds[phase] for phase in phases}
+    rates = {f"perf/{phase}_tokens_per_s": tokens / seconds[phase] for phase in phases if phase in seconds}
     return {"perf/tokens": float(tokens), **rates}

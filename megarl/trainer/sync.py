@@ -101,6 +101,7 @@ def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
                 pass  # back onto the devices, from where the start of an engine took what it could
         else:
             roles.restarts.version = version
+            run.mark(f"weights {version}")
             return metrics
 
 

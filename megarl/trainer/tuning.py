@@ -21,7 +21,7 @@ from megarl.trainer.export import FOLDER
 from megarl.trainer.ppo import due, epochs
 from megarl.trainer.roles import open_pools
 from megarl.trainer.run import Run
-from megarl.trainer.specs import ModelSpec
+from megarl.trainer.specs import NAMED, ModelSpec
 
 VAL_LOSS = "val/loss"
 
@@ -117,8 +117,9 @@ def start_group(
     )
     with run.status("starting the model's ranks"):
         group = run.start(
-            WorkerGroup(name, worker, pool, len(pool), {"spec": spec, **arguments}, run.log_dir)
+            WorkerGroup(name, worker, pool, len(pool), {"spec": spec, **arguments}, run.log_dir, around=NAMED)
         )
+        run.profiled.append(group)
         run.wait(group.started)
     return group, ParallelLayout.from_config(config.megatron, len(pool))
 

@@ -83,3 +83,22 @@ def test_rollout_difference_by_hand():
             "training/rollout_ppl_ratio": 2 / math.sqrt(8),
         }
     )
+
+
+def test_rollout_difference_of_more_tokens_than_are_compared_at_once():
+    generator = torch.Generator().manual_seed(0)
+    trainer, engine = (-torch.rand(2, 600_001, generator=generator)).unbind()
+    mask = torch.rand(600_001, generator=generator) < 0.9
+    a, b = trainer[mask].double(), engine[mask].double()
+    assert rollout_difference(trainer, engine, mask) == pytest.approx(
+        {
+            "training/rollout_log_prob_diff_mean": float((a - b).abs().mean()),
+            "training/rollout_log_prob_diff_max": float((a - b).abs().max()),
+            "training/rollout_probs_diff_mean": float((a.exp() - b.exp()).abs().mean()),
+            "training/rollout_probs_diff_max": float((a.exp() - b.exp()).abs().max()),
+            "training/rollout_kl": float((b - a).mean()),
+            "training/rollout_k3_kl": float(((a - b).exp() - 1 + (b - a)).mean()),
+            "training/rollout_ppl_ratio": float((b - a).mean().exp()),
+        },
+        rel=1e-9,
+    )

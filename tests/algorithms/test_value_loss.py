@@ -45,6 +45,16 @@ def test_value_loss_by_hand():
     )
 
 
+def test_values_within_the_range_are_not_counted_as_clipped():
+    """old + (v - old) is another number than v for many of them: its loss may be larger by rounding."""
+    old, values, returns = (normal(1000, seed).float() for seed in range(3))
+    within = (values - old).abs() < 0.4
+    assert (old + (values - old) != values)[within].any()
+    loss, sums = value_loss(values, old, returns, within, torch.ones(1000), 0.5)
+    assert sums["critic/vf_clipfrac"] == 0
+    assert loss == value_loss(values, old, returns, within, torch.ones(1000), None)[0]
+
+
 def test_without_clipping_it_is_half_the_squared_error():
     loss, sums = value_loss(*hand_example(), clip=None)
     assert loss.item() == pytest.approx(0.5)  # three errors of 1

@@ -183,7 +183,9 @@ def test_nothing_survives_a_killed_controller(controller, tmp_path):
     assert [folder for folder in folders if os.path.exists(folder)] == []
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_nothing_survives_a_terminated_controller(controller, tmp_path, signal_number):
     """As Slurm or Ctrl-C ends it."""
     process, report = controller("hang", tmp_path, "")

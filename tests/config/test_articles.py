@@ -153,7 +153,7 @@ def test_the_deepseek_article_means_what_it_says(following: Callable[[str], Path
     [
         (
             "global_profiler.steps=[1,5,10]",
-            "there is no profiler; the seconds of each phase are in the metrics",
+            "use trainer.profile_steps and trainer.profile_ranks",
         ),
         ("lora_rank=32", "use actor_rollout_ref.model.lora.rank"),
         ("actor_rollout_ref.model.lora_rank=128", "use actor_rollout_ref.model.lora.rank"),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megarl.config import TrainConfig, check_config, needs_old_log_probs, resolve
+from megarl.config import TrainConfig, check_config, is_single_update, needs_old_log_probs, resolve
 from megarl.config.algorithm_sections import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from tests.config.conftest import lines_of
 
@@ -137,3 +137,18 @@ def test_with_plugins_a_name_may_be_the_users(grpo: Train, tmp_path) -> None:
 def test_the_engines_log_probs_stand_for_the_old_ones_only_if_asked_for(grpo: Train) -> None:
     assert needs_old_log_probs(grpo())
     assert not needs_old_log_probs(grpo(f"{CORRECTION}.bypass_mode=true"))
+
+
+def test_a_step_of_one_update_needs_no_old_log_probs(grpo: Train) -> None:
+    one = [
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={grpo().data.train_batch_size}", "actor_rollout_ref.actor.ppo_epochs=1",
+        "algorithm.use_kl_in_reward=false",
+    ]  # fmt: skip
+    assert not is_single_update(resolve(grpo(*one[1:]))) and is_single_update(resolve(grpo(*one)))
+    assert not needs_old_log_probs(resolve(grpo(*one)))
+    for other in (
+        "actor_rollout_ref.actor.ppo_epochs=2", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.bypass_mode=true",
+        f"{CORRECTION}={{rollout_rs: geometric, rollout_rs_threshold: 1.001}}", "algorithm.use_kl_in_reward=true",
+        f"{LOSS}.loss_mode=kl_cov",
+    ):  # fmt: skip
+        assert not is_single_update(resolve(grpo(*one, other))), other

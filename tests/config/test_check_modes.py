@@ -39,14 +39,41 @@ def test_a_pool_for_the_engines_is_all_that_it_needs(train) -> None:
             [*APART, "reward_model.enable=true", "reward_model.resource_pool=train"],
             f"reward_model.resource_pool='train' is also that of {POLICY}.actor, critic: with",
         ),
-        ([*APART, "trainer.rollout_only=true"], "trainer.rollout_only: trainer.mode=one_step_off generates while"),
-        ([*APART, "trainer.train_only=."], "trainer.train_only: trainer.mode=one_step_off generates while"),
-        (["trainer.mode=one_step"], "trainer.mode='one_step' is unknown; megarl has sync, one_step_off; did you mean one_step_off?"),
+        ([*APART, "trainer.rollout_only=true"], "trainer.rollout_only: trainer.mode=one_step_off has no such half"),
+        ([*APART, "trainer.train_only=."], "trainer.train_only: trainer.mode=one_step_off has no such half"),
+        (["trainer.mode=one_step"], "trainer.mode='one_step' is unknown; megarl has sync, partial_rollouts, one_step_off, fully_async; did you mean one_step_off?"),
     ],
 )  # fmt: skip
 def test_violations(train, overrides: list[str], message: str) -> None:
     found = lines_of(lambda: check_config(train(*overrides)))
     assert any(re.match(re.escape(message), line) for line in found), found
+
+
+STREAMED = "trainer.mode=fully_async"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([STREAMED], f"{POLICY}.rollout.resource_pool='global' is also that of {POLICY}.actor, critic: with trainer.mode=fully"),
+        ([*APART[1:], STREAMED, f"{POLICY}.rollout.free_cache_engine=true"], f"{POLICY}.rollout.free_cache_engine=true: trainer.mode=fully_async generates"),
+        (["trainer.mode=partial_rollouts", "trainer.rollout_only=true"], "trainer.rollout_only: trainer.mode=partial_rollouts has no such half"),
+        (["trainer.max_staleness=2"], "trainer.max_staleness=2: trainer.mode=sync does not read it; leave it out, or set the mode to partial_rollouts or fully_async"),
+        ([*APART, "trainer.max_staleness=2"], "trainer.max_staleness=2: trainer.mode=one_step_off does not read it"),
+        ([STREAMED, "trainer.max_staleness=0"], "trainer.max_staleness"),
+    ],
+)  # fmt: skip
+def test_violations_of_modes_whose_responses_go_on(train, overrides: list[str], message: str) -> None:
+    test_violations(train, overrides, message)
+
+
+def test_responses_may_go_on_where_all_share_their_devices(train) -> None:
+    check_config(train("trainer.mode=partial_rollouts"))
+    check_config(train(*APART[1:], STREAMED, "trainer.max_staleness=3"))
+    resolved = [
+        resolve(train(f"trainer.mode={mode}")).trainer.max_staleness for mode in ("partial_rollouts", "sync")
+    ]
+    assert resolved == [1, None]
 
 
 def test_a_reward_model_may_be_with_the_engines(train) -> None:

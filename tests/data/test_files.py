@@ -49,7 +49,7 @@ def test_row_errors_shows_the_first_and_counts_the_rest(tmp_path):
 def test_write_parquet_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
     path = files.write_parquet(pa.table({"a": [1]}), tmp_path / "x.parquet")
 
-    def fail(table, target):
+    def fail(table, target, **how):
         target.write_bytes(b"half")
         raise OSError("disk full")
 

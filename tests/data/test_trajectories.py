@@ -177,6 +177,38 @@ def test_take():
         tr.take(table, [4])
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["int32", "int64", "float32", "double", "bool", "string", "with nulls", "in chunks", "element", "large"],
+)
+def test_take_is_arrows(kind, tmp_path):
+    """Whatever the lists are of: values that are copied row by row, and those that are left to Arrow."""
+    lists = [[1, 0], [], [3, 4, 5], [6], [0]]
+    types = {"string": pa.string(), "with nulls": pa.int32(), "in chunks": pa.int32(), "large": pa.int32()}
+    value = types.get(kind) or (pa.int32() if kind == "element" else pa.type_for_alias(kind))
+    if kind == "string":
+        lists = [[str(number) for number in numbers] for numbers in lists]
+    if kind == "with nulls":
+        lists[2] = [3, None, 5]
+    typed = (
+        pa.large_list(value)
+        if kind == "large"
+        else pa.list_(pa.field("element" if kind == "element" else "item", value))
+    )
+    column = pa.array([[bool(x) for x in row] for row in lists] if kind == "bool" else lists, typed)
+    table = pa.table({"uid": list("abcde"), "lists": column, "step": range(5)})
+    if kind == "in chunks":
+        table = pa.concat_tables([table.slice(0, 2), table.slice(2)])
+    for rows in ([4, 0, 2, 2, 1], [], [3]):
+        for source, shift in ((table, 0), (table.slice(1), -1)):
+            chosen = [row for row in rows if row + shift >= 0]
+            taken = tr.take(source, [row + shift for row in chosen])
+            assert taken.schema.equals(table.schema, check_metadata=True)
+            assert taken.equals(table.take(pa.array(chosen, pa.int64())))
+            assert all(column.num_chunks <= 1 for column in taken.columns)
+            taken.validate(full=True)
+
+
 def test_parquet_round_trip(tmp_path):
     table = tr.append_column(make_trajectories(), "score", np.array([1, 0, 1, 0]))
     path = tr.write_trajectories(table, tmp_path / "rollouts" / "step_1.parquet")

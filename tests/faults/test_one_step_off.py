@@ -9,38 +9,21 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.cluster import WorkerDied
-from megarl.config import TrainConfig, load_config, resolve
-from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.models.tiny import make_tiny_model
-from megarl.rewards.scorer import make_scorer
+from megarl.config import TrainConfig
 from megarl.trainer.batches import Collected, OneStepOff
 from megarl.trainer.controls import make_controls
 from megarl.trainer.export import export_hf
-from megarl.trainer.inputs import load_train_inputs
 from megarl.trainer.ppo import answer, collect, epochs, learn
-from megarl.trainer.roles import Roles, start_roles
-from megarl.trainer.run import Run, open_run
+from megarl.trainer.roles import Roles
+from megarl.trainer.run import Run
 from megarl.trainer.scoring import Rewards
-
-# 16 requests an engine, 4 of which are answered at a time: most are open when the first come.
-OVERRIDES = [
-    "trainer.n_gpus_per_node=3", "resource_pools.rollout.n_gpus_per_node=2", "actor_rollout_ref.rollout.num_engines=2",
-    "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.max_num_seqs=4", "data.max_response_length=48",
-    "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=9",
-    "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
-    "actor_rollout_ref.actor.megatron.param_offload=true", "data.val_files=null", "trainer.test_freq=-1",
-]  # fmt: skip
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return float(len(solution_str) % 3)
-"""
+from tests.faults.live import STEPS, scheduler, start
 
 
 @dataclass(frozen=True)
@@ -65,7 +48,7 @@ class Live:
     batches: OneStepOff
 
     def learn(self, half: tuple[Run, Roles], batch: Collected) -> None:
-        learn(self.config, *half, batch.table, make_controls(self.config, 9), batch.step)
+        learn(self.config, *half, batch.table, make_controls(self.config, STEPS), batch.step)
 
     def disturb(self, call) -> None:
         self.batches.rewards.at_first.append(call)
@@ -74,31 +57,15 @@ class Live:
         folder = self.run.folder / "failures"
         return sorted(folder.iterdir()) if folder.exists() else []
 
-    def scheduler(self, engine: int) -> int:
-        """The process of SGLang that computes, of an engine."""
-        family = psutil.Process(self.roles.engines.pids[engine]).children(recursive=True)
-        (pid,) = [one.pid for one in family if "sglang::scheduler" in " ".join(one.cmdline())]
-        return pid
-
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("ahead")
-    write_arithmetic(folder / "data", 16, 64, 16, seed=3)
-    make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)
-    (folder / "reward.py").write_text(REWARD)
-    files = [
-        f"data.train_files={folder}/data/train.parquet", f"actor_rollout_ref.model.path={folder}/model",
-        f"trainer.default_local_dir={folder}/run", f"custom_reward_function.path={folder}/reward.py",
-    ]  # fmt: skip
-    config = resolve(load_config(TrainConfig, "recipes/one_step_off_cpu.yaml", [*OVERRIDES, *files]))
-    with make_scorer(config) as scorer, open_run(config, 9) as run:
-        inputs = load_train_inputs(config, scorer)
-        roles = start_roles(config, run, inputs.model, 9)
+    with start(folder, "one_step_off_cpu.yaml", 16) as (config, run, roles, inputs, scorer):
         asked = {"prompts": epochs(inputs.loader), "reward_inputs": None}
         halves = partial(collect, config, **asked), partial(answer, config, **asked)
         rewards = Disturbed(run, scorer, inputs.tokenizer)
-        yield Live(config, run, roles, OneStepOff(config, run, roles, rewards, 9, *halves))
+        yield Live(config, run, roles, OneStepOff(config, run, roles, rewards, STEPS, *halves))
 
 
 def log_probs(model: Path, table: pa.Table) -> list[np.ndarray]:
@@ -117,8 +84,8 @@ def test_a_lost_engine_comes_back_with_what_was_learnt_meanwhile(live: Live, tmp
     """Its unfinished trajectories are generated again, with the next version: none is lost, none comes twice."""
     batches, pids = live.batches, live.roles.engines.pids
     first = batches.of(1)
-    live.disturb(lambda: os.kill(live.scheduler(1), signal.SIGKILL))
-    with live.run.timed("step"), batches.meanwhile(1) as half:
+    live.disturb(lambda: os.kill(scheduler(live.roles, 1), signal.SIGKILL))
+    with live.run.timed("step", {"step": 1}), batches.meanwhile(1) as half:
         live.learn(half, first)
         assert live.roles.restarts.version == 1  # nobody has touched the weights of the engines
     assert live.roles.engines.pids[0] == pids[0] and live.roles.engines.pids[1] != pids[1]

@@ -32,6 +32,7 @@ UNHEALTHY = ("health.grad_norm=1e-6", "health.patience=1")  # every gradient is
 TWO_STEPS = [
     *PPO, "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.log_val_generations=2", "trainer.save_freq=1",
     "actor_rollout_ref.actor.optim.lr=1e-2", "algorithm.kl_ctrl.type=adaptive", *UNHEALTHY,
+    "trainer.profile_steps=[2]", "trainer.profile_ranks=[0,9]",
 ]  # fmt: skip
 
 

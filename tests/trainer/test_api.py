@@ -315,6 +315,7 @@ def test_the_policy_is_saved_merged_and_as_adapters(model: Path, real_run: Path)
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_program_that_is_started_again_goes_on(model: Path, real_run: Path, tmp_path: Path) -> None:
     """From the checkpoint after step 1, in the middle of the prompts' epoch; bit for bit."""
     in_a_process(three_steps, model, tmp_path, real_run / "checkpoints" / "step-1")

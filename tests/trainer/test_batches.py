@@ -17,8 +17,9 @@ from megarl.cluster import Watch
 from megarl.config import FilterGroupsConfig, TrainConfig, load_config, resolve
 from megarl.data.files import write_parquet
 from megarl.trainer import batches as module
-from megarl.trainer.batches import OneStepOff, make_batches
+from megarl.trainer.batches import OneStepOff
 from megarl.trainer.groups import Groups
+from megarl.trainer.modes import make_batches
 from megarl.trainer.nonfinite import NotFinite
 from megarl.trainer.run import Run
 from tests.trainer.trajectories import scored
@@ -88,7 +89,7 @@ class Play:
         run.groups = ["actor", "engines"]
         self.monkeypatch.setattr(Run, "wait", lambda run, refs: run.interrupt())
         self.batches = make_batches(
-            self.config, run, FakeRoles(), FakeRewards(run), 4, self.collect, self.answer
+            self.config, run, FakeRoles(), FakeRewards(run), 4, iter(()), None, self.collect, self.answer
         )
         self.run = run
 
@@ -98,12 +99,16 @@ class Play:
         self.synced = version
         return {"sync/bytes_total": float(version)}
 
-    def collect(self, run: Run, roles: Any, *, rewards: Any, step: int) -> tuple[Groups, dict[str, float]]:
+    def collect(
+        self, run: Run, roles: Any, *, rewards: Any, step: int, **asked: Any
+    ) -> tuple[Groups, dict[str, float]]:
         synced = self.sync(run, roles, step)
         groups, metrics = self.answer(run, roles, rewards=rewards, step=step)
         return groups, synced | metrics
 
-    def answer(self, run: Run, roles: Any, *, rewards: Any, step: int) -> tuple[Groups, dict[str, float]]:
+    def answer(
+        self, run: Run, roles: Any, *, rewards: Any, step: int, **asked: Any
+    ) -> tuple[Groups, dict[str, float]]:
         assert rewards.run is run
         self.answered.append((step, self.synced))
         while not self.release.wait(0.01):

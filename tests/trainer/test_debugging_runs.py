@@ -132,6 +132,7 @@ def test_halves_make_a_whole(whole: Path, task: Path, tmp_path: Path) -> None:
     assert learnt(steps(tmp_path / "second")[0]) == learnt(steps(whole)[0])
 
 
+@pytest.mark.slow
 def test_losses_that_are_nan_are_skipped_and_nothing_changes(whole: Path, task: Path, tmp_path: Path) -> None:
     plugin, run = tmp_path / "loss.py", tmp_path / "run"
     plugin.write_text(NAN_LOSS)

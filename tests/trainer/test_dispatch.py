@@ -10,6 +10,7 @@ from megarl.trainer.dispatch import (
     first_pass_plan,
     forward_plan,
     merge_columns,
+    packing_metrics,
     split_requests,
     update_plan,
 )
@@ -57,6 +58,24 @@ def test_interleaved_pipelines_get_multiples_of_their_stages():
     cut = MicroBatching(mini_batch_size=6, max_tokens=100, micro_batch_size=None)
     (share,) = forward_plan(table, ParallelLayout(world=2, pp=2, vpp=2), cut)
     assert len(share) == 2
+
+
+def test_plans_level_attention_and_say_how_even_they_are():
+    table = batch([97] + [7] * 10)  # with their prompts 100 and 10 tokens
+    layout = ParallelLayout(world=8, tp=2, cp=2, sp=True)
+    cut = MicroBatching(mini_batch_size=11, max_tokens=200, micro_batch_size=None, pair_share=1.0)
+    plan, _ = update_plan(table, layout, cut, seed=0)
+    alone = [share for share in plan[0] if share == [[0]]]  # it costs 5,150, the others 65 each
+    assert len(alone) == 1
+    metrics = packing_metrics("actor", plan, table, layout, cut)
+    assert metrics["perf/actor/num_micro"] == 1
+    assert metrics["perf/actor/rank_imbalance"] == pytest.approx(5150 / ((5150 + 650) / 2) - 1)
+    # Sequences of multiples of 4 tokens: 10 become 12.
+    assert metrics["perf/actor/padding"] == pytest.approx(1 - 200 / (100 + 10 * 12))
+    plain = MicroBatching(mini_batch_size=11, max_tokens=200, micro_batch_size=None)
+    plan, _ = update_plan(table, ParallelLayout(world=2), plain, seed=0)
+    metrics = packing_metrics("actor", plan, table, ParallelLayout(world=2), plain)
+    assert (metrics["perf/actor/padding"], metrics["perf/actor/rank_imbalance"]) == (0, 0)
 
 
 def test_results_come_back_in_the_order_of_the_table():

@@ -39,6 +39,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.arange(3, 40)[None]).logits
 
 
+@pytest.mark.slow
 def test_sft_follows_peft(task: Path, begun: Path, tmp_path: Path) -> None:
     """Three steps from an adapter of PEFT's on TP2 x PP2; what is exported is what PEFT has then, in both forms."""
     succeed(

@@ -44,6 +44,7 @@ def run(task, tmp_path_factory):
         "train", *PPO, *on(task, folder / "out"), "critic=null", "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=false", f"plugins=[{folder}/parity.py]", "trainer.n_gpus_per_node=1",
         "data.max_response_length=80", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.total_training_steps=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",  # two updates, so that the old log-probs are computed before them
         *(f"actor_rollout_ref.actor.megatron.{name}_model_parallel_size=1" for name in ("tensor", "pipeline")),
         *(f"actor_rollout_ref.rollout.{setting}" for setting in (
             "tensor_model_parallel_size=1", "n=4", f"stop_token_ids={stops}", "multi_turn.enable=true",
@@ -69,7 +70,6 @@ def test_the_trainers_log_probs_of_all_turns_are_the_engines(run):
         assert mask.sum() > 64 and (~mask).sum() > 64
         np.testing.assert_allclose(trainer[mask], engine[mask], atol=1e-4)
         assert metrics["training/rollout_log_prob_diff_max"] < 1e-4
-    assert steps(out)[0]["actor/ratio_mean"] == 1.0  # and the second step's are those of other weights
 
 
 def test_the_environments_words_are_masked(run, task):

@@ -19,6 +19,8 @@ from megarl.checkpoints import find_damage, read_checkpoint, steps_in
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.trajectories import TRAJECTORY_SCHEMA, read_trajectories
 from megarl.models.tiny import make_tiny_model
+from megarl.spans import Span
+from megarl.trainer.report_timeline import Recorded, read_timeline
 from tests.trainer.conftest import (
     PPO,
     REPOSITORY,
@@ -118,6 +120,17 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(folder / "run", arguments)
 
 
+def spans(recorded: Recorded, name: str) -> list[Span]:
+    """The engine's."""
+    return [
+        span
+        for track in recorded.tracks
+        if track.role == "rollout"
+        for span in track.spans
+        if span.name == name
+    ]
+
+
 def trajectories(whole: Whole, step: int):
     return read_trajectories(whole.folder / f"rollouts/step-{step:06d}.parquet")
 
@@ -160,6 +173,25 @@ def test_its_seconds_are_told_apart(whole: Whole) -> None:
         assert 0 < step["timing_s/ahead/generate"] < collected
     assert "timing_s/generate" in ahead[0] and "timing_s/generate" not in ahead[1]
     assert not any(name.startswith("timing_s/ahead") for name in last)
+
+
+def test_the_timeline_shows_both_halves_at_once(whole: Whole) -> None:
+    """While the actor learns from batch k, the engine answers for batch k + 1."""
+    found = read_timeline(whole.folder)
+    tracks = {(track.role, track.name): track.spans for track in found.tracks}
+    ahead = [span for span in tracks["controller", "collect-ahead"] if span.name == "ahead"]
+    assert [(span.facts["step"], span.facts["for_step"]) for span in ahead] == [(1, 2), (2, 3), (3, 4)]
+    learns = [
+        span for span in tracks["actor", "rank 0"] if span.name in ("compute_log_probs", "update_policy")
+    ]
+    for span in ahead:
+        answers = [
+            one
+            for one in tracks["rollout", "rank 0"]
+            if one.name == "stream" and span.begin < one.begin < span.end
+        ]
+        assert answers and all(one.facts["step"] == span.facts["step"] for one in answers)
+        assert any(one.begin < learn.end and learn.begin < one.end for one in answers for learn in learns)
 
 
 def test_a_checkpoint_has_the_next_batch(whole: Whole) -> None:
@@ -219,8 +251,12 @@ def test_a_run_is_ended_in_the_middle_and_goes_on(
     assert code == (75 if number == signal.SIGTERM else -signal.SIGKILL)
     if number == signal.SIGTERM:
         assert saved[-1] == logged[-1] < 4
+    before = read_timeline(tmp_path / "run")
     succeed("train", *whole.arguments, f"trainer.default_local_dir={tmp_path}/run")
     whole.is_that_of(tmp_path / "run", 1)
+    after = read_timeline(tmp_path / "run")
+    assert before.windows and before.windows.keys() < after.windows.keys() == {1, 2, 3, 4}
+    assert [len(spans(after, "start")), len(spans(before, "start"))] == [2, 1]  # of the engine
 
 
 @pytest.mark.slow

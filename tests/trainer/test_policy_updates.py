@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from megarl.algorithms.aggregate import LossAggregation, loss_counts, token_weights
 from megarl.algorithms.covariance import ClipCov, KLCov, token_covariance
+from megarl.algorithms.metrics import rollout_difference
 from megarl.algorithms.policy_loss import PolicyLossOptions, PolicyTokens, actor_loss
 from megarl.cluster.worker import RankInfo
 from megarl.config import MegatronConfig, OptimConfig
@@ -24,6 +25,7 @@ from megarl.megatron.parallel import coords
 from megarl.megatron.sequences import sequence_ids
 from megarl.megatron.step import train_step
 from megarl.trainer.actor import ActorWorker, whole_sequences, with_selection
+from megarl.trainer.dispatch import merge_columns
 from megarl.trainer.specs import ModelSpec, PolicyUpdate
 from tests.megatron.hf import VOCAB, check_gradients, make_table, optimizer_settings, place_model, save_model
 
@@ -233,3 +235,56 @@ def with_column(table: pa.Table, name: str, value: float) -> pa.Table:
     """The table with one value at every response token."""
     flat, offsets = ragged(table, name)
     return append_column(table.drop_columns([name]), name, (np.full(len(flat), value), offsets))
+
+
+SINGLE = {
+    "dp2": ({}, 2, [[[6, 0], [1]], [[4, 2, 3], [7, 5]]]),
+    "tp2-cp2": ({"tensor_model_parallel_size": 2, "context_parallel_size": 2}, 4, [[[0, 2, 4, 6], [1, 3, 5, 7]]]),
+}  # fmt: skip
+
+
+def _single_update(
+    rank: int,
+    world: int,
+    megarl_layout: dict,
+    folder: str,
+    table: pa.Table,
+    shares: list,
+    old_ones_first: bool,
+) -> tuple[dict[str, float], dict[str, float], list[float]]:
+    """The step's sums, what `rollout_difference` gives of the old log-probs (if they come first), and the policy after it."""
+    info = RankInfo(rank, world, rank, "localhost", 0, "actor", "", (), "")
+    spec = ModelSpec(folder, "lm", MegatronConfig(**megarl_layout), OptimConfig(lr=1e-3), 10, timeout=60.0)
+    worker, expected = ActorWorker(info, spec, temperature=0.7), {}
+    if old_ones_first:
+        results = [None] * world
+        torch.distributed.all_gather_object(results, worker.compute_log_probs(table, shares, "old_log_probs"))
+        table = merge_columns(table, results)
+        old, rollout = (torch.tensor(ragged(table, f"{name}_log_probs")[0]) for name in ("old", "rollout"))
+        expected = rollout_difference(old, rollout, torch.tensor(ragged(table, "response_mask")[0]))
+    mask, offsets = ragged(table, "response_mask")
+    counts = [loss_counts(torch.tensor(mask), torch.from_numpy(np.array(offsets)))]
+    (found,) = worker.update_policy(table, [shares], counts, how("vanilla", None, None))
+    change = [float(value.detach().double().sum()) for value in worker.own_tensors().values()]
+    return found, expected, change
+
+
+@pytest.mark.parametrize("layout", SINGLE)
+def test_a_single_update_is_the_same_without_a_forward_pass_for_its_old_log_probs(
+    ranks, case, layout: str
+) -> None:
+    """Bit for bit; and it tells as much of the engine's log-probs."""
+    megarl_layout, world, shares = SINGLE[layout]
+    folder, _, table = case
+    noise = np.random.default_rng(3).normal(-6.0, 0.5, len(ragged(table, "advantages")[0]))
+    table = table.drop_columns(["old_log_probs", "loss_weights"])
+    table = append_column(table, "rollout_log_probs", (noise, ragged(table, "advantages")[1]))
+    arguments = (megarl_layout, folder, table, shares)
+    first = ranks.run(_single_update, *arguments, True, world=world)
+    alone = ranks.run(_single_update, *arguments, False, world=world)
+    for (with_old, expected, weights), (without, _, same) in zip(first, alone, strict=True):
+        assert weights == same
+        told = {name: without.pop(name) for name in expected}
+        assert told == pytest.approx(expected, rel=1e-6)
+        assert {name: value for name, value in without.items() if not name.startswith("rollout/")} == with_old
+        assert without["actor/ratio"] == without["actor/tokens"] and without["actor/ppo_kl"] == 0.0

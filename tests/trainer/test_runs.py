@@ -58,6 +58,8 @@ def test_everything_is_logged_and_said(ppo_run):
         "timing_s/sync", "timing_s/generate", "timing_s/update", "sync/bytes_total", "val/score/mean",
     ):  # fmt: skip
         assert name in step, name
+    assert 0 <= step["perf/actor/padding"] < 0.1  # TP2 with sequence parallelism: an even number of tokens
+    assert step["perf/critic/micro_imbalance"] >= step["perf/critic/rank_imbalance"] >= 0  # DP 2
     assert list((out / "tensorboard").iterdir())
     plan = json.loads((out / "batch_plan.json").read_text())
     assert (plan["trajectories_per_step"], plan["actor"]["tp"], plan["critic"]["dp"]) == (8, 2, 2)
@@ -109,6 +111,7 @@ def test_the_export_answers_as_the_engine_does(ppo_run, tmp_path):
 OFFLOAD = ("param_offload", "grad_offload", "optimizer_offload")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, tmp_path):
     """The same run, from the checkpoint of step 1, with everything off the devices that a phase does not use, and the critic's
     optimizer states off them in any case, but for slots (of float32 weights, 8 bytes each)."""
@@ -171,6 +174,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.slow
 def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
     """No critic, four samples a prompt, KL as a loss; the reference in another layout and pool than the actor.
 

@@ -20,6 +20,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_point_to_point_in_float8_and_only_what_changed(task, tmp_path):
     """Two actor ranks, two engines; validation before the first step has synced the very weights of step 1."""
     succeed(

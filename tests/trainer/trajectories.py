@@ -67,10 +67,11 @@ class FakeScorer:
     def submit(self, samples):
         self.batches.append(list(samples))
 
-    def collect(self, meanwhile=None):
+    def collect(self, meanwhile=None, uids=None):
         samples = [sample for batch in self.batches for sample in batch]
-        self.batches = []
-        return {sample.uid: self.function(sample) for sample in reversed(samples)}
+        wanted = [sample for sample in samples if uids is None or sample.uid in uids]
+        self.batches = [[sample for sample in samples if sample not in wanted]]
+        return {sample.uid: self.function(sample) for sample in reversed(wanted)}
 
 
 class FakeTokenizer:

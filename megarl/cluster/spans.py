@@ -1,0 +1,105 @@
+"""The spans of all processes, on the controller's clock. No process is waited for: asked now, they have answered the next time."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from megarl.cluster.hosts import submit
+from megarl.spans import Facts, Span
+
+if TYPE_CHECKING:
+    from megarl.cluster.errors import RankProcess
+    from megarl.cluster.group import WorkerGroup
+
+_LONGEST_TEXT = 80
+_CLOCK_SECONDS = 10.0  # until a node must have told its time
+_CLOCK_ROUNDS = 5
+
+
+def facts_of_call(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Facts:
+    """Numbers and short texts among the arguments of a call, by parameter; of tables their rows and the bytes of their buffers.
+
+    Raises:
+        TypeError: a function of this signature does not take these arguments.
+    """
+    facts: Facts = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        if hasattr(
+            value, "num_rows"
+        ):  # pyarrow is not imported here: a rank has to have its environment first
+            facts |= {f"{name}_rows": value.num_rows, f"{name}_bytes": value.get_total_buffer_size()}
+        elif isinstance(value, int | float) and math.isfinite(value):  # JSON has no other numbers
+            facts[name] = value
+        elif isinstance(value, str):
+            facts[name] = value[:_LONGEST_TEXT]
+        elif isinstance(value, list | tuple) and value and all(isinstance(part, str) for part in value):
+            facts[name] = ", ".join(value)[:_LONGEST_TEXT]
+    return facts
+
+
+class SpanCollector:
+    """Asks processes for their spans, one call at a time each, and takes what has come."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, tuple[RankProcess, ray.ObjectRef]] = {}  # by mark
+        self._ahead: dict[str, int] = {ray.get_runtime_context().get_node_id(): 0}  # by node, ns
+
+    def ask(self, groups: Collection[WorkerGroup]) -> None:
+        """Ask all processes that have answered the last time; a dead one is not asked."""
+        processes = [process for group in groups for process in group.processes]
+        self._compare_clocks({process.node_id for process in processes} - self._ahead.keys())
+        for process in processes:
+            if process.mark not in self._asked and not process.is_dead:
+                self._asked[process.mark] = process, process.actor.take_spans.remote()
+
+    def answers(self, seconds: float = 0.0) -> Iterator[tuple[RankProcess, list[Span]]]:
+        """What was asked for and has come, or comes within so many seconds; nothing of processes that have died since."""
+        refs = {ref: mark for mark, (_, ref) in self._asked.items()}
+        if not refs:
+            return
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=seconds)
+        for ref in ready:
+            process, _ = self._asked.pop(refs[ref])
+            try:
+                spans = ray.get(ref)
+            except ray.exceptions.RayError:  # it died; whoever waits for it says so
+                continue
+            ahead = self._ahead.get(process.node_id, 0)
+            yield process, [span._replace(begin=span.begin - ahead, end=span.end - ahead) for span in spans]
+
+    def _compare_clocks(self, nodes: Collection[str]) -> None:
+        """Learn how far the clocks of new nodes are ahead; one that does not answer counts as right."""
+        if nodes:  # all at once, since the first question starts a process on each node, which takes a second
+            first = [submit(node, time.time_ns) for node in nodes]
+            ray.wait(first, num_returns=len(first), timeout=_CLOCK_SECONDS)
+        for node in nodes:
+            answers = (_time_of(node) for _ in range(_CLOCK_ROUNDS))
+            self._ahead[node] = clock_ahead(list(takewhile(lambda answer: answer is not None, answers)))
+
+
+def _time_of(node: str) -> tuple[int, int, int] | None:
+    sent = time.time_ns()
+    try:
+        theirs = ray.get(submit(node, time.time_ns), timeout=_CLOCK_SECONDS)
+    except ray.exceptions.RayError:  # as in hosts.on_node
+        return None
+    return sent, theirs, time.time_ns()
+
+
+def clock_ahead(rounds: Sequence[tuple[int, int, int]]) -> int:
+    """Nanoseconds that another clock is ahead, from questions: (sent, its time, answered); 0 without any.
+
+    By the quickest of them, whose answer is taken to be of the middle of its time (Cristian, "Probabilistic clock
+    synchronization", 1989): the error is at most half of that.
+    """
+    if not rounds:
+        return 0
+    sent, theirs, answered = min(rounds, key=lambda round: round[2] - round[0])
+    return theirs - (sent + answered) // 2

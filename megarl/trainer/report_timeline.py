@@ -1,0 +1,106 @@
+"""A run's timeline, read back: who did what in which step, and for how much of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.spans import Span, busy
+from megarl.trainer.timeline import CONTROLLER, STEP
+from megarl.trainer.trace_file import read_events
+
+Windows = Mapping[int, tuple[int, int]]
+"""By step its begin and its end, in ns since the epoch."""
+
+
+@dataclass
+class Track:
+    """One thread of the timeline: a rank, a reward worker, the controller's loop."""
+
+    role: str
+    name: str
+    place: tuple[int, int]
+    spans: list[Span] = field(default_factory=list)
+
+    def shares(self, windows: Windows) -> dict[str, float]:
+        """By what it did, the part of the steps' time that took it; the most first. What is within another counts as that."""
+        total = sum(end - begin for begin, end in windows.values()) or 1
+        outer = [span for span, depth in nested(self.spans) if depth == 0]
+        seconds = {
+            name: sum(
+                busy([span for span in outer if span.name == name], *window) for window in windows.values()
+            )
+            for name in dict.fromkeys(span.name for span in outer)
+        }
+        return {
+            name: took / total for name, took in sorted(seconds.items(), key=lambda entry: -entry[1]) if took
+        }
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a timeline holds. Of a step that was made twice, after a failure, `windows` has the last time."""
+
+    tracks: list[Track]
+    windows: dict[int, tuple[int, int]]
+    again: list[int]
+    moments: list[Span]
+
+
+def read_timeline(folder: Path) -> Recorded | None:
+    """The timeline of a run folder; None: it has none.
+
+    Raises:
+        ValueError: a file that is no timeline.
+    """
+    events = read_events(folder)
+    if not events:
+        return None
+    names: dict[tuple[str, int, int], str] = {}
+    for event in events:
+        if event["ph"] == "M" and "name" in event["args"]:
+            names[event["name"], event["pid"], event["tid"]] = event["args"]["name"]
+    roles = {pid: name for (kind, pid, _), name in names.items() if kind == "process_name"}
+    tracks = {
+        (pid, tid): Track(roles[pid], name, (pid, tid))
+        for (kind, pid, tid), name in names.items()
+        if kind == "thread_name"
+    }
+    moments = []
+    for event in events:
+        if event["ph"] == "M":
+            continue
+        begin = 1000 * event["ts"]
+        span = Span(event["name"], begin, begin + 1000 * event.get("dur", 0), event.get("args", {}))
+        if event["ph"] == "i":
+            moments.append(span)
+        else:
+            tracks[event["pid"], event["tid"]].spans.append(span)
+    found = sorted(tracks.values(), key=lambda track: track.place)
+    steps = [span for track in found if track.role == CONTROLLER for span in track.spans if span.name == STEP]
+    windows: dict[int, tuple[int, int]] = {}
+    again = set()
+    collected: int | None = None  # when a step began whose halves are calls of their own (`megarl.Trainer`)
+    for span in sorted(steps, key=lambda span: span.begin):
+        step = int(span.facts["step"])
+        if "half" in span.facts:
+            collected = span.begin
+            continue
+        if step in windows:
+            again.add(step)
+        windows[step] = collected or span.begin, span.end
+        collected = None
+    return Recorded(found, dict(sorted(windows.items())), sorted(again), moments)
+
+
+def nested(spans: Sequence[Span]) -> list[tuple[Span, int]]:
+    """Each span with the number of those that it lies within, the outer ones first."""
+    found: list[tuple[Span, int]] = []
+    open_ends: list[int] = []
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        while open_ends and open_ends[-1] <= span.begin:
+            open_ends.pop()
+        found.append((span, len(open_ends)))
+        open_ends.append(span.end)
+    return found

@@ -1,0 +1,63 @@
+"""A real run of two engines that tests take steps of, and do damage to."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from megarl.config import TrainConfig, load_config, resolve
+from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
+from megarl.models.tiny import make_tiny_model
+from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.trainer.inputs import TrainInputs, load_train_inputs
+from megarl.trainer.roles import Roles, start_roles
+from megarl.trainer.run import Run, open_run
+
+STEPS = 9
+# Four requests of an engine are answered at a time: most are open when the first come.
+OVERRIDES = [
+    "trainer.n_gpus_per_node=3", "resource_pools.rollout.n_gpus_per_node=2", "actor_rollout_ref.rollout.num_engines=2",
+    "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.max_num_seqs=4", "data.max_response_length=48",
+    "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", f"trainer.total_training_steps={STEPS}",
+    "actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+    "actor_rollout_ref.actor.megatron.param_offload=true", "data.val_files=null", "trainer.test_freq=-1",
+]  # fmt: skip
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str) % 3)
+"""
+
+
+class Started(NamedTuple):
+    config: TrainConfig
+    run: Run
+    roles: Roles
+    inputs: TrainInputs
+    scorer: Scorer
+
+
+@contextmanager
+def start(folder: Path, recipe: str, num_prompts: int, overrides: Sequence[str] = ()) -> Iterator[Started]:
+    """A run of a recipe of the repository on a tiny model with random weights; no step was taken yet."""
+    write_arithmetic(folder / "data", num_prompts, 64, 16, seed=3)
+    make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)
+    (folder / "reward.py").write_text(REWARD)
+    files = [
+        f"data.train_files={folder}/data/train.parquet", f"actor_rollout_ref.model.path={folder}/model",
+        f"trainer.default_local_dir={folder}/run", f"custom_reward_function.path={folder}/reward.py",
+    ]  # fmt: skip
+    config = resolve(load_config(TrainConfig, f"recipes/{recipe}", [*OVERRIDES, *overrides, *files]))
+    with make_scorer(config) as scorer, open_run(config, STEPS) as run:
+        inputs = load_train_inputs(config, scorer)
+        yield Started(config, run, start_roles(config, run, inputs.model, STEPS), inputs, scorer)
+
+
+def scheduler(roles: Roles, engine: int) -> int:
+    """The process of SGLang that computes, of an engine."""
+    family = psutil.Process(roles.engines.pids[engine]).children(recursive=True)
+    found = [(one.pid, one.status(), " ".join(one.cmdline())) for one in family]
+    pids = [pid for pid, _, command in found if "sglang::scheduler" in command]
+    assert len(pids) == 1, f"the processes of engine {engine}: {found}"
+    return pids[0]

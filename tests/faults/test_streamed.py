@@ -1,0 +1,188 @@
+"""Responses that go on from step to step, really, in a real run of two engines: what is interrupted, and what dies meanwhile."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.config import TrainConfig
+from megarl.rewards.scorer import make_scorer
+from megarl.trainer.batches import Collected
+from megarl.trainer.controls import make_controls
+from megarl.trainer.export import export_hf
+from megarl.trainer.modes import make_batches
+from megarl.trainer.ppo import answer, collect, epochs, learn
+from megarl.trainer.roles import Roles
+from megarl.trainer.run import Run
+from megarl.trainer.scoring import Rewards
+from megarl.trainer.streamed import Streamed
+from megarl.trainer.under_way_files import save_under_way
+from tests.faults.live import STEPS, scheduler, start
+
+
+@dataclass
+class Live:
+    """A run, what it needs to take steps, and the policy before each of them."""
+
+    config: TrainConfig
+    run: Run
+    roles: Roles
+    batches: Streamed
+    folder: Path
+    policies: dict[int, Path] = field(default_factory=dict)
+    trained: list[str] = field(default_factory=list)  # uids
+
+    def step(self, step: int, during=nullcontext) -> Collected:
+        self.policies[step] = self.folder / f"policy-{step}"
+        with self.roles.memory.held("export"):
+            model = self.config.actor_rollout_ref.model
+            export_hf(self.run, self.roles.actor.group, model, self.policies[step])
+        with self.run.timed("step", {"step": step}):
+            batch = self.batches.of(step)
+            with self.batches.meanwhile(step) as half, during():
+                learn(self.config, *half, batch.table, make_controls(self.config, STEPS), step)
+        self.trained += batch.table["uid"].to_pylist()
+        return batch
+
+    def is_sampled_from(self, table: pa.Table) -> int:
+        """Each token is one of the weights that its trajectory names, the first ones of the first; how many trajectories are of
+        several."""
+        policies = {
+            version: AutoModelForCausalLM.from_pretrained(path) for version, path in self.policies.items()
+        }
+        several = 0
+        for row in table.to_pylist():
+            first, last = row["weight_version"], row["last_weight_version"]
+            response, sampled = row["response_ids"], np.array(row["rollout_log_probs"])
+            fits = {}
+            for version in range(first, last + 1):
+                with torch.no_grad():
+                    logits = policies[version](torch.tensor([row["prompt_ids"] + response])).logits[0]
+                found = logits[len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
+                found = found.gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+                fits[version] = np.abs(found - sampled) < 1e-4
+            at = 0
+            for version in range(first, last + 1):
+                while at < len(response) and fits[version][at]:
+                    at += 1
+            assert at == len(response), (row["uid"], first, last, at, len(response))
+            assert fits[first][0] and fits[last][-1], row["uid"]
+            several += first != last
+        return several
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("streamed")
+    with start(folder, "fully_async_cpu.yaml", 128, ["trainer.max_staleness=2"]) as (
+        config,
+        run,
+        roles,
+        inputs,
+        scorer,
+    ):
+        halves = partial(collect, config), partial(answer, config)
+        rewards = Rewards(run, scorer, inputs.tokenizer)
+        batches = make_batches(config, run, roles, rewards, STEPS, epochs(inputs.loader), None, *halves)
+        yield Live(config, run, roles, batches, folder)
+
+
+@pytest.fixture
+def started() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_partial_rollouts_go_on_with_the_next_weights(live: Live) -> None:
+    live.batches.overlapped = False
+    first, second = live.step(1), live.step(2)
+    assert first.metrics["staleness/of_several_versions"] == 0.0
+    held = live.run.wait(live.roles.engines.call("under_way"))
+    assert all(4 <= len(uids) <= 5 + 1 for uids in held), held  # rollout.max_num_seqs, and a few
+    live.run.wait(
+        live.roles.engines.call("land", 1.0)
+    )  # what had ended when they were interrupted; it comes again
+    time.sleep(1.0)
+    assert live.run.wait(live.roles.engines.call("land", 1.0)) == [None, None]  # they rest
+    assert live.is_sampled_from(first.table) == 0
+    assert live.is_sampled_from(second.table) > 0
+    assert second.metrics["staleness/of_several_versions"] > 0.0
+    assert second.metrics["staleness/max"] == 1.0
+
+
+def test_engines_go_on_while_the_models_learn(live: Live) -> None:
+    live.batches.overlapped = True
+    third = live.step(3)
+    under_way = live.batches.under_way
+    came = sum(len(one.came) for one in under_way.asked.values()) + 2 * len(under_way.ready)
+    assert came > 0 and live.run.seconds["meanwhile/generate"] > 0.0
+    fourth = live.step(4)
+    for step, batch in ((3, third), (4, fourth)):
+        live.is_sampled_from(batch.table)
+        assert batch.metrics["staleness/max"] <= 2.0 and batch.step == step
+
+
+def test_a_lost_engine_costs_no_trajectory(live: Live) -> None:
+    batches, pids = live.batches, live.roles.engines.pids
+    expected = {one.uid for one in batches.under_way.asked.values()}
+    live.step(5, lambda: killed_at_once(scheduler(live.roles, 1)))
+    assert live.roles.engines.pids[0] == pids[0] and live.roles.engines.pids[1] != pids[1]
+    assert live.roles.restarts.count == 1
+    sixth = live.step(6)
+    seventh = live.step(7)
+    known = {one.uid for one in batches.under_way.asked.values()} | {
+        one.uid for one in batches.under_way.ready
+    }
+    assert expected <= known | {uid.rpartition("/")[0] for uid in live.trained}
+    for batch in (sixth, seventh):
+        live.is_sampled_from(batch.table)
+        assert batch.metrics["staleness/max"] <= 2.0 and batch.metrics["staleness/too_late"] == 0.0
+    assert len(live.trained) == len(set(live.trained)) == 7 * 32
+
+
+@contextmanager
+def killed_at_once(pid: int) -> Iterator[None]:
+    """Within it a process is killed."""
+    os.kill(pid, signal.SIGKILL)
+    yield
+
+
+def test_what_was_saved_goes_on(live: Live, tmp_path: Path, started: ExitStack) -> None:
+    """Prompts and groups are those that were there; engines that have none of it are asked for all of it."""
+    batches, saved, again = live.batches, tmp_path / "saved", tmp_path / "again"
+    saved.mkdir()
+    again.mkdir()
+    batches.save(saved)
+    before = {one.uid for one in batches.under_way.asked.values()}
+    whole = [one.uid for one in batches.under_way.ready]
+    assert before
+    empty = replace(batches.under_way, asked={}, ready=[], dropped=[], drawn=0, too_late=0)
+    scorer = started.enter_context(make_scorer(live.config))
+    rewards = replace(batches.rewards, scorer=scorer)
+    other = replace(batches, under_way=empty, drawn=None, engine_of={}, rewards=rewards)
+    other.load(saved)
+    save_under_way(other.under_way, other.drawn, again)
+    assert sorted(file.name for file in saved.iterdir()) == sorted(file.name for file in again.iterdir())
+    for file in saved.iterdir():
+        assert file.read_bytes() == (again / file.name).read_bytes()
+    for rank in (0, 1):  # what a run that goes on has: engines that were just started
+        live.run.wait(live.roles.engines.restart(rank))
+    live.roles.restarts.connect()
+    live.batches = other
+    eighth, ninth = live.step(8), live.step(9)
+    assert not other.under_way.asked and not other.under_way.ready  # the run ends here: nothing was in vain
+    uids = set(eighth.table["prompt_uid"].to_pylist()) | set(ninth.table["prompt_uid"].to_pylist())
+    assert before | set(whole) <= uids and len(uids) == 32
+    live.is_sampled_from(eighth.table)
+    live.is_sampled_from(ninth.table)
+    assert len(live.trained) == len(set(live.trained)) == 9 * 32

@@ -37,7 +37,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m tests.run_all
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -175,7 +175,7 @@ def _build_chunk(
     with layer_modules(), unallocated(held):
         model = GPTModel(
             config=settings,
-            transformer_layer_spec=layer_spec(settings, vp_stage),
+            transformer_layer_spec=layer_spec(settings, vp_stage, last),
             vocab_size=vocab_size,
             max_sequence_length=config.max_position_embeddings,
             pre_process=first,

@@ -4,12 +4,15 @@ Written against megatron-core 0.19.2.
 """
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from megarl.megatron import torch_te
 from megarl.megatron.transformer_config import has_transformer_engine
@@ -25,6 +28,26 @@ class DirectQueryAttention(MLASelfAttention):
         return super()._resolve_qk_norm_config(submodules) | {"linear_q_proj": submodules.linear_q_proj}
 
 
+class LiveLayer(TransformerLayer):
+    """A model's last layer. Its MLP is computed at a batch's live positions alone where only these are asked for
+    (`PackedBatch.packed_seq_params`): nobody looks at what it makes of a prompt. Attention has all positions' keys and values.
+
+    An MoE layer has all positions, since its balance counts them.
+    """
+
+    def _forward_mlp(
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        padding_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        live = getattr(packed_seq_params, "live", None)
+        if live is not None and not self.is_moe_layer:
+            hidden_states = hidden_states.index_select(0, live)
+        return super()._forward_mlp(hidden_states, inference_context, padding_mask, packed_seq_params)
+
+
 def layer_modules() -> contextlib.AbstractContextManager[None]:
     """While this is active, specifications and models are made of modules that this machine has.
 
@@ -33,10 +56,18 @@ def layer_modules() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if has_transformer_engine() else torch_te.standing_in()
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The specification of this rank's layers, for a model chunk; within `layer_modules`."""
+def layer_spec(config: TransformerConfig, vp_stage: int | None, last: bool) -> TransformerBlockSubmodules:
+    """The specification of this rank's layers, for a model chunk; within `layer_modules`.
+
+    Args:
+        last: whether the chunk has the model's last layer.
+    """
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     if config.multi_latent_attention and config.q_lora_rank is None:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.module = DirectQueryAttention
+    # With sequence parallelism ranks have equally many positions each. Transformer Engine's kernels have bounds on how many
+    # there are (multiples of 8 or 16 for FP8, at least one), and have not been tried.
+    if last and not config.sequence_parallel and not has_transformer_engine():
+        spec.layer_specs[-1] = replace(spec.layer_specs[-1], module=LiveLayer)
     return spec

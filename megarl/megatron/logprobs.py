@@ -180,7 +180,7 @@ def lm_output_processor(
     The settings after `context` are bound by `lm_head`; what else GPTModel passes is not needed.
 
     Args:
-        hidden_states: [tokens (/tp with sequence parallelism), 1, hidden].
+        hidden_states: [tokens (/tp with sequence parallelism) or live, 1, hidden].
         output_weight: the shared embedding's weight where embeddings are tied; None: the layer's own.
         context: the batch, and the model chunk.
 
@@ -213,7 +213,7 @@ def _live_hidden(hidden_states: Tensor, output_layer: torch.nn.Module, batch: Pa
         )
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-    return hidden.flatten(0, 1).index_select(0, batch.live)
+    return batch.live_rows(hidden.flatten(0, 1))
 
 
 def hidden_head(

@@ -39,6 +39,13 @@ class OtherHead:
     weight: Tensor
 
 
+@dataclass
+class PackedBounds(PackedSeqParams):
+    """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all."""
+
+    live: Tensor | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
     """One rank's share of a packed micro-batch; `tokens` counts this rank's tokens.
@@ -83,11 +90,16 @@ class PackedBatch:
         """Tokens over all context-parallel ranks that are there for alignment only."""
         return self.num_tokens * self.cp - int(self.lengths.sum())
 
-    def packed_seq_params(self) -> PackedSeqParams:
-        """What Megatron's attention and rotary embedding need to know of the sequences' bounds."""
+    def packed_seq_params(self, live_only: bool = False) -> PackedBounds:
+        """What Megatron's attention and rotary embedding need to know of the sequences' bounds.
+
+        Args:
+            live_only: whether the last hidden states are asked for at the live positions alone. Where the last layer can do so
+                (`live_mlp`) they are then [live, 1, hidden], elsewhere [tokens, 1, hidden]: `live_rows` takes both.
+        """
         # Aligned lengths serve as the true ones: attention then runs over the alignment tokens at each
         # end, which costs a few tokens and spares the kernels the case of gaps between sequences.
-        return PackedSeqParams(
+        return PackedBounds(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_kv=self.cu_seqlens,
@@ -96,7 +108,15 @@ class PackedBatch:
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
             pad_between_seqs=False,
+            live=self.live if live_only else None,
         )
+
+    def live_rows(self, hidden: Tensor) -> Tensor:
+        """`hidden` at the live positions, [live, ...], of hidden states of these or of all positions."""
+        if hidden.shape[0] == self.live.shape[0]:  # they are, or all positions are live
+            return hidden
+        assert hidden.shape[0] == self.num_tokens, (hidden.shape, self.num_tokens)
+        return hidden.index_select(0, self.live)
 
 
 def pack_trajectories(

@@ -30,7 +30,7 @@ from megarl.megatron.optimizer import loss_scale, optimizer_step, zero_gradients
 from megarl.megatron.packed import PackedBatch
 
 # GPTModel's `output_processor`, settings bound (`logprobs.lm_head(...)`, `value.value_head`): it turns the last
-# stage's hidden states into outputs with one row a token of the batch.
+# stage's hidden states, of all positions or of the live ones (`PackedBatch.live_rows`), into outputs with one row a token of the batch.
 Head = Callable[..., Tensor]
 
 # (outputs, batch) -> (loss summed over this rank's tokens, sums to be reported).
@@ -106,7 +106,7 @@ def _run_schedule(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             attention_mask=None,
-            packed_seq_params=batch.packed_seq_params(),
+            packed_seq_params=batch.packed_seq_params(live_only=True),
             output_processor=head,
             output_processor_context=(batch, unwrap([model])[0]),
         )

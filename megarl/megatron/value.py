@@ -18,12 +18,12 @@ def value_head(*, hidden_states: Tensor, context: tuple[PackedBatch, GPTModel], 
     gradient, otherwise every rank computes the same.
 
     Args:
-        hidden_states: [tokens (/tp with sequence parallelism), 1, hidden].
+        hidden_states: [tokens (/tp with sequence parallelism) or live, 1, hidden].
         context: the batch, and the chunk whose `value_head.weight` is [1, hidden].
 
-    Returns: float32 [tokens], the same on all tensor-parallel ranks.
+    Returns: float32 [tokens], the same on all tensor-parallel ranks. 0 where the batch's mask is false.
     """
-    _, model = context
+    batch, model = context
     # In float32 whatever the model's dtype: bfloat16 would round the values themselves to three digits.
     weight = model.value_head.weight.float()
     values = torch.nn.functional.linear(hidden_states.float(), weight)  # [tokens (/tp), 1, 1]
@@ -33,4 +33,5 @@ def value_head(*, hidden_states: Tensor, context: tuple[PackedBatch, GPTModel], 
         values = gather_from_sequence_parallel_region(
             values, tensor_parallel_output_grad=False, group=model.pg_collection.tp
         )
-    return values.flatten()
+    values = batch.live_rows(values.flatten())
+    return values.new_zeros(batch.num_tokens).index_copy(0, batch.live, values)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megarl.megatron.build import unwrap
 from megarl.megatron.logprobs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packed import PackedBatch, unpack
 from megarl.megatron.parallel import coords
 from megarl.megatron.step import forward_only, train_step
+from megarl.megatron.transformer_config import has_transformer_engine
 from tests.megatron.hf import VOCAB, check_gradients, make_table, optimizer_settings, place_model, save_model
 from tests.ranks import RankError
 
@@ -185,3 +187,32 @@ def test_unequal_numbers_of_micro_batches_are_refused_on_every_rank(ranks, folde
         ranks.run(_unequal, folders[False][0], make_table(), world=2)
     for count in (1, 2):
         assert f"data parallel ranks have from 1 to 2 micro-batches; {count} here" in str(error.value)
+
+
+def _mlp_rows(
+    rank: int, world: int, layout: dict, folder: str, table: pa.Table
+) -> tuple[list[int], int, int]:
+    """How many positions each layer's MLP has of a batch, how many the batch has, and how many are live."""
+    place, rows = place_model(rank, world, layout, folder), []
+    layers = unwrap(place.chunks)[-1].decoder.layers
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[0]))
+        for layer in layers
+    ]
+    batch = place.pack(table, [0, 1, 2])
+    forward_only(place.chunks, [batch], HEAD)
+    for hook in hooks:
+        hook.remove()
+    return rows, batch.num_tokens, len(batch.live)
+
+
+@pytest.mark.skipif(has_transformer_engine(), reason="Transformer Engine's layers have all positions")
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"cp": 2}, {"tp": 2}, {"tp": 2, "sp": True}], ids=str)
+def test_the_last_mlp_has_live_positions_only(ranks, folders, layout: dict) -> None:
+    """With sequence parallelism it has all, of which ranks have equal parts."""
+    results = ranks.run(_mlp_rows, layout, folders[False][0], make_table(), world=2 if layout else 1)
+    parts = 2 if "sp" in layout else 1
+    for rank, (rows, tokens, live) in enumerate(results):
+        assert 0 < live < tokens
+        last = tokens if "sp" in layout or (rank == 0 and "pp" in layout) else live
+        assert rows == [tokens // parts] * (len(rows) - 1) + [last // parts]

@@ -108,7 +108,7 @@ def load_with_mtp(
     settings = transformer_config(config, layout, torch.float32, None)
     settings.mtp_num_layers = config.num_mtp_layers
     with layer_modules():
-        spec = layer_spec(settings, None)
+        spec = layer_spec(settings, None, last=False)
         chunk = GPTModel(
             config=settings,
             transformer_layer_spec=spec,

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from megarl.freed_memory import return_freed_memory
+
 CPU = torch.device("cpu")
 
 # Factories that megatron-core calls with `device="cuda"` or with a pinned-memory flag.
@@ -152,8 +154,9 @@ def _patch_cuda_module() -> None:
     cuda = torch.cuda
     # megatron-core passes the result on as `device=`, so it is a torch.device and not an index.
     cuda.current_device = lambda: CPU
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+    for name in ("set_device", "synchronize", "reset_peak_memory_stats"):
         setattr(cuda, name, _nothing())
+    cuda.empty_cache = return_freed_memory
     cuda.get_device_capability = lambda *args: (0, 0)
     cuda.is_current_stream_capturing = lambda: False
     cuda.Stream, cuda.Event = _Stream, _Event

@@ -16,6 +16,7 @@ MAX_LINES = 400
 # docs/architecture.md shows the same table to readers. A room imports only from rooms on floors below its own.
 FLOORS = {
     "files": 0,
+    "freed_memory": 0,
     "plugins": 0,
     "signals": 0,
     "spans": 0,
@@ -48,6 +49,7 @@ FORBIDDEN = {
     "platform": {"transformers", "ray", "sglang"},
     "rendezvous": {"transformers", "ray", "megatron", "sglang"},
     "files": HEAVY,
+    "freed_memory": HEAVY,
     "plugins": HEAVY,
     "signals": HEAVY,
     "spans": HEAVY,

@@ -17,6 +17,7 @@ from megarl.checkpoints import FileFacts
 from megarl.cluster.rendezvous import meet
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import from_lists
+from megarl.freed_memory import keep_freed_memory
 from megarl.hybrid_engine import (
     AdapterExport,
     Bundle,
@@ -83,6 +84,8 @@ class ModelWorker:
             base: the rank, of the same layout, whose model this one's adapters are put on; None: it loads its own.
         """
         self.info, self.spec = info, spec
+        if not platform.is_cuda():
+            keep_freed_memory()
         load_plugins(spec.plugins)
         self.layout = ParallelLayout.from_config(spec.megatron, info.world_size)
         if base is None:

@@ -16,6 +16,7 @@ Later stages append columns: `score` (float32, one a row) and the lists (float32
 `old_log_probs`, `ref_log_probs`, `full_kl` (the exact KL to the reference), `values`, `advantages`, `returns`.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -307,17 +308,19 @@ def from_lists(lists: Sequence[Sequence[float] | np.ndarray], dtype: npt.DTypeLi
     return flat.astype(dtype, copy=False), offsets
 
 
-def append_column(table: pa.Table, name: str, values: Ragged | np.ndarray) -> pa.Table:
-    """Append a float32 column: response-aligned lists given as (flat, offsets), or one value a row [rows].
+def append_column(table: pa.Table, name: str, values: Ragged | np.ndarray | pa.ListArray) -> pa.Table:
+    """Append a float32 column: response-aligned lists, also as (flat, offsets), or one value a row [rows].
 
     The rows must be the table's, in its order.
     """
     assert name not in table.column_names, f"column {name} is there already"
     if isinstance(values, tuple):
-        flat, offsets = values
-        lengths = list_lengths(table, "response_ids")
-        assert np.array_equal(np.diff(offsets), lengths), f"{name} is not aligned with response_ids"
-        return table.append_column(name, from_ragged(np.asarray(flat, dtype=np.float32), offsets))
+        values = from_ragged(np.asarray(values[0], dtype=np.float32), values[1])
+    if isinstance(values, pa.ListArray):
+        longer = table.append_column(name, values)
+        aligned = np.array_equal(list_lengths(longer, name), list_lengths(table, "response_ids"))
+        assert aligned, f"{name} is not aligned with response_ids"
+        return longer
     assert values.shape == (table.num_rows,), (name, values.shape, table.num_rows)
     return table.append_column(name, pa.array(np.asarray(values, dtype=np.float32)))
 
@@ -353,21 +356,22 @@ def _is_ragged(column: pa.ChunkedArray) -> bool:
     return not any(chunk.values.null_count for chunk in column.chunks)
 
 
-def _take_ragged(table: pa.Table, name: str, rows: np.ndarray) -> pa.ListArray:
-    """Copies whole rows, once, whatever chunks they lie in: Arrow 26 gathers lists value by value, ten times slower for
-    rows of thousands."""
-    chunks = [
-        (flat, offsets.tolist())
-        for flat, offsets in (_ragged_of(chunk, name) for chunk in table[name].chunks)
-    ]
-    starts = np.cumsum([0, *(len(offsets) - 1 for _, offsets in chunks)])
+def _take_ragged(table: pa.Table, name: str, rows: np.ndarray) -> pa.Array:
+    """Copies whole rows, once, and neighbours at once, whatever chunks they lie in: Arrow 26 gathers lists value by value, ten
+    times slower for rows of thousands. Its allocator has memory of the step before; numpy's large arrays come from the
+    system, which clears them."""
+    chunks = table[name].chunks
+    starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
+    if len(rows) and (rows.min() < 0 or rows.max() >= starts[-1]):
+        raise IndexError(f"rows from {rows.min()} to {rows.max()} of a table of {starts[-1]}")
     chunk_of = np.searchsorted(starts, rows, side="right") - 1
-    taken, bounds = [], np.zeros(len(rows) + 1, dtype=np.int64)
-    for number, row in zip(chunk_of.tolist(), (rows - starts[chunk_of]).tolist(), strict=True):
-        flat, offsets = chunks[number]
-        taken.append(flat[offsets[row] : offsets[row + 1]])
-    np.cumsum([len(values) for values in taken], out=bounds[1:])
-    return from_ragged(np.concatenate(taken) if taken else chunks[0][0][:0], bounds)
+    apart = (np.diff(rows) != 1) | (np.diff(chunk_of) != 0)
+    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
+    local, chunk_of = (rows - starts[chunk_of]).tolist(), chunk_of.tolist()
+    return pa.concat_arrays(
+        [chunks[chunk_of[a]].slice(local[a], b - a) for a, b in itertools.pairwise(bounds) if b > a]
+        or [chunks[0].slice(0, 0)]
+    )
 
 
 def write_trajectories(table: pa.Table, path: str | Path) -> Path:

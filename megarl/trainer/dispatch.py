@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossCounts
 from megarl.data.balance import aligned_lengths, plan_figures, plan_mini_batches, sequence_costs
-from megarl.data.trajectories import append_column, ragged, sequence_lengths
+from megarl.data.trajectories import append_column, from_ragged, sequence_lengths, take
 from megarl.layout.grid import ParallelLayout
 
 
@@ -96,13 +96,20 @@ def update_plan(
         multiple_of=_schedule_multiple(layout),
         costs=sequence_costs(lengths, cut.pair_share),
     )
-    mask, offsets = ragged(table, "response_mask")
-    live = np.array([np.count_nonzero(mask[a:b]) for a, b in itertools.pairwise(offsets)])  # [rows]
+    live = _live_tokens(table)
     counts = []
     for shares in plan:
         rows = live[[row for share in shares for micro in share for row in micro]]
         counts.append(LossCounts(tokens=int(rows.sum()), trajectories=int((rows > 0).sum())))
     return plan, counts
+
+
+def _live_tokens(table: pa.Table) -> np.ndarray:
+    """Tokens of each trajectory that are trained on [rows]; counted as they lie there, eight to a byte."""
+    column = table["response_mask"]
+    mask = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+    bounds = itertools.pairwise(mask.offsets.to_pylist())
+    return np.array([mask.values.slice(a, b - a).true_count for a, b in bounds], dtype=np.int64)
 
 
 def packing_metrics(
@@ -144,15 +151,9 @@ def merge_columns(table: pa.Table, results: Sequence) -> pa.Table:
     assert np.array_equal(np.sort(rows), np.arange(table.num_rows)), "each row is computed exactly once"
     order = np.argsort(rows)
     for name in parts[0][1]:
-        lists = [
-            flat[a:b]
-            for _, columns in parts
-            for flat, offsets in [columns[name]]
-            for a, b in itertools.pairwise(offsets)
-        ]
-        sorted_lists = [lists[index] for index in order]
-        offsets = np.concatenate([[0], np.cumsum([len(values) for values in sorted_lists])])
-        table = append_column(table, name, (np.concatenate(sorted_lists), offsets.astype(np.int64)))
+        flats = [(np.asarray(columns[name][0], np.float32), columns[name][1]) for _, columns in parts]
+        lists = pa.table({name: pa.chunked_array([from_ragged(*flat) for flat in flats])})
+        table = append_column(table, name, take(lists, order)[name].chunk(0))
     return table
 
 

@@ -16,7 +16,6 @@ Later stages append columns: `score` (float32, one a row) and the lists (float32
 `old_log_probs`, `ref_log_probs`, `full_kl` (the exact KL to the reference), `values`, `advantages`, `returns`.
 """
 
-import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megarl.data.files import open_parquet, write_parquet
+from megarl.data.gather import Blocks, gather_lists
 
 PROMPT_SCHEMA = pa.schema(
     [
@@ -332,14 +332,14 @@ def replace_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     return table.set_column(at, table.schema.field(name), values)
 
 
-def take(table: pa.Table, indices: Sequence[int] | np.ndarray) -> pa.Table:
-    """Rows of a table in the given order, each column one chunk."""
+def take(table: pa.Table, indices: Sequence[int] | np.ndarray, blocks: Blocks | None = None) -> pa.Table:
+    """Rows of a table in the given order, each column one chunk; `blocks`: where lists are copied to."""
     rows = np.asarray(indices, dtype=np.int64)
     plain = [field.name for field in table.schema if not _is_ragged(table[field.name])]
     chosen = table.select(plain).take(pa.array(rows)).combine_chunks() if plain else None
     columns = {name: chosen[name] for name in plain}
     columns |= {
-        field.name: _take_ragged(table, field.name, rows)
+        field.name: gather_lists(table[field.name].chunks, rows, blocks)
         for field in table.schema
         if field.name not in columns
     }
@@ -354,24 +354,6 @@ def _is_ragged(column: pa.ChunkedArray) -> bool:
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         return False
     return not any(chunk.values.null_count for chunk in column.chunks)
-
-
-def _take_ragged(table: pa.Table, name: str, rows: np.ndarray) -> pa.Array:
-    """Copies whole rows, once, and neighbours at once, whatever chunks they lie in: Arrow 26 gathers lists value by value, ten
-    times slower for rows of thousands. Its allocator has memory of the step before; numpy's large arrays come from the
-    system, which clears them."""
-    chunks = table[name].chunks
-    starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
-    if len(rows) and (rows.min() < 0 or rows.max() >= starts[-1]):
-        raise IndexError(f"rows from {rows.min()} to {rows.max()} of a table of {starts[-1]}")
-    chunk_of = np.searchsorted(starts, rows, side="right") - 1
-    apart = (np.diff(rows) != 1) | (np.diff(chunk_of) != 0)
-    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
-    local, chunk_of = (rows - starts[chunk_of]).tolist(), chunk_of.tolist()
-    return pa.concat_arrays(
-        [chunks[chunk_of[a]].slice(local[a], b - a) for a, b in itertools.pairwise(bounds) if b > a]
-        or [chunks[0].slice(0, 0)]
-    )
 
 
 def write_trajectories(table: pa.Table, path: str | Path) -> Path:

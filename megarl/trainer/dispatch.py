@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossCounts
 from megarl.data.balance import aligned_lengths, plan_figures, plan_mini_batches, sequence_costs
+from megarl.data.gather import Blocks
 from megarl.data.trajectories import append_column, from_ragged, sequence_lengths, take
 from megarl.layout.grid import ParallelLayout
 
@@ -144,8 +145,8 @@ def columns_of(table: pa.Table, names: Sequence[str]) -> pa.Table:
     return table.select([name for name in table.column_names if name in names])
 
 
-def merge_columns(table: pa.Table, results: Sequence) -> pa.Table:
-    """Append the columns that the ranks computed (`RowColumns` or None each) in the table's row order."""
+def merge_columns(table: pa.Table, results: Sequence, blocks: Blocks | None = None) -> pa.Table:
+    """Append the columns that the ranks computed (`RowColumns` or None each) in the table's row order, in memory of `blocks`."""
     parts = [part for part in results if part is not None]
     rows = np.concatenate([np.asarray(part_rows, dtype=np.int64) for part_rows, _ in parts])
     assert np.array_equal(np.sort(rows), np.arange(table.num_rows)), "each row is computed exactly once"
@@ -153,7 +154,7 @@ def merge_columns(table: pa.Table, results: Sequence) -> pa.Table:
     for name in parts[0][1]:
         flats = [(np.asarray(columns[name][0], np.float32), columns[name][1]) for _, columns in parts]
         lists = pa.table({name: pa.chunked_array([from_ragged(*flat) for flat in flats])})
-        table = append_column(table, name, take(lists, order)[name].chunk(0))
+        table = append_column(table, name, take(lists, order, blocks)[name].chunk(0))
     return table
 
 

@@ -45,6 +45,7 @@ from megarl.config import (
     save_config,
     to_dict,
 )
+from megarl.data.gather import Blocks
 from megarl.data.trajectories import write_trajectories
 from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.checkpoints import find_resumed, open_store
@@ -100,6 +101,7 @@ class Run:
     profile_steps: Sequence[int] = ()
     profile_ranks: Sequence[int] = ()
     timeline: Timeline | None = None  # None: nobody wants one
+    blocks: Blocks = field(default_factory=Blocks)  # memory of the batches' columns
 
     @property
     def resumed_step(self) -> int:

@@ -61,7 +61,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         calls.append(("critic", critic.group.call("compute_values", table, run.put(shares))))
     answers = [(role, run.wait(refs)) for role, refs in calls]
     for _, results in answers:
-        batch = merge_columns(batch, results)
+        batch = merge_columns(batch, results, run.blocks)
     require_finite(batch, COMPUTED, answers)
     return batch
 

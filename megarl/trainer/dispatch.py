@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -46,9 +46,44 @@ Plan = list[list[list[list[int]]]]
 """By mini-batch, by data parallel rank, by micro-batch: row numbers."""
 
 
-def forward_plan(table: pa.Table, layout: ParallelLayout, cut: MicroBatching) -> list[list[list[int]]]:
-    """All rows of a table as one batch: by data parallel rank, by micro-batch, row numbers."""
-    return plan_rows(sequence_lengths(table), layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
+@dataclass
+class Plans:
+    """Plans of the last lengths that were asked for, each made once: a step's passes, and roles of the same layout and limits,
+    share theirs. A plan depends on nothing but what it is asked by."""
+
+    lengths: bytes = b""
+    made: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+
+    def of(self, lengths: np.ndarray, layout: ParallelLayout, cut: MicroBatching, seed: int = 0) -> Plan:
+        """As `plan_mini_batches`. `seed`: of an order that is drawn, if `cut` has it so."""
+        if (read := lengths.tobytes()) != self.lengths:
+            self.lengths, self.made = read, {}
+        key = (layout.dp, _schedule_multiple(layout), cut, seed if cut.shuffle else 0)
+        if key not in self.made:
+            self.made[key] = plan_mini_batches(
+                lengths,
+                num_dp=layout.dp,
+                mini_batch_size=cut.mini_batch_size,
+                max_tokens=cut.max_tokens,
+                micro_batch_size=cut.micro_batch_size,
+                epochs=cut.epochs,
+                shuffle=cut.shuffle,
+                seed=seed,
+                multiple_of=_schedule_multiple(layout),
+                costs=sequence_costs(lengths, cut.pair_share),
+            )
+        return self.made[key]
+
+
+def forward_plan(
+    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, plans: Plans | None = None
+) -> list[list[list[int]]]:
+    """All rows of a table as one batch: by data parallel rank, by micro-batch, row numbers.
+
+    plans: those that were made before; None: none.
+    """
+    whole = replace(cut, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
+    return (plans or Plans()).of(sequence_lengths(table), layout, whole)[0]
 
 
 def first_pass_plan(plan: Plan, epochs: int) -> list[list[list[int]]]:
@@ -81,22 +116,13 @@ def plan_rows(
 
 
 def update_plan(
-    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int
+    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int, plans: Plans | None = None
 ) -> tuple[Plan, list[LossCounts]]:
-    """The mini-batches of all epochs, and what each holds of tokens and trajectories that are trained on."""
-    lengths = sequence_lengths(table)
-    plan = plan_mini_batches(
-        lengths,
-        num_dp=layout.dp,
-        mini_batch_size=cut.mini_batch_size,
-        max_tokens=cut.max_tokens,
-        micro_batch_size=cut.micro_batch_size,
-        epochs=cut.epochs,
-        shuffle=cut.shuffle,
-        seed=seed,
-        multiple_of=_schedule_multiple(layout),
-        costs=sequence_costs(lengths, cut.pair_share),
-    )
+    """The mini-batches of all epochs, and what each holds of tokens and trajectories that are trained on.
+
+    plans: as for `forward_plan`.
+    """
+    plan = (plans or Plans()).of(sequence_lengths(table), layout, cut, seed)
     live = _live_tokens(table)
     counts = []
     for shares in plan:

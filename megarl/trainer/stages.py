@@ -46,18 +46,18 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     actor, ref, critic = roles.actor, roles.ref, roles.critic
     calls = []
     if needs_old_log_probs(config):
-        plan, _ = update_plan(batch, actor.layout, actor.cut, seed)
+        plan, _ = update_plan(batch, actor.layout, actor.cut, seed, run.plans)
         shares = first_pass_plan(plan, actor.cut.epochs)
         method = "compute_full_kl" if full_kl_in_reward(config) else "compute_log_probs"
         calls.append(("actor", actor.group.call(method, table, run.put(shares), "old_log_probs")))
     elif not is_single_update(config):
         batch = append_column(batch, "old_log_probs", ragged(batch, "rollout_log_probs"))
     if ref is not None and needs_ref_log_probs(config):
-        shares = forward_plan(batch, ref.layout, ref.cut)
+        shares = forward_plan(batch, ref.layout, ref.cut, run.plans)
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
         calls.append(("ref", ref.group.call(method, table, run.put(shares), "ref_log_probs")))
     if critic is not None:
-        shares = forward_plan(batch, critic.layout, critic.cut)
+        shares = forward_plan(batch, critic.layout, critic.cut, run.plans)
         calls.append(("critic", critic.group.call("compute_values", table, run.put(shares))))
     answers = [(role, run.wait(refs)) for role, refs in calls]
     for _, results in answers:

@@ -60,11 +60,10 @@ class Ranks:
     def __init__(self, info: RankInfo, layout: ParallelLayout) -> None:
         self.layout = layout
 
-    def compute_log_probs(self, table: pa.Table, shares: list, column: str) -> Any:
-        return self._columns(table, shares, [column])
-
-    def compute_ref_log_probs(self, table: pa.Table, shares: list, column: str) -> Any:
-        return self._columns(table, shares, [column])
+    def compute_both_log_probs(self, table: pa.Table, shares: list, ref_shares: list) -> Any:
+        policy = self._columns(table, shares, ["old_log_probs"])
+        reference = self._columns(table, ref_shares, ["ref_log_probs"])
+        return None if policy is None else (policy, reference)
 
     def compute_values(self, table: pa.Table, shares: list) -> Any:
         return self._columns(table, shares, ["values"])

@@ -18,6 +18,7 @@ Rows are planned by their lengths and costs alone; nothing here knows tokens, te
 """
 
 import heapq
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ MiniBatch = list[list[list[int]]]
 """[data parallel rank][micro-batch] -> row indices."""
 
 _LEVEL = 1e-3  # micro-batches that differ by less of their mean cost are level
+_FEW = 8  # parts that are put in their places one by one; more are sorted with all others
 _LEVEL_WITH = 4  # of the cheapest micro-batches the costliest one tries to exchange rows with
 
 _Bin = tuple[int, int, list[int]]  # (-sum of lengths, first item, items): sorts by falling sum, then by item
@@ -87,15 +89,24 @@ def _spread(solution: list[_Bin], k: int) -> int:
 
 
 def _merge(first: list[_Bin], second: list[_Bin], k: int) -> list[_Bin]:
-    """Merge two solutions, lists of their non-empty parts by falling sum: the fullest with the emptiest."""
+    """Merge two solutions, lists of their non-empty parts by falling sum: the fullest with the emptiest.
+
+    Neither of them is of use afterwards: the larger one becomes the result.
+    """
     num_joined = max(0, len(first) + len(second) - k)
-    merged = first[: len(first) - num_joined] + second[: len(second) - num_joined]
-    for a, b in zip(
-        first[len(first) - num_joined :], reversed(second[len(second) - num_joined :]), strict=True
-    ):
-        merged.append((a[0] + b[0], min(a[1], b[1]), a[2] + b[2]))
-    merged.sort()
-    return merged
+    few, many = sorted((first, second), key=len)
+    joined = zip(few[len(few) - num_joined :], reversed(many[len(many) - num_joined :]), strict=True)
+    new = [(a[0] + b[0], min(a[1], b[1]), a[2] + b[2]) for a, b in joined]
+    new += few[: len(few) - num_joined]
+    del many[len(many) - num_joined :]
+    if len(new) > _FEW:
+        many += new
+        many.sort()
+        return many
+    # Mostly it is a single item that joins a thousand parts: no need to look at all of them.
+    for part in new:
+        insort(many, part)
+    return many
 
 
 def micro_batches(

@@ -28,6 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from megarl.data.files import open_parquet, write_parquet
+from megarl.data.gather import Blocks, gather_lists
 
 PROMPT_SCHEMA = pa.schema(
     [
@@ -307,17 +308,19 @@ def from_lists(lists: Sequence[Sequence[float] | np.ndarray], dtype: npt.DTypeLi
     return flat.astype(dtype, copy=False), offsets
 
 
-def append_column(table: pa.Table, name: str, values: Ragged | np.ndarray) -> pa.Table:
-    """Append a float32 column: response-aligned lists given as (flat, offsets), or one value a row [rows].
+def append_column(table: pa.Table, name: str, values: Ragged | np.ndarray | pa.ListArray) -> pa.Table:
+    """Append a float32 column: response-aligned lists, also as (flat, offsets), or one value a row [rows].
 
     The rows must be the table's, in its order.
     """
     assert name not in table.column_names, f"column {name} is there already"
     if isinstance(values, tuple):
-        flat, offsets = values
-        lengths = list_lengths(table, "response_ids")
-        assert np.array_equal(np.diff(offsets), lengths), f"{name} is not aligned with response_ids"
-        return table.append_column(name, from_ragged(np.asarray(flat, dtype=np.float32), offsets))
+        values = from_ragged(np.asarray(values[0], dtype=np.float32), values[1])
+    if isinstance(values, pa.ListArray):
+        longer = table.append_column(name, values)
+        aligned = np.array_equal(list_lengths(longer, name), list_lengths(table, "response_ids"))
+        assert aligned, f"{name} is not aligned with response_ids"
+        return longer
     assert values.shape == (table.num_rows,), (name, values.shape, table.num_rows)
     return table.append_column(name, pa.array(np.asarray(values, dtype=np.float32)))
 
@@ -329,14 +332,14 @@ def replace_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     return table.set_column(at, table.schema.field(name), values)
 
 
-def take(table: pa.Table, indices: Sequence[int] | np.ndarray) -> pa.Table:
-    """Rows of a table in the given order, each column one chunk."""
+def take(table: pa.Table, indices: Sequence[int] | np.ndarray, blocks: Blocks | None = None) -> pa.Table:
+    """Rows of a table in the given order, each column one chunk; `blocks`: where lists are copied to."""
     rows = np.asarray(indices, dtype=np.int64)
     plain = [field.name for field in table.schema if not _is_ragged(table[field.name])]
     chosen = table.select(plain).take(pa.array(rows)).combine_chunks() if plain else None
     columns = {name: chosen[name] for name in plain}
     columns |= {
-        field.name: _take_ragged(table, field.name, rows)
+        field.name: gather_lists(table[field.name].chunks, rows, blocks)
         for field in table.schema
         if field.name not in columns
     }
@@ -351,23 +354,6 @@ def _is_ragged(column: pa.ChunkedArray) -> bool:
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         return False
     return not any(chunk.values.null_count for chunk in column.chunks)
-
-
-def _take_ragged(table: pa.Table, name: str, rows: np.ndarray) -> pa.ListArray:
-    """Copies whole rows, once, whatever chunks they lie in: Arrow 26 gathers lists value by value, ten times slower for
-    rows of thousands."""
-    chunks = [
-        (flat, offsets.tolist())
-        for flat, offsets in (_ragged_of(chunk, name) for chunk in table[name].chunks)
-    ]
-    starts = np.cumsum([0, *(len(offsets) - 1 for _, offsets in chunks)])
-    chunk_of = np.searchsorted(starts, rows, side="right") - 1
-    taken, bounds = [], np.zeros(len(rows) + 1, dtype=np.int64)
-    for number, row in zip(chunk_of.tolist(), (rows - starts[chunk_of]).tolist(), strict=True):
-        flat, offsets = chunks[number]
-        taken.append(flat[offsets[row] : offsets[row + 1]])
-    np.cumsum([len(values) for values in taken], out=bounds[1:])
-    return from_ragged(np.concatenate(taken) if taken else chunks[0][0][:0], bounds)
 
 
 def write_trajectories(table: pa.Table, path: str | Path) -> Path:

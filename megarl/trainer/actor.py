@@ -77,6 +77,14 @@ class ActorWorker(ModelWorker):
         with self._without_adapters():
             return self._log_probs(self.reference, table, shares, column)
 
+    def compute_both_log_probs(
+        self, table: pa.Table, shares: list[Share], ref_shares: list[Share]
+    ) -> tuple[RowColumns, RowColumns] | None:
+        """`compute_log_probs` as `old_log_probs`, and then `compute_ref_log_probs` as `ref_log_probs`."""
+        policy = self.compute_log_probs(table, shares, "old_log_probs")
+        reference = self.compute_ref_log_probs(table, ref_shares, "ref_log_probs")
+        return None if policy is None or reference is None else (policy, reference)
+
     def compute_full_kl(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The policy's log-probs of the responses as `column`, the exact KL to the reference at each token as `full_kl` and
         the reference's log-probs as `ref_log_probs`, all at the sampling temperature."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossCounts
 from megarl.data.balance import aligned_lengths, plan_figures, plan_mini_batches, sequence_costs
-from megarl.data.trajectories import append_column, ragged, sequence_lengths
+from megarl.data.gather import Blocks
+from megarl.data.trajectories import append_column, from_ragged, sequence_lengths, take
 from megarl.layout.grid import ParallelLayout
 
 
@@ -45,9 +46,44 @@ Plan = list[list[list[list[int]]]]
 """By mini-batch, by data parallel rank, by micro-batch: row numbers."""
 
 
-def forward_plan(table: pa.Table, layout: ParallelLayout, cut: MicroBatching) -> list[list[list[int]]]:
-    """All rows of a table as one batch: by data parallel rank, by micro-batch, row numbers."""
-    return plan_rows(sequence_lengths(table), layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
+@dataclass
+class Plans:
+    """Plans of the last lengths that were asked for, each made once: a step's passes, and roles of the same layout and limits,
+    share theirs. A plan depends on nothing but what it is asked by."""
+
+    lengths: bytes = b""
+    made: dict[tuple[object, ...], Plan] = field(default_factory=dict)
+
+    def of(self, lengths: np.ndarray, layout: ParallelLayout, cut: MicroBatching, seed: int = 0) -> Plan:
+        """As `plan_mini_batches`. `seed`: of an order that is drawn, if `cut` has it so."""
+        if (read := lengths.tobytes()) != self.lengths:
+            self.lengths, self.made = read, {}
+        key = (layout.dp, _schedule_multiple(layout), cut, seed if cut.shuffle else 0)
+        if key not in self.made:
+            self.made[key] = plan_mini_batches(
+                lengths,
+                num_dp=layout.dp,
+                mini_batch_size=cut.mini_batch_size,
+                max_tokens=cut.max_tokens,
+                micro_batch_size=cut.micro_batch_size,
+                epochs=cut.epochs,
+                shuffle=cut.shuffle,
+                seed=seed,
+                multiple_of=_schedule_multiple(layout),
+                costs=sequence_costs(lengths, cut.pair_share),
+            )
+        return self.made[key]
+
+
+def forward_plan(
+    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, plans: Plans | None = None
+) -> list[list[list[int]]]:
+    """All rows of a table as one batch: by data parallel rank, by micro-batch, row numbers.
+
+    plans: those that were made before; None: none.
+    """
+    whole = replace(cut, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
+    return (plans or Plans()).of(sequence_lengths(table), layout, whole)[0]
 
 
 def first_pass_plan(plan: Plan, epochs: int) -> list[list[list[int]]]:
@@ -80,29 +116,27 @@ def plan_rows(
 
 
 def update_plan(
-    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int
+    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int, plans: Plans | None = None
 ) -> tuple[Plan, list[LossCounts]]:
-    """The mini-batches of all epochs, and what each holds of tokens and trajectories that are trained on."""
-    lengths = sequence_lengths(table)
-    plan = plan_mini_batches(
-        lengths,
-        num_dp=layout.dp,
-        mini_batch_size=cut.mini_batch_size,
-        max_tokens=cut.max_tokens,
-        micro_batch_size=cut.micro_batch_size,
-        epochs=cut.epochs,
-        shuffle=cut.shuffle,
-        seed=seed,
-        multiple_of=_schedule_multiple(layout),
-        costs=sequence_costs(lengths, cut.pair_share),
-    )
-    mask, offsets = ragged(table, "response_mask")
-    live = np.array([np.count_nonzero(mask[a:b]) for a, b in itertools.pairwise(offsets)])  # [rows]
+    """The mini-batches of all epochs, and what each holds of tokens and trajectories that are trained on.
+
+    plans: as for `forward_plan`.
+    """
+    plan = (plans or Plans()).of(sequence_lengths(table), layout, cut, seed)
+    live = _live_tokens(table)
     counts = []
     for shares in plan:
         rows = live[[row for share in shares for micro in share for row in micro]]
         counts.append(LossCounts(tokens=int(rows.sum()), trajectories=int((rows > 0).sum())))
     return plan, counts
+
+
+def _live_tokens(table: pa.Table) -> np.ndarray:
+    """Tokens of each trajectory that are trained on [rows]; counted as they lie there, eight to a byte."""
+    column = table["response_mask"]
+    mask = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+    bounds = itertools.pairwise(mask.offsets.to_pylist())
+    return np.array([mask.values.slice(a, b - a).true_count for a, b in bounds], dtype=np.int64)
 
 
 def packing_metrics(
@@ -137,22 +171,16 @@ def columns_of(table: pa.Table, names: Sequence[str]) -> pa.Table:
     return table.select([name for name in table.column_names if name in names])
 
 
-def merge_columns(table: pa.Table, results: Sequence) -> pa.Table:
-    """Append the columns that the ranks computed (`RowColumns` or None each) in the table's row order."""
+def merge_columns(table: pa.Table, results: Sequence, blocks: Blocks | None = None) -> pa.Table:
+    """Append the columns that the ranks computed (`RowColumns` or None each) in the table's row order, in memory of `blocks`."""
     parts = [part for part in results if part is not None]
     rows = np.concatenate([np.asarray(part_rows, dtype=np.int64) for part_rows, _ in parts])
     assert np.array_equal(np.sort(rows), np.arange(table.num_rows)), "each row is computed exactly once"
     order = np.argsort(rows)
     for name in parts[0][1]:
-        lists = [
-            flat[a:b]
-            for _, columns in parts
-            for flat, offsets in [columns[name]]
-            for a, b in itertools.pairwise(offsets)
-        ]
-        sorted_lists = [lists[index] for index in order]
-        offsets = np.concatenate([[0], np.cumsum([len(values) for values in sorted_lists])])
-        table = append_column(table, name, (np.concatenate(sorted_lists), offsets.astype(np.int64)))
+        flats = [(np.asarray(columns[name][0], np.float32), columns[name][1]) for _, columns in parts]
+        lists = pa.table({name: pa.chunked_array([from_ragged(*flat) for flat in flats])})
+        table = append_column(table, name, take(lists, order, blocks)[name].chunk(0))
     return table
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from megarl.cluster import WorkerLost
 from megarl.config import SamplingConfig, TrainConfig
+from megarl.data.gather import Blocks
 from megarl.data.trajectories import expand_prompts, replace_column, take
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.dispatch import split_requests
@@ -86,14 +87,14 @@ def generate(
             run.revive(failure)
         came = {uid for table in tables for uid in table["uid"].to_pylist()}
         missing = take(requests, np.flatnonzero([uid not in came for uid in uids]))
-    return in_order(pa.concat_tables(tables), uids)
+    return in_order(pa.concat_tables(tables), uids, run.blocks)
 
 
-def in_order(table: pa.Table, uids: list[str]) -> pa.Table:
-    """The rows of a table in the order of `uids`, which are theirs."""
+def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> pa.Table:
+    """The rows of a table in the order of `uids`, which are theirs, in memory of `blocks`."""
     at = {uid: row for row, uid in enumerate(table["uid"].to_pylist())}
     assert len(at) == table.num_rows == len(uids), f"{table.num_rows} trajectories for {len(uids)} requests"
-    return take(table, np.array([at[uid] for uid in uids], dtype=np.int64))
+    return take(table, np.array([at[uid] for uid in uids], dtype=np.int64), blocks)
 
 
 def sampling_params(sampling: SamplingConfig, max_new_tokens: int, seed: int) -> SamplingParams:

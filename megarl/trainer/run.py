@@ -45,9 +45,11 @@ from megarl.config import (
     save_config,
     to_dict,
 )
+from megarl.data.gather import Blocks
 from megarl.data.trajectories import write_trajectories
 from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.checkpoints import find_resumed, open_store
+from megarl.trainer.dispatch import Plans
 from megarl.trainer.logger import RunLogger
 from megarl.trainer.preemption import REQUEUE, Preemption, noting_signals
 from megarl.trainer.supervision import not_again_once_told
@@ -100,6 +102,8 @@ class Run:
     profile_steps: Sequence[int] = ()
     profile_ranks: Sequence[int] = ()
     timeline: Timeline | None = None  # None: nobody wants one
+    blocks: Blocks = field(default_factory=Blocks)  # memory of the batches' columns
+    plans: Plans = field(default_factory=Plans)  # of the batch that is learnt from
 
     @property
     def resumed_step(self) -> int:

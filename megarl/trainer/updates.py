@@ -82,7 +82,7 @@ def _start_update(
     """Call the update of "critic" or "actor" on `table`, which is of `batch` in the object store; also how even its plan is."""
     how = policy_update(config, controls, seed)
     role = roles.critic if name == "critic" else roles.actor
-    plan, counts = update_plan(batch, role.layout, role.cut, seed)
+    plan, counts = update_plan(batch, role.layout, role.cut, seed, run.plans)
     packing = packing_metrics(name, plan, batch, role.layout, role.cut)
     # What is not put is pickled anew for each rank: 0.7 s for a thousand of them.
     shared = (table, run.put(plan), run.put(counts))

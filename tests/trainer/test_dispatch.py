@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -7,6 +9,7 @@ from megarl.data.trajectories import Generation, build_trajectories, expand_prom
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.dispatch import (
     MicroBatching,
+    Plans,
     first_pass_plan,
     forward_plan,
     merge_columns,
@@ -51,6 +54,28 @@ def test_old_log_probs_are_computed_in_the_micro_batches_of_the_first_epoch():
     for dp in range(2):
         assert first[dp] == [micro for shares in plan[:2] for micro in shares[dp]]
     assert sorted(r for share in first for micro in share for r in micro) == list(range(8))
+
+
+def test_plans_are_made_once_and_are_those_of_their_own_arguments():
+    table, layout = batch([3, 1, 4, 1, 5, 9, 2, 6]), ParallelLayout(world=2)
+    plain = MicroBatching(mini_batch_size=4, max_tokens=20, micro_batch_size=None)
+    asked = [
+        (of, cut, seed)
+        for of in (table, batch([9, 2, 6, 5, 3, 5, 8, 9]))
+        for cut in (plain, replace(plain, shuffle=True), replace(plain, max_tokens=40))
+        for seed in (1, 2)
+    ]
+    plans = Plans()
+    for of, cut, seed in asked:
+        plan, counts = update_plan(of, layout, cut, seed, plans)
+        assert (plan, counts) == update_plan(of, layout, cut, seed)
+        assert update_plan(of, layout, cut, seed, plans)[0] is plan
+        shares = forward_plan(of, layout, cut, plans)
+        assert shares == forward_plan(of, layout, cut)
+        assert forward_plan(of, layout, replace(cut, epochs=3), plans) is shares
+    assert (
+        len(plans.made) == 6
+    )  # of the last table: forward in 2 budgets, update in 2 and shuffled by 2 seeds
 
 
 def test_interleaved_pipelines_get_multiples_of_their_stages():

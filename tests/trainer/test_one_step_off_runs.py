@@ -182,7 +182,7 @@ def test_the_timeline_shows_both_halves_at_once(whole: Whole) -> None:
     ahead = [span for span in tracks["controller", "collect-ahead"] if span.name == "ahead"]
     assert [(span.facts["step"], span.facts["for_step"]) for span in ahead] == [(1, 2), (2, 3), (3, 4)]
     learns = [
-        span for span in tracks["actor", "rank 0"] if span.name in ("compute_log_probs", "update_policy")
+        span for span in tracks["actor", "rank 0"] if span.name in ("compute_both_log_probs", "update_policy")
     ]
     for span in ahead:
         answers = [

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import SamplingConfig
+from megarl.data.gather import Blocks
 from megarl.data.trajectories import expand_prompts, take
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer import rollouts
@@ -25,6 +26,8 @@ class FakeEngines:
 
 class FakeRun:
     """Answers two at a time, the last requests first."""
+
+    blocks = Blocks()
 
     def stream(self, streams):
         table = pa.concat_tables([answer(requests) for requests, _ in streams if requests.num_rows])

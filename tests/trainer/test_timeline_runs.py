@@ -79,7 +79,7 @@ def test_traces_of_chosen_ranks_have_their_calls_and_operations(ppo_run):
     assert [path.name for path in folder.iterdir()] == ["step-2"]
     files = {path.name: json.loads(path.read_text()) for path in (folder / "step-2").iterdir()}
     assert set(files) == {"actor-rank0.json", "critic-rank0.json"}
-    for file, calls in (("actor-rank0.json", {"compute_log_probs", "update_policy", "send_weights"}), ("critic-rank0.json", {"update_values"})):  # fmt: skip
+    for file, calls in (("actor-rank0.json", {"compute_both_log_probs", "update_policy", "send_weights"}), ("critic-rank0.json", {"update_values"})):  # fmt: skip
         events = files[file]["traceEvents"]
         names = {event["name"] for event in events if event.get("ph") == "X"}
         assert calls | {"aten::mm"} <= names, names

@@ -13,7 +13,7 @@ from megarl.algorithms.covariance import ClipCov, KLCov
 from megarl.config import TrainConfig, load_config, resolve
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.controls import make_controls
-from megarl.trainer.dispatch import MicroBatching
+from megarl.trainer.dispatch import MicroBatching, Plans
 from megarl.trainer.inputs import check_names
 from megarl.trainer.roles import Role
 from megarl.trainer.updates import _update_metrics, policy_update, update
@@ -144,7 +144,7 @@ def test_the_actor_waits_out_the_critics_warm_up() -> None:
         memory=SimpleNamespace(turns=lambda names: [("update", names)], held=lambda phase: nullcontext()),
     )
     taken = [{"actor/tokens": 4.0, "actor/kl_loss": 0.1, "grad_norm": 1.0, "lr": 1e-3}]
-    run = SimpleNamespace(put=lambda table: table, wait=lambda refs: [taken])
+    run = SimpleNamespace(put=lambda table: table, wait=lambda refs: [taken], plans=Plans())
     called, coefs = [], []
     for step in (1, 2, 3):
         metrics = update(run, roles, batch, settings, controls, step, seed=step)

@@ -10,7 +10,8 @@ cached, or as the next token, beside any others. torch's kernel takes its produc
 sizes, so these are chosen by the token's own position alone, or such that they make no difference (torch 2.13.0,
 MKL 2024.2):
 
-- queries come in multiples of 8 rows (16 where heads are wider than 128), keys in multiples of 16 (`padded_length`);
+- queries come in multiples of 8 rows (16 where heads are wider than 128), keys in multiples of 16 (`padded_length`). Queries of
+  decode do not where an engine may differ in bits (`same_bits`);
 - tokens at positions below 256 see up to 256 keys at once, later ones multiples of 512, which is the kernel's own block.
 
 The functions here know tensors only; `sglang_attention` plugs them into SGLang.
@@ -110,7 +111,12 @@ def take_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+    same_bits: bool = True,
 ) -> torch.Tensor:
     """Attention of one new token per sequence.
 
@@ -118,15 +124,16 @@ def attend(
         query: [n, heads, dim]; heads of a group share a key head: they are its "query positions" below.
         keys: [n, padded, key heads, dim]; values: [n, padded, key heads, value dim].
         mask: [n, 1, 1, padded].
+        same_bits: whether it must have those of the token in a prompt. If not, no rows of queries are added: heads of a group
+            are few, and most of the rows would be padding.
 
     Returns:
         [n, heads, value dim].
     """
     n, heads, dim = query.shape
     num_kv = keys.shape[2]
-    out = _attention(
-        query.view(n, num_kv, heads // num_kv, dim), keys.transpose(1, 2), values.transpose(1, 2), mask, scale
-    )
+    rows = query.view(n, num_kv, heads // num_kv, dim)
+    out = _attention(rows, keys.transpose(1, 2), values.transpose(1, 2), mask, scale, same_bits)
     return out.reshape(n, heads, values.shape[3])
 
 
@@ -219,13 +226,18 @@ def prompt_blocks(cached: int, length: int) -> list[tuple[int, int]]:
 
 
 def _attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+    same_bits: bool = True,
 ) -> torch.Tensor:
     """query: [n, heads, rows, dim]; keys, values: [n, key heads, padded, ...] -> [n, heads, rows, value dim]."""
     rows, dim, value_dim = query.shape[2], query.shape[3], values.shape[3]
     width = max(dim, value_dim)  # latent attention's values are narrower, which torch's kernel does not take
     out = torch.nn.functional.scaled_dot_product_attention(
-        _pad(_pad(query, 2, padded_rows(rows, width)), 3, width),
+        _pad(_pad(query, 2, padded_rows(rows, width) if same_bits else rows), 3, width),
         _pad(keys, 3, width),
         _pad(values, 3, width),
         attn_mask=mask,

@@ -24,6 +24,7 @@ from megarl.rollout.batched_attention import (
 class BatchedTorchAttention(TorchNativeAttnBackend):
     def __init__(self, model_runner) -> None:
         super().__init__(model_runner)
+        self._same_bits = model_runner.server_args.enable_deterministic_inference
         self._groups: list[Group] | None = None  # of a decode batch
         self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
 
@@ -95,7 +96,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         """Attend one new token of each sequence; arguments as of `_run_sdpa_forward_decode`."""
         for group in groups:
             keys, values = (take_slots(cache, group.slots).to(query.dtype) for cache in (k_cache, v_cache))
-            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling)
+            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling, self._same_bits)
 
 
 def register() -> None:

@@ -147,6 +147,24 @@ def test_few_long_prompts_are_copied_at_a_time():
     assert [len(prompt.slots) for prompt in prompts] == [1] * 5
 
 
+@pytest.mark.parametrize(("heads", "num_kv"), HEADS)
+def test_rows_are_not_padded_where_bits_may_differ(heads, num_kv, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 3, 32, num_kv, 16, generator=generator).unbind()
+    query = torch.randn(3, heads, 16, generator=generator)
+    mask = torch.zeros(3, 1, 1, 32)
+    kernel, rows = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noted(query, *args, **kwargs):
+        rows.append(query.shape[2])
+        return kernel(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    padded, bare = (attend(query, keys, values, mask, None, same_bits) for same_bits in (True, False))
+    assert rows == [8, heads // num_kv]
+    torch.testing.assert_close(bare, padded, atol=1e-6, rtol=1e-5)
+
+
 def test_groups_waste_less_than_half():
     lengths = [1, 1000, 3, 513, 512, 30, 70, 37, 33, 257, 256]
     groups = group_by_length(lengths)

@@ -10,27 +10,29 @@ cached, or as the next token, beside any others. torch's kernel takes its produc
 sizes, so these are chosen by the token's own position alone, or such that they make no difference (torch 2.13.0,
 MKL 2024.2):
 
-- queries come in multiples of 8 rows (16 where heads are wider than 128), keys in multiples of 16 (`padded_length`);
+- queries come in multiples of 8 rows (16 where heads are wider than 128), keys in multiples of 16 (`padded_length`). Queries of
+  decode do not where an engine may differ in bits (`same_bits`);
 - tokens at positions below 256 see up to 256 keys at once, later ones multiples of 512, which is the kernel's own block.
 
 The functions here know tensors only; `sglang_attention` plugs them into SGLang.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 TILE = 16  # keys
 SHORT = 256  # sums of products of up to this many terms are not cut (by MKL at 384)
 BLOCK = 512  # keys that torch's kernel takes at a time
+TOGETHER = 4096  # tokens of equally long prompts whose keys and values are copied at a time
 
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of similar length. `rows` [n]: where they are in the batch; `slots` [n, padded]: where their
+    """Sequences of similar length. `rows` [n]: where they are in the batch, or all of it; `slots` [n, padded]: where their
     keys and values lie in the cache; `mask` [n, 1, 1, padded]: added to the scores, -inf on padding."""
 
-    rows: torch.Tensor
+    rows: torch.Tensor | slice
     slots: torch.Tensor
     mask: torch.Tensor
 
@@ -74,17 +76,30 @@ def make_groups(
         req_to_token: [requests, context], cache slot of each token of each request.
         req_pool_indices: [batch], the sequences' rows in `req_to_token`.
     """
-    groups = []
-    for members in group_by_length(lengths.tolist()):
-        rows = torch.tensor(members)
-        longest = int(lengths[members[0]])
-        real = torch.arange(padded_length(longest)) < lengths[rows, None]
-        slots = torch.zeros(real.shape, dtype=torch.int64)  # 0: SGLang's own padding, finite and never read
-        slots[:, :longest] = req_to_token[req_pool_indices[rows], :longest]
-        slots.masked_fill_(~real, 0)
-        mask = torch.zeros(real.shape, dtype=dtype).masked_fill_(~real, float("-inf"))
-        groups.append(Group(rows, slots, mask[:, None, None, :]))
-    return groups
+    members = group_by_length(lengths.tolist())
+    if len(members) == 1:  # in their own order, so that no query or output need be moved
+        return [_make_group(slice(None), lengths, req_to_token, req_pool_indices, dtype)]
+    return [
+        _make_group(rows, lengths[rows], req_to_token, req_pool_indices[rows], dtype)
+        for rows in map(torch.tensor, members)
+    ]
+
+
+def _make_group(
+    rows: torch.Tensor | slice,
+    lengths: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    dtype: torch.dtype,
+) -> Group:
+    """lengths, req_pool_indices: [n], those of the group."""
+    longest = int(lengths.max())
+    padding = torch.arange(padded_length(longest)) >= lengths[:, None]
+    slots = torch.zeros(padding.shape, dtype=torch.int64)  # 0: SGLang's own padding, finite and never read
+    slots[:, :longest] = req_to_token[req_pool_indices, :longest]
+    slots.masked_fill_(padding, 0)
+    mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, float("-inf"))
+    return Group(rows, slots, mask[:, None, None, :])
 
 
 def take_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -96,7 +111,12 @@ def take_slots(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+    same_bits: bool = True,
 ) -> torch.Tensor:
     """Attention of one new token per sequence.
 
@@ -104,34 +124,35 @@ def attend(
         query: [n, heads, dim]; heads of a group share a key head: they are its "query positions" below.
         keys: [n, padded, key heads, dim]; values: [n, padded, key heads, value dim].
         mask: [n, 1, 1, padded].
+        same_bits: whether it must have those of the token in a prompt. If not, no rows of queries are added: heads of a group
+            are few, and most of the rows would be padding.
 
     Returns:
         [n, heads, value dim].
     """
     n, heads, dim = query.shape
     num_kv = keys.shape[2]
-    out = _attention(
-        query.view(n, num_kv, heads // num_kv, dim), keys.transpose(1, 2), values.transpose(1, 2), mask, scale
-    )
+    rows = query.view(n, num_kv, heads // num_kv, dim)
+    out = _attention(rows, keys.transpose(1, 2), values.transpose(1, 2), mask, scale, same_bits)
     return out.reshape(n, heads, values.shape[3])
 
 
-def attend_prompt(
+def attend_prompts(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal attention of the last tokens of one sequence, of which the cache may have had the first ones.
+    """Causal attention of the last tokens of sequences of one length, of which the cache may have had equally many first ones.
 
     Args:
-        query: [new, heads, dim].
-        keys: [length, key heads, dim]; values: [length, key heads, value dim]; of the new tokens, too.
+        query: [n, new, heads, dim].
+        keys: [n, length, key heads, dim]; values: [n, length, key heads, value dim]; of the new tokens, too.
 
     Returns:
-        [new, heads, value dim].
+        [n, new, heads, value dim].
     """
-    length = len(keys)
-    cached = length - len(query)
-    width = max(query.shape[2], values.shape[2])
-    query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    length = keys.shape[1]
+    cached = length - query.shape[1]
+    width = max(query.shape[3], values.shape[3])
+    query, keys, values = (x.transpose(1, 2) for x in (query, keys, values))
     parts = []
     for first, end in prompt_blocks(cached, length):
         num_keys = padded_length(end)
@@ -141,7 +162,61 @@ def attend_prompt(
         mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
         k, v = (_pad(x[:, :, :end], 2, num_keys) for x in (keys, values))
         parts.append(_attention(query[:, :, first - cached : end - cached], k, v, mask, scale))
-    return torch.cat(parts, 2)[0].transpose(0, 1)
+    return torch.cat(parts, 2).transpose(1, 2)
+
+
+def attend_prompt(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """The same of one sequence: query [new, heads, dim], keys and values [length, ...] -> [new, heads, value dim]."""
+    return attend_prompts(query[None], keys[None], values[None], scale)[0]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Sequences whose new tokens are attended at once.
+
+    Attributes:
+        tokens: [n, new], where they are among the batch's tokens.
+        slots: [n, length], where the sequences' keys and values lie in the cache.
+    """
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+
+
+def plan_prompts(
+    lengths: torch.Tensor,
+    new_tokens: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[list[Group], list[Prefill]]:
+    """How a prefill batch is attended: sequences of one new token as in decode, of others those of equal lengths together.
+
+    Args:
+        lengths, new_tokens: [batch], tokens of each sequence, the new ones included, and of these alone.
+        req_to_token, req_pool_indices: as of `make_groups`.
+
+    Returns:
+        the first kind, with `rows` among the batch's tokens, and the second, of at most `TOGETHER` tokens or one sequence each.
+    """
+    first = new_tokens.cumsum(0) - new_tokens
+    single = (new_tokens == 1).nonzero().flatten()
+    groups = make_groups(lengths[single], req_to_token, req_pool_indices[single], dtype)
+    groups = [replace(group, rows=first[single][group.rows]) for group in groups]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for row, sizes in enumerate(zip(lengths.tolist(), new_tokens.tolist(), strict=True)):
+        if sizes[1] > 1:
+            alike.setdefault(sizes, []).append(row)
+    prompts = []
+    for (length, new), members in alike.items():
+        step = max(1, TOGETHER // length)
+        for part in range(0, len(members), step):
+            rows = torch.tensor(members[part : part + step])
+            slots = req_to_token[req_pool_indices[rows], :length].to(torch.int64)
+            prompts.append(Prefill(first[rows, None] + torch.arange(new), slots))
+    return groups, prompts
 
 
 def prompt_blocks(cached: int, length: int) -> list[tuple[int, int]]:
@@ -151,13 +226,18 @@ def prompt_blocks(cached: int, length: int) -> list[tuple[int, int]]:
 
 
 def _attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+    same_bits: bool = True,
 ) -> torch.Tensor:
     """query: [n, heads, rows, dim]; keys, values: [n, key heads, padded, ...] -> [n, heads, rows, value dim]."""
     rows, dim, value_dim = query.shape[2], query.shape[3], values.shape[3]
     width = max(dim, value_dim)  # latent attention's values are narrower, which torch's kernel does not take
     out = torch.nn.functional.scaled_dot_product_attention(
-        _pad(_pad(query, 2, padded_rows(rows, width)), 3, width),
+        _pad(_pad(query, 2, padded_rows(rows, width) if same_bits else rows), 3, width),
         _pad(keys, 3, width),
         _pad(values, 3, width),
         attn_mask=mask,

@@ -253,29 +253,29 @@ def _murmur_hash32(seed, positions, columns):
     The noise of sampling with a seed per request; the numbers are those of SGLang's GPU kernel
     (sglang/kernels/ops/sampling/murmur_hash.py). seed, positions: [n]; columns: [m].
     """
+    import numpy as np
     import torch
 
-    def number(
-        unsigned,
-    ):  # as the int32 of the same bits: products and sums of these wrap as those of uint32 do
-        return unsigned - (1 << 32) if unsigned >= 1 << 31 else unsigned
-
-    def shifted(x, bits):  # to the right; torch has no such shift without the sign
-        return (x >> bits).bitwise_and_((1 << 32 - bits) - 1)
-
+    # numpy's: it has the arithmetic of uint32, for which torch (2.13.0) needs two to three passes over int32.
     def rotate(x, bits):
-        return shifted(x, 32 - bits).bitwise_or_(x << bits)
+        return x << np.uint32(bits) | x >> np.uint32(32 - bits)
 
     def mix(h, k):
-        k = rotate(k * number(0xCC9E2D51), 15) * number(0x1B873593)
-        return rotate(h ^ k, 13).mul_(5).add_(number(0xE6546B64))
+        k = rotate(k * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+        h = rotate(h ^ k, 13)
+        h *= np.uint32(5)
+        h += np.uint32(0xE6546B64)
+        return h
 
-    low, high = seed.view(torch.int32).view(-1, 2).unbind(1)
-    h = mix(torch.zeros_like(low), low)
-    h = mix(h, high)
-    h = mix(h, positions.to(torch.int32))
-    h = mix(h[:, None], columns.to(torch.int32)[None, :]).bitwise_xor_(16)
-    h.bitwise_xor_(shifted(h, 16)).mul_(number(0x85EBCA6B))
-    h.bitwise_xor_(shifted(h, 13)).mul_(number(0xC2B2AE35))
-    h.bitwise_xor_(shifted(h, 16))
-    return h.to(torch.int64).bitwise_and_(0xFFFFFFFF)
+    seeds = seed.numpy().view(np.uint64)
+    h = mix(np.uint32(0), seeds.astype(np.uint32))  # the lower half of the bits
+    h = mix(h, (seeds >> np.uint64(32)).astype(np.uint32))
+    h = mix(h, positions.numpy().astype(np.uint32))
+    h = mix(h[:, None], columns.numpy().astype(np.uint32)[None, :])
+    h ^= np.uint32(16)
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+    return torch.from_numpy(h.astype(np.int64))

@@ -10,17 +10,27 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-from megarl.rollout.batched_attention import Group, attend, attend_prompt, make_groups, take_slots
+from megarl.rollout.batched_attention import (
+    Group,
+    Prefill,
+    attend,
+    attend_prompts,
+    make_groups,
+    plan_prompts,
+    take_slots,
+)
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
     def __init__(self, model_runner) -> None:
         super().__init__(model_runner)
-        self._groups: list[Group] | None = None
+        self._same_bits = model_runner.server_args.enable_deterministic_inference
+        self._groups: list[Group] | None = None  # of a decode batch
+        self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
 
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
-        self._groups = None  # of another batch
+        self._groups = self._plan = None  # of another batch
 
     def _run_sdpa_forward_extend(
         self,
@@ -46,14 +56,13 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
                 extend_seq_lens, encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
             )  # fmt: skip
-        first = 0
-        lengths = (req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist())
-        for request, length, new in zip(*lengths, strict=True):
-            slots = req_to_token[request, :length]
-            keys, values = (cache[slots].to(query.dtype) for cache in (k_cache, v_cache))
-            end = first + new
-            output[first:end] = attend_prompt(query[first:end], keys, values, scaling)
-            first = end
+        if self._plan is None:  # by the first layer, for all layers
+            self._plan = plan_prompts(seq_lens, extend_seq_lens, req_to_token, req_pool_indices, query.dtype)
+        groups, prompts = self._plan
+        self._attend_groups(groups, query, output, k_cache, v_cache, scaling)
+        for prompt in prompts:
+            keys, values = (take_slots(cache, prompt.slots).to(query.dtype) for cache in (k_cache, v_cache))
+            output[prompt.tokens] = attend_prompts(query[prompt.tokens], keys, values, scaling)
         return output
 
     def _run_sdpa_forward_decode(
@@ -80,10 +89,14 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
             )  # fmt: skip
         if self._groups is None:  # by the first layer, for all layers
             self._groups = make_groups(seq_lens, req_to_token, req_pool_indices, query.dtype)
-        for group in self._groups:
-            keys, values = (take_slots(cache, group.slots).to(query.dtype) for cache in (k_cache, v_cache))
-            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling)
+        self._attend_groups(self._groups, query, output, k_cache, v_cache, scaling)
         return output
+
+    def _attend_groups(self, groups, query, output, k_cache, v_cache, scaling) -> None:
+        """Attend one new token of each sequence; arguments as of `_run_sdpa_forward_decode`."""
+        for group in groups:
+            keys, values = (take_slots(cache, group.slots).to(query.dtype) for cache in (k_cache, v_cache))
+            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling, self._same_bits)
 
 
 def register() -> None:

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from megarl.rollout.batched_attention import (
+    TOGETHER,
     attend,
     attend_prompt,
+    attend_prompts,
     group_by_length,
     make_groups,
+    plan_prompts,
     prompt_blocks,
 )
 from tests.rollout.invariance import needs_invariance
@@ -101,6 +104,65 @@ def test_a_token_has_the_same_bits_however_it_is_attended(heads, num_kv, dim, va
                 tokens = last[group.rows]
                 found = attend(query[tokens], keys[group.slots], values[group.slots], group.mask, None)
                 assert torch.equal(found, whole[tokens]), (length, other)
+
+
+@needs_invariance
+@pytest.mark.parametrize(("heads", "num_kv"), HEADS)
+def test_prompts_of_a_batch_have_the_bits_that_each_has_alone(heads, num_kv):
+    """Of one new token, of equal lengths and of others, with and without a part that was cached."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(25, 25), (25, 1), (300, 20), (25, 25), (25, 24), (26, 1), (300, 20), (90, 1), (25, 25)]
+    lengths, new_tokens = torch.tensor(sizes).unbind(1)
+    slots = torch.randperm(int(lengths.sum()), generator=generator) + 1
+    req_to_token = torch.zeros(20, 300, dtype=torch.int32)
+    req_pool_indices = torch.tensor([3, 19, 0, 7, 8, 11, 5, 2, 13])
+    slots_of = slots.split(lengths.tolist())
+    for row, own in zip(req_pool_indices.tolist(), slots_of, strict=True):
+        req_to_token[row, : len(own)] = own.int()
+    k_cache, v_cache = torch.randn(2, len(slots) + 1, num_kv, 16, generator=generator).unbind()
+    query = torch.randn(int(new_tokens.sum()), heads, 16, generator=generator)
+    groups, prompts = plan_prompts(lengths, new_tokens, req_to_token, req_pool_indices, torch.float32)
+
+    output = torch.full(query.shape, float("nan"))
+    for group in groups:
+        output[group.rows] = attend(
+            query[group.rows], k_cache[group.slots], v_cache[group.slots], group.mask, None
+        )
+    for prompt in prompts:
+        output[prompt.tokens] = attend_prompts(
+            query[prompt.tokens], k_cache[prompt.slots], v_cache[prompt.slots], None
+        )
+    parts = zip(query.split(new_tokens.tolist()), slots_of, strict=True)
+    alone = torch.cat([attend_prompt(part, k_cache[own], v_cache[own], None) for part, own in parts])
+    assert torch.equal(output, alone)
+    assert len(groups) == 2 and [len(prompt.slots) for prompt in prompts] == [3, 2, 1]
+
+
+def test_few_long_prompts_are_copied_at_a_time():
+    lengths = torch.full((5,), TOGETHER // 2)
+    tables = torch.zeros(5, TOGETHER, dtype=torch.int32), torch.arange(5)
+    _, prompts = plan_prompts(lengths, lengths, *tables, torch.float32)
+    assert [len(prompt.slots) for prompt in prompts] == [2, 2, 1]
+    _, prompts = plan_prompts(lengths * 2 + 2, lengths, tables[0].repeat(1, 2), tables[1], torch.float32)
+    assert [len(prompt.slots) for prompt in prompts] == [1] * 5
+
+
+@pytest.mark.parametrize(("heads", "num_kv"), HEADS)
+def test_rows_are_not_padded_where_bits_may_differ(heads, num_kv, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 3, 32, num_kv, 16, generator=generator).unbind()
+    query = torch.randn(3, heads, 16, generator=generator)
+    mask = torch.zeros(3, 1, 1, 32)
+    kernel, rows = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noted(query, *args, **kwargs):
+        rows.append(query.shape[2])
+        return kernel(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    padded, bare = (attend(query, keys, values, mask, None, same_bits) for same_bits in (True, False))
+    assert rows == [8, heads // num_kv]
+    torch.testing.assert_close(bare, padded, atol=1e-6, rtol=1e-5)
 
 
 def test_groups_waste_less_than_half():

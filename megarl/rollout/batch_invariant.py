@@ -221,7 +221,7 @@ def check_attention() -> None:
     for width in _TRIED_WIDTHS:
         query, keys, values = torch.randn(3, 300, 2, width, generator=generator).unbind()
         whole = attend_prompt(query, keys, values, None)
-        for cached, length in ((0, 97), (1, 256), (250, 300), (96, 97), (299, 300)):
+        for cached, length in ((0, 97), (0, 150), (1, 190), (1, 256), (250, 300), (96, 97), (299, 300)):
             found = attend_prompt(query[cached:length], keys[:length], values[:length], None)
             if not torch.equal(found, whole[cached:length]):
                 raise _refusal(

@@ -12,7 +12,7 @@ MKL 2024.2):
 
 - queries come in multiples of 8 rows (16 where heads are wider than 128), keys in multiples of 16 (`padded_length`). Queries of
   decode do not where an engine may differ in bits (`same_bits`);
-- tokens at positions below 256 see up to 256 keys at once, later ones multiples of 512, which is the kernel's own block.
+- tokens at positions below 192 see up to 192 keys at once, later ones multiples of 512, which is the kernel's own block.
 
 The functions here know tensors only; `sglang_attention` plugs them into SGLang.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 TILE = 16  # keys
-SHORT = 256  # sums of products of up to this many terms are not cut (by MKL at 384)
+SHORT = 192  # sums of products of up to this many terms are not cut: MKL does from 193 on with AVX2, from 385 with AVX-512
 BLOCK = 512  # keys that torch's kernel takes at a time
 TOGETHER = 4096  # tokens of equally long prompts whose keys and values are copied at a time
 

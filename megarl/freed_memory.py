@@ -1,8 +1,7 @@
 """What becomes of memory that a process frees on a CPU: it is kept for the next tensors, as CUDA's caching allocator keeps it.
 
 glibc gives large blocks back to the kernel when they are freed, and the next step asks for as many: every page of them is then
-mapped and zeroed again. Of the update of a small model's rank that was a quarter of the time (34,000 page faults a step).
-Other C libraries are left as they are.
+mapped and zeroed again, which tests/test_freed_memory.py counts. Other C libraries are left as they are.
 """
 
 import ctypes

@@ -6,7 +6,7 @@ Guarantees, each asserted by a test of its name:
 - gathered rows are those of Arrow's own `take`.
 
 A step's columns are hundreds of MiB each. Memory that comes from the system is cleared page by page first, which takes longer than
-the copy (0.05 s against 0.5 s for 175 MiB in a virtual machine), and allocators give such blocks back at once or, as Arrow's 26, after
+the copy, in a virtual machine many times as long, and allocators give such blocks back at once or, as Arrow's 26, after
 seconds.
 """
 

@@ -46,7 +46,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     actor, ref, critic = roles.actor, roles.ref, roles.critic
     calls = []
     wants_ref = ref is not None and needs_ref_log_probs(config)
-    # One call where one group does both: each costs the controller a third of a second for a thousand ranks.
+    # One call where one group does both: each costs the controller time for every rank.
     both = wants_ref and ref.group is actor.group and needs_old_log_probs(config)
     if needs_old_log_probs(config):
         plan, _ = update_plan(batch, actor.layout, actor.cut, seed, run.plans)

@@ -17,6 +17,7 @@ MAX_LINES = 400
 FLOORS = {
     "files": 0,
     "freed_memory": 0,
+    "imports": 0,
     "plugins": 0,
     "signals": 0,
     "spans": 0,
@@ -50,6 +51,7 @@ FORBIDDEN = {
     "rendezvous": {"transformers", "ray", "megatron", "sglang"},
     "files": HEAVY,
     "freed_memory": HEAVY,
+    "imports": HEAVY,
     "plugins": HEAVY,
     "signals": HEAVY,
     "spans": HEAVY,

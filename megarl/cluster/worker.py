@@ -27,6 +27,7 @@ import ray
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
 from megarl.cluster.spans import facts_of_call
+from megarl.imports import without_collection
 from megarl.signals import outlive_job_signals
 from megarl.spans import Facts, Span, Spans
 
@@ -147,9 +148,10 @@ class Worker:
             RankError: the import or the constructor raised.
         """
         with self._reporting(), self._spans.span("start"):
-            constructor = _imported(worker_class)
-            if around is not None:
-                self._around = _imported(around)
+            with without_collection():
+                constructor = _imported(worker_class)
+                if around is not None:
+                    self._around = _imported(around)
             if self._port_holder is not None:
                 self._port_holder.close()
                 self._port_holder = None

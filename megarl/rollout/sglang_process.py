@@ -15,11 +15,8 @@ its processes run (sglang 0.5.21).
   for 3 s of start-up CPU time and 400 MB.
 """
 
-import ctypes
 import gc
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -34,16 +31,15 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rendezvous import open_store
 from megarl.rollout import adapters, engine_memory, prefix_sharing
+from megarl.rollout.sglang_scheduler import SchedulerMain, without_main
 from megarl.rollout.sglang_start import NAMES
 from megarl.signals import outlive_job_signals
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SCHEME = "megarl"  # of addresses at which TP ranks of several nodes meet
 
 
 def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
-    """The main function of a scheduler process; arguments are those of `run_scheduler_process`."""
-    die_with_parent()
+    """What `SchedulerMain` runs; arguments are those of `run_scheduler_process`."""
     name_shared_memory(port_args)
     outlive_job_signals()
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = meeting_place(server_args, port_args)
@@ -129,18 +125,6 @@ def close_sockets() -> None:
         context.destroy(linger=0)
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends.
-
-    SGLang asks for the same, but only after seconds of imports: an owner that died before that
-    leaves a scheduler behind.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)
-
-
 def _with_request_seeds(result, cls, batch, *args, **kwargs):
     """Give the sampler the requests' seeds.
 
@@ -183,12 +167,17 @@ class _NoDraining(SignalHandler):
 class TokenEngine(Engine):
     """SGLang's engine for token ids."""
 
-    run_scheduler_process_func = staticmethod(run_scheduler)
+    run_scheduler_process_func = SchedulerMain()
 
     def __init__(self, **kwargs) -> None:
         super().__init__(**kwargs)
         if self.tokenizer_manager is not None:  # of the first node alone
             self.tokenizer_manager.signal_handler_class = _NoDraining
+
+    @classmethod
+    def _launch_scheduler_processes(cls, *args, **kwargs):
+        with without_main():
+            return super()._launch_scheduler_processes(*args, **kwargs)
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):

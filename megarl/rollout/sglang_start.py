@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megarl.imports import without_collection
 from megarl.rollout import adapters, sglang_models
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.receiver import LOADER
@@ -150,7 +151,8 @@ def start_sglang(arguments: dict[str, Any], timeout: float) -> Any:
         ValueError: SGLang refuses the model or the arguments.
         EngineError: they did not come up within `timeout` seconds, or one of them failed. None is left.
     """
-    from megarl.rollout.sglang_process import TokenEngine, close_sockets
+    with without_collection():
+        from megarl.rollout.sglang_process import TokenEngine, close_sockets
 
     over, late = threading.Event(), threading.Event()
 

@@ -40,7 +40,9 @@ def measure(module: str, how: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each line, after one that does not count")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="processes of each line, after one that does not count"
+    )
     parser.add_argument("--out", metavar="FILE", help="the same as JSON")
     options = parser.parse_args()
     facts = environment(("torch", "megatron-core", "sglang", "transformers"))

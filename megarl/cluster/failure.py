@@ -20,6 +20,7 @@ and then Ray moves the user's methods out of the main thread. A machine that van
 check.
 """
 
+import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ import ray
 from megarl.cluster.errors import RankProcess, WaitTimeout, WorkerDied, WorkerFailed, WorkerHung, WorkerLost
 from megarl.cluster.hosts import dump_stacks, log_tail, on_node
 from megarl.cluster.stacks import stacks_of
+from megarl.cluster.tables import received
 from megarl.cluster.watch import Hang, Watch
 from megarl.cluster.worker import RankError
 
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
     from megarl.cluster.group import WorkerGroup
 
 _POLL_SECONDS = 0.25
-# A look at what is ready goes over all that is pending: one for each of a thousand ranks' answers would be a million.
-_GATHER_SECONDS = 0.02
+# A look at what is ready goes over all that is pending: one for each of a thousand ranks' answers would be a million. So
+# the first answer is waited with for others, the longer the more are pending; for the last one nothing waits.
+_GATHER_SECONDS, _GATHER_SECONDS_EACH = 0.02, 2e-4
 # How long after a first exception a death is still taken for its cause: gloo notices a closed connection at once,
 # Ray the end of a process some 20 ms later, a loaded machine both much later.
 _GRACE_SECONDS = 1.5
@@ -137,15 +140,17 @@ def stream(
     processes = _processes(streams, groups, spare)
     spared = {process.actor._actor_id for process in spare.processes} if spare is not None else set()
     pending, lost = list(streams), []
-    came = time.monotonic()
+    came, looked = time.monotonic(), -math.inf
     while True:
-        losses = _losses(processes, pending, watch)
-        for failure in losses:
-            if failure.process.actor._actor_id not in spared:
-                raise failure
-            processes = _without_rank(processes, failure.process)
-        lost += losses
-        pending = [source for source in pending if _actor_id(source) in processes]
+        # A look at thousands of processes takes milliseconds, values come many times as often as it is due.
+        if time.monotonic() - looked >= _POLL_SECONDS or not pending:
+            looked, losses = time.monotonic(), _losses(processes, pending, watch)
+            for failure in losses:
+                if failure.process.actor._actor_id not in spared:
+                    raise failure
+                processes = _without_rank(processes, failure.process)
+            lost += losses
+            pending = [source for source in pending if _actor_id(source) in processes]
         if not pending:
             break
         ready, _ = _next_ready(pending, None)
@@ -172,7 +177,7 @@ def stream(
                 others += [other for other in pending if other is not source]
                 raise _root_cause(source, error, others, processes) from None
             del ref  # the store may free what the caller drops
-            yield value
+            yield received(value)
             del value
             came = time.monotonic()
         if timeout is not None and time.monotonic() - came >= timeout:
@@ -268,12 +273,12 @@ def _silence(timeout: float, pending: Sequence[Source], num_calls: int, processe
 
 
 def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Source], list[Source]]:
-    """(ready, still pending) after about _POLL_SECONDS; when one is ready, all that are by _GATHER_SECONDS later."""
+    """(ready, still pending) after about _POLL_SECONDS; when one is ready, all that are a moment later."""
     if not pending:
         return [], []
     seconds = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
     ready, _ = ray.wait(pending, num_returns=1, timeout=seconds, fetch_local=False)
-    more = _GATHER_SECONDS if ready else 0
+    more = max(_GATHER_SECONDS, _GATHER_SECONDS_EACH * len(pending)) if ready else 0
     return ray.wait(pending, num_returns=len(pending), timeout=more, fetch_local=False)
 
 

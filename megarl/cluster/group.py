@@ -23,6 +23,7 @@ from megarl.cluster.failure import wait
 from megarl.cluster.guard import kill_marked, parent_of, remove_scratch
 from megarl.cluster.hosts import on_node
 from megarl.cluster.pool import Device, ResourcePool
+from megarl.cluster.tables import sent
 from megarl.cluster.watch import Watch
 from megarl.cluster.worker import ProcessFacts, RankInfo, Worker
 
@@ -98,6 +99,7 @@ class WorkerGroup:
         self._beside, self._watch = beside, watch
         self._restarts = [0] * world_size
         self._ports: dict[int, int] = {}  # by number of the process that reserved it
+        self._calls: dict[tuple[Any, ...], Any] = {}  # see `_named`
         numbers = range(world_size * parts)
         self.processes: list[RankProcess] = [self._create(number) for number in numbers]
         try:
@@ -178,7 +180,7 @@ class WorkerGroup:
         return [
             process.actor.stream.options(
                 name=f"{self.role}-rank{process.rank}.{method}", num_returns="streaming"
-            ).remote(method, *args)
+            ).remote(method, *map(sent, args))
             for process, args in zip(self._heads, per_rank_args, strict=True)
         ]
 
@@ -240,12 +242,16 @@ class WorkerGroup:
         num_returns: int,
         processes: Sequence[RankProcess] | None = None,
     ) -> list[Any]:
-        return [
-            process.actor.invoke.options(
-                name=f"{self.role}-rank{process.rank}.{method}", num_returns=num_returns
-            ).remote(method, *args, **kwargs)
-            for process, args in zip(processes or self._heads, per_rank_args, strict=True)
-        ]
+        calls = [self._named(process, method, num_returns) for process in processes or self._heads]
+        return [call.remote(method, *args, **kwargs) for call, args in zip(calls, per_rank_args, strict=True)]
+
+    def _named(self, process: RankProcess, method: str, num_returns: int) -> Any:
+        """`invoke` of a process under the name of what it shall call; made once, since a thousand ranks are called at a time."""
+        key = (process.actor._actor_id, process.rank, method, num_returns)
+        if key not in self._calls:
+            name = f"{self.role}-rank{process.rank}.{method}"
+            self._calls[key] = process.actor.invoke.options(name=name, num_returns=num_returns)
+        return self._calls[key]
 
     def _create(self, number: int) -> RankProcess:
         """A process, which has yet to be set up."""
@@ -357,6 +363,7 @@ def _create_actor(device: Any, share: float) -> Any:
             scheduling_strategy=device.strategy(),
             max_restarts=0,
             max_task_retries=0,
+            enable_task_events=False,  # a tenth of a call's cost, for lists of calls that the timeline has, too
         )
         .remote()
     )

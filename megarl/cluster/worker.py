@@ -27,6 +27,7 @@ import ray
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
 from megarl.cluster.spans import facts_of_call
+from megarl.cluster.tables import received, sent
 from megarl.imports import without_collection
 from megarl.signals import outlive_job_signals
 from megarl.spans import Facts, Span, Spans
@@ -170,11 +171,12 @@ class Worker:
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """What a generator method of the user's object yields, as it comes. Raises as `invoke` does."""
         self._require_start()
+        args = [received(arg) for arg in args]
         with self._reporting(), self._noted(method, args, kwargs) as facts:
             facts["yielded_rows"] = 0
             for value in getattr(self._user, method)(*args, **kwargs):
                 facts["yielded_rows"] += getattr(value, "num_rows", 1)
-                yield value
+                yield sent(value)
 
     def take_spans(self) -> list[Span]:
         """What this process has done since it was asked last, on its own clock."""

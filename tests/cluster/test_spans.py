@@ -35,6 +35,15 @@ def test_every_call_of_every_rank_is_noted(start_group):
     assert collected(group) == {0: [], 1: []}
 
 
+def test_a_streams_rows_are_noted(start_group):
+    group = start_group("rows", 1)
+    table = pa.table({"ids": [[1, 2], [3], [4, 5]]})
+    list(stream(group.stream_each("halves", [(table,)]), [group]))
+    facts = collected(group)[0][-1].facts
+    assert facts["table_rows"] == facts["yielded_rows"] == 3
+    assert facts["table_bytes"] == table.get_total_buffer_size()
+
+
 def test_a_busy_rank_is_not_waited_for_and_tells_later(start_group, tmp_path):
     group, collector = start_group("busy", 2), SpanCollector()
     go = tmp_path / "go"

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import pyarrow as pa
 import pytest
 import ray
 from ray._private import internal_api
@@ -31,6 +32,17 @@ def test_a_value_comes_before_its_generator_ends(trio, tmp_path):
     assert sorted(next(values) for _ in range(5)) == [0, 0, 1, 2, 2]
     go.touch()
     assert list(values) == [1]
+
+
+def test_tables_come_and_go_as_tables(trio):
+    """Rows of a table, a large one and none."""
+    whole = pa.table({"ids": [[1, 2], [3], [], [4]] * 100_000, "uid": ["a", "b", "c", None] * 100_000})
+    parts = [whole.slice(2, 3), whole, whole.slice(0, 0)]
+    came = list(stream(trio.stream_each("halves", [(part,) for part in parts]), [trio]))
+    assert sorted(table.num_rows for table in came) == [0, 0, 1, 2, 200_000, 200_000]
+    for rank, part in enumerate(parts):
+        ours = [table for table in came if rank in table["rank"].to_pylist()[:1]]
+        assert pa.concat_tables(ours or [came[0].slice(0, 0)]).drop_columns("rank").equals(part)
 
 
 def bytes_in_store():

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy
+import pyarrow as pa
 import ray
 
 from megarl.cluster import RankInfo
@@ -177,6 +178,11 @@ class Rank:
             time.sleep(seconds)
             main = threading.current_thread() is threading.main_thread()
             yield self.info.rank, number, main, numpy.full(size, number)
+
+    def halves(self, table: pa.Table) -> Iterator[pa.Table]:
+        half = table.num_rows // 2
+        for part in (table.slice(0, half), table.slice(half)):
+            yield part.append_column("rank", pa.array([self.info.rank] * part.num_rows))
 
     def wait_for_file(self, path: str) -> Iterator[int]:
         """Yields, and goes on when the file is there."""

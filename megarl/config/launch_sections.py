@@ -77,7 +77,9 @@ class KubeRayConfig:
     kueue: str | None = option("The Kueue LocalQueue that admits all pods or none.", None)
     volcano: str | None = option("The Volcano queue whose scheduler starts all pods or none.", None)
     priority: str | None = option("The PriorityClass of the pods.", None)
-    user: int = option("The user and group of all processes; the image's own is 10001.", 10001, ge=1)
+    user: int = option(
+        "The user and group of all processes; the image's own is 10001.", 10001, ge=1, le=2147483647
+    )
     ttl: int = option("Seconds for which the finished RayJob's pods are kept.", 600, ge=0)
 
 

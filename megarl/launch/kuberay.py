@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from megarl.config.document import YamlDumper
+from megarl.config.launch_sections import KubeRayConfig
 from megarl.launch.job import Job
 from megarl.launch.pods import (
     RECIPE_FOLDER,
@@ -30,7 +31,9 @@ from megarl.launch.pods import (
 RAY_VERSION = "2.60.0"  # of the image
 _RECIPE_FILE = "recipe.yaml"
 _SUBMITTER_RETRIES = 2  # each finds the run by its id, and only shows its output again
-_QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?([KMGTP]i?)?")
+_QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?([KMGTP]i|[kMGTP])?")
+_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_DEVICE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
 
 
 class _Dumper(YamlDumper):
@@ -142,6 +145,7 @@ def _check(job: Job) -> None:
         value = getattr(kuberay, name)
         if value is not None and not _QUANTITY.fullmatch(value):
             raise ValueError(f"kuberay.{name}: expected an amount such as 64Gi, found {value!r}")
+    _check_names(kuberay)
     folder = PurePosixPath(work_dir(job)) / job.run_folder
     writable = [PurePosixPath(target) for _, target, read_only in pod_mounts(job) if not read_only]
     if not any(folder.is_relative_to(target) for target in writable):
@@ -149,3 +153,18 @@ def _check(job: Job) -> None:
             f"trainer.default_local_dir={job.run_folder} is {folder} in the pods, which is on no volume that they share and can "
             f"write to (kuberay.mount: {', '.join(kuberay.mount) or 'none'}): its checkpoints would go with the pods"
         )
+
+
+def _check_names(kuberay: KubeRayConfig) -> None:
+    """The server takes a RayJob whatever these are, and refuses its pods later, of which the command hears nothing."""
+    names = {"service_account": [kuberay.service_account], "priority": [kuberay.priority]}
+    for key, values in (names | {"secret": kuberay.secret, "pull_secret": kuberay.pull_secret}).items():
+        for value in values:
+            if value is not None and not _NAME.fullmatch(value):
+                raise ValueError(
+                    f"kuberay.{key}: expected a name of lower-case letters, digits, hyphens and dots, found {value!r}"
+                )
+    for key, example in {"gpu_resource": "nvidia.com/gpu", "rdma_resource": "rdma/ib"}.items():
+        value = getattr(kuberay, key)
+        if value is not None and not _DEVICE.fullmatch(value):
+            raise ValueError(f"kuberay.{key}: expected a name such as {example}, found {value!r}")

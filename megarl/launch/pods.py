@@ -12,6 +12,7 @@ RECIPE_FOLDER = "/etc/megarl"
 WORK_DIR = "/workspace"  # of the image
 _CPUS_PER_DEVICE, _GIB_PER_DEVICE = 8, 64
 _RECIPE_VOLUME, _SHARED_MEMORY_VOLUME = "recipe", "shared-memory"
+_SHARED_MEMORY = "/dev/shm"
 # As Ray has them without an operator, but below the ephemeral range (32768 on), where others may be given them first.
 _RAY_START = {
     "node-manager-port": "6380",
@@ -30,7 +31,7 @@ def pod_mounts(job: Job) -> list[tuple[str, str, bool]]:
     """(claim, where in the pods, whether it is read only) of each volume.
 
     Raises:
-        ValueError: an entry that is not CLAIM:TARGET or CLAIM:TARGET:ro; two for one target.
+        ValueError: an entry that is not CLAIM:TARGET or CLAIM:TARGET:ro; two for one target; a target that is megarl's own.
     """
     mounts = []
     for text in job.launch.kuberay.mount:
@@ -45,6 +46,9 @@ def pod_mounts(job: Job) -> list[tuple[str, str, bool]]:
     double = {target for target in targets if targets.count(target) > 1}
     if double:
         raise ValueError(f"kuberay.mount: {', '.join(sorted(double))} is the target of several claims")
+    own = {RECIPE_FOLDER: "the recipe", _SHARED_MEMORY: "shared memory"}
+    for target in own.keys() & set(targets):
+        raise ValueError(f"kuberay.mount: {target} has {own[target]} in the pods: choose another target")
     return mounts
 
 
@@ -142,15 +146,18 @@ def _volumes(job: Job, shared_memory: str) -> tuple[list[dict[str, Any]], list[d
     """A container's mounts and its pod's volumes. A claim that is mounted twice is one volume."""
     mounts: list[dict[str, Any]] = [
         {"name": _RECIPE_VOLUME, "mountPath": RECIPE_FOLDER, "readOnly": True},
-        {"name": _SHARED_MEMORY_VOLUME, "mountPath": "/dev/shm"},
+        {"name": _SHARED_MEMORY_VOLUME, "mountPath": _SHARED_MEMORY},
     ]
     volumes: dict[str, dict[str, Any]] = {
         _RECIPE_VOLUME: {"configMap": {"name": recipe_name(job)}},
         _SHARED_MEMORY_VOLUME: {"emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
     }
     for claim, target, read_only in pod_mounts(job):
-        name = f"claim-{claim.replace('.', '-')}"[:63].rstrip("-")
-        volumes[name] = {"persistentVolumeClaim": {"claimName": claim}}
+        source = {"persistentVolumeClaim": {"claimName": claim}}
+        # A label of 63 characters; claims that differ only behind its end, or in a dot, still have a volume each.
+        name = label = f"claim-{claim.replace('.', '-')}"[:60].rstrip("-")
+        while volumes.setdefault(name, source) != source:
+            name = f"{label}-{len(volumes)}"
         mounts.append({"name": name, "mountPath": target} | ({"readOnly": True} if read_only else {}))
     return mounts, [{"name": name, **source} for name, source in volumes.items()]
 

@@ -120,6 +120,19 @@ def test_workers_have_the_devices_of_the_recipe_and_the_head_has_none(launch: An
     assert volumes[mounts["/models"]] == {"persistentVolumeClaim": {"claimName": "models.v2"}}
 
 
+def test_each_claim_has_a_volume_of_its_own(launch: Any) -> None:
+    claims = ["a.b", "a-b", "a.b.c", f"{'a' * 70}1", f"{'a' * 70}2", f"{'a' * 70}3"]
+    mounts = [word for number, claim in enumerate(claims) for word in ("--mount", f"{claim}:/{number}")]
+    _, job = launch(*NEEDED, *mounts)
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    mounted = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert len(volumes) == len(pod["volumes"])
+    for number, claim in enumerate(claims):
+        assert volumes[mounted[f"/{number}"]]["persistentVolumeClaim"]["claimName"] == claim
+    assert operator_problems(job) == []
+
+
 def test_without_gpus_a_device_is_one_of_rays_cpus(launch: Any) -> None:
     _, cluster = launch(
         *NEEDED,
@@ -190,6 +203,17 @@ def test_what_would_fail_in_the_cluster_is_refused_here(refused: Any) -> None:
     assert "on no volume" in refused("--image", "i", "--mount", "shared:/workspace:ro")
     assert "expected CLAIM:TARGET" in refused("--image", "i", "--mount", "shared")
     assert "/workspace is the target of several" in refused(*NEEDED, "--mount", "other:/workspace")
+    for target, what in {"/dev/shm": "shared memory", "/etc/megarl/": "the recipe"}.items():
+        assert f"{target.rstrip('/')} has {what}" in refused(*NEEDED, "--mount", f"other:{target}")
+    assert "expected a name such as nvidia.com/gpu, found 'gpu'" in refused(*NEEDED, "--gpu-resource", "gpu")
+    assert "expected a name such as rdma/ib, found 'ib'" in refused(*NEEDED, "--rdma-resource", "ib")
+    assert "head_memory: expected an amount such as 64Gi, found '64000K'" in refused(
+        *NEEDED, "--head-memory", "64000K"
+    )
+    for option in ("secret", "pull-secret", "service-account", "priority"):
+        message = f"kuberay.{option.replace('-', '_')}: expected a name of lower-case letters"
+        assert message in refused(*NEEDED, f"--{option}", "Bad_Name")
+    assert "kuberay.user=2147483648 is out of range" in refused(*NEEDED, "--user", "2147483648")
     assert "give one of them" in refused(*NEEDED, "--kueue", "a", "--volcano", "b")
     assert "shared_memory: expected an amount such as 64Gi, found '64GB!'" in refused(
         *NEEDED, "--shared-memory", "64GB!"

@@ -1,8 +1,9 @@
-"""All tests, as `make test` runs them: `pytest -n 2`, then the files of at most `FEW` failed tests once more.
+"""All tests, as `make test` runs them: `pytest -n 2`, then the files with failed tests once more, if they are `FEW` at most.
 
-Most tests start real processes, kill some and wait for others within limits of time, on machines that do other work, too. So failures
-that are few get a second try, with nothing beside them. The first one stays in the output, and the last lines name each test that needed
-two tries: such a test is to be mended. Where more fail, or a test fails twice, the exit code says so.
+Most tests start real processes, kill some and wait for others within limits of time, on machines that do other work, too. So failures that
+are in few files get a second try, with nothing beside them; files are counted, since one failed start fails all tests that share it. The
+first one stays in the output, and the last lines name each test that needed two tries: such a test is to be mended. Where more fail, or a
+test fails twice, the exit code says so.
 """
 
 import json
@@ -20,10 +21,11 @@ def main(arguments: Sequence[str]) -> int:
     """Args: of pytest. Returns: its exit code."""
     code = _pytest(["--cache-clear", "-n", "2", *arguments])
     failed = sorted(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
-    if code != SOME_FAILED or not 0 < len(failed) <= FEW:
+    files = sorted({test.partition("::")[0] for test in failed})
+    if code != SOME_FAILED or not 0 < len(files) <= FEW:
         return code
     _say("failed, and run once more with the rest of their files, and nothing beside them:", failed)
-    code = _pytest(sorted({test.partition("::")[0] for test in failed}))
+    code = _pytest(files)
     _say(
         "failed at first and then " + ("passed; mend them:" if code == 0 else "their files failed again:"),
         failed,

@@ -18,7 +18,7 @@ node="${SLURMD_NODENAME}"
 launch="$(dirname "$(dirname "${BASH_SOURCE[0]}")")"
 # Below Ray's worker ports (10002) and the ephemeral range, and others for each job: jobs may share a node.
 first_port=$((6400 + SLURM_JOB_ID % 140 * 24))
-ray_pid="" driver=""
+ray_pid="" driver="" starts=0
 
 fail() {
     echo "node.sh: ${node}: $*" >&2
@@ -94,11 +94,12 @@ answers() { # PORT...
 }
 
 # Starts Ray's head; once its servers (GCS and raylet) answer, its address is in FOLDER/head. A start that fails is tried again, on
-# other ports.
+# other ports; TRIES for all calls.
 start_head() {
     local port
-    for ((try = 0; try < TRIES; try++)); do
-        port=$((first_port + 8 * try))
+    while ((starts < TRIES)); do
+        port=$((first_port + 8 * starts))
+        starts=$((starts + 1))
         bash "${launch}/ray/start_cluster.sh" head "${address}" --port "${port}" -- "${resources[@]}" \
             --temp-dir "/tmp/megarl-ray-${SLURM_JOB_ID}" &
         ray_pid=$!
@@ -121,19 +122,38 @@ wait_for_devices() { # SECONDS
         --kind "${kind}" --seconds "$1"
 }
 
-# Runs megarl, once; its exit code goes into FOLDER/done.
-run_head() {
-    local waiting status=0 told=""
-    check_recipe
-    start_head
-    ray_address="$(cat "${folder}/head")"
+# Whether all devices are there; not, if Ray's head ends before: on a machine that stands still for seconds Ray gives a start up whose
+# servers have answered.
+devices_came() {
+    local waiting
     wait_for_devices "${start_seconds}" &
     waiting=$!
     while kill -0 "${waiting}" 2> /dev/null; do
-        ! ray_ended || fail "Ray's head has ended"
+        if ray_ended; then
+            kill -TERM "${waiting}" 2> /dev/null || true
+            wait "${waiting}" || true
+            return 1
+        fi
         sleep 0.5
     done
-    wait "${waiting}" || fail "not all devices came"
+    if ! wait "${waiting}"; then
+        sleep 2 # it may have seen that Ray ends before Ray has ended
+        ray_ended || fail "not all devices came"
+        return 1
+    fi
+}
+
+# Runs megarl, once; its exit code goes into FOLDER/done.
+run_head() {
+    local status=0 told=""
+    check_recipe
+    start_head
+    ray_address="$(cat "${folder}/head")"
+    until devices_came; do
+        stop_ray
+        start_head
+        ray_address="$(cat "${folder}/head")"
+    done
     : > "${folder}/up"
     # Unbuffered: its output is watched while it goes on.
     PYTHONUNBUFFERED=1 megarl "${command}" "${recipe}" "${overrides[@]}" "trainer.ray_address=${ray_address}" > "${folder}/train.log" 2>&1 &

@@ -27,11 +27,12 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.load_snapshot import shm_path_for
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.managers.tokenizer_manager import SignalHandler
+from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rendezvous import open_store
 from megarl.rollout import adapters, engine_memory, prefix_sharing
-from megarl.rollout.sglang_scheduler import SchedulerMain, without_main
+from megarl.rollout.sglang_scheduler import SchedulerMain, forked, without_main
 from megarl.rollout.sglang_start import NAMES
 from megarl.signals import outlive_job_signals
 
@@ -60,6 +61,8 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
         from megarl.rollout import sglang_attention
 
         sglang_attention.register()
+    load_plugins()
+    HookRegistry.apply_hooks()  # a copy of its owner has loaded its plugins before
     run_scheduler_process(server_args, port_args, *args, **kwargs)
 
 
@@ -175,9 +178,9 @@ class TokenEngine(Engine):
             self.tokenizer_manager.signal_handler_class = _NoDraining
 
     @classmethod
-    def _launch_scheduler_processes(cls, *args, **kwargs):
-        with without_main():
-            return super()._launch_scheduler_processes(*args, **kwargs)
+    def _launch_scheduler_processes(cls, server_args, *args, **kwargs):
+        with forked() if server_args.device == "cpu" else without_main():
+            return super()._launch_scheduler_processes(server_args, *args, **kwargs)
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):

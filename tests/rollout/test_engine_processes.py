@@ -104,10 +104,10 @@ def test_who_removes_scratch_folders_knows_the_files_that_name_shared_memory():
 
 
 def test_a_start_that_takes_too_long_ends_with_an_error_and_no_process(model_a, tmp_path):
-    config = EngineConfig(str(model_a.path), start_timeout=2.0)
+    config = EngineConfig(str(model_a.path), start_timeout=0.2)
     engine = EngineProcess(config, tmp_path / "log")
     try:
-        with pytest.raises(EngineError, match=r"did not start: it took longer than start_timeout=2.0 s"):
+        with pytest.raises(EngineError, match=r"did not start: it took longer than start_timeout=0.2 s"):
             engine.start()
         assert "starting it once more" in engine.tail(1000)
         assert not schedulers(psutil.Process(engine.process.pid))

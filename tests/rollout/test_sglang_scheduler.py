@@ -6,6 +6,28 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# A copy of a process with a connection; it ends only when it is told to.
+FORK = """
+import multiprocessing, os, socket
+from megarl.rollout.sglang_scheduler import forked, let_go_of_sockets
+own, other = socket.socketpair()
+multiprocessing.set_start_method("spawn")
+def child(ready, end):
+    let_go_of_sockets()
+    ready.send(None)
+    end.recv()
+with forked():
+    reader, ready = multiprocessing.Pipe(duplex=False)
+    end, writer = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.Process(target=child, args=(ready, end))
+    process.start()
+assert reader.recv() is None and multiprocessing.get_start_method() == "spawn"
+own.close()
+assert other.recv(1) == b"" and process.is_alive()
+writer.send(None)
+process.join()
+print("ended", process.exitcode)
+"""
 # Its main module counts how often it is run; the target is unpickled before the argument, as a scheduler's.
 SPAWN = """
 import ctypes, gc, multiprocessing, pathlib, signal, sys
@@ -72,3 +94,13 @@ def test_it_ends_with_its_parent_and_collects_no_garbage_before_the_import(tmp_p
     )  # fmt: skip
     assert done.stdout == "(False, 9, False)\n" * 2, done.stderr
     assert runs.read_text() == "__main__\n__mp_main__\n"  # not by the child of `without_main`
+
+
+def test_a_copy_leaves_connections_to_the_process_that_it_was_made_of(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FORK)
+    done = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.stdout == "ended 0\n", done.stderr

@@ -5,10 +5,12 @@ still holds. Latent attention (DeepSeek) is attention to one key head here, in p
 windows and cross attention are SGLang's own (sglang 0.5.21).
 """
 
+import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rollout.batched_attention import (
     Group,
@@ -19,6 +21,7 @@ from megarl.rollout.batched_attention import (
     plan_prompts,
     take_slots,
 )
+from megarl.rollout.running_batch import RunningBatch
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
@@ -27,10 +30,34 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         self._same_bits = model_runner.server_args.enable_deterministic_inference
         self._groups: list[Group] | None = None  # of a decode batch
         self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
+        self._running: RunningBatch | None = None
+        self._runs_on = False  # whether the sequences of this step are attended by `_running`
 
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
         self._groups = self._plan = None  # of another batch
+        self._runs_on = False
+        if not forward_batch.forward_mode.is_decode():
+            self.forget()
+        elif not self._same_bits:
+            if self._running is None:
+                self._running = RunningBatch(self._bytes_per_token())
+            self._runs_on = self._running.step(
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                self.req_to_token_pool.req_to_token,
+            )
+
+    def forget(self) -> None:
+        """Free what was kept of a decode batch."""
+        if self._running is not None:
+            self._running.forget()
+
+    def _bytes_per_token(self) -> int:
+        """Of the keys and values of all layers, in float32."""
+        pool = self.token_to_kv_pool
+        caches = pool.get_key_buffer(pool.start_layer), pool.get_value_buffer(pool.start_layer)
+        return pool.layer_num * 4 * sum(cache[0].numel() for cache in caches)
 
     def _run_sdpa_forward_extend(
         self,
@@ -87,6 +114,8 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
                 scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
             )  # fmt: skip
+        if self._runs_on and query.dtype == torch.float32:
+            return output.copy_(self._running.attend(query, k_cache, v_cache, scaling))
         if self._groups is None:  # by the first layer, for all layers
             self._groups = make_groups(seq_lens, req_to_token, req_pool_indices, query.dtype)
         self._attend_groups(self._groups, query, output, k_cache, v_cache, scaling)
@@ -99,8 +128,17 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
             output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling, self._same_bits)
 
 
+def _forget_running(result, scheduler, *args, **kwargs):
+    """After SGLang has emptied its cache, which it does before its memory is released."""
+    scheduler.tp_worker.model_runner.attn_backend.forget()
+    return result
+
+
 def register() -> None:
     """Have SGLang's `torch_native` be this backend, in this process."""
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_running, HookType.AFTER
+    )
     register_attention_backend("torch_native")(BatchedTorchAttention)
     # SGLang has no entry for torch_native and would take Triton's, which prefills with uncompressed keys: those do not
     # fit the one latent key of the cache that torch_native attends to.

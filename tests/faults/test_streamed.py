@@ -84,7 +84,9 @@ class Live:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("streamed")
-    with start(folder, "fully_async_cpu.yaml", 128, ["trainer.max_staleness=2"]) as (
+    # Long responses: some are still under way when they are interrupted, also on a machine that stands still for a second.
+    overrides = ["trainer.max_staleness=2", "data.max_response_length=96"]
+    with start(folder, "fully_async_cpu.yaml", 128, overrides) as (
         config,
         run,
         roles,

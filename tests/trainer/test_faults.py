@@ -122,6 +122,7 @@ def test_a_killed_sglang_scheduler(run, tmp_path):
     assert "scheduler" in message and "exit code -9" in message
 
 
+@pytest.mark.slow
 def test_a_killed_controller(run):
     os.kill(run.process.pid, signal.SIGKILL)
     code, _ = run.end()

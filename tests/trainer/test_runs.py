@@ -213,6 +213,7 @@ def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
     assert step["training/rollout_log_prob_diff_max"] < 1e-4  # from both engines
 
 
+@pytest.mark.slow  # of text with its epochs: test_tuning_runs.py
 def test_sft_follows_transformers(task, tmp_path):
     """Three steps on TP2 x PP2 give the losses of a plain loop over the Hugging Face model."""
     succeed(

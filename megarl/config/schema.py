@@ -53,6 +53,11 @@ class ActorConfig:
         "null: by the one that is given.",
         None,
     )
+    share_prompts: bool = option(
+        "true: the n trajectories of a prompt compute its tokens once, in actor, critic and reference; "
+        "plain torch attention only, no context parallelism, experts or dropout.",
+        False,
+    )
     ppo_epochs: int = option("Passes over a step's trajectories.", 1, ge=1)
     shuffle: bool = option("A new order of the trajectories for each pass.", False)
     clip_ratio: float = option(

@@ -17,6 +17,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarl.megatron.shared_prompts import attend_shared
+
 
 class PackedAttention(MegatronModule):
     """Megatron's `core_attention`: softmax(q k^T * scale) v, causal within each packed sequence."""
@@ -57,6 +59,9 @@ class PackedAttention(MegatronModule):
         lengths = _padded_lengths(packed_seq_params)
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         assert sum(lengths) == len(query) * cp, f"{lengths} do not add up to {len(query)} x {cp} tokens"
+        shared = getattr(packed_seq_params, "shared", None)
+        if shared is not None:
+            return attend_shared(self._attend, query, key, value, lengths, shared).flatten(1)
         if cp == 1:
             # Neighbours of one length by one call: short sequences take less time than a call of their own.
             counts = [len(list(equal)) for _, equal in groupby(lengths)]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megarl import platform
 from megarl.data.balance import aligned_lengths
+from megarl.data.shared_prompts import shared_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +42,11 @@ class OtherHead:
 
 @dataclass
 class PackedBounds(PackedSeqParams):
-    """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all."""
+    """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; and what
+    sequences share (`PackedBatch.shared`)."""
 
     live: Tensor | None = None
+    shared: list[int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,8 @@ class PackedBatch:
             positions (over all context-parallel ranks) from `first[i]`.
         cp, cp_rank: context-parallel size and this rank in it.
         other: another model's head on the live positions, to be compared with; None: there is none.
+        shared: int64 [sequences]; how many tokens before its own a sequence has in common with the nearest earlier one that
+            shares none, and only that one holds; None: all have all theirs.
     """
 
     input_ids: Tensor
@@ -79,6 +84,7 @@ class PackedBatch:
     cp: int
     cp_rank: int
     other: OtherHead | None = None
+    shared: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +115,7 @@ class PackedBatch:
             max_seqlen_kv=self.max_seqlen,
             pad_between_seqs=False,
             live=self.live if live_only else None,
+            shared=None if self.shared is None else self.shared.tolist(),
         )
 
     def live_rows(self, hidden: Tensor) -> Tensor:
@@ -128,6 +135,7 @@ def pack_trajectories(
     cp: int = 1,
     cp_rank: int = 0,
     sequence_parallel: bool = False,
+    share_prompts: bool = False,
     device: torch.device | None = None,
 ) -> PackedBatch:
     """Pack the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
@@ -135,6 +143,7 @@ def pack_trajectories(
     Args:
         table: columns `prompt_ids`, `response_ids`, `response_mask` and those in `fields`, one list a row.
         fields: names of columns with one value a response token.
+        share_prompts: pack a prompt once for all neighbours that have it (`shared_tokens`).
         device: where the tensors are put; None: this process's device.
 
     Raises:
@@ -145,6 +154,12 @@ def pack_trajectories(
     responses, counts = _ragged(table, rows, "response_ids")
     if not prompt_lengths.all():
         raise ValueError(f"row {rows[int(np.argmin(prompt_lengths))]} has an empty prompt_ids")
+    shared = None
+    if share_prompts:
+        shared = shared_tokens(prompts, prompt_lengths)
+        ends = np.cumsum(prompt_lengths)
+        prompt_lengths = prompt_lengths - shared
+        prompts = prompts[_spans(ends - prompt_lengths, prompt_lengths)]
     places = _place(prompt_lengths + counts, prompt_lengths - 1, counts, tp, cp, sequence_parallel)
     ids = np.zeros(places.size, np.int64)
     ids[_spans(places.starts, prompt_lengths)] = prompts
@@ -161,7 +176,7 @@ def pack_trajectories(
         columns[name] = np.zeros(places.size, bool if values.dtype == bool else np.float32)
         columns[name][where] = values
     mask = columns.pop("response_mask").astype(bool)
-    return _shard(ids, mask, columns, places, cp, cp_rank, device)
+    return _shard(ids, mask, columns, places, cp, cp_rank, device, shared)
 
 
 def pack_sequences(
@@ -326,10 +341,13 @@ def _shard(
     cp: int,
     cp_rank: int,
     device: torch.device | None,
+    shared: np.ndarray | None = None,
 ) -> PackedBatch:
     """The tensors of context-parallel rank `cp_rank`, from arrays over all packed positions."""
     device = device or platform.device()
     sizes = places.ends - places.starts
+    before = np.zeros_like(sizes) if shared is None else shared
+    assert cp == 1 or not before.any(), "prompts are shared on one context parallel rank"
     labels = np.zeros_like(ids)
     where = _spans(places.starts, places.lengths - 1)
     labels[where] = ids[where + 1]
@@ -341,16 +359,26 @@ def _shard(
 
     return PackedBatch(
         input_ids=tensor(ids)[None],
-        position_ids=tensor(_spans(np.zeros_like(sizes), sizes))[None],
+        position_ids=tensor(_spans(before, sizes))[None],
         labels=tensor(labels),
         mask=tensor(mask),
         live=torch.from_numpy(np.flatnonzero(mask[local])).to(device),
         fields={name: tensor(values) for name, values in fields.items()},
-        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(device),
-        max_seqlen=int(sizes.max()),
+        cu_seqlens=_bounds(bounds, before, device),
+        max_seqlen=int((before + sizes).max()),
         lengths=places.lengths,
         first=places.first,
         counts=places.counts,
         cp=cp,
         cp_rank=cp_rank,
+        shared=before if before.any() else None,
     )
+
+
+def _bounds(bounds: np.ndarray, before: np.ndarray, device: torch.device) -> Tensor:
+    """int32 [sequences + 1]; where sequences do not begin at position 0 with their first positions as the attribute `first_positions`,
+    since Megatron hands its rotary embedding these bounds and nothing else of a batch."""
+    found = torch.from_numpy(bounds.astype(np.int32)).to(device)
+    if before.any():
+        found.first_positions = torch.from_numpy(before).to(device)
+    return found

@@ -25,11 +25,12 @@ def rotate_packed(
     mscale: float = 1.0,
     cp_group: Any = None,
 ) -> Tensor:
-    """Megatron's `_apply_rotary_pos_emb_thd`. For its backward pass nothing is kept but lengths and angles.
+    """Megatron's `_apply_rotary_pos_emb_thd`. For its backward pass nothing is kept but positions and angles.
 
     Args:
         t: [tokens, heads, dim], of which the first `rotated` of dim are rotated.
-        cu_seqlens: [sequences + 1], cumulative lengths, counted before context parallel splitting.
+        cu_seqlens: [sequences + 1], cumulative lengths, counted before context parallel splitting; with an attribute
+            `first_positions` [sequences] where sequences do not begin at position 0 (`PackedBatch.shared`).
         freqs: [positions, 1, 1, rotated], angles; both halves of the last dimension are the same.
         mla_rotary_interleaved: pairs lie beside each other in `t`, and in halves in what is returned.
         mscale: what the rotated part is multiplied with.
@@ -37,7 +38,11 @@ def rotate_packed(
     assert not rotary_interleaved and cp_group is not None
     angles = freqs[:, 0, :, : freqs.shape[-1] // 2]
     place = (cp_group.size(), cp_group.rank())
-    return _Rotation.apply(t, cu_seqlens, angles, place, mla_rotary_interleaved, mscale)
+    positions = local_positions(cu_seqlens, *place)
+    first = getattr(cu_seqlens, "first_positions", None)
+    if first is not None:
+        positions += first.repeat_interleave(cu_seqlens.diff().long())
+    return _Rotation.apply(t, positions, angles, mla_rotary_interleaved, mscale)
 
 
 def local_positions(cu_seqlens: Tensor, cp: int, rank: int) -> Tensor:
@@ -60,15 +65,14 @@ class _Rotation(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        cu_seqlens: Tensor,
+        positions: Tensor,
         angles: Tensor,
-        place: tuple[int, int],
         interleaved: bool,
         factor: float,
     ) -> Tensor:
-        ctx.save_for_backward(cu_seqlens, angles)
-        ctx.options = (place, interleaved, factor)
-        cos, sin = _tables(cu_seqlens, angles, place, factor, x.dtype)
+        ctx.save_for_backward(positions, angles)
+        ctx.options = (interleaved, factor)
+        cos, sin = _tables(positions, angles, factor, x.dtype)
         out, rotated = x.new_empty(x.shape), 2 * angles.shape[-1]
         _rotate(_pairs(x, rotated, interleaved), _pairs(out, rotated), cos, sin)
         out[..., rotated:] = x[..., rotated:]
@@ -76,20 +80,17 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cu_seqlens, angles = ctx.saved_tensors
-        place, interleaved, factor = ctx.options
-        cos, sin = _tables(cu_seqlens, angles, place, factor, grad.dtype)
+        positions, angles = ctx.saved_tensors
+        interleaved, factor = ctx.options
+        cos, sin = _tables(positions, angles, factor, grad.dtype)
         out, rotated = grad.new_empty(grad.shape), 2 * angles.shape[-1]
         _rotate(_pairs(grad, rotated), _pairs(out, rotated, interleaved), cos, sin.neg_())
         out[..., rotated:] = grad[..., rotated:]
-        return out, None, None, None, None, None
+        return out, None, None, None, None
 
 
-def _tables(
-    cu_seqlens: Tensor, angles: Tensor, place: tuple[int, int], factor: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of each token that is held here: [tokens, 1, rotated / 2] each."""
-    positions = local_positions(cu_seqlens, *place)
+def _tables(positions: Tensor, angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the tokens at `positions`: [tokens, 1, rotated / 2] each."""
     cos, sin = ((table * factor).to(dtype) for table in (angles.cos(), angles.sin()))
     return cos.index_select(0, positions), sin.index_select(0, positions)
 

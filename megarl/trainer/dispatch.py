@@ -16,7 +16,8 @@ import pyarrow as pa
 from megarl.algorithms.aggregate import LossCounts
 from megarl.data.balance import aligned_lengths, plan_figures, plan_mini_batches, sequence_costs
 from megarl.data.gather import Blocks
-from megarl.data.trajectories import append_column, from_ragged, sequence_lengths, take
+from megarl.data.shared_prompts import plan_groups, shared_tokens
+from megarl.data.trajectories import append_column, from_ragged, list_lengths, ragged, sequence_lengths, take
 from megarl.layout.grid import ParallelLayout
 
 
@@ -28,6 +29,7 @@ class MicroBatching:
         mini_batch_size: trajectories of an optimizer step.
         max_tokens, micro_batch_size: the most tokens, or trajectories, of a micro-batch.
         pair_share: as in `sequence_costs`: how much of what a trajectory costs is attention's.
+        share_prompts: whether trajectories of one prompt are kept together (`shared_prompts`).
     """
 
     mini_batch_size: int
@@ -36,6 +38,7 @@ class MicroBatching:
     epochs: int = 1
     shuffle: bool = False
     pair_share: float = 0.0
+    share_prompts: bool = False
 
 
 # What ranks read of trajectories: to compute columns, and to learn.
@@ -51,28 +54,42 @@ class Plans:
     """Plans of the last lengths that were asked for, each made once: a step's passes, and roles of the same layout and limits,
     share theirs. A plan depends on nothing but what it is asked by."""
 
-    lengths: bytes = b""
+    read: tuple[bytes, ...] = ()
     made: dict[tuple[object, ...], Plan] = field(default_factory=dict)
 
-    def of(self, lengths: np.ndarray, layout: ParallelLayout, cut: MicroBatching, seed: int = 0) -> Plan:
+    def of(self, table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int = 0) -> Plan:
         """As `plan_mini_batches`. `seed`: of an order that is drawn, if `cut` has it so."""
-        if (read := lengths.tobytes()) != self.lengths:
-            self.lengths, self.made = read, {}
+        lengths = sequence_lengths(table)
+        shared = shared_of(table) if cut.share_prompts else None
+        read = (lengths.tobytes(), b"" if shared is None else shared.tobytes())
+        if read != self.read:
+            self.read, self.made = read, {}
         key = (layout.dp, _schedule_multiple(layout), cut, seed if cut.shuffle else 0)
         if key not in self.made:
-            self.made[key] = plan_mini_batches(
-                lengths,
-                num_dp=layout.dp,
-                mini_batch_size=cut.mini_batch_size,
-                max_tokens=cut.max_tokens,
-                micro_batch_size=cut.micro_batch_size,
-                epochs=cut.epochs,
-                shuffle=cut.shuffle,
-                seed=seed,
-                multiple_of=_schedule_multiple(layout),
-                costs=sequence_costs(lengths, cut.pair_share),
-            )
+            self.made[key] = _plan(lengths, shared, layout, cut, seed)
         return self.made[key]
+
+
+def shared_of(table: pa.Table) -> np.ndarray:
+    """`shared_tokens` of a table's trajectories."""
+    return shared_tokens(ragged(table, "prompt_ids")[0], list_lengths(table, "prompt_ids"))
+
+
+def _plan(
+    lengths: np.ndarray, shared: np.ndarray | None, layout: ParallelLayout, cut: MicroBatching, seed: int
+) -> Plan:
+    limits = {
+        "num_dp": layout.dp,
+        "mini_batch_size": cut.mini_batch_size,
+        "max_tokens": cut.max_tokens,
+        "micro_batch_size": cut.micro_batch_size,
+        "epochs": cut.epochs,
+        "shuffle": cut.shuffle,
+        "seed": seed,
+        "multiple_of": _schedule_multiple(layout),
+    }
+    together = None if shared is None else plan_groups(lengths, shared, pair_share=cut.pair_share, **limits)
+    return together or plan_mini_batches(lengths, costs=sequence_costs(lengths, cut.pair_share), **limits)
 
 
 def forward_plan(
@@ -83,7 +100,7 @@ def forward_plan(
     plans: those that were made before; None: none.
     """
     whole = replace(cut, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
-    return (plans or Plans()).of(sequence_lengths(table), layout, whole)[0]
+    return (plans or Plans()).of(table, layout, whole)[0]
 
 
 def first_pass_plan(plan: Plan, epochs: int) -> list[list[list[int]]]:
@@ -122,7 +139,7 @@ def update_plan(
 
     plans: as for `forward_plan`.
     """
-    plan = (plans or Plans()).of(sequence_lengths(table), layout, cut, seed)
+    plan = (plans or Plans()).of(table, layout, cut, seed)
     live = _live_tokens(table)
     counts = []
     for shares in plan:
@@ -143,7 +160,7 @@ def packing_metrics(
     role: str, plan: Plan, table: pa.Table, layout: ParallelLayout, cut: MicroBatching
 ) -> dict[str, float]:
     """What is logged of a plan: `perf/<role>/padding`, the part of all packed tokens that is there for even shares only,
-    and the figures of `PlanFigures`."""
+    the figures of `PlanFigures`, and where prompts are shared `perf/<role>/shared`, the part of all tokens that is not computed."""
     lengths = sequence_lengths(table)
     packed = real = 0
     for micro in (rows for shares in plan for share in shares for rows in share):
@@ -152,7 +169,18 @@ def packing_metrics(
         real += int(lengths[micro].sum())
     figures = plan_figures(plan, sequence_costs(lengths, cut.pair_share))
     found = {"padding": 1 - real / packed, **asdict(figures)}
+    if cut.share_prompts:
+        found["shared"] = float(_shared_in(plan, table).sum() / real)
     return {f"perf/{role}/{name}": value for name, value in found.items()}
+
+
+def _shared_in(plan: Plan, table: pa.Table) -> np.ndarray:
+    """What the trajectories of each micro-batch share, one after the other."""
+    prompts, lengths = table["prompt_ids"].combine_chunks(), list_lengths(table, "prompt_ids")
+    micros = [rows for shares in plan for share in shares for rows in share]
+    return np.concatenate(
+        [shared_tokens(prompts.take(rows).flatten().to_numpy(), lengths[rows]) for rows in micros]
+    )
 
 
 def rows_to_share(num_rows: int, layout: ParallelLayout) -> int:

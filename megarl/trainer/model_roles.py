@@ -47,6 +47,7 @@ def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
         # The ranks' working directory need not be this one.
         plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
         lora=policy.model.lora,
+        share_prompts=_share_prompts(config),
     )
     kwargs: dict[str, object] = {
         "spec": spec,
@@ -81,6 +82,7 @@ def _critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
         num_updates=num_steps * _updates_per_step(config, critic),
         timeout=config.trainer.collective_timeout,
         lora=critic.model.lora,
+        share_prompts=_share_prompts(config),
     )
 
 
@@ -88,7 +90,10 @@ def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
     """The reference policy: in the actor's processes, or in processes of its own."""
     policy = config.actor_rollout_ref
     cut = MicroBatching(
-        0, policy.ref.log_prob_max_token_len_per_gpu, policy.ref.log_prob_micro_batch_size_per_gpu
+        0,
+        policy.ref.log_prob_max_token_len_per_gpu,
+        policy.ref.log_prob_micro_batch_size_per_gpu,
+        share_prompts=policy.actor.share_prompts,
     )
     if reference_in_actor(config):
         return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
@@ -100,6 +105,7 @@ def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
         num_updates=0,
         timeout=config.trainer.collective_timeout,
         lora=policy.model.lora,  # not that it had adapters: its weights are held as the actor's are
+        share_prompts=_share_prompts(config),
     )
     kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
     return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, cut)
@@ -153,7 +159,13 @@ def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatch
         micro_batch_size=section.ppo_micro_batch_size_per_gpu,
         epochs=section.ppo_epochs,
         shuffle=config.actor_rollout_ref.actor.shuffle,
+        share_prompts=config.actor_rollout_ref.actor.share_prompts,
     )
+
+
+def _share_prompts(config: TrainConfig) -> str | None:
+    """The option that says so, for errors; None: it is not set."""
+    return "actor_rollout_ref.actor.share_prompts" if config.actor_rollout_ref.actor.share_prompts else None
 
 
 def _updates_per_step(config: TrainConfig, section: ActorConfig | CriticConfig) -> int:

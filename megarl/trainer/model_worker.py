@@ -50,6 +50,7 @@ from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packed import PackedBatch, pack_sequences, pack_texts, pack_trajectories, unpack
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
 from megarl.megatron.parameter_sets import parameter_set
+from megarl.megatron.shared_prompts import check_model
 from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import read_model_config
 from megarl.models.lora import ADAPTER
@@ -111,6 +112,9 @@ class ModelWorker:
                 add_value_head(self.chunks, spec.megatron.seed)
                 if hasattr(self.chunks[-1], "value_head"):
                     load_value_head(spec.path, self.chunks[-1].value_head.weight.data)
+        if spec.share_prompts is not None:
+            model, dropout = unwrap(self.chunks)[0].config, spec.lora.dropout if spec.adapted else 0.0
+            check_model(spec.share_prompts, model, self.layout, dropout)
         if spec.adapted:
             self._adapt()
         if spec.optim is not None:
@@ -230,7 +234,10 @@ class ModelWorker:
 
     def pack_share(self, table: pa.Table, share: Share, fields: Sequence[str] = ()) -> list[PackedBatch]:
         """This rank's part of each micro-batch of trajectories."""
-        return [pack_trajectories(table, rows, fields, **self._packing()) for rows in share]
+        shares = self.spec.share_prompts is not None
+        return [
+            pack_trajectories(table, rows, fields, share_prompts=shares, **self._packing()) for rows in share
+        ]
 
     def pack_examples(self, table: pa.Table, share: Share) -> list[PackedBatch]:
         """This rank's part of each micro-batch of SFT examples."""

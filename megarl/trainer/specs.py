@@ -23,6 +23,7 @@ class ModelSpec:
         timeout: seconds after which a collective that not all ranks joined is an error.
         plugins: the user's files, whole paths, that the ranks import before anything is looked up by name.
         lora: the adapters that are trained instead of the weights, if their rank is not 0.
+        share_prompts: the option that has trajectories of one prompt compute it once; None: they do not.
     """
 
     path: str
@@ -33,6 +34,7 @@ class ModelSpec:
     timeout: float
     plugins: tuple[str, ...] = ()
     lora: LoraConfig = field(default_factory=LoraConfig)
+    share_prompts: str | None = None
 
     @property
     def adapted(self) -> bool:

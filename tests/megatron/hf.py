@@ -67,7 +67,9 @@ class Rank:
     chunks: list
     pieces: list[Piece]
 
-    def pack(self, table: pa.Table, rows: list[int], fields: tuple[str, ...] = ()) -> PackedBatch:
+    def pack(
+        self, table: pa.Table, rows: list[int], fields: tuple[str, ...] = (), share_prompts: bool = False
+    ) -> PackedBatch:
         return pack_trajectories(
             table,
             rows,
@@ -76,6 +78,7 @@ class Rank:
             cp=self.layout.cp,
             cp_rank=coords().cp,
             sequence_parallel=self.layout.sp,
+            share_prompts=share_prompts,
         )
 
     def gradients(self) -> list[tuple[Piece, torch.Tensor]]:

@@ -42,7 +42,7 @@ def run(task, tmp_path_factory):
         "actor_rollout_ref.actor.ppo_mini_batch_size=4", f"custom_reward_function.path={out}/reward.py", *ONE_DEVICE,
         "trainer.test_freq=2", "trainer.save_freq=1", "trainer.save_hf=true", "reward_model.overlong_buffer.penalty_factor=0.5",
         f"data.val_sets.twice.files={task}/data/test.parquet", "data.val_sets.twice.n=2",
-        "data.val_sets.twice.temperature=1.0",
+        "data.val_sets.twice.temperature=1.0", "actor_rollout_ref.actor.share_prompts=true",
     )  # fmt: skip
     return out / "run", printed
 
@@ -65,6 +65,14 @@ def test_every_step_trains_on_whole_groups_that_differ(run):
         generated = int(step["filter_groups/generations"]) * 8
         assert generated == 4 + step["filter_groups/dropped"] + step["filter_groups/surplus"]
         assert step["filter_groups/dropped"] >= 4  # the even half of what was generated, about
+
+
+def test_prompts_are_computed_once(run):
+    out, _ = run
+    for step, batch in zip(steps(out), batches(out), strict=True):
+        prompts, responses = (list_lengths(batch, name) for name in ("prompt_ids", "response_ids"))
+        shared = (prompts - 1).reshape(-1, N)[:, 1:].sum() / (prompts + responses).sum()
+        assert step["perf/actor/shared"] == pytest.approx(shared)
 
 
 def test_scores_belong_to_their_responses_and_long_ones_are_punished(run):

@@ -188,6 +188,12 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     yield from _mini_batch_problems(actor.ppo_mini_batch_size, config, roles[f"{_POLICY}.actor"])
     yield from _micro_batch_problems(f"{_POLICY}.actor", actor, config)
+    for role in roles.values() if actor.share_prompts else ():
+        if role.key != "reward_model" and role.megatron.context_parallel_size > 1:
+            yield (
+                f"{_POLICY}.actor.share_prompts=true: prompts cannot be shared with {role.megatron_key}.context_parallel_size="
+                f"{role.megatron.context_parallel_size}; set it to false"
+            )
     if config.data.ptx is not None:
         texts, tokens = config.data.ptx, actor.ppo_max_token_len_per_gpu
         size = f"data.ptx.batch_size={texts.batch_size}"

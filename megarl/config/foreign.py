@@ -70,6 +70,7 @@ _KEYS: tuple[tuple[str, str], ...] = (
     (_ROLE + r"\.(?:param_offload|grad_offload|optimizer_offload)", "use the key of this name in {0}.megatron"),
     (_ROLE + r"\.(?:use_torch_compile|use_fused_kernels|entropy_(?:from|check).*)", _GPU_KERNELS),
     (r"(?:actor_rollout_ref\.(?:actor|ref))\.use_remove_padding", NO_PADDING),
+    (r"actor_rollout_ref\.(?:actor|ref)\.use_prefix_grouper", "use actor_rollout_ref.actor.share_prompts, for all models"),
     (r"reward_model\.forward_max_token_len_per_gpu", "use reward_model.max_token_len_per_gpu"),
     (_ROLE + r"\.(?:forward_max_token_len_per_gpu)", "use {0}.ppo_max_token_len_per_gpu, for both passes"),
     (_ROLE + r"\.(?:forward_micro_batch_size_per_gpu)", "use {0}.ppo_micro_batch_size_per_gpu, for both passes"),

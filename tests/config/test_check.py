@@ -79,6 +79,11 @@ def test_values_out_of_range(train: Train, override: str, problem: str) -> None:
             "leave it out (null: true where that is over 1)",
         ),
         (
+            [f"{ACTOR}.share_prompts=true", "critic.megatron={context_parallel_size: 2}"],
+            f"{ACTOR}.share_prompts=true: prompts cannot be shared with critic.megatron.context_parallel_size=2; "
+            "set it to false",
+        ),
+        (
             [f"{ACTOR}.ppo_mini_batch_size=6"],
             f"{ACTOR}.ppo_mini_batch_size=6 does not divide data.train_batch_size=16",
         ),

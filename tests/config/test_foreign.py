@@ -56,6 +56,10 @@ def test_advice_is_of_the_role_that_was_meant() -> None:
     assert "reward_model.megatron.context_parallel_size" in str(
         key_advice("reward_model.ulysses_sequence_parallel_size")
     )
+    for role in ("actor", "ref"):
+        assert key_advice(f"actor_rollout_ref.{role}.use_prefix_grouper") == (
+            "use actor_rollout_ref.actor.share_prompts, for all models"
+        )
     assert key_advice("critic.optim.override_optimizer_config.optimizer_cpu_offload") == (
         "use critic.optim.optimizer_cpu_offload"
     )

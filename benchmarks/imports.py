@@ -15,7 +15,7 @@ from pathlib import Path
 
 from facts import REPOSITORY, environment
 
-# What a trainer rank imports, and what an engine's two processes do.
+# What a trainer rank imports, and what an engine's owner does; on a GPU its schedulers, too.
 MODULES = ("megarl.trainer.model_worker", "sglang.srt.managers.scheduler")
 CHILD = """
 import contextlib, importlib, json, resource, sys

@@ -1,7 +1,8 @@
 """How a scheduler's process begins: on a GPU as a new one, before SGLang is imported there; on a CPU as a copy of its owner, which has
 imported it.
 
-A copy spares 14 s of a core at each start. CUDA does not survive one, so that a GPU's schedulers begin anew.
+A copy spares the imports, which are most of a start's time (`python benchmarks/imports.py`). CUDA does not survive one, so that a GPU's
+schedulers begin anew.
 """
 
 import ctypes

@@ -117,10 +117,10 @@ start_head() {
     fail "Ray's head did not start in ${TRIES} tries"
 }
 
-wait_for_devices() { # SECONDS
-    python3 "${launch}/ray/wait_for_devices.py" "${ray_address}" --nodes "${SLURM_JOB_NUM_NODES}" --devices "${devices}" \
+wait_for_devices() ( # SECONDS; in a process of its own, which is the one that is waited for and ended
+    exec python3 "${launch}/ray/wait_for_devices.py" "${ray_address}" --nodes "${SLURM_JOB_NUM_NODES}" --devices "${devices}" \
         --kind "${kind}" --seconds "$1"
-}
+)
 
 # Whether all devices are there; not, if Ray's head ends before: on a machine that stands still for seconds Ray gives a start up whose
 # servers have answered.
@@ -179,18 +179,20 @@ run_head() {
     rm -rf "/tmp/megarl-ray-${SLURM_JOB_ID}"
 }
 
-# Joins the head's cluster, until all is over.
+# Joins the head's cluster, until all is over. A head that was started again has another address: what waits for the old one is told.
 run_worker() {
+    local joined try=1
     for ((second = 0; second < start_seconds; second++)); do
         [[ ! -f "${folder}/head" ]] || break
         sleep 1
     done
     [[ -f "${folder}/head" ]] || fail "the head on ${head} did not start within ${start_seconds} s"
-    for ((try = 1; try <= TRIES; try++)); do
-        bash "${launch}/ray/start_cluster.sh" worker "${address}" --head "$(cat "${folder}/head")" \
+    while ((try <= TRIES)); do
+        joined="$(cat "${folder}/head")"
+        bash "${launch}/ray/start_cluster.sh" worker "${address}" --head "${joined}" \
             --port "$((first_port + 8 * (try - 1)))" -- "${resources[@]}" &
         ray_pid=$!
-        while ! ray_ended && [[ ! -f "${folder}/done" ]]; do sleep 0.5; done
+        while ! ray_ended && [[ ! -f "${folder}/done" && "$(cat "${folder}/head")" == "${joined}" ]]; do sleep 0.5; done
         if ray_ended; then sleep 2; fi # the file may be seen later than the end
         if [[ -f "${folder}/done" ]]; then
             stop_ray
@@ -198,6 +200,8 @@ run_worker() {
             return 0
         fi
         [[ ! -f "${folder}/up" ]] || fail "Ray's worker has ended"
+        if [[ "$(cat "${folder}/head")" == "${joined}" ]]; then try=$((try + 1)); fi
+        stop_ray
     done
     fail "Ray's worker did not start in ${TRIES} tries"
 }

@@ -1,28 +1,44 @@
-"""A node's part of a Slurm job by itself, where what goes wrong cannot be had of a whole cluster."""
+"""A node's part of a Slurm job by itself, with stand-ins for Ray that go wrong at will: what a real one does not (test_slurm.py)."""
 
 import os
 import secrets
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 NODE = Path(__file__).resolve().parents[2] / "launch/slurm/node.sh"
-# As a start on a machine that stands still for seconds: its servers answer, and then it is given up. From the second one on Ray's own.
+# Its servers answer; the first starts are given up after that, as on a machine that stands still for seconds.
 RAY = """#!{python}
-import os, pathlib, socket, sys, time
+import pathlib, socket, sys, time
 starts = pathlib.Path("{folder}/starts")
 if sys.argv[1] == "start":
     with starts.open("a") as file:
         print(*sys.argv[1:], file=file)
-if sys.argv[1] != "start" or len(starts.read_text().splitlines()) > {bad}:
-    os.execv("{ray}", ["ray", *sys.argv[1:]])
-port = int(sys.argv[sys.argv.index("--port") + 1])
-servers = [socket.create_server(("127.0.0.1", port + more)) for more in (0, 1)]
-time.sleep(4)
-sys.exit(1)
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    servers = [socket.create_server(("127.0.0.1", port + more)) for more in (0, 1)]
+    given_up = len(starts.read_text().splitlines()) <= {bad}
+    time.sleep(4 if given_up else 1000)
+    sys.exit(1)
+"""
+# In place of what asks Ray for the job's devices: they are there after a while, if the head still is.
+PYTHON = """#!{python}
+import os, socket, sys, time
+if not sys.argv[1].endswith("wait_for_devices.py"):
+    os.execv("{python}", ["python3", *sys.argv[1:]])
+time.sleep(8)
+host, port = sys.argv[2].split(":")
+socket.create_connection((host, int(port)))
+"""
+# Never joins: the head that it was told of is gone.
+WAITING_RAY = """#!{python}
+import pathlib, sys, time
+if sys.argv[1] == "start":
+    with pathlib.Path("{folder}/starts").open("a") as file:
+        print(*sys.argv[1:], file=file)
+    time.sleep(1000)
 """
 MEGARL = """#!{python}
 import json, pathlib, sys
@@ -33,31 +49,44 @@ else:
 """
 
 
-def run_node(folder: Path, bad: int) -> tuple[int, str]:
-    """The head of a job of one node, whose first `bad` starts of Ray are given up: its exit code, and what it has said."""
-    programs = Path(sys.executable).parent
-    for name, text in (("ray", RAY), ("megarl", MEGARL)):
+def start_node(folder: Path, node: str, nodes: int, **programs: str) -> subprocess.Popen:
+    """node.sh for one device on `node` of a job whose head is on localhost; what it says is in the file `said`."""
+    own = Path(sys.executable).parent
+    for name, text in programs.items():
         path = folder / "bin" / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text.format(python=sys.executable, folder=folder, bad=bad, ray=programs / "ray"))
+        path.write_text(text)
         path.chmod(0o755)
     secured = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-    job = {"SLURM_JOB_ID": str(os.getpid() % 140), "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "localhost"}
+    job = {
+        "SLURM_JOB_ID": str(os.getpid() % 140),
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURMD_NODENAME": node,
+    }
     with open(folder / "said", "w") as said:
-        process = subprocess.Popen(
-            ["bash", str(NODE), str(folder), "localhost", "1", "yes", "none", "60", "train", "recipe.yaml"],
-            env={**os.environ, **secured, **job, "PATH": f"{folder}/bin:{programs}:{os.environ['PATH']}"},
+        return subprocess.Popen(
+            ["bash", str(NODE), str(folder), "localhost", "1", "yes", "lo", "60", "train", "recipe.yaml"],
+            env={**os.environ, **secured, **job, "PATH": f"{folder}/bin:{own}:{os.environ['PATH']}"},
             stdout=said, stderr=said, start_new_session=True,
         )  # fmt: skip
+
+
+def run_head(folder: Path, bad: int) -> tuple[int, str]:
+    """The head of a job of one node, whose first `bad` starts of Ray are given up: its exit code, and what it has said."""
+    facts = {"python": sys.executable, "folder": folder, "bad": bad}
+    stubs = {"ray": RAY, "python3": PYTHON, "megarl": MEGARL}
+    process = start_node(
+        folder, "localhost", 1, **{name: text.format(**facts) for name, text in stubs.items()}
+    )
     try:
-        return process.wait(250), (folder / "said").read_text()
+        return process.wait(100), (folder / "said").read_text()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_head_that_ray_gives_up_after_it_answered_is_started_again(tmp_path: Path) -> None:
-    code, said = run_node(tmp_path, bad=1)
+    code, said = run_head(tmp_path, bad=1)
     assert code == 0, said
     starts = (tmp_path / "starts").read_text().splitlines()
     assert len(starts) == 2 and all(line.startswith("start ") for line in starts)
@@ -68,9 +97,32 @@ def test_a_head_that_ray_gives_up_after_it_answered_is_started_again(tmp_path: P
     assert (tmp_path / "done").read_text() == "0\n"
 
 
-@pytest.mark.slow
 def test_a_head_that_never_stays_is_an_error(tmp_path: Path) -> None:
-    code, said = run_node(tmp_path, bad=9)
+    code, said = run_head(tmp_path, bad=9)
     assert code == 2 and "Ray's head did not start in 3 tries" in said
     assert len((tmp_path / "starts").read_text().splitlines()) == 3
     assert not (tmp_path / "given").exists() and not (tmp_path / "done").exists()
+
+
+def test_a_worker_follows_a_head_that_was_started_again(tmp_path: Path) -> None:
+    ray = WAITING_RAY.format(python=sys.executable, folder=tmp_path)
+    process = start_node(tmp_path, "another", 2, ray=ray)
+    starts = tmp_path / "starts"
+    try:
+        for count, head in enumerate(("10.0.0.1:6400", "10.0.0.1:6408"), 1):
+            (tmp_path / "head.new").write_text(f"{head}\n")
+            (tmp_path / "head.new").rename(tmp_path / "head")
+            until(lambda count=count: starts.exists() and len(starts.read_text().splitlines()) == count)
+            assert f" --address {head} " in starts.read_text().splitlines()[-1]
+        (tmp_path / "done").write_text("0\n")
+        assert process.wait(30) == 0, (tmp_path / "said").read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)

@@ -117,10 +117,11 @@ start_head() {
     fail "Ray's head did not start in ${TRIES} tries"
 }
 
-wait_for_devices() ( # SECONDS; in a process of its own, which is the one that is waited for and ended
+# To be called in a subshell, whose process it takes: that is the one that is waited for, and ended.
+wait_for_devices() { # SECONDS
     exec python3 "${launch}/ray/wait_for_devices.py" "${ray_address}" --nodes "${SLURM_JOB_NUM_NODES}" --devices "${devices}" \
         --kind "${kind}" --seconds "$1"
-)
+}
 
 # Whether all devices are there; not, if Ray's head ends before: on a machine that stands still for seconds Ray gives a start up whose
 # servers have answered.
@@ -171,7 +172,7 @@ run_head() {
     # megarl may see a loss before the lost part's own script does, or Slurm.
     if ((status != 0 && status != REQUEUE && SLURM_JOB_NUM_NODES > 1)); then
         sleep "${LOSS_SECONDS}"
-        wait_for_devices 0 || fail "megarl ended with exit code ${status}, and a part of the cluster was lost"
+        (wait_for_devices 0) || fail "megarl ended with exit code ${status}, and a part of the cluster was lost"
     fi
     echo "${status}" > "${folder}/done.new"
     mv "${folder}/done.new" "${folder}/done"

@@ -18,6 +18,7 @@ def as_completed(
     coroutines: Sequence[Coroutine[Any, Any, Result]],
     timeout: float,
     last_sign: Callable[[], float] = lambda: 0.0,
+    apart: float = 0.0,
 ) -> Iterator[list[Result]]:
     """Run all coroutines on a loop; each time that some have ended, the results of all that have.
 
@@ -27,6 +28,7 @@ def as_completed(
     Args:
         timeout: seconds in which at least one must end, or give a sign of life.
         last_sign: when it last did, by `time.monotonic`.
+        apart: seconds between two of the lists, at least; but the last one comes when all have ended.
 
     Raises:
         NothingCompleted: none did.
@@ -34,17 +36,24 @@ def as_completed(
     """
     unread = {loop.create_task(coroutine) for coroutine in coroutines}
     done: list[asyncio.Task[Result]] = []
-    some = asyncio.Event()
+    some, enough = asyncio.Event(), asyncio.Event()
+    given = time.monotonic()
 
     def note(task: asyncio.Task[Result]) -> None:
         done.append(task)
         some.set()
+        if len(done) == len(unread) or task.cancelled() or task.exception() is not None:
+            enough.set()
 
     for task in unread:
         task.add_done_callback(note)
     try:
         while unread:
             _run_until(loop, some, timeout, last_sign)
+            if (rest := given + apart - time.monotonic()) > 0:
+                with suppress(TimeoutError):
+                    loop.run_until_complete(asyncio.wait_for(enough.wait(), rest))
+            given = time.monotonic()
             part, done[:] = list(done), []
             some.clear()
             results = [task.result() for task in part]

@@ -207,9 +207,13 @@ class RolloutEngine(Protocol):
         """
 
     def generate_stream(
-        self, prompt_ids: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingParams
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        uids: Sequence[str],
+        sampling: SamplingParams,
+        apart: float = 0.0,
     ) -> Iterator[list[Generation]]:
-        """As `generate`, but as they finish: each time all that have since the last, at least one.
+        """As `generate`, but as they finish: each time all that have since the last, at least one. `apart` as of `as_completed`.
 
         All requests are in flight at once; those that are when the iterator is closed are aborted.
         """
@@ -220,8 +224,13 @@ class RolloutEngine(Protocol):
     async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """One response, for coroutines that `as_completed` runs."""
 
-    def as_completed(self, coroutines: Sequence[Coroutine[Any, Any, Result]]) -> Iterator[list[Result]]:
+    def as_completed(
+        self, coroutines: Sequence[Coroutine[Any, Any, Result]], apart: float = 0.0
+    ) -> Iterator[list[Result]]:
         """Run coroutines together on the engine's loop; each time the results of all that ended since the last.
+
+        Args:
+            apart: seconds between two times, at least; but the last one comes when all have ended.
 
         Raises:
             EngineError: none ended, and no request was answered, for `request_timeout`.

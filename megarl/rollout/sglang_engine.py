@@ -97,7 +97,11 @@ class SGLangEngine:
         return [by_uid[uid] for uid in uids]
 
     def generate_stream(
-        self, prompt_ids: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingParams
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        uids: Sequence[str],
+        sampling: SamplingParams,
+        apart: float = 0.0,
     ) -> Iterator[list[Generation]]:
         self._require_version()
         if len(prompt_ids) != len(uids) or len(set(uids)) != len(uids):
@@ -105,7 +109,7 @@ class SGLangEngine:
         for uid, ids in zip(uids, prompt_ids, strict=True):
             self.check_request(uid, ids, sampling)
         answers = [self._answer(uid, ids, sampling) for uid, ids in zip(uids, prompt_ids, strict=True)]
-        yield from self.as_completed(answers)
+        yield from self.as_completed(answers, apart)
 
     def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
         self._require_version()
@@ -151,11 +155,13 @@ class SGLangEngine:
                     f"SGLang did not abort {self._gate.inside} requests within {self.config.request_timeout} s"
                 )
 
-    def as_completed(self, coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> Iterator[list[Answer]]:
+    def as_completed(
+        self, coroutines: Sequence[Coroutine[Any, Any, Answer]], apart: float = 0.0
+    ) -> Iterator[list[Answer]]:
         timeout = self.config.request_timeout
         try:
             # A trajectory of several turns may take longer than that: every answer counts.
-            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_answer)
+            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_answer, apart)
         except NothingCompleted:
             self._version = None
             raise EngineError(

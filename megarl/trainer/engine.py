@@ -48,10 +48,14 @@ class EngineWorker:
         parts = self._generations(requests, sampling)
         return build_trajectories(requests, [generation for part in parts for generation in part])
 
-    def stream(self, requests: pa.Table, sampling: SamplingParams) -> Iterator[pa.Table]:
-        """The trajectories of `requests` as they finish: tables of all that have since the last one."""
+    def stream(self, requests: pa.Table, sampling: SamplingParams, apart: float = 0.0) -> Iterator[pa.Table]:
+        """The trajectories of `requests` as they finish: tables of all that have since the last one.
+
+        Args:
+            apart: seconds between two tables, at least; but the last one comes when all are there.
+        """
         rows = {uid: row for row, uid in enumerate(requests["uid"].to_pylist())}
-        for generations in self._generations(requests, sampling):
+        for generations in self._generations(requests, sampling, apart):
             part = take(requests, [rows[generation.uid] for generation in generations])
             yield build_trajectories(part, generations)
 
@@ -95,12 +99,14 @@ class EngineWorker:
         """Have what runs wait for the next version of the weights."""
         self.engine.interrupt()
 
-    def _generations(self, requests: pa.Table, sampling: SamplingParams) -> Iterator[list[Generation]]:
+    def _generations(
+        self, requests: pa.Table, sampling: SamplingParams, apart: float = 0.0
+    ) -> Iterator[list[Generation]]:
         if self.players is not None:
-            yield from self.engine.as_completed(self._answers(requests, sampling))
+            yield from self.engine.as_completed(self._answers(requests, sampling), apart)
             return
         prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
-        yield from self.engine.generate_stream(prompts, uids, sampling)
+        yield from self.engine.generate_stream(prompts, uids, sampling, apart)
 
     def _answers(self, requests: pa.Table, sampling: SamplingParams) -> list[Coroutine[Any, Any, Generation]]:
         """What answers each of the requests, in their order."""

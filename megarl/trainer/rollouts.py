@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from megarl.cluster import WorkerGroup
     from megarl.trainer.run import Run
 
+# Seconds for each engine between two tables of one: so many come to the controller, which is busy with one for a millisecond.
+APART = 0.05
 GREEDY = "/greedy"  # ends the uid of a prompt's greedy answer, beside "/0", "/1", ... of its samples
 
 Finished = Callable[[pa.Table], None]
@@ -78,9 +80,10 @@ def generate(
     """
     uids, tables, missing = requests["uid"].to_pylist(), [], requests
     while missing.num_rows:
-        parts = split_requests(missing, engines.world_size)
+        apart, how = APART * engines.world_size, run.put(sampling)
+        calls = [(part, how, apart) for part in split_requests(missing, engines.world_size)]
         try:
-            for table in run.stream(engines.stream_each("stream", [(part, sampling) for part in parts])):
+            for table in run.stream(engines.stream_each("stream", calls)):
                 finished(table)
                 tables.append(table)
         except WorkerLost as failure:

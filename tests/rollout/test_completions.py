@@ -36,6 +36,33 @@ async def forever(ended):
         raise
 
 
+def test_results_wait_for_others_but_the_last_ones_do_not(loop):
+    doors = gates(4)
+    begun = time.monotonic()
+    parts = as_completed(loop, [after(door, row) for row, door in enumerate(doors)], timeout=60, apart=0.5)
+    doors[3].set()
+    loop.call_later(0.2, doors[1].set)
+    assert sorted(next(parts)) == [1, 3]
+    assert 0.5 <= time.monotonic() - begun < 5
+    loop.call_later(0.1, doors[0].set)
+    loop.call_later(0.2, doors[2].set)
+    begun = time.monotonic()
+    assert sorted(next(parts)) == [0, 2]  # at once, since all are there
+    assert time.monotonic() - begun < 0.5
+    assert next(parts, None) is None
+
+
+def test_an_error_does_not_wait_for_others(loop):
+    async def fails():
+        await asyncio.sleep(0.1)
+        raise ValueError("of one")
+
+    ended, begun = [], time.monotonic()
+    with pytest.raises(ValueError, match="of one"):
+        list(as_completed(loop, [fails(), forever(ended)], timeout=60, apart=30))
+    assert time.monotonic() - begun < 15 and ended == [True]
+
+
 def test_results_come_when_they_are_there_whatever_the_order(loop):
     doors = gates(4)
     parts = as_completed(loop, [after(door, row) for row, door in enumerate(doors)], timeout=60)

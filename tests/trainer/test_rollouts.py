@@ -29,8 +29,11 @@ class FakeRun:
 
     blocks = Blocks()
 
+    def put(self, value):
+        return value
+
     def stream(self, streams):
-        table = pa.concat_tables([answer(requests) for requests, _ in streams if requests.num_rows])
+        table = pa.concat_tables([answer(requests) for requests, *_ in streams if requests.num_rows])
         rows = list(range(table.num_rows))
         for start in range(0, len(rows), 2):
             yield take(table, rows[::-1][start : start + 2])
@@ -51,8 +54,9 @@ def test_rows_are_the_prompts_order_and_all_were_handed_on():
     assert table["uid"].to_pylist() == ["a/0", "a/1", "b/0", "b/1", "c/0", "c/1"]
     uids = [uid for part in handed for uid in part["uid"].to_pylist()]
     assert uids != sorted(uids) and sorted(uids) == table["uid"].to_pylist()
-    ((first, sampling), (second, _)) = engines.calls[0]
+    ((first, sampling, apart), (second, *_)) = engines.calls[0]
     assert sampling == SamplingParams(temperature=0.8, max_new_tokens=9, seed=7)
+    assert apart == 2 * rollouts.APART  # of two engines
     # the samples of a prompt are answered by one engine: they share its prefix
     assert not set(first["prompt_uid"].to_pylist()) & set(second["prompt_uid"].to_pylist())
 

@@ -55,8 +55,8 @@ class FakeEngine:
     def check_request(self, uid, ids, sampling):
         self.checked.append(uid)
 
-    def as_completed(self, coroutines):
-        return as_completed(self.loop, coroutines, timeout=60)
+    def as_completed(self, coroutines, apart=0.0):
+        return as_completed(self.loop, coroutines, timeout=60, apart=apart)
 
     async def answer(self, uid, ids, sampling):
         prompt, _, told = self.tokenizer.decode(ids).partition("<|im_start|>tool\n")
@@ -165,7 +165,7 @@ def test_without_an_environment_there_is_one_turn(model):
     worker = EngineWorker.__new__(EngineWorker)
     worker.players = None
     one = [Generation("train:0/0", [5, 6], [-1.0, -2.0], "length", 4)]
-    worker.engine = SimpleNamespace(generate_stream=lambda prompts, uids, sampling: iter([one]))
+    worker.engine = SimpleNamespace(generate_stream=lambda prompts, uids, sampling, apart: iter([one]))
     table = worker.generate(expand_prompts(prompts(tokenizer, [(3, 4)]), 1), SAMPLING)
     assert table["num_turns"].to_pylist() == [1] and np.isnan(table["environment_score"][0].as_py())
     assert environment_notes(table)[0].numbers == {} and table["response_mask"].to_pylist() == [[True, True]]

@@ -20,7 +20,6 @@ Rows are planned by their lengths and costs alone; nothing here knows tokens, te
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -341,44 +340,3 @@ def _plan_one(
     return [
         [bins[index] for index in sorted(rank, key=lambda index: (-sums[index], index))] for rank in ranks
     ]
-
-
-def aligned_lengths(
-    lengths: npt.ArrayLike, *, tp: int = 1, cp: int = 1, sequence_parallel: bool = False
-) -> npt.NDArray[np.int64]:
-    """Packed tokens of each sequence of a micro-batch [rows], those that ranks need for even shares included.
-
-    Context parallelism cuts a sequence into 2 cp equal chunks (Transformer Engine's for THD); sequence parallelism all
-    tokens of a context parallel rank into tp parts, for which the last sequence is lengthened.
-    """
-    unit = 2 * cp if cp > 1 else 1
-    aligned = -(-np.asarray(lengths, dtype=np.int64) // unit) * unit
-    if sequence_parallel:
-        total_unit = cp * np.lcm(tp, 2) if cp > 1 else tp
-        aligned[-1] += -aligned.sum() % total_unit
-    return aligned
-
-
-@dataclass(frozen=True)
-class PlanFigures:
-    """How even a plan is; each figure is the mean over its mini-batches.
-
-    Attributes:
-        rank_imbalance: cost of the costliest data parallel rank over the ranks' mean, less 1: what the others wait.
-        micro_imbalance: the same of all micro-batches of all ranks: what pipeline stages wait for each other.
-        num_micro: micro-batches of a rank.
-    """
-
-    rank_imbalance: float
-    micro_imbalance: float
-    num_micro: float
-
-
-def plan_figures(plan: Sequence[MiniBatch], costs: npt.ArrayLike) -> PlanFigures:
-    """Of a plan of at least one mini-batch; `costs`: of each row of the table."""
-    costs, found = np.asarray(costs, dtype=np.float64), []
-    for shares in plan:
-        micro = np.array([[costs[rows].sum() for rows in share] for share in shares])  # [dp, micro-batches]
-        ranks = micro.sum(axis=1)
-        found.append((ranks.max() / ranks.mean() - 1, micro.max() / micro.mean() - 1, micro.shape[1]))
-    return PlanFigures(*np.mean(found, axis=0).tolist())

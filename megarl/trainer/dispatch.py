@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossCounts
-from megarl.data.balance import aligned_lengths, plan_figures, plan_mini_batches, sequence_costs
+from megarl.data.balance import plan_mini_batches, sequence_costs
 from megarl.data.gather import Blocks
+from megarl.data.plan_figures import aligned_total, plan_figures, sums_of
 from megarl.data.shared_prompts import plan_groups, shared_tokens
 from megarl.data.trajectories import append_column, from_ragged, list_lengths, ragged, sequence_lengths, take
 from megarl.layout.grid import ParallelLayout
@@ -43,7 +44,7 @@ class MicroBatching:
 
 # What ranks read of trajectories: to compute columns, and to learn.
 READ = ("uid", "prompt_ids", "response_ids", "response_mask")
-LEARNT = (*READ, "old_log_probs", "ref_log_probs", "advantages", "rollout_is_weights", "values", "returns")
+LEARNT = (*READ, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
 
 Plan = list[list[list[list[int]]]]
 """By mini-batch, by data parallel rank, by micro-batch: row numbers."""
@@ -161,12 +162,10 @@ def packing_metrics(
 ) -> dict[str, float]:
     """What is logged of a plan: `perf/<role>/padding`, the part of all packed tokens that is there for even shares only,
     the figures of `PlanFigures`, and where prompts are shared `perf/<role>/shared`, the part of all tokens that is not computed."""
-    lengths = sequence_lengths(table)
-    packed = real = 0
-    for micro in (rows for shares in plan for share in shares for rows in share):
-        aligned = aligned_lengths(lengths[micro], tp=layout.tp, cp=layout.cp, sequence_parallel=layout.sp)
-        packed += int(aligned.sum())
-        real += int(lengths[micro].sum())
+    lengths = sequence_lengths(table).astype(np.int64)
+    micros = [rows for shares in plan for share in shares for rows in share]
+    real = int(sums_of(lengths, micros).sum())
+    packed = aligned_total(lengths, micros, tp=layout.tp, cp=layout.cp, sequence_parallel=layout.sp)
     figures = plan_figures(plan, sequence_costs(lengths, cut.pair_share))
     found = {"padding": 1 - real / packed, **asdict(figures)}
     if cut.share_prompts:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.covariance import ClipCov, KLCov
+from megarl.algorithms.kl import FULL_KL
 from megarl.algorithms.loss_inputs import PolicyLossOptions
 from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
 from megarl.config import TrainConfig
@@ -43,9 +44,7 @@ def update(
     Args:
         texts: batches of data.ptx, of which the actor takes one for each of its mini-batches; None: there are none.
     """
-    # Without old log-probs the update compares its own with the engine's.
-    learnt = LEARNT if "old_log_probs" in batch.column_names else (*LEARNT, "rollout_log_probs")
-    table, metrics = run.put(columns_of(batch, learnt)), {}
+    table, metrics = run.put(learnt_of(batch, config)), {}
     trains_actor = roles.critic is None or step > config.critic.warmup_steps
     trained = [
         name for name, there in (("critic", roles.critic is not None), ("actor", trains_actor)) if there
@@ -66,6 +65,16 @@ def update(
         metrics["actor/kl_loss_coef"] = controls.kl_loss.coef
         controls.kl_loss.update(metrics.get("actor/kl_loss", 0.0), batch.num_rows)
     return metrics
+
+
+def learnt_of(batch: pa.Table, config: TrainConfig) -> pa.Table:
+    """The columns of trajectories that the updates use."""
+    actor, names = config.actor_rollout_ref.actor, LEARNT
+    if "old_log_probs" not in batch.column_names:  # the update compares its own with the engine's
+        names = (*names, "rollout_log_probs")
+    if actor.use_kl_loss and actor.kl_loss_type != FULL_KL:
+        names = (*names, "ref_log_probs")
+    return columns_of(batch, names)
 
 
 def _start_update(

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.balance import (
-    aligned_lengths,
     micro_batches,
     partition_balanced,
-    plan_figures,
     plan_mini_batches,
     sequence_costs,
 )
+from megarl.data.plan_figures import plan_figures
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -235,23 +234,6 @@ def test_lengths_like_gsm8ks_are_within_three_percent(num_dp):
     assert figures.rank_imbalance < 0.03
     assert figures.micro_imbalance < 0.03
     assert figures.num_micro == len(plan[0][0])
-
-
-def test_figures_of_a_plan():
-    plan = [[[[0], [1]], [[2], [3]]], [[[0, 1]], [[2, 3]]]]
-    figures = plan_figures(plan, [1, 2, 3, 2])  # ranks cost 3 and 5 in both mini-batches
-    assert figures.rank_imbalance == pytest.approx(1 / 4)
-    assert figures.micro_imbalance == pytest.approx((3 / 2 - 1 + 1 / 4) / 2)
-    assert figures.num_micro == 1.5
-
-
-def test_alignment_by_hand():
-    assert aligned_lengths([5, 3]).tolist() == [5, 3]
-    assert aligned_lengths([5, 3], tp=2, sequence_parallel=True).tolist() == [5, 3]
-    assert aligned_lengths([5, 3], tp=4, sequence_parallel=False).tolist() == [5, 3]
-    assert aligned_lengths([5, 4], tp=4, sequence_parallel=True).tolist() == [5, 7]
-    assert aligned_lengths([5, 3], cp=2).tolist() == [8, 4]
-    assert aligned_lengths([5, 3], tp=4, cp=2, sequence_parallel=True).tolist() == [8, 8]
 
 
 def test_shuffle_differs_by_epoch_and_seed():

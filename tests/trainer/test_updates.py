@@ -16,7 +16,7 @@ from megarl.trainer.controls import make_controls
 from megarl.trainer.dispatch import MicroBatching, Plans
 from megarl.trainer.inputs import check_names
 from megarl.trainer.roles import Role
-from megarl.trainer.updates import _update_metrics, policy_update, update
+from megarl.trainer.updates import _update_metrics, learnt_of, policy_update, update
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart_ppo.yaml"
 ACTOR = "actor_rollout_ref.actor"
@@ -51,6 +51,22 @@ def test_settings_reach_the_ranks() -> None:
     assert (own.options.tau_pos, own.options.tau_neg, own.target_kl) == (2, 3, 0.02)
     assert (own.options.kl_kind, own.options.kl_coef) == ("k2", 0.001)
     assert (own.options.clip_low, own.options.clip_high) == (0.1, 0.2)
+
+
+def test_only_columns_that_are_learnt_from_are_sent() -> None:
+    names = ["uid", "prompt_ids", "response_ids", "response_mask", "score", "rollout_log_probs", "old_log_probs",
+             "ref_log_probs", "token_level_rewards", "advantages", "values", "returns"]  # fmt: skip
+    batch = pa.table({name: [0.0] for name in names})
+    always = {"uid", "prompt_ids", "response_ids", "response_mask", "advantages", "values", "returns"}
+
+    def learnt(batch: pa.Table, *overrides: str) -> set[str]:
+        return set(learnt_of(batch, config(*overrides)).column_names)
+
+    assert learnt(batch) == always | {"old_log_probs"}
+    assert learnt(batch.drop_columns("old_log_probs")) == always | {"rollout_log_probs"}
+    loss = f"{ACTOR}.use_kl_loss=true"
+    assert learnt(batch, loss) == always | {"old_log_probs", "ref_log_probs"}
+    assert learnt(batch, loss, f"{ACTOR}.kl_loss_type=full") == always | {"old_log_probs"}
 
 
 def test_what_is_selected_of_a_mini_batch() -> None:

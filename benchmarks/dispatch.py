@@ -2,8 +2,8 @@
 
 The trainer's own code (generate, evaluate_models, update) drives a group of 1,024 ranks for each
 role, and engines, over a real Ray. The ranks are simulated: a few processes play all of them and answer with zeros of the
-real sizes. So every call, every result, and all that is planned, put into the object store, gathered and merged is real;
-not seen are the network (one machine), Ray's connections to 1,024 processes, and all that ranks compute. What else the
+real sizes, and a few more play the relays that call the ranks of a machine. Engines give at once what would finish between two of
+their tables. So every call, every result, and all that is planned, put into the object store, gathered and merged is real; not seen are the network (one machine), Ray's connections to 1,024 processes, and all that ranks compute. What else the
 controller does in a step is measured with --whole: it computes advantages, and writes the trajectories.
 
 Controller seconds are those of its process's processor, which a busy machine changes little; wall seconds have the simulated
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import ray
-from dispatch_ranks import SimulatedGroup
+from dispatch_ranks import SimulatedGroup, SimulatedRelayedGroup
 from facts import environment
 from rich.console import Console
 
@@ -43,12 +44,12 @@ from megarl.layout.grid import ParallelLayout
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.advantages import compute_batch_advantages
 from megarl.trainer.controls import make_controls
-from megarl.trainer.dispatch import LEARNT, READ, MicroBatching, columns_of
+from megarl.trainer.dispatch import READ, MicroBatching, columns_of
 from megarl.trainer.model_roles import Role
-from megarl.trainer.rollouts import generate
+from megarl.trainer.rollouts import APART, generate
 from megarl.trainer.run import Run
 from megarl.trainer.stages import evaluate_models
-from megarl.trainer.updates import update
+from megarl.trainer.updates import learnt_of, update
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = 8  # of a prompt
@@ -121,14 +122,15 @@ def one_step(
     with meter.phase("evaluate_models"):
         batch = evaluate_models(run, roles, batch, config, step)
     if dump is None:
-        batch = with_zeros(batch, ("token_level_rewards", "advantages", "returns"))
+        made = ("token_level_rewards", "advantages") + (("returns",) if roles.critic is not None else ())
+        batch = with_zeros(batch, made)
     else:
         with meter.phase("advantages"):
             batch, _ = compute_batch_advantages(batch, config.algorithm, controls.kl)
         with meter.phase("save trajectories"):
             write_trajectories(batch, dump)
         dump.unlink()
-    sent.append(columns_of(batch, LEARNT).nbytes)
+    sent.append(learnt_of(batch, config).nbytes)
     with meter.phase("update"):
         update(run, roles, batch, config, controls, step, step)
     return {
@@ -168,9 +170,12 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[Run, SimpleNamespa
     pool = ResourcePool("hosts", 1, options.hosts, use_gpu=False)
     run.pools["hosts"] = pool
     ranks = ("dispatch_ranks:Ranks", pool, options.hosts, options.ranks, {"layout": layout}, folder)
-    actor, critic = (run.start(SimulatedGroup(role, *ranks)) for role in ("actor", "critic"))
-    lengths = {"shortest": options.shortest, "longest": options.longest, "at_once": SAMPLES}
+    relayed = partial(SimulatedRelayedGroup, ranks_of_node=options.node) if options.node else SimulatedGroup
+    actor, critic = (run.start(relayed(role, *ranks)) for role in ("actor", "critic"))
     num_engines = max(1, options.ranks // 8)
+    tables = options.generation / (APART * num_engines)  # of an engine, which gives them so far apart
+    at_once = max(1, round(options.trajectories / num_engines / tables))
+    lengths = {"shortest": options.shortest, "longest": options.longest, "at_once": at_once}
     engines = ("dispatch_ranks:Engines", pool, options.hosts, num_engines, lengths, folder)
     memory = SimpleNamespace(
         turns=lambda names: [(f"update_{name}", (name,)) for name in names],
@@ -216,10 +221,16 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--hosts", type=int, default=4, help="processes that play the ranks of a role")
+    parser.add_argument(
+        "--node", type=int, default=8, help="ranks of a machine, whose relay calls them; 0: no relays"
+    )
     parser.add_argument("--trajectories", type=int, default=8192)
     parser.add_argument("--shortest", type=int, default=2048, help="tokens of a response")
     parser.add_argument("--longest", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=2, help="that count, after a first one")
+    parser.add_argument(
+        "--generation", type=float, default=STEP / 2, help="seconds over which engines answer"
+    )
+    parser.add_argument("--steps", type=int, default=4, help="that count, after a first one")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--store-gib", type=float, default=8.0, help="Ray's object store, at most")
     parser.add_argument(
@@ -248,7 +259,7 @@ def main() -> None:
             )
             print(
                 f"actor and critic: {options.ranks} ranks each (TP{options.tp} x PP{options.pp} x DP{roles.actor.layout.dp}), "
-                f"{roles.engines.world_size} engines; played by {3 * options.hosts} processes"
+                f"{roles.engines.world_size} engines; played by {(5 if options.node else 3) * options.hosts} processes"
             )
             print(f"a look at the health of all ranks: {1000 * looked:.1f} ms")
             results = []
@@ -260,7 +271,9 @@ def main() -> None:
                 group.shutdown()
             ray.shutdown()
     if options.out:
-        sizes = {name: getattr(options, name) for name in ("ranks", "tp", "pp", "hosts", "trajectories")}
+        sizes = {
+            name: getattr(options, name) for name in ("ranks", "tp", "pp", "node", "hosts", "trajectories")
+        }
         report = {**facts, **sizes, "seconds_of_a_look": looked, "results": results}
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import ray
 
 from megarl.cluster import ResourcePool, WorkerGroup, wait
+from megarl.cluster.relay import RELAY, RelayedGroup, shares_of
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import Generation, build_trajectories, list_lengths, take
 from megarl.layout.grid import ParallelLayout, coords_of
@@ -46,6 +47,20 @@ class SimulatedGroup(WorkerGroup):
     def shutdown(self, timeout: float = 10.0) -> None:
         self.processes = getattr(self, "hosting", self.processes)
         super().shutdown(timeout)
+
+
+class SimulatedRelayedGroup(RelayedGroup, SimulatedGroup):
+    """The same with relays, `ranks_of_node` ranks each, which are played by as many processes as the ranks."""
+
+    def __init__(self, role: str, *args: Any, ranks_of_node: int) -> None:
+        SimulatedGroup.__init__(self, role, *args)
+        _, pool, num_hosts, world_size, _, log_dir = args
+        nodes = [str(rank // ranks_of_node) for rank in range(world_size)]
+        shares = shares_of(nodes, ranks_of_node)
+        self.relay_by(
+            SimulatedGroup(f"{role}-relay", RELAY, pool, num_hosts, len(shares), {}, log_dir), shares
+        )
+        wait(self.started, [self], timeout=120)
 
 
 def called_rank() -> int:
@@ -92,7 +107,7 @@ class Engines:
     def __init__(self, info: RankInfo, shortest: int, longest: int, at_once: int) -> None:
         self.lengths, self.at_once = (shortest, longest + 1), at_once
 
-    def stream(self, requests: pa.Table, sampling: Any) -> Iterator[pa.Table]:
+    def stream(self, requests: pa.Table, sampling: Any, apart: float) -> Iterator[pa.Table]:
         random = np.random.default_rng(called_rank())
         for start in range(0, requests.num_rows, self.at_once):
             part = take(requests, range(start, min(start + self.at_once, requests.num_rows)))

@@ -15,7 +15,7 @@ It knows nothing of models, algorithms or torch: a worker class is named by its 
 in its own process only.
 
 Files: `cluster` starts or joins Ray, `pool` reserves devices, `worker` is the rank's process, `group` the
-controller's handle on all ranks of a role, `failure` waits and explains, `errors` is what it raises, `watch` finds
+controller's handle on all ranks of a role, `relay` calls many of them through a few, `failure` waits and explains, `errors` is what it raises, `watch` finds
 who hangs, `stuck` ends a controller that waits for a server of Ray that is gone, `stacks` tells where everybody is,
 `report` writes it down, `spans` collects what all processes did and when, `guard` cleans up after the dead, `hosts` does small jobs on a given machine.
 """
@@ -33,6 +33,7 @@ from megarl.cluster.errors import (
 from megarl.cluster.failure import stream, wait
 from megarl.cluster.group import WorkerGroup
 from megarl.cluster.pool import Device, ResourcePool
+from megarl.cluster.relay import group_for
 from megarl.cluster.report import write_report
 from megarl.cluster.spans import SpanCollector
 from megarl.cluster.stuck import ending_when_stuck
@@ -56,6 +57,7 @@ __all__ = [
     "WorkerLost",
     "abandon_cluster",
     "ending_when_stuck",
+    "group_for",
     "start_cluster",
     "stop_cluster",
     "stream",

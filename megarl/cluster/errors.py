@@ -1,9 +1,11 @@
 """A rank as the controller sees it, and the errors that name it."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.worker import RankError
@@ -15,7 +17,8 @@ _DEAD = 4  # ActorTableData.ActorState.DEAD
 class RankProcess:
     """One process as the controller sees it; `pid` is 0, `mark` and `scratch` empty until it has reported.
 
-    `part`: which of its rank's processes it is, where a rank has several.
+    `part`: which of its rank's processes it is, where a rank has several. `share`: the ranks that it calls, if it is a relay
+    (see relay.py).
     """
 
     actor: ActorHandle
@@ -28,6 +31,7 @@ class RankProcess:
     mark: str = ""
     scratch: str = ""
     part: int = 0
+    share: tuple["RankProcess", ...] = ()
 
     @property
     def name(self) -> str:
@@ -41,6 +45,14 @@ class RankProcess:
 
     def __str__(self) -> str:
         return f"{self.name} (process {self.pid or '?'} on {self.host})"
+
+
+def rank_error(error: ray.exceptions.RayTaskError) -> RankError:
+    """What a call has raised, as its rank has told it."""
+    if isinstance(error.cause, RankError):
+        return error.cause
+    # Raised by Ray around our method: a result that cannot be pickled, an argument that was lost, ...
+    return RankError(type(error.cause).__name__, str(error.cause), str(error), time.time(), "")
 
 
 class RunFailure(RuntimeError):

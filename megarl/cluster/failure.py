@@ -24,27 +24,36 @@ import math
 import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megarl.cluster.errors import RankProcess, WaitTimeout, WorkerDied, WorkerFailed, WorkerHung, WorkerLost
+from megarl.cluster.errors import (
+    RankProcess,
+    WaitTimeout,
+    WorkerDied,
+    WorkerFailed,
+    WorkerHung,
+    WorkerLost,
+    rank_error,
+)
 from megarl.cluster.hosts import dump_stacks, log_tail, on_node
 from megarl.cluster.stacks import stacks_of
 from megarl.cluster.tables import received
 from megarl.cluster.watch import Hang, Watch
-from megarl.cluster.worker import RankError
+from megarl.cluster.worker import RankError, RelayedErrors
 
 if TYPE_CHECKING:
     from megarl.cluster.group import WorkerGroup
 
 _POLL_SECONDS = 0.25
 # A look at what is ready goes over all that is pending: one for each of a thousand ranks' answers would be a million. So
-# the first answer is waited with for others, the longer the more are pending; for the last one nothing waits.
-_GATHER_SECONDS, _GATHER_SECONDS_EACH = 0.02, 2e-4
+# the first answer is waited with for others, the longer the more are pending (streams cost more); for the last one nothing waits.
+_GATHER_SECONDS, _GATHER_SECONDS_EACH, _GATHER_SECONDS_STREAM = 0.02, 2e-4, 1e-3
 # How long after a first exception a death is still taken for its cause: gloo notices a closed connection at once,
 # Ray the end of a process some 20 ms later, a loaded machine both much later.
-_GRACE_SECONDS = 1.5
+GRACE_SECONDS = 1.5
 # The same where the exception is of a lost connection: a rank whose SGLang scheduler was killed has to notice that itself first.
 _LOST_PEER_SECONDS = 10.0
 # How long to wait for the guard's word on how a process ended.
@@ -62,12 +71,22 @@ _COLLECTIVE_TIMEOUT = re.compile(
 
 Source = ray.ObjectRef | ray.ObjectRefGenerator
 """A call's result, or the stream of a generator method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's answer: one of those that its relay (see relay.py) returns together."""
+
+    ref: ray.ObjectRef
+    index: int
+
+
 Processes = dict[Any, RankProcess]
 """By Ray's id of their actors."""
 
 
 def wait(
-    refs: Sequence[ray.ObjectRef],
+    refs: Sequence[ray.ObjectRef | Part],
     groups: Sequence["WorkerGroup"],
     timeout: float | None = None,
     watch: Watch | None = None,
@@ -87,17 +106,17 @@ def wait(
         WorkerFailed: a call raised.
         WaitTimeout: calls were not answered within `timeout`.
     """
-    processes = _processes(refs, groups, spare)
+    pending: list[Source] = list(dict.fromkeys(ref.ref if isinstance(ref, Part) else ref for ref in refs))
+    processes = _processes(pending, groups, spare)
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[ray.ObjectRef, Any] = {}
-    pending = list(dict.fromkeys(refs))
     while True:
         ready, pending = _next_ready(pending, deadline)
         results |= _results(ready, pending, processes)
         _refuse_deaths(processes)
         _refuse_hangs(processes, pending, watch)
         if not pending:
-            return [results[ref] for ref in refs]
+            return [results[ref.ref][ref.index] if isinstance(ref, Part) else results[ref] for ref in refs]
         if deadline is not None and time.monotonic() >= deadline:
             raise _silence(timeout, pending, len(refs), processes)
 
@@ -109,11 +128,11 @@ def _results(
     try:
         return dict(zip(ready, ray.get(list(ready)), strict=True))
     except ray.exceptions.RayError:
-        for ref in ready:
+        for number, ref in enumerate(ready):
             try:
                 ray.get(ref)
             except ray.exceptions.RayError as error:
-                raise _root_cause(ref, error, pending, processes) from None
+                raise _root_cause(ref, error, [*ready[number + 1 :], *pending], processes) from None
         raise
 
 
@@ -198,7 +217,7 @@ def _processes(
     sources: Sequence[Source], groups: Sequence["WorkerGroup"], spare: "WorkerGroup | None"
 ) -> Processes:
     """The processes of `groups`, which must include those of `sources`; of `spare` only those of their ranks."""
-    processes = {process.actor._actor_id: process for group in groups for process in group.processes}
+    processes = {process.actor._actor_id: process for group in groups for process in group.watched}
     called = {_actor_id(source) for source in sources}
     strangers = called - set(processes)
     assert not strangers, (
@@ -244,9 +263,15 @@ def _losses(processes: Processes, pending: Sequence[Source], watch: Watch | None
 def _look(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> Hang | None:
     if watch is None:
         return None
-    ranks = {_rank_of(processes[_actor_id(source)]) for source in pending}
+    ranks = {_rank_of(process) for process in _waited_for(pending, processes)}
     called = {process.mark for process in processes.values() if _rank_of(process) in ranks}
     return watch.look(list(processes.values()), called - {""})
+
+
+def _waited_for(pending: Sequence[Source], processes: Processes) -> list[RankProcess]:
+    """The ranks that are called; of a relay, all that it calls, since it alone knows who has answered."""
+    called = [processes[key] for key in dict.fromkeys(_actor_id(source) for source in pending)]
+    return [rank for process in called for rank in process.share or (process,)]
 
 
 def _hung(hang: Hang) -> WorkerHung:
@@ -267,7 +292,10 @@ def _hung(hang: Hang) -> WorkerHung:
 
 
 def _silence(timeout: float, pending: Sequence[Source], num_calls: int, processes: Processes) -> WaitTimeout:
-    silent = list({_actor_id(ref): processes[_actor_id(ref)] for ref in pending}.values())
+    silent = _waited_for(pending, processes)
+    if any(processes[_actor_id(ref)].share for ref in pending):
+        found = zip(silent, stacks_of(silent), strict=True)
+        silent = [process for process, stacks in found if stacks is None or stacks.is_called]
     _dump_stacks(silent)
     return WaitTimeout(timeout, silent, num_calls)
 
@@ -278,14 +306,15 @@ def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Sou
         return [], []
     seconds = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
     ready, _ = ray.wait(pending, num_returns=1, timeout=seconds, fetch_local=False)
-    more = max(_GATHER_SECONDS, _GATHER_SECONDS_EACH * len(pending)) if ready else 0
+    each = _GATHER_SECONDS_STREAM if isinstance(pending[0], ray.ObjectRefGenerator) else _GATHER_SECONDS_EACH
+    more = max(_GATHER_SECONDS, each * len(pending)) if ready else 0
     return ray.wait(pending, num_returns=len(pending), timeout=more, fetch_local=False)
 
 
 def _root_cause(source: Source, error: Exception, pending: list[Source], processes: Processes) -> Exception:
     """What to report when `source` ended in `error`: looks a little longer for what may have caused it."""
-    errors = {_actor_id(source): error}
-    deadline = time.monotonic() + (_LOST_PEER_SECONDS if _LOST_PEER.search(str(error)) else _GRACE_SECONDS)
+    errors, silent = _errors_of(source, error, processes)
+    deadline = time.monotonic() + (_LOST_PEER_SECONDS if _LOST_PEER.search(str(error)) else GRACE_SECONDS)
     while time.monotonic() < deadline and not any(process.is_dead for process in processes.values()):
         if not pending:
             time.sleep(0.05)
@@ -294,9 +323,12 @@ def _root_cause(source: Source, error: Exception, pending: list[Source], process
             try:
                 ray.get(next(other, []) if isinstance(other, ray.ObjectRefGenerator) else other)
             except ray.exceptions.RayError as other_error:
-                errors.setdefault(_actor_id(other), other_error)
+                more, still_silent = _errors_of(other, other_error, processes)
+                errors, silent = more | errors, [*silent, *still_silent]
     reports = {
-        key: _report(error) for key, error in errors.items() if isinstance(error, ray.exceptions.RayTaskError)
+        key: rank_error(error) if isinstance(error, ray.exceptions.RayTaskError) else error
+        for key, error in errors.items()
+        if isinstance(error, ray.exceptions.RayTaskError | RankError)
     }
     lines = {key: f"{processes[key]} raised {str(report).splitlines()[0]}" for key, report in reports.items()}
     # Ray's books first, then what looks like a death although Ray is not sure yet (an unreachable process).
@@ -309,7 +341,7 @@ def _root_cause(source: Source, error: Exception, pending: list[Source], process
     first = min(reports, key=lambda key: reports[key].time)
     others = [line for key, line in lines.items() if key != first]
     if _COLLECTIVE_TIMEOUT.search(reports[first].message):
-        others += _missing([processes[_actor_id(other)] for other in pending], processes[first].role)
+        others += _missing([*silent, *_waited_for(pending, processes)], processes[first].role)
     return WorkerFailed(processes[first], reports[first], others)
 
 
@@ -321,11 +353,17 @@ def _missing(pending: Sequence[RankProcess], role: str) -> list[str]:
     return [f"missing in the collective: {', '.join(map(str, missing))}"] if missing else []
 
 
-def _report(error: ray.exceptions.RayTaskError) -> RankError:
-    if isinstance(error.cause, RankError):
-        return error.cause
-    # Raised by Ray around our method: a result that cannot be pickled, an argument that was lost, ...
-    return RankError(type(error.cause).__name__, str(error.cause), str(error), time.time(), "")
+def _errors_of(
+    source: Source, error: Exception, processes: Processes
+) -> tuple[dict[Any, Exception], list[RankProcess]]:
+    """What ended a call, by process, and who has not answered it: where a relay was called, these are its ranks."""
+    called = processes[_actor_id(source)]
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, RelayedErrors):
+        return {_actor_id(source): error}, []
+    ranks = {process.rank: process for process in called.share}
+    errors = {ranks[rank].actor._actor_id: one for rank, one in cause.errors.items()}
+    return errors, [ranks[rank] for rank in cause.silent]
 
 
 def _died(process: RankProcess, error: Exception | None, others: Sequence[str]) -> WorkerDied:

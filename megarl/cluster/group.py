@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from megarl.cluster.errors import RankProcess, RayFailed
-from megarl.cluster.failure import wait
+from megarl.cluster.failure import Part, wait
 from megarl.cluster.guard import kill_marked, parent_of, remove_scratch
 from megarl.cluster.hosts import on_node
 from megarl.cluster.pool import Device, ResourcePool
@@ -32,6 +32,9 @@ from megarl.cluster.worker import ProcessFacts, RankInfo, Worker
 DEVICE_SHARE = 0.125
 _EXIT_SECONDS = 1.0
 _KILL_SECONDS = 15.0  # until a node has ended the processes of a rank
+
+Call = ray.ObjectRef | Part
+"""Of a rank, that has been made; `wait` gives what it returns."""
 
 
 class WorkerGroup:
@@ -131,6 +134,11 @@ class WorkerGroup:
         """The devices of each process, in its own order."""
         return list(self._devices)
 
+    @property
+    def watched(self) -> list[RankProcess]:
+        """The processes whose death ends a wait."""
+        return list(self.processes)
+
     def processes_of(self, rank: int) -> list[RankProcess]:
         """The processes of a rank, part by part."""
         return self.processes[rank * self.parts : (rank + 1) * self.parts]
@@ -140,34 +148,30 @@ class WorkerGroup:
         """The process of each rank that answers its calls."""
         return self.processes[:: self.parts]
 
-    def call(self, method: str, *args: Any, num_returns: int = 1, **kwargs: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Call]:
         """Calls a method on every rank with the same arguments.
 
         Arguments that are `ObjectRef`s themselves (not those inside lists or dicts) arrive as their values,
         mapped from the object store without a copy.
 
-        Returns:
-            One ObjectRef a rank; with `num_returns` > 1 a list of that many refs a rank (the method returns a
-            tuple): wait for the first and leave the big ones in the object store.
+        Returns: one call a rank, for `wait`.
         """
-        return self._invoke(method, [args] * self.world_size, kwargs, num_returns)
+        return self._invoke(method, [args] * self.world_size, kwargs)
 
-    def call_each(
-        self, method: str, per_rank_args: Sequence[tuple[Any, ...]], num_returns: int = 1
-    ) -> list[Any]:
+    def call_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Call]:
         """As `call`, with a tuple of arguments for each rank."""
         assert len(per_rank_args) == self.world_size, (method, len(per_rank_args), self.world_size)
-        return self._invoke(method, per_rank_args, {}, num_returns)
+        return self._invoke(method, per_rank_args, {})
 
-    def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
+    def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Call:
         """As `call`, on one rank alone."""
-        (ref,) = self._invoke(method, [args], kwargs, 1, self.processes_of(rank)[:1])
-        return ref
+        (call,) = self._invoke(method, [args], kwargs, self.processes_of(rank)[:1])
+        return call
 
-    def call_parts(self, method: str, per_process_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_parts(self, method: str, per_process_args: Sequence[tuple[Any, ...]]) -> list[Call]:
         """As `call_each`, on all processes of all ranks."""
         assert len(per_process_args) == len(self.processes), (method, len(per_process_args))
-        return self._invoke(method, per_process_args, {}, 1, self.processes)
+        return self._invoke(method, per_process_args, {}, self.processes)
 
     def stream_each(
         self, method: str, per_rank_args: Sequence[tuple[Any, ...]]
@@ -177,11 +181,9 @@ class WorkerGroup:
         A rank goes on to its generator's end, whether or not its stream is read to it.
         """
         assert len(per_rank_args) == self.world_size, (method, len(per_rank_args), self.world_size)
+        calls = [self._named(process, method, stream=True) for process in self._heads]
         return [
-            process.actor.stream.options(
-                name=f"{self.role}-rank{process.rank}.{method}", num_returns="streaming"
-            ).remote(method, *map(sent, args))
-            for process, args in zip(self._heads, per_rank_args, strict=True)
+            call.remote(method, *map(sent, args)) for call, args in zip(calls, per_rank_args, strict=True)
         ]
 
     def restart(self, rank: int) -> list[ray.ObjectRef]:
@@ -239,18 +241,23 @@ class WorkerGroup:
         method: str,
         per_rank_args: Sequence[tuple[Any, ...]],
         kwargs: dict[str, Any],
-        num_returns: int,
         processes: Sequence[RankProcess] | None = None,
-    ) -> list[Any]:
-        calls = [self._named(process, method, num_returns) for process in processes or self._heads]
+    ) -> list[Call]:
+        calls = [self._named(process, method) for process in processes or self._heads]
         return [call.remote(method, *args, **kwargs) for call, args in zip(calls, per_rank_args, strict=True)]
 
-    def _named(self, process: RankProcess, method: str, num_returns: int) -> Any:
-        """`invoke` of a process under the name of what it shall call; made once, since a thousand ranks are called at a time."""
-        key = (process.actor._actor_id, process.rank, method, num_returns)
+    def _named(self, process: RankProcess, method: str, stream: bool = False) -> Any:
+        """`invoke` of a process (or `stream`) under the name of what it shall call; made once, since a thousand ranks are called
+        at a time."""
+        key = (process.actor._actor_id, process.rank, method)
         if key not in self._calls:
             name = f"{self.role}-rank{process.rank}.{method}"
-            self._calls[key] = process.actor.invoke.options(name=name, num_returns=num_returns)
+            actor = process.actor
+            self._calls[key] = (
+                actor.stream.options(name=name, num_returns="streaming")
+                if stream
+                else actor.invoke.options(name=name)
+            )
         return self._calls[key]
 
     def _create(self, number: int) -> RankProcess:

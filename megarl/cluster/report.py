@@ -25,7 +25,7 @@ def write_report(
     It has the failure and the `facts` (such as step and phase), where the controller is, and for each rank of `groups`
     the stacks of its processes and the last lines of its log.
     """
-    processes = [process for group in groups for process in group.processes]
+    processes = [process for group in groups for process in group.watched]
     found = stacks_of(processes)
     parts = [_head(failure, facts), _section("the error", str(failure))]
     parts.append(_section("the controller", "".join(traceback.format_stack()[:-2])))

@@ -22,6 +22,8 @@ _WAITING = re.compile(
     r"torch/distributed/|p2p_communication\.py|param_and_grad_buffer\.py|megarl/rollout/(links|inbox)\.py"
 )
 
+_CALLED = re.compile(r"megarl/cluster/worker\.py\", line \d+ in (start|invoke|stream)\b")
+
 
 @dataclass(frozen=True)
 class ProcessStacks:
@@ -49,6 +51,12 @@ class RankStacks:
         """Whether its own process, the first, runs and is in a collective."""
         own = self.processes[:1]
         return any(not one.stopped and _WAITING.search(one.text) for one in own)
+
+    @property
+    def is_called(self) -> bool:
+        """Whether its own process works on a call, or does not tell."""
+        own = self.processes[:1]
+        return any(not one.text or _CALLED.search(one.text) for one in own)
 
 
 def stacks_of(processes: Sequence[RankProcess], seconds: float = 15.0) -> list[RankStacks | None]:

@@ -94,6 +94,18 @@ class RankError(Exception):
         return f"{self.kind}: {self.message}"
 
 
+class RelayedErrors(Exception):
+    """What a relay (see relay.py) has instead of answers; passed on as it is.
+
+    `errors` are those of its ranks, by rank: `RankError` of a rank that raised, another of one that cannot be reached;
+    `silent` are ranks that have not answered yet.
+    """
+
+    def __init__(self, errors: dict[int, Exception], silent: list[int]) -> None:
+        super().__init__(errors, silent)
+        self.errors, self.silent = errors, silent
+
+
 class Worker:
     """The Ray actor of one rank: `setup`, then `start`, then `invoke` and `stream` any number of times."""
 
@@ -198,6 +210,8 @@ class Worker:
     def _reporting(self) -> Iterator[None]:
         try:
             yield
+        except RelayedErrors:
+            raise
         except Exception as error:
             when, tail = time.time(), log_tail(self._log_path)[0]
             text = traceback.format_exc()

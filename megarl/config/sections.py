@@ -32,6 +32,10 @@ IDLE_TIMEOUT_HELP = (
     "Seconds after which a call counts as hung if none of the processes that are waited for uses a processor or a disk; "
     "null: never. With rollout.multi_turn at least twice its step_timeout."
 )
+RELAYS_FROM_HELP = (
+    "Ranks of a model from which calls go through relays, one process for each 16 ranks of a machine, which spare the "
+    "controller most of its calls; null: never."
+)
 ROLLOUT_ENGINES = ("sglang",)
 MTP_CHOICES = ("drop", "keep")
 SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p")

@@ -14,6 +14,7 @@ from megarl.config.sections import (
     LOGGER_HELP,
     LOGGERS,
     PHASE_TIMEOUT_HELP,
+    RELAYS_FROM_HELP,
     MegatronConfig,
     OptimConfig,
     TrainedModelConfig,
@@ -52,6 +53,7 @@ class TuningTrainerConfig(SavingConfig, TracingConfig):
     collective_timeout: float = option("Seconds that ranks wait for each other.", 600.0, gt=0)
     phase_timeout: float | None = option(PHASE_TIMEOUT_HELP, 7200.0, gt=0)
     idle_timeout: float | None = option(IDLE_TIMEOUT_HELP, 60.0, gt=0)
+    relays_from: int | None = option(RELAYS_FROM_HELP, 64, ge=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.cluster import WorkerGroup
+from megarl.cluster import WorkerGroup, group_for
 from megarl.config import ActorConfig, CriticConfig, TrainConfig, needs_reference, reference_in_actor
 from megarl.layout.grid import ParallelLayout
 from megarl.memory.flops import model_flops
@@ -136,7 +136,7 @@ def _start_model(
     cut: MicroBatching,
 ) -> Role:
     pool, model = run.pools[pool_name], read_model_config(spec.path)
-    group = WorkerGroup(
+    group = group_for(
         name,
         worker_class,
         pool,
@@ -146,6 +146,7 @@ def _start_model(
         beside=run.groups,
         watch=run.watch,
         around=NAMED,
+        relays_from=run.relays_from,
     )
     run.profiled.append(group)
     cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)

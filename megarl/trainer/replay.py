@@ -77,7 +77,7 @@ def replay(request: Request) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     devices = resolve_batches(config).devices
     with open_engine_run(config.trainer.ray_address, devices, folder, limits(config)) as run:
-        run.resumed, run.trajectory_folder = begin, folder
+        run.resumed, run.trajectory_folder, run.relays_from = begin, folder, config.trainer.relays_from
         where = "the models' first weights" if begin is None else str(begin.folder)
         run.say(f"replaying {_steps(list(files))} of {request.folder} from {where}")
         _say_changes(run, config, request.folder)

@@ -92,6 +92,7 @@ class Run:
     phase_timeout: float | None = None  # seconds that a call may take
     restarts: EngineRestarts | LaterRestarts | None = None  # engines that may die: they are started anew
     watched: list[WorkerGroup] | None = None  # the groups of a view; None: all
+    relays_from: int | None = None  # ranks of a model, whose calls go by relays then
     interrupt: Callable[[], None] = lambda: None  # raises what ends a view's calls from outside
     beside: list[str] = field(default_factory=list)  # the phases of the other view
     store: CheckpointStore | None = None
@@ -285,7 +286,7 @@ def open_run(
         save_config(config, folder / "config.yaml")
         save_batch_plan(plan, folder)
         run = stack.enter_context(open_engine_run(trainer.ray_address, plan.devices, folder, limits(config)))
-        run.store, run.resumed = store, resumed
+        run.store, run.resumed, run.relays_from = store, resumed, trainer.relays_from
         if resumable and signals:  # over the handler that Ray has put there
             run.preemption = stack.enter_context(noting_signals())
             stack.enter_context(not_again_once_told(run.preemption))

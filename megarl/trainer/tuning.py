@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from megarl.cluster import WorkerGroup
+from megarl.cluster import WorkerGroup, group_for
 from megarl.config import PoolConfig, TuningConfig, TuningTrainerConfig
 from megarl.files import whole_file
 from megarl.layout.grid import ParallelLayout
@@ -117,7 +117,16 @@ def start_group(
     )
     with run.status("starting the model's ranks"):
         group = run.start(
-            WorkerGroup(name, worker, pool, len(pool), {"spec": spec, **arguments}, run.log_dir, around=NAMED)
+            group_for(
+                name,
+                worker,
+                pool,
+                len(pool),
+                {"spec": spec, **arguments},
+                run.log_dir,
+                around=NAMED,
+                relays_from=run.relays_from,
+            )
         )
         run.profiled.append(group)
         run.wait(group.started)

@@ -77,9 +77,6 @@ class Rank:
     def put(self, size: int) -> ray.ObjectRef:
         return ray.put(numpy.full(size, self.info.rank))
 
-    def two(self, size: int) -> tuple[int, numpy.ndarray]:
-        return self.info.rank, numpy.full(size, self.info.rank)
-
     def meet(self) -> bytes:
         """Rank 0 listens on the rendezvous port, the others connect; all keep the connection open."""
         if self.info.rank == 0:

@@ -43,6 +43,7 @@ def run(task, tmp_path_factory):
         "trainer.test_freq=2", "trainer.save_freq=1", "trainer.save_hf=true", "reward_model.overlong_buffer.penalty_factor=0.5",
         f"data.val_sets.twice.files={task}/data/test.parquet", "data.val_sets.twice.n=2",
         "data.val_sets.twice.temperature=1.0", "actor_rollout_ref.actor.share_prompts=true",
+        "trainer.relays_from=1",
     )  # fmt: skip
     return out / "run", printed
 

@@ -189,7 +189,7 @@ def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
         "actor_rollout_ref.actor.resource_pool=main", "resource_pools.main.n_gpus_per_node=2",
         "actor_rollout_ref.ref.resource_pool=other", "resource_pools.other.n_gpus_per_node=1",
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=3",
-        "actor_rollout_ref.ref.megatron.param_offload=true",
+        "actor_rollout_ref.ref.megatron.param_offload=true", "trainer.relays_from=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.rollout.num_engines=2",
         "trainer.total_training_steps=1", f"plugins=[{tmp_path}/my_loss.py]",
         "actor_rollout_ref.actor.policy_loss.loss_mode=mine", "actor_rollout_ref.actor.optim.lr=1e-2",

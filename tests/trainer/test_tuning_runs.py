@@ -53,7 +53,7 @@ def text_run(task, tmp_path_factory):
         "max_token_len_per_gpu=64", "megatron.dtype=float32", *OPTIM,
         "megatron.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=4", "trainer.total_epochs=3",
         "trainer.test_freq=1", "trainer.save_best=true", "trainer.early_stop_patience=4",
-        "trainer.early_stop_min_delta=100", f"trainer.default_local_dir={out}/run",
+        "trainer.early_stop_min_delta=100", "trainer.relays_from=4", f"trainer.default_local_dir={out}/run",
     )  # fmt: skip
     return out / "run", printed, files, batch
 

@@ -249,7 +249,7 @@ class WorkerGroup:
     def _named(self, process: RankProcess, method: str, stream: bool = False) -> Any:
         """`invoke` of a process (or `stream`) under the name of what it shall call; made once, since a thousand ranks are called
         at a time."""
-        key = (process.actor._actor_id, process.rank, method)
+        key = (process.actor._actor_id, process.rank, method, stream)
         if key not in self._calls:
             name = f"{self.role}-rank{process.rank}.{method}"
             actor = process.actor

@@ -357,7 +357,7 @@ def open_engine_run(
 
 def _end(run: Run, cluster: Cluster) -> None:
     if cluster.is_broken:
-        abandon_cluster(cluster, [process for group in run.groups for process in group.processes])
+        abandon_cluster(cluster, [process for group in run.groups for process in group.watched])
         return
     if run.timeline is not None:
         run.write_timeline(run.timeline.finish)

@@ -23,13 +23,12 @@ from facts import environment
 
 from megarl.data.balance import (
     MiniBatch,
-    aligned_lengths,
     partition_balanced,
-    plan_figures,
     plan_mini_batches,
     sequence_costs,
 )
 from megarl.data.gsm8k import INSTRUCTION
+from megarl.data.plan_figures import aligned_lengths, plan_figures
 from megarl.memory.flops import model_flops
 from megarl.models import read_model_config
 

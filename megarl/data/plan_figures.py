@@ -48,9 +48,11 @@ def _units(tp: int, cp: int, sequence_parallel: bool) -> tuple[int, int]:
 def sums_of(values: np.ndarray, parts: Sequence[Sequence[int]]) -> np.ndarray:
     """The sum of each part, given as positions of `values`; all at once, since a plan may have thousands."""
     sizes = np.array([len(part) for part in parts])
-    assert sizes.all(), "reduceat has no empty parts"
-    starts = np.cumsum(sizes) - sizes
-    return np.add.reduceat(values[np.concatenate(parts)], starts)
+    filled, starts = sizes > 0, np.cumsum(sizes) - sizes
+    chosen = values[np.array([at for part in parts for at in part], dtype=np.int64)]
+    sums = np.zeros(len(parts), values.dtype)
+    sums[filled] = np.add.reduceat(chosen, starts[filled])  # which has no empty parts
+    return sums
 
 
 @dataclass(frozen=True)

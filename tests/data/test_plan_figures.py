@@ -35,4 +35,4 @@ def test_the_total_is_that_of_each_micro_batch(tp, cp, sequence_parallel):
 
 
 def test_sums_of_parts():
-    assert sums_of(np.array([1, 2, 4, 8]), [[0, 3], [1], [2, 1, 0]]).tolist() == [9, 2, 7]
+    assert sums_of(np.array([1, 2, 4, 8]), [[0, 3], [], [1], [2, 1, 0], []]).tolist() == [9, 0, 2, 7, 0]

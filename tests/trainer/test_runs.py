@@ -204,7 +204,8 @@ def test_grpo_with_a_reference_on_devices_of_its_own(task, tmp_path):
     assert "actor/kl_loss" in step and not any(name.startswith("critic/vf") for name in step)
     assert step["memory/generate/ref_weights"] == 0 < step["memory/evaluate_models/ref_weights"]
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {
-        "actor-rank0.log", "actor-rank1.log", "ref-rank0.log", "rollout-rank0.log", "rollout-rank1.log"
+        "actor-rank0.log", "actor-rank1.log", "actor-relay-rank0.log", "ref-rank0.log", "rollout-rank0.log",
+        "rollout-rank1.log",
     }  # fmt: skip
     batch = read_trajectories(tmp_path / "rollouts" / "step-000001.parquet")
     assert batch.num_rows == 32 and len(set(batch["prompt_uid"].to_pylist())) == 8

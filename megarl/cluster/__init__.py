@@ -33,7 +33,7 @@ from megarl.cluster.errors import (
 from megarl.cluster.failure import stream, wait
 from megarl.cluster.group import WorkerGroup
 from megarl.cluster.pool import Device, ResourcePool
-from megarl.cluster.relay import group_for
+from megarl.cluster.relay import group_kind
 from megarl.cluster.report import write_report
 from megarl.cluster.spans import SpanCollector
 from megarl.cluster.stuck import ending_when_stuck
@@ -57,7 +57,7 @@ __all__ = [
     "WorkerLost",
     "abandon_cluster",
     "ending_when_stuck",
-    "group_for",
+    "group_kind",
     "start_cluster",
     "stop_cluster",
     "stream",

@@ -295,7 +295,7 @@ def _silence(timeout: float, pending: Sequence[Source], num_calls: int, processe
     silent = _waited_for(pending, processes)
     if any(processes[_actor_id(ref)].share for ref in pending):
         found = zip(silent, stacks_of(silent), strict=True)
-        silent = [process for process, stacks in found if stacks is None or stacks.is_called]
+        silent = [process for process, stacks in found if stacks is None or stacks.is_called] or silent
     _dump_stacks(silent)
     return WaitTimeout(timeout, silent, num_calls)
 

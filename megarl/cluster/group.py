@@ -99,7 +99,7 @@ class WorkerGroup:
         self._devices = _devices_of_processes(role, pool, world_size, devices_per_rank, parts, device_order)
         self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}
         self._worker, self._setup_timeout = (worker_class, init_kwargs, around), setup_timeout
-        self._beside, self._watch = beside, watch
+        self._pool, self._beside, self._watch = pool, beside, watch
         self._restarts = [0] * world_size
         self._ports: dict[int, int] = {}  # by number of the process that reserved it
         self._calls: dict[tuple[Any, ...], Any] = {}  # see `_named`

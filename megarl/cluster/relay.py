@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,7 +24,6 @@ from ray.actor import ActorHandle
 from megarl.cluster.errors import RankProcess, RayFailed, rank_error
 from megarl.cluster.failure import GRACE_SECONDS, Part
 from megarl.cluster.group import Call, WorkerGroup
-from megarl.cluster.pool import ResourcePool
 from megarl.cluster.worker import RankInfo, RelayedErrors
 
 MOST_RANKS = 16  # of a share; those of one are on one machine
@@ -101,33 +99,22 @@ class RelayedGroup(WorkerGroup):
     _shares: Sequence[Sequence[int]] = ()
     _watched_relays: Sequence[RankProcess] = ()
 
-    def __init__(
-        self,
-        role: str,
-        worker_class: str,
-        pool: ResourcePool,
-        world_size: int,
-        init_kwargs: dict[str, Any],
-        log_dir: str | Path,
-        *,
-        most: int = MOST_RANKS,
-        **options: Any,
-    ) -> None:
-        """As `WorkerGroup`, whose `options` are taken but `parts`, `devices_per_rank` and `device_order`."""
-        super().__init__(role, worker_class, pool, world_size, init_kwargs, log_dir, **options)
+    def __init__(self, *arguments: Any, most: int = MOST_RANKS, **options: Any) -> None:
+        """As `WorkerGroup`, whose arguments it takes but `parts`, `devices_per_rank` and `device_order`."""
+        super().__init__(*arguments, **options)
         try:
             shares = shares_of([process.node_id for process in self.processes], most)
             relays = WorkerGroup(
-                f"{role}-relay",
+                f"{self.role}-relay",
                 RELAY,
-                pool,
+                self._pool,
                 len(shares),
                 {},
-                log_dir,
+                self._log_dir,
                 gpu_fraction=_DEVICE_SHARE,
                 device_order=[share[0] for share in shares],  # each beside the first of its ranks
-                beside=[*options.get("beside", ()), self],
-                watch=options.get("watch"),
+                beside=[*self._beside, self],
+                watch=self._watch,
             )
             self.relay_by(relays, shares)
         except RayFailed:  # as in `WorkerGroup`
@@ -185,20 +172,9 @@ class RelayedGroup(WorkerGroup):
         return [calls[rank] for rank in ranks]
 
 
-def group_for(
-    role: str,
-    worker_class: str,
-    pool: ResourcePool,
-    world_size: int,
-    init_kwargs: dict[str, Any],
-    log_dir: str | Path,
-    *,
-    relays_from: int | None,
-    **options: Any,
-) -> WorkerGroup:
-    """A group; with relays if it has so many ranks (None: never). The other arguments are those of `RelayedGroup`."""
-    kind = RelayedGroup if relays_from is not None and world_size >= relays_from else WorkerGroup
-    return kind(role, worker_class, pool, world_size, init_kwargs, log_dir, **options)
+def group_kind(world_size: int, relays_from: int | None) -> type[WorkerGroup]:
+    """The class for a group of so many ranks; None: it never has relays."""
+    return RelayedGroup if relays_from is not None and world_size >= relays_from else WorkerGroup
 
 
 def shares_of(nodes: Sequence[str], most: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.cluster import WorkerGroup, group_for
+from megarl.cluster import WorkerGroup, group_kind
 from megarl.config import ActorConfig, CriticConfig, TrainConfig, needs_reference, reference_in_actor
 from megarl.layout.grid import ParallelLayout
 from megarl.memory.flops import model_flops
@@ -136,7 +136,7 @@ def _start_model(
     cut: MicroBatching,
 ) -> Role:
     pool, model = run.pools[pool_name], read_model_config(spec.path)
-    group = group_for(
+    group = group_kind(len(pool), run.relays_from)(
         name,
         worker_class,
         pool,
@@ -146,7 +146,6 @@ def _start_model(
         beside=run.groups,
         watch=run.watch,
         around=NAMED,
-        relays_from=run.relays_from,
     )
     run.profiled.append(group)
     cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from megarl.cluster import WorkerGroup, group_for
+from megarl.cluster import WorkerGroup, group_kind
 from megarl.config import PoolConfig, TuningConfig, TuningTrainerConfig
 from megarl.files import whole_file
 from megarl.layout.grid import ParallelLayout
@@ -116,17 +116,9 @@ def start_group(
         lora=config.model.lora,
     )
     with run.status("starting the model's ranks"):
+        kind = group_kind(len(pool), run.relays_from)
         group = run.start(
-            group_for(
-                name,
-                worker,
-                pool,
-                len(pool),
-                {"spec": spec, **arguments},
-                run.log_dir,
-                around=NAMED,
-                relays_from=run.relays_from,
-            )
+            kind(name, worker, pool, len(pool), {"spec": spec, **arguments}, run.log_dir, around=NAMED)
         )
         run.profiled.append(group)
         run.wait(group.started)

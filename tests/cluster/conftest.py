@@ -47,7 +47,7 @@ def pool(ray_cluster: Cluster) -> Iterator[ResourcePool]:
 @pytest.fixture(scope="module")
 def trio(pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     """Three ranks for tests that leave them as they are."""
-    group = _start("trio", pool, 3, tmp_path_factory.mktemp("trio"))
+    group = start_ranks("trio", pool, 3, tmp_path_factory.mktemp("trio"))
     yield group
     group.shutdown()
 
@@ -58,7 +58,7 @@ def start_group(pool: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., Wo
     groups = []
 
     def start(role: str, world_size: int, **options: Any) -> WorkerGroup:
-        group = _start(role, pool, world_size, tmp_path, **options)
+        group = start_ranks(role, pool, world_size, tmp_path, **options)
         groups.append(group)
         return group
 
@@ -67,9 +67,17 @@ def start_group(pool: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., Wo
         group.shutdown()
 
 
-def _start(role: str, pool: ResourcePool, world_size: int, log_dir: Path, **options: Any) -> WorkerGroup:
+def start_ranks(
+    role: str,
+    pool: ResourcePool,
+    world_size: int,
+    log_dir: Path,
+    kind: type[WorkerGroup] = WorkerGroup,
+    **options: Any,
+) -> WorkerGroup:
     options = {"worker_class": "tests.cluster.workers:Rank", "init_kwargs": {}} | options
-    group = WorkerGroup(role, pool=pool, world_size=world_size, log_dir=log_dir, **options)
+    options |= {"pool": pool, "world_size": world_size, "log_dir": log_dir}
+    group = kind(role, **options)
     try:
         wait(group.started, [group], timeout=60)
     except RuntimeError:

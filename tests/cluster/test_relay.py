@@ -4,49 +4,30 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 
 import numpy
 import pytest
 import ray
 
 from megarl.cluster import ResourcePool, WaitTimeout, WorkerDied, WorkerFailed, WorkerGroup, wait
-from megarl.cluster.relay import RelayedGroup, group_for, shares_of
+from megarl.cluster.relay import RelayedGroup, group_kind, shares_of
+from tests.cluster.conftest import start_ranks
 from tests.cluster.processes import alive
-
-CLASS = "tests.cluster.workers:Rank"
-
-
-def _start(pool: ResourcePool, folder: Path, most: int = 2) -> RelayedGroup:
-    """Three ranks, with a relay for the first and one for the others."""
-    group = RelayedGroup("actor", CLASS, pool, 3, {}, folder, most=most)
-    try:
-        wait(group.started, [group], timeout=60)
-    except RuntimeError:
-        group.shutdown()
-        raise
-    return group
 
 
 @pytest.fixture(scope="module")
 def relayed(pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayedGroup]:
     """A group for tests that leave it as it is."""
-    group = _start(pool, tmp_path_factory.mktemp("relayed"))
+    group = start_ranks("actor", pool, 3, tmp_path_factory.mktemp("relayed"), RelayedGroup, most=2)
     yield group
     group.shutdown()
 
 
 @pytest.fixture
-def start_relayed(pool: ResourcePool, tmp_path: Path) -> Iterator[Callable[..., RelayedGroup]]:
-    groups = []
-
-    def start(most: int = 2) -> RelayedGroup:
-        groups.append(_start(pool, tmp_path, most))
-        return groups[-1]
-
-    yield start
-    for group in groups:
-        group.shutdown()
+def start_relayed(start_group: Callable[..., WorkerGroup]) -> Callable[..., WorkerGroup]:
+    """Three ranks, with a relay for the first and one for the others."""
+    return partial(start_group, "actor", 3, kind=RelayedGroup, most=2)
 
 
 def test_shares_are_of_one_node_and_even():
@@ -184,10 +165,6 @@ def test_a_group_ends_with_its_relays(start_relayed):
     assert len(pids) == 5 and alive(pids) == []
 
 
-def test_small_groups_have_no_relays(pool, tmp_path):
-    group = group_for("actor", CLASS, pool, 1, {}, tmp_path, relays_from=2)
-    group.shutdown()
-    assert type(group) is WorkerGroup
-    group = group_for("actor", CLASS, pool, 1, {}, tmp_path, relays_from=1)
-    group.shutdown()
-    assert type(group) is RelayedGroup
+def test_small_groups_have_no_relays():
+    assert group_kind(63, 64) is group_kind(10_000, None) is WorkerGroup
+    assert group_kind(64, 64) is group_kind(1, 1) is RelayedGroup

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 INTERVAL = 0.2  # seconds between looks
-LOOKS_PER_MEMORY = 5  # proportional set sizes are slow to read
+LOOKS_PER_MEMORY = 15  # of two dozen processes, proportional set sizes take a tenth of a second to read
 END_SECONDS = 10  # that killed processes have
 MARK = "PEERS_RUN"  # an environment variable: every process of a command is known by its value
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -17,10 +17,17 @@ in its own process only.
 Files: `cluster` starts or joins Ray, `pool` reserves devices, `worker` is the rank's process, `group` the
 controller's handle on all ranks of a role, `relay` calls many of them through a few, `failure` waits and explains, `errors` is what it raises, `watch` finds
 who hangs, `stuck` ends a controller that waits for a server of Ray that is gone, `stacks` tells where everybody is,
-`report` writes it down, `spans` collects what all processes did and when, `guard` cleans up after the dead, `hosts` does small jobs on a given machine.
+`report` writes it down, `spans` collects what all processes did and when, `guard` cleans up after the dead, `nursery` makes their processes from one that has the imports done, `hosts` does small jobs on a given machine.
 """
 
-from megarl.cluster.cluster import Cluster, abandon_cluster, start_cluster, stop_cluster
+from megarl.cluster.cluster import (
+    Cluster,
+    Premises,
+    abandon_cluster,
+    open_premises,
+    start_cluster,
+    stop_cluster,
+)
 from megarl.cluster.errors import (
     RayFailed,
     RunFailure,
@@ -31,7 +38,8 @@ from megarl.cluster.errors import (
     WorkerLost,
 )
 from megarl.cluster.failure import stream, wait
-from megarl.cluster.group import WorkerGroup
+from megarl.cluster.group import WorkerGroup, rank_environment
+from megarl.cluster.nursery import Kind
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.relay import group_kind
 from megarl.cluster.report import write_report
@@ -43,6 +51,8 @@ from megarl.cluster.worker import RankInfo
 __all__ = [
     "Cluster",
     "Device",
+    "Kind",
+    "Premises",
     "RankInfo",
     "RayFailed",
     "ResourcePool",
@@ -58,6 +68,8 @@ __all__ = [
     "abandon_cluster",
     "ending_when_stuck",
     "group_kind",
+    "open_premises",
+    "rank_environment",
     "start_cluster",
     "stop_cluster",
     "stream",

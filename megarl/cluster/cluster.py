@@ -10,9 +10,10 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ import grpc
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray._private.authentication.authentication_token_setup import (
     AUTH_MODE_ENV_VAR,
     maybe_enable_token_auth_if_token_available,
@@ -29,6 +31,7 @@ from ray._private.authentication.authentication_token_setup import (
 from megarl.cluster.errors import RankProcess, RayFailed
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked, process_state, remove_scratch
 from megarl.cluster.hosts import start_guard
+from megarl.cluster.nursery import Kind, start_nursery
 from megarl.signals import job_signals_blocked
 
 _MIB = 2**20
@@ -43,13 +46,14 @@ class Cluster:
 
     `servers`: the process ids, by their names, of the servers that it cannot do without: this machine's raylet, and the GCS server
     if that runs on this machine, too. One on another machine may be started again there (Ray's fault tolerance): Ray waits 60 s
-    for it, and so does a run.
+    for it, and so does a run. `nurseries`: the socket of each one, by the name of its kind (nursery.py).
     """
 
     address: str
     mark: str | None
     temp_dir: str | None
     servers: dict[str, int] = field(default_factory=dict)
+    nurseries: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_broken(self) -> bool:
@@ -64,8 +68,87 @@ class Cluster:
         return None
 
 
+@dataclass(frozen=True)
+class Premises:
+    """What there is of a cluster on this machine before Ray.
+
+    Attributes:
+        token: the value of the cluster's mark, which all its processes carry.
+        temp_dir: Ray's folder.
+        nurseries: as `Cluster.nurseries`.
+        processes: the nurseries'.
+    """
+
+    token: str
+    temp_dir: str
+    nurseries: dict[str, str]
+    processes: list[subprocess.Popen] = field(default_factory=list)
+
+    @property
+    def mark(self) -> str:
+        return f"{_MARK_NAME}={self.token}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """That its processes are started with."""
+        return {_MARK_NAME: self.token, "RAY_USAGE_STATS_ENABLED": "0"} | KEEP_ENVIRON
+
+
+@contextmanager
+def open_premises(kinds: Mapping[str, Kind]) -> Iterator[Premises]:
+    """For one cluster on this machine, whose processes may make their imports while the controller still reads data.
+
+    Args:
+        kinds: of processes that will be started, by names of the caller's. Where there are GPUs they have no nurseries.
+    """
+    premises = _make_premises(kinds)
+    try:
+        yield premises
+    finally:
+        _clear(premises.mark, premises.temp_dir)
+        for process in premises.processes:
+            process.wait()
+
+
+def _make_premises(kinds: Mapping[str, Kind]) -> Premises:
+    # Not in run_dir: the path of a Unix socket has at most 107 characters.
+    temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
+    if NvidiaGPUAcceleratorManager.get_current_node_num_accelerators():
+        kinds = {}
+    paths = {
+        kind: f"{temp_dir}/nursery-{number}" for number, kind in enumerate(dict.fromkeys(kinds.values()))
+    }
+    nurseries = {name: paths[kind] for name, kind in kinds.items()}
+    premises = Premises(secrets.token_hex(8), temp_dir, nurseries)
+    with _environment(premises.variables), job_signals_blocked():
+        start_guard(premises.mark, parent=0, directories=[temp_dir])
+        premises.processes.extend(start_nursery(path, kind) for kind, path in paths.items())
+    return premises
+
+
+@contextmanager
+def _paused(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
+    """Stopped meanwhile: Ray 2.60 gives its servers 30 s to start, which take 6 s of a core."""
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+
+
+def _clear(mark: str, temp_dir: str) -> None:
+    kill_marked(mark)
+    shutil.rmtree(temp_dir, ignore_errors=True)
+
+
 def start_cluster(
-    address: str | None, num_devices: int, run_dir: str | Path, num_gpus: int | None = None
+    address: str | None,
+    num_devices: int,
+    run_dir: str | Path,
+    num_gpus: int | None = None,
+    premises: Premises | None = None,
 ) -> Cluster:
     """Connects this process to Ray as its controller.
 
@@ -74,6 +157,7 @@ def start_cluster(
         num_devices: process slots that a machine without GPUs offers, whatever number of cores it has.
         run_dir: the run's directory; it is created.
         num_gpus: GPUs of this machine that Ray may use; None: all that it finds. Only with `address=None`.
+        premises: of a cluster on this machine; None: they are made now. Only with `address=None`.
 
     Raises:
         ValueError: `num_devices` < 1, or this process is to start a cluster and is connected to one already.
@@ -94,13 +178,15 @@ def start_cluster(
             "this process is connected to a Ray cluster already: call ray.shutdown() first; a run joins a cluster by its "
             "address (trainer.ray_address)"
         )
-    # Not in run_dir: the path of a Unix socket has at most 107 characters.
-    temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
-    token = secrets.token_hex(8)
-    mark = f"{_MARK_NAME}={token}"
-    variables = {_MARK_NAME: token, "RAY_USAGE_STATS_ENABLED": "0"} | KEEP_ENVIRON
-    with _loopback_only(), _environment(variables), job_signals_blocked(), _own_handlers():
-        start_guard(mark, parent=0, directories=[temp_dir])
+    premises = premises or _make_premises({})
+    mark, temp_dir = premises.mark, premises.temp_dir
+    with (
+        _loopback_only(),
+        _environment(premises.variables),
+        job_signals_blocked(),
+        _own_handlers(),
+        _paused(premises.processes),
+    ):
         try:
             context = ray.init(
                 address="local",  # also where RAY_ADDRESS is set
@@ -132,7 +218,7 @@ def start_cluster(
         for name, processes in ray._private.worker._global_node.all_processes.items()
         if name in (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
     }
-    return Cluster(context.address_info["gcs_address"], mark, temp_dir, servers)
+    return Cluster(context.address_info["gcs_address"], mark, temp_dir, servers, premises.nurseries)
 
 
 def stop_cluster(cluster: Cluster) -> None:
@@ -145,8 +231,7 @@ def stop_cluster(cluster: Cluster) -> None:
                 started.process.terminate = started.process.kill
     ray.shutdown()
     if cluster.mark is not None:
-        kill_marked(cluster.mark)
-        shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+        _clear(cluster.mark, cluster.temp_dir)
 
 
 def abandon_cluster(cluster: Cluster, ranks: Sequence[RankProcess] = ()) -> None:

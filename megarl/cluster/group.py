@@ -22,6 +22,7 @@ from megarl.cluster.errors import RankProcess, RayFailed
 from megarl.cluster.failure import Part, wait
 from megarl.cluster.guard import kill_marked, parent_of, remove_scratch
 from megarl.cluster.hosts import on_node
+from megarl.cluster.nursery import interpreter
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.tables import sent
 from megarl.cluster.watch import Watch
@@ -64,6 +65,7 @@ class WorkerGroup:
         beside: Sequence["WorkerGroup"] = (),
         watch: Watch | None = None,
         around: str | None = None,
+        nursery: str | None = None,
     ) -> None:
         """Starts the processes and returns when all have reported; their constructors still run then.
 
@@ -84,6 +86,7 @@ class WorkerGroup:
             watch: finds what else is wrong meanwhile, as in `wait`.
             around: "package.module:function", imported in the ranks: what it gives for a method's name is entered around
                 each call of that method.
+            nursery: the socket of one that has the imports of these ranks; those with a GPU do not use it.
 
         Raises:
             ValueError: the pool is too small, a rank's devices are on two machines, or a bad `worker_class`.
@@ -100,6 +103,7 @@ class WorkerGroup:
         self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}
         self._worker, self._setup_timeout = (worker_class, init_kwargs, around), setup_timeout
         self._pool, self._beside, self._watch = pool, beside, watch
+        self._nursery = nursery
         self._restarts = [0] * world_size
         self._ports: dict[int, int] = {}  # by number of the process that reserved it
         self._calls: dict[tuple[Any, ...], Any] = {}  # see `_named`
@@ -266,7 +270,7 @@ class WorkerGroup:
         device, restarts = self._devices[number][0], self._restarts[rank]
         again = f".restart{restarts}" if restarts else ""
         return RankProcess(
-            actor=_create_actor(device, self._share),
+            actor=_create_actor(device, self._share, self._nursery if device.gpu_id is None else None),
             role=self.role,
             rank=rank,
             host=device.host,
@@ -280,7 +284,7 @@ class WorkerGroup:
         for number in numbers:
             process = self.processes[number]
             gpu_ids = tuple(device.gpu_id for device in self._devices[number] if device.gpu_id is not None)
-            merged = _environment(gpu_ids, self._single_machine) | self._env
+            merged = rank_environment(gpu_ids, self._single_machine) | self._env
             name = _title(self.role, process.rank, process.part)
             needs_port = number == self._meeting(number)
             refs.append(process.actor.setup.remote(name, process.log_path, merged, needs_port))
@@ -361,7 +365,7 @@ def _devices_of_processes(
     return processes
 
 
-def _create_actor(device: Any, share: float) -> Any:
+def _create_actor(device: Device, share: float, nursery: str | None) -> Any:
     return (
         ray.remote(Worker)
         .options(
@@ -370,13 +374,14 @@ def _create_actor(device: Any, share: float) -> Any:
             scheduling_strategy=device.strategy(),
             max_restarts=0,
             max_task_retries=0,
+            runtime_env=None if nursery is None else {"py_executable": interpreter(nursery)},
             enable_task_events=False,  # a tenth of a call's cost, for lists of calls that the timeline has, too
         )
         .remote()
     )
 
 
-def _environment(gpu_ids: tuple[str, ...], single_machine: bool) -> dict[str, str]:
+def rank_environment(gpu_ids: tuple[str, ...], single_machine: bool) -> dict[str, str]:
     """What every rank needs in its environment before torch is imported."""
     # An empty list hides the GPUs of a machine from ranks that were asked to do without.
     env = {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}

@@ -17,6 +17,7 @@ from megarl.files import whole_file
 from megarl.hybrid_engine import check_hf_weights
 from megarl.models import read_model_config
 from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.trainer.kinds import premises_of
 from megarl.trainer.memory import DeviceMemory
 from megarl.trainer.prompt_data import read_prompts
 from megarl.trainer.restarts import EngineRestarts
@@ -39,11 +40,11 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     check_hf_weights(config.model.path, model)
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     folder, data, trainer = Path(config.trainer.default_local_dir), config.data, config.trainer
-    with make_scorer(config) as scorer:
+    with make_scorer(config) as scorer, premises_of(config) as premises:
         sets = load_problems(config, tokenizer, scorer)
         save_config(config, folder / "config.yaml")
         num_devices, limits = trainer.nnodes * trainer.n_gpus_per_node, engine_limits(config.rollout)
-        with open_engine_run(trainer.ray_address, num_devices, folder, limits) as run:
+        with open_engine_run(trainer.ray_address, num_devices, folder, limits, premises) as run:
             pool = PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
             open_pools(run, {"global": pool})
             context = data.max_prompt_length + data.max_response_length

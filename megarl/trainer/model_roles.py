@@ -11,6 +11,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.memory.flops import model_flops
 from megarl.models import read_model_config
 from megarl.trainer.dispatch import MicroBatching
+from megarl.trainer.kinds import MODEL
 from megarl.trainer.run import Run
 from megarl.trainer.specs import NAMED, ModelSpec
 
@@ -146,6 +147,7 @@ def _start_model(
         beside=run.groups,
         watch=run.watch,
         around=NAMED,
+        nursery=run.nurseries.get(MODEL),
     )
     run.profiled.append(group)
     cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)

@@ -15,6 +15,7 @@ from megarl.trainer.export import FOLDER, export_hf
 from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import TrainInputs, load_train_inputs
+from megarl.trainer.kinds import premises_of
 from megarl.trainer.modes import make_batches
 from megarl.trainer.nonfinite import GENERATED, LEARNT_FROM, blaming, require_finite, whole_step
 from megarl.trainer.reward_model import RewardModelInputs, model_scores, score_weights
@@ -31,9 +32,9 @@ from megarl.trainer.validation import validate
 
 def train(config: TrainConfig) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
-    with make_scorer(config) as scorer:
+    with make_scorer(config) as scorer, premises_of(config) as premises:
         inputs = load_train_inputs(config, scorer)
-        with open_run(config, total_steps=inputs.num_steps) as run:
+        with open_run(config, inputs.num_steps, premises) as run:
             run.show_rewards(scorer)
             if inputs.num_filtered:
                 run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")

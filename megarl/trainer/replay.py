@@ -29,6 +29,7 @@ from megarl.trainer.dumped import count_steps, read_step, step_file
 from megarl.trainer.export import export_hf
 from megarl.trainer.health import HealthMonitor, repetition_metrics
 from megarl.trainer.inputs import load_model_inputs, num_training_steps
+from megarl.trainer.kinds import premises_of
 from megarl.trainer.logger import METRICS_FILE, read_metrics
 from megarl.trainer.nonfinite import NotFinite
 from megarl.trainer.ppo import epochs, learn
@@ -76,7 +77,10 @@ def replay(request: Request) -> bool:
     folder = request.folder / FOLDER / f"step-{request.step}"
     folder.mkdir(parents=True, exist_ok=True)
     devices = resolve_batches(config).devices
-    with open_engine_run(config.trainer.ray_address, devices, folder, limits(config)) as run:
+    with (
+        premises_of(config) as premises,
+        open_engine_run(config.trainer.ray_address, devices, folder, limits(config), premises) as run,
+    ):
         run.resumed, run.trajectory_folder, run.relays_from = begin, folder, config.trainer.relays_from
         where = "the models' first weights" if begin is None else str(begin.folder)
         run.say(f"replaying {_steps(list(files))} of {request.folder} from {where}")

@@ -22,6 +22,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig, EngineConfig
 from megarl.rollout.sglang_engine import sglang_environment
+from megarl.trainer import kinds
 from megarl.trainer.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
 from megarl.trainer.determinism import is_deterministic
 from megarl.trainer.export import export_hf
@@ -74,8 +75,12 @@ def start_roles(
         run.say(way)
     sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
     with run.status("starting models and rollout engines"):
-        engines = _synced_engines(config, run, engine_pool, order, freed, model, adapters)
+        start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
+        # A nursery has the models' imports before the engines'.
+        last = kinds.ENGINE in run.nurseries and not freed
+        engines = None if last else start_synced()
         actor, critic, ref = _start_models(config, run, num_steps if trains else None)
+        engines = start_synced() if last else engines
         reward_model = start_reward_model(config, run) if config.reward_model.enable else None
         run.wait([ref for group in run.groups for ref in group.started])
     timeout, skip = config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
@@ -287,6 +292,7 @@ def start_engines(
             device_order=device_order,
             beside=run.groups,
             watch=run.watch,
+            nursery=run.nurseries.get(kinds.ENGINE),
         )
     )
 

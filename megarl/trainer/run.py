@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from rich.table import Table
 from megarl.checkpoints import Checkpoint, CheckpointStore
 from megarl.cluster import (
     Cluster,
+    Premises,
     RayFailed,
     ResourcePool,
     RunFailure,
@@ -50,6 +51,7 @@ from megarl.data.trajectories import write_trajectories
 from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.checkpoints import find_resumed, open_store
 from megarl.trainer.dispatch import Plans
+from megarl.trainer.kinds import premises_of
 from megarl.trainer.logger import RunLogger
 from megarl.trainer.preemption import REQUEUE, Preemption, noting_signals
 from megarl.trainer.supervision import not_again_once_told
@@ -110,6 +112,12 @@ class Run:
     def resumed_step(self) -> int:
         """The last step that was made before the run began; -1: it is new, and not even step 0 was."""
         return -1 if self.resumed is None else self.resumed.step
+
+    @property
+    def nurseries(self) -> Mapping[str, str]:
+        """Their sockets, by kinds (kinds.py)."""
+        assert self.watch is not None and self.watch.cluster is not None
+        return self.watch.cluster.nurseries
 
     @property
     def log_dir(self) -> Path:
@@ -265,12 +273,18 @@ class Run:
 
 @contextmanager
 def open_run(
-    config: TrainConfig | TuningConfig, total_steps: int, *, resumable: bool = True, signals: bool = True
+    config: TrainConfig | TuningConfig,
+    total_steps: int,
+    premises: Premises | None = None,
+    *,
+    resumable: bool = True,
+    signals: bool = True,
 ) -> Iterator[Run]:
     """A training run: finds where it goes on, writes down what is run, starts the cluster, opens the log.
 
     Args:
         config: resolved and checked.
+        premises: of its cluster (`premises_of`); None: they are opened now.
         resumable: whether it can go on from a checkpoint; else it begins anew.
         signals: whether a loop asks it for the signals that tell a job to end.
 
@@ -285,7 +299,11 @@ def open_run(
         resumed = find_resumed(config, store, say) if resumable else None
         save_config(config, folder / "config.yaml")
         save_batch_plan(plan, folder)
-        run = stack.enter_context(open_engine_run(trainer.ray_address, plan.devices, folder, limits(config)))
+        if premises is None:
+            premises = stack.enter_context(premises_of(config))
+        run = stack.enter_context(
+            open_engine_run(trainer.ray_address, plan.devices, folder, limits(config), premises)
+        )
         run.store, run.resumed, run.relays_from = store, resumed, trainer.relays_from
         if resumable and signals:  # over the handler that Ray has put there
             run.preemption = stack.enter_context(noting_signals())
@@ -328,7 +346,11 @@ def engine_limits(rollout: RolloutConfig, phase: float | None = None, idle: floa
 
 @contextmanager
 def open_engine_run(
-    address: str | None, num_devices: int, folder: Path, limits: Limits = Limits()
+    address: str | None,
+    num_devices: int,
+    folder: Path,
+    limits: Limits = Limits(),
+    premises: Premises | None = None,
 ) -> Iterator[Run]:
     """A run's folder and cluster (the one at `address`, or one of its own); ends every process it started.
 
@@ -340,7 +362,7 @@ def open_engine_run(
     with ExitStack() as stack:
         if address is None:  # also while the servers start
             stack.enter_context(ending_when_stuck(REQUEUE))
-        cluster = start_cluster(address, num_devices, folder)
+        cluster = start_cluster(address, num_devices, folder, premises=premises)
         if address is not None:
             stack.enter_context(ending_when_stuck(REQUEUE, cluster.servers))
         run.watch = Watch(limits.idle, cluster)

@@ -18,6 +18,7 @@ from megarl.files import whole_file
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.checkpoints import Stateful, make_checkpoints
 from megarl.trainer.export import FOLDER
+from megarl.trainer.kinds import MODEL
 from megarl.trainer.ppo import due, epochs
 from megarl.trainer.roles import open_pools
 from megarl.trainer.run import Run
@@ -118,7 +119,16 @@ def start_group(
     with run.status("starting the model's ranks"):
         kind = group_kind(len(pool), run.relays_from)
         group = run.start(
-            kind(name, worker, pool, len(pool), {"spec": spec, **arguments}, run.log_dir, around=NAMED)
+            kind(
+                name,
+                worker,
+                pool,
+                len(pool),
+                {"spec": spec, **arguments},
+                run.log_dir,
+                around=NAMED,
+                nursery=run.nurseries.get(MODEL),
+            )
         )
         run.profiled.append(group)
         run.wait(group.started)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -23,6 +24,9 @@ class LocalError(Exception):
     def __init__(self, left: int, right: int) -> None:
         super().__init__(f"{left} is not {right}")
         self.lock = threading.Lock()  # nor pickled
+
+
+IMPORTED = frozenset(sys.modules)  # when a rank's class is
 
 
 class Rank:
@@ -48,6 +52,26 @@ class Rank:
             "torch": "torch" in sys.modules,
             "title": title,
         }
+
+    def origin(self, module: str) -> dict[str, Any]:
+        """Where this process comes from; `module` is one that nothing here imports."""
+        proc = Path("/proc/self")
+        with (
+            (proc / "cmdline").open() as title,
+            (proc / "oom_score_adj").open() as score,
+            (proc / "status").open() as status,
+        ):
+            return {
+                "parent": os.getppid(),
+                "before_start": module in IMPORTED,
+                "folder": os.getcwd(),
+                "oom_score": score.read(),
+                "main_module": sys.modules["__main__"].__file__,
+                "status": {line.partition(":")[0]: line for line in status},
+                "environment": dict(os.environ),
+                "random": float(numpy.random.rand()),
+                "title": title.read().strip("\0"),
+            }
 
     def environment(self, *names: str) -> list[str | None]:
         return [os.environ.get(name) for name in names]

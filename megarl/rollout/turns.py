@@ -18,6 +18,7 @@ import json
 import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -270,7 +271,8 @@ async def _in_thread(function: Callable[..., Result], *args: Any) -> Result:
             outcome = None, error
         except BaseException as error:  # as it is, it would end the process
             outcome = None, RuntimeError(repr(error))
-        loop.call_soon_threadsafe(settle, outcome)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, name="environment", daemon=True).start()
     result, error = await ended

@@ -246,6 +246,22 @@ def test_so_does_one_that_fails_at_either_end(failing):
     assert len(generation.response_ids) == (2 if failing == "close" else 1)
 
 
+def test_one_that_answers_when_all_is_over_harms_nobody(monkeypatch):
+    threads, raised = [], []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+
+    class Late(Script):
+        def step(self, turn):
+            threads.append(threading.current_thread())
+            return super().step(turn)
+
+    generation = play(Policy(["5"]), partial(Late, 0.5), limits=TurnLimits(step_timeout=0.1))
+    assert notes(generation)["error"] == "step: no answer within 0.1 s"
+    assert threads[0].is_alive()
+    threads[0].join()
+    assert not raised
+
+
 def test_what_the_engine_raises_is_no_fault_of_the_environment():
     async def answer(uid, ids, sampling):
         raise EngineError("gone")

@@ -42,6 +42,7 @@ UNPICKLED = {
     "rollout/receiver.py": "pickle.loads",  # of the engine's parent, from a file in such a folder
 }
 EXECUTED = {
+    "cluster/nursery.py": "run_path",  # what Ray starts as its worker, in a process that is asked for in its place
     "plugins.py": "exec_module",  # the files that the configuration names
     "rewards/jail/main.py": "exec",  # programs of the model, in the jail
 }

@@ -24,7 +24,8 @@ from facts import environment
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.models.tiny import make_tiny_model
 from megarl.rollout.engine import EngineConfig, SamplingParams
-from megarl.rollout.sglang_engine import SGLangEngine, sglang_environment
+from megarl.rollout.environment import sglang_environment
+from megarl.rollout.sglang_engine import SGLangEngine
 
 START_SECONDS = 300
 

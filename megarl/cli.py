@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -127,47 +128,47 @@ def _config(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     config = _configured(TrainConfig, options)
-    from megarl.trainer.halves import generate_only, learn_only
-    from megarl.trainer.ppo import train
-    from megarl.trainer.supervision import supervised
+    if not config.trainer.rollout_only and config.trainer.train_only is None:
+        _run_supervised("ppo", config)
+        return
+    from megarl.trainer.kinds import premises_of
 
-    if config.trainer.rollout_only:
-        generate_only(config)
-    elif config.trainer.train_only is not None:
-        learn_only(config)
-    else:
-        supervised(config, train)
+    with premises_of(config) as premises:
+        from megarl.trainer.halves import generate_only, learn_only
+
+        (generate_only if config.trainer.rollout_only else learn_only)(config, premises)
 
 
 def _sft(options: argparse.Namespace) -> None:
-    config = _configured(SFTConfig, options)
-    from megarl.trainer.sft import train
-    from megarl.trainer.supervision import supervised
-
-    supervised(config, train)
+    _run_supervised("sft", _configured(SFTConfig, options))
 
 
 def _rm(options: argparse.Namespace) -> None:
-    config = _configured(RMConfig, options)
-    from megarl.trainer.rm import train
-    from megarl.trainer.supervision import supervised
-
-    supervised(config, train)
+    _run_supervised("rm", _configured(RMConfig, options))
 
 
 def _dpo(options: argparse.Namespace) -> None:
-    config = _configured(DPOConfig, options)
-    from megarl.trainer.dpo import train
-    from megarl.trainer.supervision import supervised
+    _run_supervised("dpo", _configured(DPOConfig, options))
 
-    supervised(config, train)
+
+def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
+    """`train` of a module of trainer/."""
+    from megarl.trainer.kinds import premises_of
+
+    with premises_of(config) as premises:  # the run's processes make their imports while this one does
+        from megarl.trainer.supervision import supervised
+
+        supervised(config, import_module(f"megarl.trainer.{module}").train, premises)
 
 
 def _eval(options: argparse.Namespace) -> None:
     config = _configured(EvalConfig, options)
-    from megarl.trainer.evaluate import evaluate, print_scores
+    from megarl.trainer.kinds import premises_of
 
-    print_scores(evaluate(config), config.trainer.default_local_dir)
+    with premises_of(config) as premises:
+        from megarl.trainer.evaluate import evaluate, print_scores
+
+        print_scores(evaluate(config, premises), config.trainer.default_local_dir)
 
 
 def _make_task(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ Guarantees, each asserted by a test:
 - this process ends, with an error in its log, within a second of one of SGLang's.
 
 The process that calls `start` is SGLang's parent; since it ends with SGLang, give each engine a process of its
-own, with the environment of `sglang_environment`. All calls come from one thread that lives as long as the
+own, with the environment of `sglang_environment` (environment.py). All calls come from one thread that lives as long as the
 engine, best the main one: only there can SGLang's signal that a start failed be caught and the start be
 repeated.
 """
@@ -44,9 +44,9 @@ from megarl.rollout.engine import (
 from megarl.rollout.receiver import LOADER, request_bytes, results_path
 from megarl.rollout.sglang_model import read_model
 from megarl.rollout.sglang_requests import Response, ask, check_prompt, request_seed
-from megarl.rollout.sglang_start import sglang_environment, start_owned
+from megarl.rollout.sglang_start import start_owned
 
-__all__ = ["SGLangEngine", "request_seed", "sglang_environment"]
+__all__ = ["SGLangEngine", "request_seed"]
 
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02

@@ -1,7 +1,7 @@
 """Starts SGLang's processes, and ends this one when they end.
 
-What differs between a CPU and a GPU is in `sglang_environment` and `_device_arguments`, and nowhere else. This module
-imports SGLang only when it starts it: a process that merely needs the environment does not have to have it.
+What differs between a CPU and a GPU is in `_device_arguments` and in the environment (environment.py), and nowhere else. This module
+imports SGLang only when it starts it.
 """
 
 import atexit
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.imports import without_collection
-from megarl.rollout import adapters, sglang_models
+from megarl.rollout import adapters
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.receiver import LOADER
 from megarl.rollout.sglang_model import config_overrides
@@ -27,34 +27,6 @@ KNOWN_VERSIONS = ("0.5.21",)
 CPU_CACHE_TOKENS = 65536
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
 NAMES = ".shared-memory"  # as in cluster/guard.py: ends the names of files that name such
-
-
-def sglang_environment(
-    device: str, tensor_parallel_size: int, threads: int = 1, nodes: int = 1
-) -> dict[str, str]:
-    """Environment variables that an engine's process must be started with, before it imports torch.
-
-    Args:
-        threads: CPU threads of each TP rank.
-        nodes: of the engine; with several who starts its processes says which interface they use.
-    """
-    common = {"SGLANG_EXTERNAL_MODEL_PACKAGE": sglang_models.__name__}
-    if nodes > 1:
-        common["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = (
-            "0"  # else a node but the first is busy as long as it lives
-        )
-    if device != "cpu":
-        return common
-    groups = "|".join(str(rank) for rank in range(tensor_parallel_size))
-    if nodes == 1:
-        common["GLOO_SOCKET_IFNAME"] = "lo"
-    return {
-        **common,
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
-        "OMP_NUM_THREADS": str(threads),
-        "TORCH_COMPILE_DISABLE": "1",  # no compiler needed, and no minutes of compiling
-    }
 
 
 def check_version(allow_unknown: bool) -> None:

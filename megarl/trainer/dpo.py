@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from megarl.algorithms.dpo import dpo_loss, dpo_metrics
-from megarl.cluster import WorkerGroup
+from megarl.cluster import Premises, WorkerGroup
 from megarl.config import DPOConfig, check_models
 from megarl.data.loader import TableLoader
 from megarl.data.preference_chats import PreferenceChats, chats_of
@@ -34,7 +34,7 @@ from megarl.trainer.tuning import VAL_LOSS, Stages, run_steps, start_group
 WORKER = "megarl.trainer.dpo_worker:DPOWorker"
 
 
-def train(config: DPOConfig) -> str:
+def train(config: DPOConfig, premises: Premises | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     model, data = read_model_config(config.model.path), config.data
     check_models(config, model)
@@ -43,7 +43,7 @@ def train(config: DPOConfig) -> str:
     training, validation = load_preferences(config)
     steps_of_epoch = len(TableLoader(training, data.train_batch_size, data.shuffle, data.seed))
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
-    with open_run(config, num_steps) as run:
+    with open_run(config, num_steps, premises) as run:
         if training.num_dropped:
             run.say(f"left out {training.num_dropped} rows over data.max_length")
         group, layout = start_group(config, run, num_steps, "dpo", WORKER, "lm")

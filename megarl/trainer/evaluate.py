@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from megarl.cluster import WorkerGroup
+from megarl.cluster import Premises, WorkerGroup
 from megarl.config import EvalConfig, PoolConfig, check_models, save_config, val_set_sampling
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths, write_trajectories
@@ -17,7 +17,6 @@ from megarl.files import whole_file
 from megarl.hybrid_engine import check_hf_weights
 from megarl.models import read_model_config
 from megarl.rewards.scorer import Scorer, make_scorer
-from megarl.trainer.kinds import premises_of
 from megarl.trainer.memory import DeviceMemory
 from megarl.trainer.prompt_data import read_prompts
 from megarl.trainer.restarts import EngineRestarts
@@ -30,7 +29,7 @@ from megarl.trainer.validation import ValidationSet, validate
 FILES = "trajectories"  # of data.val_files; those of a set are in trajectories-<name>.parquet
 
 
-def evaluate(config: EvalConfig) -> dict[str, float]:
+def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
     """Answer the problems as `config` (resolved) says; writes trajectories and scores, returns the scores.
 
     An engine that is lost is started anew, and asked again for what it had not answered.
@@ -40,7 +39,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     check_hf_weights(config.model.path, model)
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     folder, data, trainer = Path(config.trainer.default_local_dir), config.data, config.trainer
-    with make_scorer(config) as scorer, premises_of(config) as premises:
+    with make_scorer(config) as scorer:
         sets = load_problems(config, tokenizer, scorer)
         save_config(config, folder / "config.yaml")
         num_devices, limits = trainer.nnodes * trainer.n_gpus_per_node, engine_limits(config.rollout)

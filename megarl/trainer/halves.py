@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.checkpoints import steps_in
+from megarl.cluster import Premises
 from megarl.config import TrainConfig
 from megarl.rewards.scorer import make_scorer
 from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
@@ -25,7 +26,7 @@ from megarl.trainer.run import Run, open_run
 from megarl.trainer.scoring import Rewards
 
 
-def generate_only(config: TrainConfig) -> str:
+def generate_only(config: TrainConfig, premises: Premises | None) -> str:
     """`trainer.rollout_only`: generate, score and write trajectories; returns their folder.
 
     Args:
@@ -42,7 +43,7 @@ def generate_only(config: TrainConfig) -> str:
         )
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
-        with open_run(config, total_steps=inputs.num_steps, resumable=False) as run:
+        with open_run(config, inputs.num_steps, premises, resumable=False) as run:
             run.show_rewards(scorer)
             roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)
             rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config))
@@ -62,7 +63,7 @@ def generate_only(config: TrainConfig) -> str:
             return str(run.trajectory_folder)
 
 
-def learn_only(config: TrainConfig) -> str:
+def learn_only(config: TrainConfig, premises: Premises | None) -> str:
     """`trainer.train_only`: train on trajectories that are there; returns the folder of the exported model.
 
     Args:
@@ -75,7 +76,7 @@ def learn_only(config: TrainConfig) -> str:
     num_steps = count_steps(source, config.trainer.total_training_steps)
     models = load_model_inputs(config)
     ptx = load_ptx(config, models.tokenizer)
-    with open_run(config, total_steps=num_steps) as run:
+    with open_run(config, num_steps, premises) as run:
         roles = start_learners(config, run, num_steps)
         _learn_steps(config, run, roles, source, num_steps, ptx)
         with roles.memory.held("export"):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from megarl.cluster import Kind, Premises, open_premises, rank_environment
 from megarl.config import EvalConfig, RolloutConfig, TrainConfig, TuningConfig
-from megarl.rollout.sglang_start import sglang_environment
+from megarl.rollout.environment import sglang_environment
 
 MODEL, ENGINE = "model", "engine"
 # All that takes long, but Ray.

@@ -7,6 +7,7 @@ from functools import partial
 
 import pyarrow as pa
 
+from megarl.cluster import Premises
 from megarl.config import TrainConfig
 from megarl.rewards.scorer import make_scorer
 from megarl.trainer.advantages import compute_batch_advantages
@@ -15,7 +16,6 @@ from megarl.trainer.export import FOLDER, export_hf
 from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import TrainInputs, load_train_inputs
-from megarl.trainer.kinds import premises_of
 from megarl.trainer.modes import make_batches
 from megarl.trainer.nonfinite import GENERATED, LEARNT_FROM, blaming, require_finite, whole_step
 from megarl.trainer.reward_model import RewardModelInputs, model_scores, score_weights
@@ -30,9 +30,9 @@ from megarl.trainer.updates import update
 from megarl.trainer.validation import validate
 
 
-def train(config: TrainConfig) -> str:
+def train(config: TrainConfig, premises: Premises | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
-    with make_scorer(config) as scorer, premises_of(config) as premises:
+    with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
         with open_run(config, inputs.num_steps, premises) as run:
             run.show_rewards(scorer)

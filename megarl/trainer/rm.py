@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.preference import preference_loss, preference_metrics
-from megarl.cluster import WorkerGroup
+from megarl.cluster import Premises, WorkerGroup
 from megarl.config import RMConfig, check_models
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import (
@@ -55,13 +55,13 @@ class RMInputs:
     answers: pa.Table | None
 
 
-def train(config: RMConfig) -> str:
+def train(config: RMConfig, premises: Premises | None) -> str:
     """Train the reward model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     inputs = load_inputs(config)
     data = config.data
     loader = TableLoader(inputs.training, data.train_batch_size, data.shuffle, data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    with open_run(config, num_steps) as run:
+    with open_run(config, num_steps, premises) as run:
         for number, done in (
             (inputs.training.num_truncated, "cut"),
             (inputs.training.num_dropped, "left out"),

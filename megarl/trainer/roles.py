@@ -21,7 +21,7 @@ from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig, EngineConfig
-from megarl.rollout.sglang_engine import sglang_environment
+from megarl.rollout.environment import sglang_environment
 from megarl.trainer import kinds
 from megarl.trainer.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
 from megarl.trainer.determinism import is_deterministic

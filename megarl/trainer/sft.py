@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from megarl.cluster import WorkerGroup
+from megarl.cluster import Premises, WorkerGroup
 from megarl.config import SFTConfig, check_models
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
@@ -22,7 +22,7 @@ from megarl.trainer.tuning import VAL_LOSS, Stages, run_steps, start_group
 WORKER = "megarl.trainer.sft_worker:SFTWorker"
 
 
-def train(config: SFTConfig) -> str:
+def train(config: SFTConfig, premises: Premises | None) -> str:
     """Fine-tune the model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     model = read_model_config(config.model.path)
     check_models(config, model)
@@ -31,7 +31,7 @@ def train(config: SFTConfig) -> str:
     training, validation = load_examples(config)
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    with open_run(config, num_steps) as run:
+    with open_run(config, num_steps, premises) as run:
         if training.num_truncated:
             run.say(f"cut {training.num_truncated} examples to data.max_length")
         if training.num_split:

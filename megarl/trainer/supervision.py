@@ -14,7 +14,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from megarl.checkpoints import steps_in
-from megarl.cluster import RayFailed, WorkerLost
+from megarl.cluster import Premises, RayFailed, WorkerLost
 from megarl.config import TrainConfig, TuningConfig
 from megarl.trainer.checkpoints import FOLDER
 from megarl.trainer.preemption import REQUEUE, Preemption
@@ -22,8 +22,8 @@ from megarl.trainer.preemption import REQUEUE, Preemption
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
 
 
-def supervised(config: C, train: Callable[[C], str]) -> str:
-    """`train(config)`, again after each loss of a process, as often as `trainer.max_restarts` allows; returns its result.
+def supervised(config: C, train: Callable[[C, Premises | None], str], premises: Premises | None) -> str:
+    """`train(config, premises)`, again after each loss of a process, as often as `trainer.max_restarts` allows; returns its result.
 
     Whatever the lost run still had is ended by then. A rank that raises is not a loss: it would raise again.
 
@@ -33,13 +33,13 @@ def supervised(config: C, train: Callable[[C], str]) -> str:
     allowed = config.trainer.max_restarts
     for number in range(allowed + 1):
         try:
-            return train(config)
+            return train(config, premises)
         except (WorkerLost, RayFailed) as loss:
             if number == allowed:
                 raise
             lines = [str(loss), f"starting again: {number + 1} of trainer.max_restarts={allowed}"]
         Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-        config = as_restarted(config)
+        config, premises = as_restarted(config), None  # they went with the run's cluster
     raise AssertionError("the last one returns or raises")
 
 

@@ -40,7 +40,7 @@ def test_in_the_middle_of_the_answers(tmp_path, monkeypatch):
         submit(self, table)
 
     monkeypatch.setattr(Rewards, "submit", kill_at_first)
-    scores = evaluation.evaluate(config)
+    scores = evaluation.evaluate(config, None)
     answers = read_trajectories(tmp_path / "run" / "trajectories.parquet")
     uids = answers["uid"].to_pylist()
     assert len(killed) == 1 and len(list((tmp_path / "run" / "logs").glob("rollout-rank1.restart1.log"))) == 1

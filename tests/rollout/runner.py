@@ -21,7 +21,7 @@ class EngineProcess:
     """Starts an owner; `call` runs a method of its engine there."""
 
     def __init__(self, config: EngineConfig, log: Path) -> None:
-        from megarl.rollout.sglang_engine import sglang_environment
+        from megarl.rollout.environment import sglang_environment
 
         # All owners are forked from one process that has imported SGLang, which takes a core for 6 s.
         context = multiprocessing.get_context("forkserver")

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from megarl.rollout.sglang_start import sglang_environment
+from megarl.rollout.environment import sglang_environment
 
 FAMILIES = ("DeepseekV3", "Glm4Moe", "Llama", "Qwen2", "Qwen3", "Qwen3Moe")  # in config.json: ...ForCausalLM
 # As a scheduler does it. The names of the models' classes, and of all files of models that were imported for them.

@@ -32,9 +32,11 @@ class Training:
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.started: list[SFTConfig] = []
+        self.premises: list[str | None] = []
 
-    def __call__(self, config: SFTConfig) -> str:
+    def __call__(self, config: SFTConfig, premises: str | None) -> str:
         self.started.append(config)
+        self.premises.append(premises)
         if self.errors:
             raise self.errors.pop(0)
         return "hf"
@@ -47,8 +49,9 @@ def config(folder: Path, **trainer: object) -> SFTConfig:
 
 def test_every_loss_costs_one_restart(tmp_path: Path, capsys) -> None:
     training = Training(*LOSSES)
-    assert supervised(config(tmp_path, max_restarts=3), training) == "hf"
+    assert supervised(config(tmp_path, max_restarts=3), training, "premises") == "hf"
     assert len(training.started) == 4
+    assert training.premises == ["premises", None, None, None]  # they end with the first cluster
     said = capsys.readouterr().out
     assert "starting again: 3 of trainer.max_restarts=3" in said and "the raylet is gone" in said
 
@@ -57,14 +60,14 @@ def test_every_loss_costs_one_restart(tmp_path: Path, capsys) -> None:
 def test_the_last_loss_is_the_runs_end(tmp_path: Path, allowed: int) -> None:
     training = Training(*LOSSES)
     with pytest.raises(type(LOSSES[allowed])):
-        supervised(config(tmp_path, max_restarts=allowed), training)
+        supervised(config(tmp_path, max_restarts=allowed), training, None)
     assert len(training.started) == allowed + 1
 
 
 def test_what_a_rank_raises_is_no_loss(tmp_path: Path) -> None:
     training = Training(WorkerFailed(PROCESS, RankError("ValueError", "wrong", "", 0.0, "")))
     with pytest.raises(WorkerFailed):
-        supervised(config(tmp_path, max_restarts=3), training)
+        supervised(config(tmp_path, max_restarts=3), training, None)
     assert len(training.started) == 1
 
 
@@ -98,11 +101,11 @@ def test_every_command_that_trains_is_started_again(
 def test_it_goes_on_from_its_own_checkpoint_not_from_where_it_began(tmp_path: Path) -> None:
     begun = config(tmp_path, max_restarts=1, resume_mode="path", resume_from_path="elsewhere/step-3")
     without = Training(LOSSES[0])
-    supervised(begun, without)
+    supervised(begun, without, None)
     assert without.started[1] == begun
     (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
     training = Training(LOSSES[0])
-    supervised(begun, training)
+    supervised(begun, training, None)
     assert (training.started[1].trainer.resume_mode, training.started[1].trainer.resume_from_path) == (
         "auto",
         None,

@@ -125,7 +125,7 @@ class Scorer:
         self._failure: BaseException | None = None
         self._closing = False
         self._wake_read, self._wake_write = os.pipe()
-        self._failed_starts = 0
+        self._failed_starts, self._next_look = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
         self._thread.start()
 
@@ -245,10 +245,15 @@ class Scorer:
         ready = wait([self._wake_read, *(item for worker in running for item in worker.waitables)], seconds)
         if self._wake_read in ready:
             os.read(self._wake_read, 65536)
+        looks = (
+            time.monotonic() >= self._next_look
+        )  # not at every score: a look costs as much as handing out a sample
+        if looks:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
         for worker in running:
             if worker.jobs and time.monotonic() >= worker.oldest + self._timeout + _GRACE_SECONDS:
                 worker.kill_overdue()
-            if worker in at_work and worker.stopped_seconds() >= _STOPPED_SECONDS:
+            if looks and worker in at_work and worker.stopped_seconds() >= _STOPPED_SECONDS:
                 worker.kill()
             for job, score in worker.receive():
                 self.spans.add("score", score.seconds, {"worker": self._workers.index(worker)})

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.trainer.background import Background, InterruptedWatch
+from megarl.trainer.memory import Recover, nothing_is_replaced
 
 if TYPE_CHECKING:
     from megarl.trainer.restarts import LaterRestarts
@@ -56,9 +57,9 @@ def two_halves(
     )
     return (
         (collector, _with_memory_of(roles, collector, collecting, later.replace_lost)),
-        (learner, _with_memory_of(roles, learner, learning, lambda: None)),
+        (learner, _with_memory_of(roles, learner, learning, nothing_is_replaced)),
     )
 
 
-def _with_memory_of(roles: Roles, run: Run, groups: list, recover: Callable[[], object]) -> Roles:
+def _with_memory_of(roles: Roles, run: Run, groups: list, recover: Recover) -> Roles:
     return replace(roles, memory=roles.memory.half(run, groups, recover))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
+from megarl.cluster import WorkerLost
 from megarl.trainer.memory_phases import NEEDS, frees_engines, leaves, phase_needs, trained_parts
 
 if TYPE_CHECKING:
@@ -25,6 +26,14 @@ MIB = 1 << 20
 ACCOUNT_EVERY = 10  # steps: asking all processes takes some 20 ms a phase
 Account = dict[str, dict["Device", int]]
 """Owner -> device -> bytes."""
+Recover = Callable[[WorkerLost | None], object]
+"""Replaces engines that were lost meanwhile, also the one that a failure tells of; raises this if that cannot be."""
+
+
+def nothing_is_replaced(failure: WorkerLost | None) -> None:
+    """`Recover` where there are no engines."""
+    if failure is not None:
+        raise failure
 
 
 @dataclass
@@ -55,9 +64,9 @@ class DeviceMemory:
     phases: dict[str, Account] = field(default_factory=dict)
     steps: int = 0
     printed: list[list[str]] = field(default_factory=list)
-    recover: Callable[[], object] = lambda: None  # replaces engines that were lost meanwhile
+    recover: Recover = nothing_is_replaced
 
-    def half(self, run: Run, groups: Collection[WorkerGroup], recover: Callable[[], object]) -> DeviceMemory:
+    def half(self, run: Run, groups: Collection[WorkerGroup], recover: Recover) -> DeviceMemory:
         """A view for a half of a step that works beside another: of what `groups` own; nothing else is moved or asked.
 
         Its accounts are among this one's; it is for one step.
@@ -79,14 +88,24 @@ class DeviceMemory:
         are made in the first one) and in every `ACCOUNT_EVERY`th.
         """
         if name == "sync":
-            self.recover()
+            self.recover(None)
         with self.run.timed("memory"):
             self._enter(name)
         yield
         if self.steps < 2 or (self.steps + 1) % ACCOUNT_EVERY == 0:
-            self.recover()  # every process is asked
-            with self.run.timed("memory"):
-                self.phases[name] = self._measure()
+            self._account(name)
+
+    def _account(self, name: str) -> None:
+        """Every process is asked: of the engines those that have ended, or end meanwhile, are replaced before."""
+        failure = None
+        while True:
+            self.recover(failure)
+            try:
+                with self.run.timed("memory"):
+                    self.phases[name] = self._measure()
+                return
+            except WorkerLost as found:
+                failure = found
 
     def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         """In which phases `roles` are updated: (phase, roles), all at once unless they make room for each other."""

@@ -51,12 +51,18 @@ class EngineRestarts:
             raise failure
         self.hung.add(failure.rank)
 
-    def replace_lost(self) -> None:
+    def replace_lost(self, failure: WorkerLost | None = None) -> None:
         """Start all engines anew that have ended or hang; they hold no weights yet.
+
+        Args:
+            failure: how that was noticed, if by one.
 
         Raises:
             RuntimeError: it is one too many, or one does not come up.
+            WorkerLost: the failure; it is not an engine's, or one too many.
         """
+        if failure is not None:
+            self.note(failure)
         while ranks := self.lost():
             try:
                 self._replace(ranks)
@@ -124,7 +130,9 @@ class LaterRestarts:
         self.restarts.note(failure)
         self.ask(lambda: self.restarts.renew(self.version))
 
-    def replace_lost(self) -> None:
+    def replace_lost(self, failure: WorkerLost | None = None) -> None:
         """As `EngineRestarts.replace_lost`."""
+        if failure is not None:
+            self.restarts.note(failure)
         if self.restarts.lost():
             self.ask(self.restarts.replace_lost)

@@ -95,8 +95,7 @@ def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
         try:
             metrics = _sync_once(run, roles, version)
         except WorkerLost as failure:
-            roles.restarts.note(failure)
-            roles.restarts.replace_lost()
+            roles.restarts.replace_lost(failure)
             with roles.memory.held("sync"):
                 pass  # back onto the devices, from where the start of an engine took what it could
         else:

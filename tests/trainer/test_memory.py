@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from megarl.cluster import WorkerDied, WorkerLost
 from megarl.config import ActorConfig, OptimConfig
 from megarl.trainer.memory import MIB, DeviceMemory, Owner
 from megarl.trainer.memory_phases import NEEDS, phase_needs
@@ -116,6 +117,47 @@ def test_the_exact_kl_in_the_loss_has_the_reference_beside_the_actor(used):
             assert ("actor_reference" in log[-1]) == (
                 phase == "evaluate_models" or (used and phase == "update_actor")
             )
+
+
+def died(role):
+    return WorkerDied(SimpleNamespace(role=role, rank=1, host="h", pid=3, log_path="l"), "killed", "")
+
+
+@pytest.mark.parametrize("lost", ["engine", "rank"])
+def test_an_engine_that_ends_while_it_is_asked_is_replaced(lost):
+    memory, _, _ = make(movable=False)
+    role = "rollout" if lost == "engine" else "actor"
+    group = next(owner.group for owner in memory.owners if owner.group.role == role)
+    failure, failures, asked = died(role), [], group.call
+
+    def end_at_first(method, parts=()):
+        group.call = asked
+        raise failure
+
+    def recover(found):
+        failures.append(found)
+        if found is not None and found.role != "rollout":
+            raise found
+
+    group.call, memory.recover = end_at_first, recover
+    expected = contextlib.nullcontext() if lost == "engine" else pytest.raises(WorkerLost)
+    with expected, memory.held("generate"):
+        pass
+    assert failures == [None, failure]
+    assert list(memory.phases) == (["generate"] if lost == "engine" else [])
+
+
+def test_ranks_that_are_not_replaced_end_the_phase():
+    memory, _, _ = make(movable=False)
+    failure = died("actor")
+
+    def end(refs):
+        raise failure
+
+    memory.run.wait = end
+    with pytest.raises(WorkerLost) as raised, memory.held("generate"):
+        pass
+    assert raised.value is failure
 
 
 def test_what_cannot_move_stays_and_is_not_called():

@@ -6,7 +6,7 @@ Guarantees:
   the calls and whether or not the other ranks hang in a collective;
 - with a `Watch` it raises when one is stopped, or when nobody works any more that it waits for (see watch.py);
 - the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by
-  peer"), and of several exceptions the earliest; where ranks waited in vain for others, the others are named;
+  peer"), these after all others, of which the earliest comes first; where ranks waited in vain for others, the others are named;
 - an exception ends the wait although other ranks still run;
 - `stream` does the same for what generator methods yield, and keeps none of it;
 - of a group that can be spared, a process that nobody waits for may be dead, and one that yields a stream may die: the
@@ -338,7 +338,7 @@ def _root_cause(source: Source, error: Exception, pending: list[Source], process
         others = [f"{processes[key]} died, too" for key in dead[1:]]
         others += [line for key, line in lines.items() if key not in dead]
         return _died(processes[dead[0]], errors.get(dead[0]), others)
-    first = min(reports, key=lambda key: reports[key].time)
+    first = min(reports, key=lambda key: (bool(_LOST_PEER.search(reports[key].message)), reports[key].time))
     others = [line for key, line in lines.items() if key != first]
     if _COLLECTIVE_TIMEOUT.search(reports[first].message):
         others += _missing([*silent, *_waited_for(pending, processes)], processes[first].role)

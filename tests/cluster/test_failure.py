@@ -125,6 +125,15 @@ def test_the_earliest_exception_is_reported(start_group):
     assert "also: actor rank 0" in str(caught.value)
 
 
+def test_the_cause_of_a_closed_connection_is_reported_though_it_came_later(start_group):
+    """A rank's exception is dated when it has come through, which its peers may do before."""
+    group = start_group("actor", 2)
+    with pytest.raises(WorkerFailed, match="ValueError: why") as caught:
+        wait(group.call("lose_at_once", 0, 0.5), [group])
+    assert caught.value.rank == 1
+    assert "also: actor rank 0" in str(caught.value) and "Connection closed by peer" in str(caught.value)
+
+
 def test_a_result_that_cannot_be_sent_is_reported(start_group):
     group = start_group("actor", 1)
     with pytest.raises(WorkerFailed, match=r"cannot pickle '_thread.lock' object"):

@@ -167,6 +167,13 @@ class Rank:
         time.sleep(seconds[self.info.rank])
         raise RuntimeError(f"failed after {seconds[self.info.rank]}")
 
+    def lose_at_once(self, rank: int, seconds: float) -> None:
+        """`rank` raises as if another had closed its connection, before the others have raised why."""
+        if self.info.rank == rank:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        time.sleep(seconds)
+        raise ValueError("why")
+
     def return_lock(self) -> Any:
         return threading.Lock()
 

@@ -96,7 +96,7 @@ class Premises:
 
 @contextmanager
 def open_premises(kinds: Mapping[str, Kind]) -> Iterator[Premises]:
-    """For one cluster on this machine, whose processes may make their imports while the controller still reads data.
+    """For one cluster on this machine, whose processes may make their imports while the controller makes its own and reads data.
 
     Args:
         kinds: of processes that will be started, by names of the caller's. Where there are GPUs they have no nurseries.
@@ -128,7 +128,7 @@ def _make_premises(kinds: Mapping[str, Kind]) -> Premises:
 
 @contextmanager
 def _paused(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
-    """Stopped meanwhile: Ray 2.60 gives its servers 30 s to start, which take 6 s of a core."""
+    """Stopped meanwhile: Ray 2.60 gives its servers 30 s to start, which take seconds of a core."""
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     try:

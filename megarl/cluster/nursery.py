@@ -2,7 +2,7 @@
 
 A rank's process spends most of its start on imports: torch and Megatron, or SGLang. On a laptop they cost each of its ranks seconds of
 its few cores, and hundreds of MiB. So a cluster on this machine has a nursery for each kind of process that a run will have (`Kind`): a
-process that imports what they would, while the controller reads its data, and then waits to be copied.
+process that imports what they would, while the controller makes its own imports and reads data, and then waits to be copied.
 
 Ray starts its workers by a command of its own, whose interpreter a `runtime_env` may replace (`py_executable`). The one that ranks with a
 nursery have is this file, run as a script: it asks the nursery for a copy, which then does what Ray's command says, with its

@@ -32,6 +32,7 @@ class EngineRestarts:
         key: what `max_restarts` is called in the configuration.
         hung: ranks of engines that live, but do not answer any more.
         count: restarts so far.
+        bare: whether one was started anew since all were given weights: it has none.
     """
 
     run: Run
@@ -44,6 +45,7 @@ class EngineRestarts:
     key: str = KEY
     hung: set[int] = field(default_factory=set)
     count: int = 0
+    bare: bool = False
 
     def note(self, failure: WorkerLost) -> None:
         """Remember whom to replace; raises the failure if it is not an engine's, or one too many."""
@@ -75,13 +77,24 @@ class EngineRestarts:
         assert self.version is not None, "engines generate with synced weights"
         self.renew(self.version)
 
+    def serve_all(self) -> None:
+        """Before a generation goes on: have all serve what they served, also those that were replaced when nobody generated."""
+        while self.bare:
+            assert self.version is not None, "engines generate with synced weights"
+            self.renew(self.version)
+
     def renew(self, version: int) -> None:
         """Replace the engines that are lost, and have all serve the actor's weights, which are `version`."""
         self.replace_lost()
         with self.memory.held("sync"):
             self.sync(version)
+            self.served(version)
         with self.memory.held("generate"):
             pass  # the caller goes on with it
+
+    def served(self, version: int) -> None:
+        """Note that all engines have a version of the weights."""
+        self.version, self.bare = version, False
 
     def lost(self) -> list[int]:
         """Ranks of engines that have ended or hang."""
@@ -101,7 +114,7 @@ class EngineRestarts:
             self.count += 1
             what = f"{process} is lost: starting it anew, {self.count} of {self.max_restarts} times"
             with self.run.status(what):
-                starts = self.engines.restart(rank)
+                starts, self.bare = self.engines.restart(rank), True
                 self.hung.discard(rank)
                 self.run.wait(starts)
         self.memory.join(self.engines, ranks)
@@ -129,6 +142,11 @@ class LaterRestarts:
         """As `EngineRestarts.revive`; raises the failure at once if it cannot be."""
         self.restarts.note(failure)
         self.ask(lambda: self.restarts.renew(self.version))
+
+    def serve_all(self) -> None:
+        """As `EngineRestarts.serve_all`."""
+        while self.restarts.bare:
+            self.ask(lambda: self.restarts.renew(self.version))
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:
         """As `EngineRestarts.replace_lost`."""

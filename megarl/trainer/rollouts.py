@@ -80,6 +80,8 @@ def generate(
     """
     uids, tables, missing = requests["uid"].to_pylist(), [], requests
     while missing.num_rows:
+        if run.restarts is not None:
+            run.restarts.serve_all()
         apart, how = APART * engines.world_size, run.put(sampling)
         calls = [(part, how, apart) for part in split_requests(missing, engines.world_size)]
         try:

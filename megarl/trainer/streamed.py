@@ -206,6 +206,8 @@ class Streamed:
     def _launch_missing(self, run: Run) -> None:
         """Ask the engines what they have: what was lost with one, or on its way from one, is launched again, and what is new."""
         while True:
+            if run.restarts is not None:
+                run.restarts.serve_all()
             try:
                 held = run.wait(self.roles.engines.call("under_way"))
                 self.engine_of = {uid: engine for engine, uids in enumerate(held) for uid in uids}

@@ -99,7 +99,7 @@ def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
             with roles.memory.held("sync"):
                 pass  # back onto the devices, from where the start of an engine took what it could
         else:
-            roles.restarts.version = version
+            roles.restarts.served(version)
             run.mark(f"weights {version}")
             return metrics
 

@@ -137,6 +137,22 @@ def test_while_nobody_needs_it(served: Served) -> None:
     assert set(answers["weight_version"].to_pylist()) == {2}
 
 
+def test_between_two_generations_of_a_step(served: Served) -> None:
+    """Found when its memory is asked for, as at the end of a step's first round of answers: the next round is the new one's, too."""
+    restarts, engines = served.roles.restarts, served.roles.engines
+    before, version = restarts.count, restarts.version
+    os.kill(served.scheduler(1), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not engines.processes[1].is_dead:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    restarts.replace_lost()
+    assert restarts.count == before + 1 and restarts.bare
+    answers = served.answer()
+    served.same(answers)
+    assert set(answers["weight_version"].to_pylist()) == {version} and not restarts.bare
+
+
 @pytest.mark.slow
 def test_in_the_middle_of_a_sync_it_is_stopped(served: Served) -> None:
     """Nobody has died: it is found by its state, within 90 s."""

@@ -27,7 +27,7 @@ class FakeEngines:
 class FakeRun:
     """Answers two at a time, the last requests first."""
 
-    blocks = Blocks()
+    blocks, restarts = Blocks(), None
 
     def put(self, value):
         return value

@@ -6,7 +6,7 @@ its processes run (sglang 0.5.21).
 - The scheduler of each TP rank ends with its owner, from its first line on, and not with the signals of a job's end.
 - Requests are sampled with their own seed: a response's noise depends on nothing that runs beside it.
 - The samples of a prompt share its prefill (`prefix_sharing`).
-- On a CPU sequences are attended together (`sglang_attention`), not one after the other.
+- On a CPU sequences are attended together (`sglang_attention`), not one after the other, and turned at once (`cpu_rotary`).
 - The TP ranks of an engine find each other through a file, those on several nodes through a TCP store at the address that they
   were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
   interface of the machine.
@@ -15,14 +15,11 @@ its processes run (sglang 0.5.21).
   for 3 s of start-up CPU time and 400 MB.
 """
 
-import asyncio
 import gc
 import os
-import pickle
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import zmq
@@ -35,6 +32,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rendezvous import open_store
 from megarl.rollout import adapters, engine_memory, prefix_sharing
+from megarl.rollout.sent_together import SentTogether
 from megarl.rollout.sglang_scheduler import SchedulerMain, forked, without_main
 from megarl.rollout.sglang_start import NAMES
 from megarl.signals import outlive_job_signals
@@ -61,9 +59,10 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
     adapters.register()
     prefix_sharing.register()
     if server_args.device == "cpu":
-        from megarl.rollout import sglang_attention
+        from megarl.rollout import cpu_rotary, sglang_attention
 
         sglang_attention.register()
+        cpu_rotary.register()
     load_plugins()
     HookRegistry.apply_hooks()  # a copy of its owner has loaded its plugins before
     run_scheduler_process(server_args, port_args, *args, **kwargs)
@@ -168,39 +167,6 @@ class _NoDraining(SignalHandler):
 
     def sigterm_handler(self, signum=None, frame=None) -> None:
         pass
-
-
-class SentTogether:
-    """SGLang's socket to its schedulers. What is sent while the loop goes through the tasks that are ready is sent at the end of that.
-
-    Else the first of many requests is computed alone, while the others are still being prepared.
-    """
-
-    def __init__(self, socket: zmq.Socket, loop: asyncio.AbstractEventLoop) -> None:
-        self._socket, self._loop = socket, loop
-        self._waiting: list[tuple[bytes, int]] = []
-
-    def send(self, message: bytes, flags: int = 0) -> asyncio.Future:
-        self._waiting.append((message, flags))
-        if not self._loop.is_running():
-            self._flush()
-        elif len(self._waiting) == 1:
-            self._loop.call_soon(self._flush)
-        sent = self._loop.create_future()  # as SGLang's own socket returns one
-        sent.set_result(None)
-        return sent
-
-    def send_pyobj(self, message: Any, flags: int = 0, protocol: int | None = None) -> asyncio.Future:
-        """Pickled at once: SGLang changes what it has sent."""
-        return self.send(pickle.dumps(message, protocol), flags)
-
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for message, flags in waiting:
-            self._socket.send(message, flags=flags)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
 
 
 class TokenEngine(Engine):

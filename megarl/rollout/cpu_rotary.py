@@ -1,0 +1,58 @@
+"""Rotary embedding on a CPU in fewer steps than SGLang's own, to the same bits.
+
+A decode step of a small model is made of hundreds of operations that each take microseconds, whatever their size. SGLang's plain torch
+turns the halves of each head one by one and joins them, and the rest of the head, twice (0.5.21).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Turned = tuple[torch.Tensor, torch.Tensor]
+
+
+def register() -> None:
+    """Called in each scheduler process on a CPU before SGLang runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotate, HookType.AROUND
+    )
+
+
+def rotate(
+    original: Callable[..., Turned],
+    rotary: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Turned:
+    """Around SGLang's own, which is left what is not float32, or turns neighbours or a part of a head alone.
+
+    Args:
+        rotary: SGLang's layer; its table: [positions, dim], the cosines and then the sines.
+        positions: [tokens].
+        query, key: [tokens, heads * dim].
+        args, kwargs: what else SGLang's takes; None where it is not used.
+    """
+    table = rotary.cos_sin_cache
+    halves = rotary.is_neox_style and rotary.rotary_dim == rotary.head_size
+    in_float32 = table.dtype == query.dtype == key.dtype == torch.float32
+    plain = all(value is None for value in (*args, *kwargs.values()))
+    if not plain or not halves or not in_float32 or hasattr(rotary, "sin_cos_cache"):
+        return original(rotary, positions, query, key, *args, **kwargs)
+    cos, sin = table.index_select(0, positions.flatten()).chunk(2, dim=-1)
+    cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
+    sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+    return _turned(query, cos, sin), _turned(key, cos, sin)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x: [tokens, heads * dim]; cos, sin: [tokens, 1, dim], the sines of the first half negative."""
+    dim = cos.shape[-1]
+    heads = x.view(len(cos), -1, dim)
+    other = heads.roll(dim // 2, -1).mul_(sin)
+    return (heads * cos).add_(other).view(x.shape)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+KEPT = "megarl_turn"  # attribute of SGLang's layer: (positions, cosines, sines) of the last step
+MOST_KEPT = 1024  # tokens: a step of more is no decode step
 Turned = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -44,10 +46,22 @@ def rotate(
     plain = all(value is None for value in (*args, *kwargs.values()))
     if not plain or not halves or not in_float32 or hasattr(rotary, "sin_cos_cache"):
         return original(rotary, positions, query, key, *args, **kwargs)
-    cos, sin = table.index_select(0, positions.flatten()).chunk(2, dim=-1)
+    cos, sin = _turn(rotary, positions.flatten())
+    return _turned(query, cos, sin), _turned(key, cos, sin)
+
+
+def _turn(rotary: Any, positions: torch.Tensor) -> Turned:
+    """Cosines and sines, both [tokens, 1, dim], those of a head's first half negative: kept for the other layers of a step, which
+    share the rotary layer."""
+    kept = getattr(rotary, KEPT, None)
+    if kept is not None and torch.equal(kept[0], positions):
+        return kept[1:]
+    cos, sin = rotary.cos_sin_cache.index_select(0, positions).chunk(2, dim=-1)
     cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
     sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
-    return _turned(query, cos, sin), _turned(key, cos, sin)
+    if len(positions) <= MOST_KEPT:
+        setattr(rotary, KEPT, (positions.clone(), cos, sin))
+    return cos, sin
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,19 @@ def test_has_the_bits_of_sglangs_formula():
     assert torch.equal(query, before[0]) and torch.equal(key, before[1])
 
 
+@pytest.mark.parametrize("more", [0, 2000])
+def test_each_step_turns_by_its_own_positions(more):
+    """Of one layer after another, and of a tensor of positions that the next step overwrites."""
+    rotary, positions = layer(), torch.arange(5 + more) % 64
+    x = torch.ones(len(positions), DIM)
+    for _ in range(3):
+        found = rotate(original, rotary, positions, x, x)
+        for again in (found, rotate(original, rotary, positions.clone(), x, x)):
+            for one, fresh in zip(again, rotate(original, layer(), positions, x, x), strict=True):
+                assert torch.equal(one, fresh)
+        positions.add_(1).remainder_(64)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -40,17 +40,21 @@ def rotate(
         query, key: [tokens, heads * dim].
         args, kwargs: what else SGLang's takes; None where it is not used.
     """
-    table = rotary.cos_sin_cache
-    halves = rotary.is_neox_style and rotary.rotary_dim == rotary.head_size
-    in_float32 = table.dtype == query.dtype == key.dtype == torch.float32
+    in_float32 = query.dtype == key.dtype == torch.float32
     plain = all(value is None for value in (*args, *kwargs.values()))
-    if not plain or not halves or not in_float32 or hasattr(rotary, "sin_cos_cache"):
+    if not plain or not in_float32 or not turns_halves(rotary):
         return original(rotary, positions, query, key, *args, **kwargs)
-    cos, sin = _turn(rotary, positions.flatten())
-    return _turned(query, cos, sin), _turned(key, cos, sin)
+    by = turn(rotary, positions.flatten())
+    return turned(query, *by), turned(key, *by)
 
 
-def _turn(rotary: Any, positions: torch.Tensor) -> Turned:
+def turns_halves(rotary: Any) -> bool:
+    """Whether SGLang's layer turns the two halves of whole heads by its table in float32."""
+    whole = rotary.is_neox_style and rotary.rotary_dim == rotary.head_size
+    return whole and rotary.cos_sin_cache.dtype == torch.float32 and not hasattr(rotary, "sin_cos_cache")
+
+
+def turn(rotary: Any, positions: torch.Tensor) -> Turned:
     """Cosines and sines, both [tokens, 1, dim], those of a head's first half negative: kept for the other layers of a step, which
     share the rotary layer."""
     kept = getattr(rotary, KEPT, None)
@@ -64,7 +68,7 @@ def _turn(rotary: Any, positions: torch.Tensor) -> Turned:
     return cos, sin
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x: [tokens, heads * dim]; cos, sin: [tokens, 1, dim], the sines of the first half negative."""
     dim = cos.shape[-1]
     heads = x.view(len(cos), -1, dim)

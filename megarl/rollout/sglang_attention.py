@@ -8,6 +8,7 @@ windows and cross attention are SGLang's own (sglang 0.5.21).
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -47,6 +48,27 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
                 forward_batch.seq_lens,
                 self.req_to_token_pool.req_to_token,
             )
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether this step's sequences were those of the last one, and their keys and values are kept in order."""
+        return self._runs_on
+
+    def attend_running(self, layer, query, keys, values, slots) -> torch.Tensor:
+        """Attention of a step that runs on, in a layer, in float32.
+
+        Args:
+            layer: SGLang's RadixAttention.
+            query: [n, heads, dim]; keys, values: [n, key heads, dim], of the new tokens.
+            slots: [n], of the cache, where these belong.
+
+        Returns:
+            [n, heads, value dim].
+        """
+        pool = self.token_to_kv_pool
+        pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values)
+        caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        return self._running.attend(query, *caches, layer.scaling)
 
     def forget(self) -> None:
         """Free what was kept of a decode batch."""

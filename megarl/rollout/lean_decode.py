@@ -59,11 +59,8 @@ def forward(
 
     backend = get_attn_backend()
     usual = all(value is None for value in (*args, *kwargs.values()))
-    if not usual or not forward_batch.forward_mode.is_decode() or not backend.runs_on:
-        return original(model, input_ids, positions, forward_batch, *args, **kwargs)
-    if not hasattr(model, KEPT):
-        setattr(model, KEPT, lean_layers(model))
-    layers = getattr(model, KEPT)
+    runs_on = forward_batch.forward_mode.is_decode() and backend.runs_on
+    layers = _layers_of(model) if usual and runs_on else None
     if layers is None:
         return original(model, input_ids, positions, forward_batch, *args, **kwargs)
     x = model.embed_tokens(input_ids)
@@ -97,6 +94,13 @@ def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) of x: [n, hidden]."""
     scale = x.square().mean(-1, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
     return (x * scale).mul_(norm.weight)
+
+
+def _layers_of(model: Any) -> tuple[LeanLayer, ...] | None:
+    """Its `lean_layers`, found at the first step: adapters are in their places by then."""
+    if not hasattr(model, KEPT):
+        setattr(model, KEPT, lean_layers(model))
+    return getattr(model, KEPT)
 
 
 def lean_layers(model: Any) -> tuple[LeanLayer, ...] | None:

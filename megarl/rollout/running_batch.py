@@ -80,7 +80,7 @@ class RunningBatch:
         """Which of the last step's sequences are `rows`, bool [of the last step]; None: there are others among them."""
         if self.rows is None or len(rows) > len(self.rows):
             return None
-        stayed = torch.isin(self.rows, rows)
+        stayed = self.rows == rows if len(rows) == len(self.rows) else torch.isin(self.rows, rows)
         same = torch.equal(self.rows[stayed], rows) and torch.equal(self.lengths[stayed] + 1, lengths)
         return stayed if same else None
 
@@ -101,18 +101,24 @@ class RunningBatch:
         return True
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Attention of the new token of each sequence, in a layer; its keys and values are in the cache.
 
         Args:
             query: [n, heads, dim], float32; heads of a group share a key head.
             keys: [slots, key heads, dim]; values: [slots, key heads, value dim]: the layer's cache.
+            new: keys and values of the new tokens, [n, key heads, dim]; None: they are looked up there.
 
         Returns:
             [n, heads, value dim].
         """
-        k, v = self._with_new_token(keys, values)
+        k, v = self._with_new_token((keys, values), new)
         (kept, num_kv), (heads, dim) = k.shape[:2], query.shape[1:]
         query = query * (dim**-0.5 if scale is None else scale)
         if self.places is not None:
@@ -124,7 +130,9 @@ class RunningBatch:
         out = torch.bmm(scores.softmax(-1), v.flatten(0, 1)[:, : self.end]).view(kept, heads, -1)
         return out if self.places is None else out.index_select(0, self.places)
 
-    def _with_new_token(self, *caches: torch.Tensor) -> list[torch.Tensor]:
+    def _with_new_token(
+        self, caches: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> list[torch.Tensor]:
         """The layer's keys and values, filled up to `end`."""
         layer = caches[0].data_ptr()
         found = self.kept.get(layer)
@@ -132,8 +140,7 @@ class RunningBatch:
             memory = self._memory.setdefault(layer, [torch.empty(0), torch.empty(0)])
             found = self.kept[layer] = [self._gathered(*pair) for pair in zip(caches, memory, strict=True)]
             return found
-        for cache, kept in zip(caches, found, strict=True):
-            newest = cache.index_select(0, self.newest)
+        for newest, kept in zip(new or [cache[self.newest] for cache in caches], found, strict=True):
             if self.places is None:
                 kept[:, :, self.end - 1] = newest
             else:

@@ -28,7 +28,7 @@ from megarl.rollout.running_batch import RunningBatch
 class BatchedTorchAttention(TorchNativeAttnBackend):
     def __init__(self, model_runner) -> None:
         super().__init__(model_runner)
-        self._same_bits = model_runner.server_args.enable_deterministic_inference
+        self.same_bits = model_runner.server_args.enable_deterministic_inference
         self._groups: list[Group] | None = None  # of a decode batch
         self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
         self._running: RunningBatch | None = None
@@ -40,7 +40,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         self._runs_on = False
         if not forward_batch.forward_mode.is_decode():
             self.forget()
-        elif not self._same_bits:
+        elif not self.same_bits:
             if self._running is None:
                 self._running = RunningBatch(self._bytes_per_token())
             self._runs_on = self._running.step(
@@ -54,21 +54,20 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         """Whether this step's sequences were those of the last one, and their keys and values are kept in order."""
         return self._runs_on
 
-    def attend_running(self, layer, query, keys, values, slots) -> torch.Tensor:
+    def attend_running(self, layer, forward_batch, query, keys, values) -> torch.Tensor:
         """Attention of a step that runs on, in a layer, in float32.
 
         Args:
-            layer: SGLang's RadixAttention.
+            layer, forward_batch: SGLang's RadixAttention and batch.
             query: [n, heads, dim]; keys, values: [n, key heads, dim], of the new tokens.
-            slots: [n], of the cache, where these belong.
 
         Returns:
             [n, heads, value dim].
         """
         pool = self.token_to_kv_pool
-        pool.set_kv_buffer(layer, KVWriteLoc(slots, None), keys, values)
+        pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), keys, values)
         caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        return self._running.attend(query, *caches, layer.scaling)
+        return self._running.attend(query, *caches, layer.scaling, (keys, values))
 
     def forget(self) -> None:
         """Free what was kept of a decode batch."""
@@ -147,7 +146,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         """Attend one new token of each sequence; arguments as of `_run_sdpa_forward_decode`."""
         for group in groups:
             keys, values = (take_slots(cache, group.slots).to(query.dtype) for cache in (k_cache, v_cache))
-            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling, self._same_bits)
+            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling, self.same_bits)
 
 
 def _forget_running(result, scheduler, *args, **kwargs):

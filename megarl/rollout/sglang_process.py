@@ -7,7 +7,7 @@ its processes run (sglang 0.5.21).
 - Requests are sampled with their own seed: a response's noise depends on nothing that runs beside it.
 - The samples of a prompt share its prefill (`prefix_sharing`).
 - On a CPU sequences are attended together (`sglang_attention`), not one after the other, and turned at once (`cpu_rotary`);
-  Qwen2 decodes without SGLang's layers (`lean_decode`).
+  a token takes one random number (`cpu_sampling`); Qwen2 decodes without SGLang's layers (`lean_qwen2`).
 - The TP ranks of an engine find each other through a file, those on several nodes through a TCP store at the address that they
   were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
   interface of the machine.
@@ -60,11 +60,12 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
     adapters.register()
     prefix_sharing.register()
     if server_args.device == "cpu":
-        from megarl.rollout import cpu_rotary, lean_decode, sglang_attention
+        from megarl.rollout import cpu_rotary, cpu_sampling, lean_qwen2, sglang_attention
 
         sglang_attention.register()
         cpu_rotary.register()
-        lean_decode.register()
+        cpu_sampling.register()
+        lean_qwen2.register()
     load_plugins()
     HookRegistry.apply_hooks()  # a copy of its owner has loaded its plugins before
     run_scheduler_process(server_args, port_args, *args, **kwargs)

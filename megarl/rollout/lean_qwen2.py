@@ -1,13 +1,14 @@
-"""Decode of Qwen2 on a CPU without what SGLang has between a layer's operations.
+"""Qwen2 on a CPU without what SGLang has between a layer's operations.
 
-A decode step of a small model takes as long as Python takes to come from one operation to the next. SGLang's layers, which are the same on
+A step of a small model takes as long as Python takes to come from one operation to the next. SGLang's layers, which are the same on
 every device, ask on the way which kernels there are, which modes are on, who else has a part of the weights. On a CPU, in
 float32 and for a rank that holds the whole model, all that is known before: here its operations follow each other, on SGLang's own weights
-and cache. What is otherwise, and every step but those of a batch that runs on (`running_batch`), is left to SGLang (0.5.21).
+and cache. What is otherwise, and engines that must repeat their bits, are left to SGLang (0.5.21).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,43 +58,50 @@ def forward(
     """Around SGLang's own: [tokens], [tokens] -> the last layer's normed output, [tokens, hidden]."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
-    backend = get_attn_backend()
+    backend, mode = get_attn_backend(), forward_batch.forward_mode
     usual = all(value is None for value in (*args, *kwargs.values()))
-    runs_on = forward_batch.forward_mode.is_decode() and backend.runs_on
-    layers = _layers_of(model) if usual and runs_on else None
+    computes = (mode.is_decode() or mode.is_extend()) and not backend.same_bits
+    layers = _layers_of(model) if usual and computes else None
     if layers is None:
         return original(model, input_ids, positions, forward_batch, *args, **kwargs)
     x = model.embed_tokens(input_ids)
     turn = cpu_rotary.turn(model.layers[0].self_attn.rotary_emb, positions)
+    attend = backend.attend_running if mode.is_decode() and backend.runs_on else _attend_as_sglang
     for layer in layers:
-        x = decode_layer(layer, x, turn, backend, forward_batch.out_cache_loc)
+        x = through_layer(layer, x, turn, partial(attend, layer.attention, forward_batch))
     return normed(x, model.norm)
 
 
-def decode_layer(
-    layer: LeanLayer, x: torch.Tensor, turn: cpu_rotary.Turned, backend: Any, slots: torch.Tensor
+def _attend_as_sglang(
+    attention: Any, forward_batch: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each sequence through a layer.
+    """Like `BatchedTorchAttention.attend_running`, of any step."""
+    return attention(query, keys, values, forward_batch)
+
+
+def through_layer(
+    layer: LeanLayer, x: torch.Tensor, turn: cpu_rotary.Turned, attend: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Tokens through a layer.
 
     Args:
         x: [n, hidden], as the layers before have left it.
         turn: of the tokens' positions (`cpu_rotary.turn`).
-        slots: [n], of the cache, for the tokens' keys and values.
+        attend: of queries [n, heads, dim], keys and values [n, key heads, dim], what they find: [n, heads, dim].
     """
     n, turned_size = len(x), (layer.heads + layer.key_heads) * layer.dim
     qkv = functional.linear(normed(x, layer.attention_norm), layer.qkv.weight, layer.qkv.bias)
     turned = cpu_rotary.turned(qkv[:, :turned_size], *turn).view(n, -1, layer.dim)
     keys, values = turned[:, layer.heads :], qkv[:, turned_size:].view(n, -1, layer.dim)
-    out = backend.attend_running(layer.attention, turned[:, : layer.heads], keys, values, slots)
-    x = torch.addmm(x, out.view(n, -1), layer.output.weight.t())
+    out = attend(turned[:, : layer.heads], keys, values)
+    x = torch.addmm(x, out.reshape(n, -1), layer.output.weight.t())
     gate, up = functional.linear(normed(x, layer.mlp_norm), layer.gate_up.weight).chunk(2, dim=-1)
     return torch.addmm(x, functional.silu(gate).mul_(up), layer.down.weight.t())
 
 
 def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) of x: [n, hidden]."""
-    scale = x.square().mean(-1, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
-    return (x * scale).mul_(norm.weight)
+    return torch.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 def _layers_of(model: Any) -> tuple[LeanLayer, ...] | None:

@@ -1,4 +1,4 @@
-"""Decode steps without SGLang's layers: a layer against Hugging Face's, and a real engine's log-probs against its model's."""
+"""Steps without SGLang's layers: a layer against Hugging Face's; a real engine's tokens and log-probs against its model's."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.rollout import cpu_rotary, lean_decode
+from megarl.rollout import cpu_rotary, cpu_sampling, lean_qwen2
 from megarl.rollout.engine import EngineConfig, SamplingParams
+from megarl.rollout.sglang_requests import request_seed
 from tests.rollout.conftest import make_qwen2
 from tests.rollout.runner import EngineProcess
 
@@ -22,7 +23,7 @@ class OneByOne:
     def __init__(self, past: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.past = past  # keys and values of each sequence: [key heads, tokens, dim]
 
-    def attend_running(self, layer, query, keys, values, slots):
+    def attend(self, query, keys, values):
         out = []
         for row, (k, v) in enumerate(self.past):
             k, v = (torch.cat((old, new[row][:, None]), 1) for old, new in ((k, keys), (v, values)))
@@ -48,7 +49,7 @@ def as_sglang_has_it(layer):
     def norm(module):
         return SimpleNamespace(weight=module.weight.data, variance_epsilon=module.variance_epsilon)
 
-    return lean_decode.LeanLayer(
+    return lean_qwen2.LeanLayer(
         attention_norm=norm(layer.input_layernorm),
         qkv=linear(*projections, bias=torch.cat([part.bias.data for part in projections])),
         attention=None,
@@ -84,40 +85,49 @@ def test_a_layer_equals_hugging_faces(model):
         past.append(tuple(heads))
         last.append(x[0, -1])
     turn = cpu_rotary.turn(SimpleNamespace(cos_sin_cache=table), torch.tensor(lengths))
-    found = lean_decode.decode_layer(
-        as_sglang_has_it(layer), torch.stack(last), turn, OneByOne(past), torch.empty(0)
-    )
+    found = lean_qwen2.through_layer(as_sglang_has_it(layer), torch.stack(last), turn, OneByOne(past).attend)
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-5)
 
 
 def count_layers(engine, file: Path) -> None:
     """In the engine's owner, before its scheduler is copied from it: note each layer of a step that goes this way."""
-    decode_layer = lean_decode.decode_layer
+    through_layer = lean_qwen2.through_layer
 
     def counted(*args):
         with file.open("a") as out:
             out.write(f"{len(args[1])}\n")
-        return decode_layer(*args)
+        return through_layer(*args)
 
-    lean_decode.decode_layer = counted
+    lean_qwen2.through_layer = counted
 
 
-def test_an_engine_steps_this_way_and_its_log_probs_are_the_models(model, tmp_path):
-    config = EngineConfig(str(model.path), load_format="auto", max_num_seqs=8, max_total_tokens=1024)
+def drawn_from(probs: torch.Tensor, seed: int, first: int) -> list[int]:
+    """The tokens that `cpu_sampling` takes at rows of probabilities [tokens, vocabulary]; the one before the first is at `first`."""
+    seeds = torch.full((len(probs),), seed)
+    return cpu_sampling.sample(None, probs, seeds, torch.arange(len(probs)) + first).tolist()
+
+
+def test_an_engine_steps_this_way_and_its_tokens_are_the_models(model, tmp_path):
+    config = EngineConfig(
+        str(model.path), load_format="auto", max_num_seqs=8, max_total_tokens=1024, deterministic=False
+    )
     process = EngineProcess(config, tmp_path / "engine.log")
+    uids = [f"p{row}" for row in range(len(PROMPTS))]
     try:
         process.call(count_layers, tmp_path / "steps")
         process.start()
         sampling = SamplingParams(max_new_tokens=NUM_TOKENS, seed=3)  # some end before
-        found = process.call("generate", PROMPTS, [f"p{row}" for row in range(len(PROMPTS))], sampling)
+        found = process.call("generate", PROMPTS, uids, sampling)
     finally:
         process.close()
     steps = [int(line) for line in (tmp_path / "steps").read_text().splitlines()]
-    # The first step after the prompts is SGLang's, and one in which the sequences are gathered anew.
-    assert LAYERS * (NUM_TOKENS // 2) <= len(steps) < LAYERS * NUM_TOKENS and max(steps) == len(PROMPTS)
-    for prompt, one in zip(PROMPTS, found, strict=True):
+    longest = max(len(one.response_ids) for one in found)
+    assert steps.count(sum(map(len, PROMPTS))) == LAYERS  # all prompts at once
+    assert len(steps) == LAYERS * longest and steps.count(len(PROMPTS)) >= LAYERS
+    for uid, prompt, one in zip(uids, PROMPTS, found, strict=True):
         ids = torch.tensor([[*prompt, *one.response_ids]])
         with torch.no_grad():
             log_probs = model.hf(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert drawn_from(log_probs.exp(), request_seed(3, uid), len(prompt) - 1) == one.response_ids
         expected = log_probs.gather(1, ids[0, len(prompt) :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(one.log_probs), expected, rtol=0, atol=1e-5)

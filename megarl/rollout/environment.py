@@ -26,6 +26,7 @@ def sglang_environment(
         **common,
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
+        "SGLANG_EAGER_INPUT_NO_COPY": "1",  # into buffers that stay where they are, as CUDA graphs need them
         "OMP_NUM_THREADS": str(threads),
         "TORCH_COMPILE_DISABLE": "1",  # no compiler needed, and no minutes of compiling
     }

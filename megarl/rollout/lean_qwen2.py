@@ -3,7 +3,7 @@
 A step of a small model takes as long as Python takes to come from one operation to the next. SGLang's layers, which are the same on
 every device, ask on the way which kernels there are, which modes are on, who else has a part of the weights. On a CPU, in
 float32 and for a rank that holds the whole model, all that is known before: here its operations follow each other, on SGLang's own weights
-and cache. What is otherwise, and engines that must repeat their bits, are left to SGLang (0.5.21).
+and cache, each row's bits its own where the products' are (`batch_invariant`). What is otherwise is left to SGLang (0.5.21).
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def forward(
 
     backend, mode = get_attn_backend(), forward_batch.forward_mode
     usual = all(value is None for value in (*args, *kwargs.values()))
-    computes = (mode.is_decode() or mode.is_extend()) and not backend.same_bits
+    computes = mode.is_decode() or mode.is_extend()
     layers = _layers_of(model) if usual and computes else None
     if layers is None:
         return original(model, input_ids, positions, forward_batch, *args, **kwargs)
@@ -95,13 +95,19 @@ def through_layer(
     keys, values = turned[:, layer.heads :], qkv[:, turned_size:].view(n, -1, layer.dim)
     out = attend(turned[:, : layer.heads], keys, values)
     x = torch.addmm(x, out.reshape(n, -1), layer.output.weight.t())
-    gate, up = functional.linear(normed(x, layer.mlp_norm), layer.gate_up.weight).chunk(2, dim=-1)
-    return torch.addmm(x, functional.silu(gate).mul_(up), layer.down.weight.t())
+    gate_up = functional.linear(normed(x, layer.mlp_norm), layer.gate_up.weight)
+    return torch.addmm(x, activated(gate_up), layer.down.weight.t())
 
 
 def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) of x: [n, hidden]."""
     return torch.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+def activated(gate_up: torch.Tensor) -> torch.Tensor:
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202, equation 6) of [n, 2 * width]: the gate, then what passes it."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
 
 
 def _layers_of(model: Any) -> tuple[LeanLayer, ...] | None:

@@ -28,7 +28,7 @@ from megarl.rollout.running_batch import RunningBatch
 class BatchedTorchAttention(TorchNativeAttnBackend):
     def __init__(self, model_runner) -> None:
         super().__init__(model_runner)
-        self.same_bits = model_runner.server_args.enable_deterministic_inference
+        self._same_bits = model_runner.server_args.enable_deterministic_inference
         self._groups: list[Group] | None = None  # of a decode batch
         self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
         self._running: RunningBatch | None = None
@@ -40,7 +40,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         self._runs_on = False
         if not forward_batch.forward_mode.is_decode():
             self.forget()
-        elif not self.same_bits:
+        elif not self._same_bits:
             if self._running is None:
                 self._running = RunningBatch(self._bytes_per_token())
             self._runs_on = self._running.step(
@@ -146,7 +146,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         """Attend one new token of each sequence; arguments as of `_run_sdpa_forward_decode`."""
         for group in groups:
             keys, values = (take_slots(cache, group.slots).to(query.dtype) for cache in (k_cache, v_cache))
-            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling, self.same_bits)
+            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling, self._same_bits)
 
 
 def _forget_running(result, scheduler, *args, **kwargs):

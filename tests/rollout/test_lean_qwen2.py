@@ -107,9 +107,14 @@ def drawn_from(probs: torch.Tensor, seed: int, first: int) -> list[int]:
     return cpu_sampling.sample(None, probs, seeds, torch.arange(len(probs)) + first).tolist()
 
 
-def test_an_engine_steps_this_way_and_its_tokens_are_the_models(model, tmp_path):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_engine_steps_this_way_and_its_tokens_are_the_models(model, tmp_path, deterministic):
     config = EngineConfig(
-        str(model.path), load_format="auto", max_num_seqs=8, max_total_tokens=1024, deterministic=False
+        str(model.path),
+        load_format="auto",
+        max_num_seqs=8,
+        max_total_tokens=1024,
+        deterministic=deterministic,
     )
     process = EngineProcess(config, tmp_path / "engine.log")
     uids = [f"p{row}" for row in range(len(PROMPTS))]
@@ -131,3 +136,16 @@ def test_an_engine_steps_this_way_and_its_tokens_are_the_models(model, tmp_path)
         assert drawn_from(log_probs.exp(), request_seed(3, uid), len(prompt) - 1) == one.response_ids
         expected = log_probs.gather(1, ids[0, len(prompt) :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(one.log_probs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [8, 30, 256, 688, 2048])
+def test_a_rows_bits_are_its_own(width):
+    """What a layer computes between its products: norm and activation."""
+    norm = SimpleNamespace(weight=torch.randn(width), variance_epsilon=1e-6)
+    x, gate_up = torch.randn(200, width), torch.randn(200, 2 * width)
+    normed, activated = lean_qwen2.normed(x, norm), lean_qwen2.activated(gate_up)
+    for rows in (1, 2, 5, 15, 17, 64):
+        for first in (0, 7, 200 - rows):
+            part = slice(first, first + rows)
+            assert torch.equal(lean_qwen2.normed(x[part].clone(), norm), normed[part])
+            assert torch.equal(lean_qwen2.activated(gate_up[part].clone()), activated[part])

@@ -13,6 +13,7 @@ from megarl.models.tiny import make_tiny_model
 from tests.trainer.conftest import PPO, on, steps, succeed
 
 REWARD = "def compute_score(solution_str, **rest):\n    return len(solution_str) % 2\n"
+OFF = 1e-5  # what a score may be off
 POOLS = {"main": 2, "critics": 1, "judges": 1, "engines": 1}
 
 
@@ -67,11 +68,11 @@ def test_scores_are_those_of_model_and_rule(run, task, name, rows):
     batch = read_trajectories(folder / "run" / "rollouts" / f"{name}.parquet")
     models, rules = judged(folder, task, batch)
     assert batch.num_rows == rows
-    np.testing.assert_allclose(batch["score"].to_numpy(), models + 0.5 * rules, rtol=0, atol=1e-4)
-    assert models.std() > 1e-2, "the model's scores differ"
+    np.testing.assert_allclose(batch["score"].to_numpy(), models + 0.5 * rules, rtol=0, atol=OFF)
+    assert models.std() > 100 * OFF, "the model's scores differ"
     step = steps(folder / "run")[int(name[-1]) - 1]
     prefix = "val/reward" if name.startswith("val") else "reward"
-    assert step[f"{prefix}/model"] == pytest.approx(models.mean(), abs=1e-4)
+    assert step[f"{prefix}/model"] == pytest.approx(models.mean(), abs=OFF)
     assert step[f"{prefix}/rule"] == pytest.approx(rules.mean()) and step[f"{prefix}/model_text_cut"] == 0
 
 

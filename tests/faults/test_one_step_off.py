@@ -108,7 +108,7 @@ def test_a_lost_engine_comes_back_with_what_was_learnt_meanwhile(live: Live, tmp
     assert "role: rollout\nrank: 1\n" in text and "\nphase: step / ahead / generate\nmeanwhile: step" in text
     found = batches.of(2)
     assert found.metrics["staleness/max"] == 1.0 and found.metrics["staleness/mean"] == (versions == 1).mean()
-    assert live.run.seconds["ahead_wait"] > 1.0  # an engine's start
+    assert live.run.seconds["ahead_wait"] > 0.1  # an engine's start
 
 
 def test_a_failure_of_the_half_that_collects_ends_the_other(live: Live) -> None:

@@ -155,9 +155,9 @@ def test_both_halves_work_at_once_and_the_wait_is_told(play: Play) -> None:
         time.sleep(0.3)  # learning
         threading.Timer(0.5, play.release.set).start()
     seconds = play.run.seconds
-    assert 0.4 < seconds["ahead_wait"] < 0.8 < seconds["ahead"]
+    assert 0.4 < seconds["ahead_wait"] < seconds["ahead"] - 0.2
     assert seconds["ahead_overlap"] == pytest.approx(seconds["ahead"] - seconds["ahead_wait"])
-    assert 0.2 < seconds["ahead_overlap"] < 0.6
+    assert seconds["ahead_overlap"] > 0.2
 
 
 def same(one: Any, other: Any) -> bool:

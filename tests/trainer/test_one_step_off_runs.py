@@ -176,14 +176,16 @@ def test_its_seconds_are_told_apart(whole: Whole) -> None:
 
 
 def test_the_timeline_shows_both_halves_at_once(whole: Whole) -> None:
-    """While the actor learns from batch k, the engine answers for batch k + 1."""
+    """While the actor learns from batch k, the engine answers for batch k + 1: neither waits for the other.
+
+    The answers are asked for before the step's learning ends, in every step; learning begins before they and their
+    scores are there, in some step at least: an answer takes 0.1 s here, which a busy machine may need for a call.
+    """
     found = read_timeline(whole.folder)
     tracks = {(track.role, track.name): track.spans for track in found.tracks}
     ahead = [span for span in tracks["controller", "collect-ahead"] if span.name == "ahead"]
     assert [(span.facts["step"], span.facts["for_step"]) for span in ahead] == [(1, 2), (2, 3), (3, 4)]
-    learns = [
-        span for span in tracks["actor", "rank 0"] if span.name in ("compute_both_log_probs", "update_policy")
-    ]
+    learning_went_on = []
     for span in ahead:
         answers = [
             one
@@ -191,7 +193,15 @@ def test_the_timeline_shows_both_halves_at_once(whole: Whole) -> None:
             if one.name == "stream" and span.begin < one.begin < span.end
         ]
         assert answers and all(one.facts["step"] == span.facts["step"] for one in answers)
-        assert any(one.begin < learn.end and learn.begin < one.end for one in answers for learn in learns)
+        learns = [
+            one
+            for one in tracks["actor", "rank 0"]
+            if one.name in ("compute_log_probs", "update_policy") and one.facts["step"] == span.facts["step"]
+        ]
+        assert [one.name for one in learns] == ["compute_log_probs", "update_policy"]
+        assert min(one.begin for one in answers) < learns[-1].end
+        learning_went_on.append(learns[0].begin < span.end)
+    assert any(learning_went_on)
 
 
 def test_a_checkpoint_has_the_next_batch(whole: Whole) -> None:

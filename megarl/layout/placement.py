@@ -9,10 +9,12 @@ engine that spans several nodes to its nodes: assignment problems both, solved e
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
+from megarl.layout.garbage import collection_paused
 from megarl.layout.layouts import Layout, RankPlace
 from megarl.layout.plan import Plan, make_plan
 
 
+@collection_paused()
 def place_engines(
     source: Layout,
     target: Layout,

@@ -21,6 +21,7 @@ from megarl.layout.account import LINKS, Account
 from megarl.layout.boxes import Box
 from megarl.layout.buckets import even_pace, fill_buckets
 from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
+from megarl.layout.garbage import collection_paused
 from megarl.layout.holdings import Holdings
 from megarl.layout.layouts import Layout
 
@@ -51,10 +52,12 @@ class Plan:
         return copy.box.numel * self.itemsize(copy.tensor)
 
     @cached_property
+    @collection_paused()
     def copies(self) -> tuple[Copy, ...]:
         """All copies, in target rank order; within a rank in the order of its pieces."""
         return tuple([copy for rank in range(self.target.num_ranks) for copy in self.copies_to(rank)])
 
+    @collection_paused()
     def copies_to(self, rank: int) -> list[Copy]:
         """What a target rank receives, in the order of its pieces."""
         copies = []
@@ -64,6 +67,7 @@ class Plan:
             copies += [copy for _, copy in ordered]
         return copies
 
+    @collection_paused()
     def copies_from(self, rank: int) -> list[Copy]:
         """What a source rank sends, in target rank order; within a target rank in the order of its pieces."""
         held = {
@@ -99,6 +103,7 @@ class Plan:
         return self._account
 
     @cached_property
+    @collection_paused()
     def _account(self) -> Account:
         received = [[0] * len(LINKS) for _ in range(self.target.num_ranks)]
         sent = [[0] * len(LINKS) for _ in range(self.source.num_ranks)]
@@ -120,6 +125,7 @@ class Plan:
         """Bytes that each target rank receives, local copies included."""
         return [sum(received.values()) for received in self.account().received]
 
+    @collection_paused()
     def buckets(self, bucket_bytes: int) -> list[tuple[Copy, ...]]:
         """All copies, cut so that in one bucket no rank receives, and none sends, more than `bucket_bytes`.
 

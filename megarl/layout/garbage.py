@@ -1,4 +1,4 @@
-"""Plans without Python's garbage collector, which takes half of their time."""
+"""Planning without Python's garbage collector, which takes up to half of its time."""
 
 import gc
 from collections.abc import Iterator

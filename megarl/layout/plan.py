@@ -14,7 +14,7 @@ are written out for the ranks that are asked for.
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from megarl.layout.account import LINKS, Account
@@ -49,7 +49,7 @@ class Plan:
     max_copy_bytes: int | None
 
     def bytes_of(self, copy: Copy) -> int:
-        return copy.box.numel * self.itemsize(copy.tensor)
+        return copy.box.numel * self._itemsize(copy.tensor)
 
     @cached_property
     @collection_paused()
@@ -150,6 +150,11 @@ class Plan:
         return [tuple(bucket) for bucket in buckets]
 
     @cached_property
+    def _itemsize(self) -> Callable[[str], int]:
+        """`itemsize`, asked once for each tensor: a plan has many copies of one."""
+        return cache(self.itemsize)
+
+    @cached_property
     def _flows(self) -> dict[int, list[Flow]]:
         return {}
 
@@ -170,7 +175,7 @@ class Plan:
         for order, piece in enumerate(self.target.shards[shard].pieces):
             if tensors is not None and piece.tensor not in tensors:
                 continue
-            itemsize = self.itemsize(piece.tensor)
+            itemsize = self._itemsize(piece.tensor)
             for common, holders in self._holdings.parts(piece, owner):
                 key = tuple([index for index, _ in holders])
                 flow = flows.get(key)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from megarl.config import MegatronConfig, RolloutConfig, TrainConfig, check_config, resolve
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
+from megarl.layout.garbage import collection_paused
 from megarl.layout.grid import ParallelLayout
 from megarl.memory.model import model_bytes
 from megarl.memory.speed import GRADIENT, STATES, Machine
@@ -125,6 +126,7 @@ class Search:
     planned: int = 0
     _too_large: dict[MegatronConfig, bool] = field(default_factory=dict)
 
+    @collection_paused()
     def run(self, count: int) -> list[Proposal]:
         """The `count` fastest that fit, of equally fast ones the first; fewer, where there are no more."""
         trainers, engines = self._trainers(), self._engines()

@@ -16,11 +16,11 @@ _SOURCES = ("megarl", "benchmarks", "recipes")  # what decides over how a run go
 
 
 def environment(packages: tuple[str, ...]) -> dict[str, Any]:
-    """The command, the day, the machine, how busy it was, and the versions of `packages`."""
+    """The command (see `without_paths`), the day, the machine, how busy it was, and the versions of `packages`."""
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": without_paths(shlex.join(["python", *sys.argv])),
         "date": date.today().isoformat(),
         "cpu": cpu[1] if cpu else platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0)),
@@ -28,6 +28,11 @@ def environment(packages: tuple[str, ...]) -> dict[str, Any]:
         "load_average_before": os.getloadavg()[0],
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }
+
+
+def without_paths(command: str) -> str:
+    """Without the file that it writes and the folder that it works in: another reader's are others."""
+    return re.sub(r" --(out|json|root)[ =]\S+", "", command)
 
 
 def commit() -> dict[str, Any]:

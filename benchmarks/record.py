@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from facts import without_paths
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
@@ -162,17 +164,12 @@ def table(folder: Path) -> str:
         on = f"{date}; {facts['cores']} cores of {_short(facts['cpu'])}, load before {facts['load_average_before']:.1f}; {versions}"
         raw = f"[{name}.json](benchmarks/results/{name}.json)"
         for what, figure in recording.rows(report):
-            lines.append(f"| {what} | {figure} | `{_without_paths(facts['command'])}` | {on} | {raw} |")
+            lines.append(f"| {what} | {figure} | `{without_paths(facts['command'])}` | {on} | {raw} |")
     return "\n".join(lines)
 
 
 def _short(cpu: str) -> str:
     return " ".join(re.sub(r"\((R|TM)\)|Processor|CPU", "", cpu).split())
-
-
-def _without_paths(command: str) -> str:
-    """The command without the file that it writes, which the table names."""
-    return re.sub(r" --(out|json|root)[ =]\S+", "", command)
 
 
 def write_table(readme: Path, folder: Path) -> None:

@@ -119,7 +119,8 @@ def test_packing_is_more_even_than_the_usual_ways(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     report = json.loads(out.read_text())
-    assert report["command"] == "python benchmarks/packing.py --batches=2 --dp 2 32"  # no path of this machine
+    # No path of this machine:
+    assert report["command"] == "python benchmarks/packing.py --batches=2 --dp 2 32"
     found = {(r["task"], r["way"], r["dp"]): r for r in report["results"]}
     assert len(found) == 2 * 4 * 2
     for task in ("gsm8k", "reasoning"):

@@ -112,7 +112,8 @@ def test_what_cannot_be_replayed(whole: Path, tmp_path: Path) -> None:
 def test_halves_make_a_whole(whole: Path, task: Path, tmp_path: Path) -> None:
     """Trajectories that are generated alone, and training on them alone: both as in a run that does both."""
     one = ("trainer.total_training_steps=1", "trainer.test_freq=-1")
-    succeed("train", *TWO_STEPS, *on(task, tmp_path / "first"), *one, "trainer.rollout_only=true")
+    generating = ("trainer.rollout_only=true", "trainer.save_freq=-1")
+    succeed("train", *TWO_STEPS, *on(task, tmp_path / "first"), *one, *generating)
     generated = pq.read_table(tmp_path / "first" / "rollouts" / "step-000001.parquet")
     expected = pq.read_table(whole / "rollouts" / "step-000001.parquet")
     for name in set(generated.column_names) - {"environment_score"}:  # NaN

@@ -266,7 +266,10 @@ def test_a_run_is_ended_in_the_middle_and_goes_on(
     whole.is_that_of(tmp_path / "run", 1)
     after = read_timeline(tmp_path / "run")
     assert before.windows and before.windows.keys() < after.windows.keys() == {1, 2, 3, 4}
-    assert [len(spans(after, "start")), len(spans(before, "start"))] == [2, 1]  # of the engine
+    # The engine's. What ranks did in the last step of a killed run may be lacking.
+    starts = len(spans(before, "start"))
+    assert starts == 1 or (starts == 0 and number == signal.SIGKILL)
+    assert len(spans(after, "start")) == starts + 1
 
 
 @pytest.mark.slow
@@ -286,7 +289,8 @@ def test_an_actor_that_dies_while_it_learns(whole: Whole, tmp_path: Path) -> Non
     assert "starting again: 1 of trainer.max_restarts=1" in printed and "going on from step 1" in printed
     (report,) = (tmp_path / "run" / "failures").iterdir()
     text = report.read_text()
-    assert "\nrole: actor\nrank: 0\n" in text and "\nphase: step / update\nmeanwhile: step / ahead" in text
+    # The next batch may be there by then; tests/faults/test_one_step_off.py has one that certainly is not.
+    assert "\nrole: actor\nrank: 0\n" in text and "\nphase: step / update\nmeanwhile: step" in text
     whole.is_that_of(tmp_path / "run", 1)
 
 

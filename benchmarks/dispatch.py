@@ -1,7 +1,7 @@
 """What the controller has to do in a step of a run with 1,024 ranks, in seconds of its process.
 
-The trainer's own code (generate, evaluate_models, update) drives a group of 1,024 ranks for each
-role, and engines, over a real Ray. The ranks are simulated: a few processes play all of them and answer with zeros of the
+The trainer's own code (sync_weights, generate, evaluate_models, update, and the moves of memory between them) drives a group of
+1,024 ranks for each role, and engines on the same devices, over a real Ray. The ranks are simulated: a few processes play all of them and answer with zeros of the
 real sizes, and a few more play the relays that call the ranks of a machine. Engines give at once what would
 finish between two of their tables. So every call, every result, and all that is planned, put into the object store, gathered and
 merged is real; not seen are the network (one machine), Ray's connections to 1,024 processes, and all that ranks compute. What else
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import ray
-from dispatch_ranks import SimulatedGroup, SimulatedRelayedGroup
+from dispatch_ranks import ENGINE_RANKS, SimulatedGroup, SimulatedRelayedGroup
 from facts import environment
 from rich.console import Console
 
@@ -46,10 +46,12 @@ from megarl.rollout.engine import SamplingParams
 from megarl.trainer.advantages import compute_batch_advantages
 from megarl.trainer.controls import make_controls
 from megarl.trainer.dispatch import READ, MicroBatching, columns_of
+from megarl.trainer.memory import DeviceMemory, Owner
 from megarl.trainer.model_roles import Role
 from megarl.trainer.rollouts import APART, generate
 from megarl.trainer.run import Run
 from megarl.trainer.stages import evaluate_models
+from megarl.trainer.sync import SyncFacts, VersionFacts, sync_weights
 from megarl.trainer.updates import learnt_of, update
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +63,7 @@ KINDS = {
              "actor_rollout_ref.actor.use_kl_loss=true"),
     "PPO": ("algorithm.adv_estimator=gae",),
 }  # fmt: skip
-DISPATCH = ("generate", "evaluate_models", "update")
+DISPATCH = ("sync", "generate", "evaluate_models", "update")
 
 
 class Meter:
@@ -113,14 +115,16 @@ def one_step(
     run: Run, roles: SimpleNamespace, config: TrainConfig, asked: pa.Table, step: int, dump: Path | None
 ) -> dict:
     """The phases of a step, and what they moved; rewards are drawn."""
-    meter, controls = Meter(), make_controls(config, num_steps=10)
-    with meter.phase("generate"):
+    meter, controls, held = Meter(), make_controls(config, num_steps=10), roles.memory.held
+    with meter.phase("sync"), held("sync"):
+        sync_weights(run, roles, step)
+    with meter.phase("generate"), held("generate"):
         requests = expand_prompts(asked, SAMPLES)
         batch = generate(run, roles.engines, requests, SamplingParams(), lambda table: None)
     scores = np.random.default_rng(step).integers(0, 2, batch.num_rows).astype(np.float32)
     batch = append_column(batch, "score", scores)
     sent = [columns_of(batch, READ).nbytes]
-    with meter.phase("evaluate_models"):
+    with meter.phase("evaluate_models"), held("evaluate_models"):
         batch = evaluate_models(run, roles, batch, config, step)
     if dump is None:
         made = ("token_level_rewards", "advantages") + (("returns",) if roles.critic is not None else ())
@@ -173,22 +177,42 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[Run, SimpleNamespa
     ranks = ("dispatch_ranks:Ranks", pool, options.hosts, options.ranks, {"layout": layout}, folder)
     relayed = partial(SimulatedRelayedGroup, ranks_of_node=options.node) if options.node else SimulatedGroup
     actor, critic = (run.start(relayed(role, *ranks)) for role in ("actor", "critic"))
-    num_engines = max(1, options.ranks // 8)
+    num_engines = max(1, options.ranks // ENGINE_RANKS)
     tables = options.generation / (APART * num_engines)  # of an engine, which gives them so far apart
     at_once = max(1, round(options.trajectories / num_engines / tables))
     lengths = {"shortest": options.shortest, "longest": options.longest, "at_once": at_once}
     engines = ("dispatch_ranks:Engines", pool, options.hosts, num_engines, lengths, folder)
-    memory = SimpleNamespace(
-        turns=lambda names: [(f"update_{name}", (name,)) for name in names],
-        held=lambda phase: nullcontext(),
-    )
+    started = run.start(SimulatedGroup("engine", *engines))
+    sent = VersionFacts(account={}, received=(0,) * (num_engines * ENGINE_RANKS), num_buckets=1)
     return run, SimpleNamespace(
         actor=Role(actor, layout, cut),
         ref=Role(actor, layout, cut),
         critic=Role(critic, layout, cut),
-        engines=run.start(SimulatedGroup("engine", *engines)),
-        memory=memory,
+        engines=started,
+        sync=SyncFacts(sent, None, ENGINE_RANKS, skip_unchanged=True),
+        restarts=SimpleNamespace(served=lambda version: None),  # no engine is lost
     )
+
+
+def colocated(run: Run, roles: SimpleNamespace) -> DeviceMemory:
+    """All that the roles have on devices that they share: it leaves them in the phases that do not need it.
+
+    Its account, for which all processes are asked in every tenth step, is not made.
+    """
+    actor = roles.actor.group
+    trained = ((role, getattr(roles, role)) for role in ("actor", "critic"))
+    owners = [
+        Owner(f"{name}_{part}", role.group, part, movable=True)
+        for name, role in trained
+        if role is not None
+        for part in ("weights", "gradients", "optimizer")
+    ]
+    owners.append(Owner("ref_weights", actor, "reference", movable=True))
+    owners += [
+        Owner(f"rollout_{part}", roles.engines, part, movable=True, resident=False)
+        for part in ("weights", "kv_cache")
+    ]
+    return DeviceMemory(run, owners, steps=2)
 
 
 def measure(options: argparse.Namespace, kind: str, run: Run, roles: SimpleNamespace) -> dict:
@@ -196,6 +220,7 @@ def measure(options: argparse.Namespace, kind: str, run: Run, roles: SimpleNames
     num_prompts = options.trajectories // SAMPLES
     config, asked = settings(kind, num_prompts, 4 * options.longest), prompts(num_prompts)
     used = roles if kind == "PPO" else SimpleNamespace(**{**vars(roles), "critic": None})
+    used.memory = colocated(run, used)
     dump = run.folder / "trajectories.parquet" if options.whole else None
     first, *steps = [one_step(run, used, config, asked, step, dump) for step in range(1, options.steps + 2)]
     best = min(steps, key=lambda step: step["dispatch"])

@@ -17,7 +17,11 @@ from megarl.cluster import ResourcePool, WorkerGroup, wait
 from megarl.cluster.relay import RELAY, RelayedGroup, shares_of
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import Generation, build_trajectories, list_lengths, take
+from megarl.hybrid_engine import Sent
 from megarl.layout.grid import ParallelLayout, coords_of
+from megarl.rollout.engine import SyncReport
+
+ENGINE_RANKS = 8
 
 
 class SimulatedGroup(WorkerGroup):
@@ -69,11 +73,24 @@ def called_rank() -> int:
     return int(re.search(r"-rank(\d+)\.", name)[1])
 
 
-class Ranks:
+class Movable:
+    """What leaves the devices and comes back: nothing is there."""
+
+    def release_memory(self, parts: list[str]) -> None:
+        pass
+
+    def resume_memory(self, parts: list[str]) -> None:
+        pass
+
+
+class Ranks(Movable):
     """Ranks of a Megatron role."""
 
     def __init__(self, info: RankInfo, layout: ParallelLayout) -> None:
         self.layout = layout
+
+    def send_weights(self, version: int, known: Any, merged: bool, whole: bool) -> Sent:
+        return Sent(version)
 
     def compute_both_log_probs(self, table: pa.Table, shares: list, ref_shares: list) -> Any:
         policy = self._columns(table, shares, ["old_log_probs"])
@@ -101,11 +118,24 @@ class Ranks:
         return rows, {name: (np.zeros(offsets[-1], np.float32), offsets) for name in names}
 
 
-class Engines:
-    """Rollout engines: responses of drawn lengths, in tables of some trajectories at a time."""
+class Engines(Movable):
+    """Rollout engines of ENGINE_RANKS ranks: responses of drawn lengths, in tables of some trajectories at a time."""
 
     def __init__(self, info: RankInfo, shortest: int, longest: int, at_once: int) -> None:
         self.lengths, self.at_once = (shortest, longest + 1), at_once
+        self.version = 0  # of all engines that this process plays: they are synced together
+
+    def begin_update(self, version: int) -> int:
+        held, self.version = self.version, version
+        return held
+
+    def receive_weights(self, whole: bool) -> None:
+        pass
+
+    def finish_update(self) -> SyncReport:
+        none = (0,) * ENGINE_RANKS
+        seconds = dict.fromkeys(("wait", "write", "verify"), (0.0,) * ENGINE_RANKS)
+        return SyncReport(self.version, none, none, none, seconds, 0.0)
 
     def stream(self, requests: pa.Table, sampling: Any, apart: float) -> Iterator[pa.Table]:
         random = np.random.default_rng(called_rank())

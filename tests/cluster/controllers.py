@@ -10,12 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psutil
+import ray
 from ray.cluster_utils import Cluster as RayCluster
 
 from megarl.cluster import ResourcePool, RunFailure, WorkerGroup, start_cluster, stop_cluster, wait
+from megarl.cluster.errors import RankProcess
 from megarl.cluster.guard import KEEP_ENVIRON
 from megarl.cluster.hosts import start_guard
+from megarl.cluster.relay import RelayedGroup
 from megarl.trainer.preemption import REQUEUE, noting_signals
 from megarl.trainer.run import Run, open_engine_run
 
@@ -140,16 +144,39 @@ def two_nodes(run_dir: str) -> None:
         hosts=engines.hosts,
         shared_hosts=shared.hosts,
         environment=environment,
-        death=_death_on_other_node(engines),
+        death=_death_of(engines.processes[1], engines, hung=1),
     )
     stop_cluster(cluster)
     nodes.shutdown()
 
 
-def _death_on_other_node(group: WorkerGroup) -> str:
-    refs = group.call("hang_if", 1)
+def relays_on_two_nodes(run_dir: str) -> None:
+    """Two machines with 2 made-up GPUs each: where relays are, what comes by them, and the deaths of a rank and of a relay."""
+    temp_dir = _guarded_temp_dir()
+    nodes = RayCluster(initialize_head=True, head_node_args=_node(temp_dir, "127.0.0.2", 2))
+    nodes.add_node(**_node(temp_dir, "127.0.0.3", 2))
+    cluster = start_cluster(nodes.address, 1, run_dir)
+    pool = ResourcePool("all", 2, 2, timeout=60)
+    groups = [_group(role, pool, 4, run_dir, kind=RelayedGroup) for role in ("actor", "critic")]
+    actor, critic = groups
+    table = ray.put(numpy.arange(1_000_000))
+    answers = [wait(actor.call(*call), groups, timeout=30) for call in (("echo", "a"), ("where", table))]
+    _report(
+        hosts=actor.hosts,
+        relays=[(relay.host, [rank.rank for rank in relay.share]) for relay in actor.watched[4:]],
+        answers=answers,
+        rank_death=_death_of(actor.processes[3], actor, hung=3),
+        relay_death=_death_of(critic.watched[5], critic, hung=3),
+    )
+    stop_cluster(cluster)
+    nodes.shutdown()
+
+
+def _death_of(process: RankProcess, group: WorkerGroup, hung: int) -> str:
+    """What is told when it is killed while rank `hung` is waited for."""
+    refs = group.call("hang_if", hung)
     time.sleep(0.5)
-    os.kill(group.pids[1], signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
     try:
         wait(refs, [group], timeout=30)
     except RuntimeError as error:
@@ -183,10 +210,15 @@ def _marks(run: Run, group: WorkerGroup) -> list[str]:
     return [process.mark for process in group.processes] if cluster is None else [cluster]
 
 
-def _group(role: str, pool: ResourcePool, world_size: int, run_dir: str, **options: Any) -> WorkerGroup:
-    group = WorkerGroup(
-        role, "tests.cluster.workers:Rank", pool, world_size, {}, f"{run_dir}/logs", **options
-    )
+def _group(
+    role: str,
+    pool: ResourcePool,
+    world_size: int,
+    run_dir: str,
+    kind: type[WorkerGroup] = WorkerGroup,
+    **options: Any,
+) -> WorkerGroup:
+    group = kind(role, "tests.cluster.workers:Rank", pool, world_size, {}, f"{run_dir}/logs", **options)
     wait(group.started, [group], timeout=60)
     return group
 
@@ -196,5 +228,5 @@ def _report(**values: Any) -> None:
 
 
 if __name__ == "__main__":
-    names = (hang, run, calls, serve, stop, two_nodes)
+    names = (hang, run, calls, serve, stop, two_nodes, relays_on_two_nodes)
     {function.__name__: function for function in names}[sys.argv[1]](*sys.argv[2:])

@@ -165,6 +165,23 @@ def test_a_group_ends_with_its_relays(start_relayed):
     assert len(pids) == 5 and alive(pids) == []
 
 
+def test_relays_on_two_machines(controller, tmp_path):
+    """Two raylets: each has the relay of its own ranks, and deaths on the one where the controller is not are told."""
+    process, report = controller("relays_on_two_nodes", tmp_path)
+    assert process.wait(60) == 0
+    hosts = ["127.0.0.2", "127.0.0.3"]
+    assert report["hosts"] == [hosts[0]] * 2 + [hosts[1]] * 2
+    assert report["relays"] == [[hosts[0], [0, 1]], [hosts[1], [2, 3]]]
+    echoed, placed = report["answers"]
+    assert echoed == [[rank, ["a"], {}] for rank in range(4)]
+    assert placed == [[False, True]] * 4  # in the object store of its own machine
+    assert report["rank_death"].startswith("actor rank 3 (process")
+    assert "on 127.0.0.3) died: killed" in report["rank_death"]
+    assert "I hang now" in report["rank_death"]
+    assert report["relay_death"].startswith("critic-relay rank 1 (process")
+    assert "on 127.0.0.3) died: killed" in report["relay_death"]
+
+
 def test_small_groups_have_no_relays():
     assert group_kind(63, 64) is group_kind(10_000, None) is WorkerGroup
     assert group_kind(64, 64) is group_kind(1, 1) is RelayedGroup

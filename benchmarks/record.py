@@ -48,7 +48,8 @@ class Recording:
 def dispatch(report: dict[str, Any]) -> Rows:
     for result in report["results"]:
         yield (
-            f"controller's dispatch in a {result['kind']} step of {report['ranks']:,} simulated ranks, {result['best']['tokens'] / 1e6:.1f} M tokens",
+            f"controller's dispatch in a {result['kind']} step of {report['ranks']:,} simulated ranks, {result['best']['tokens'] / 1e6:.1f} M tokens, "
+            "weight sync and moves of memory among it",
             f"{result['dispatch']:.1f} processor s, {result['dispatch'] / 60:.1%} of a step of 60 s",
         )
 

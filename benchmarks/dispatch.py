@@ -47,7 +47,7 @@ from megarl.rollout.engine import SamplingParams
 from megarl.trainer.advantages import compute_batch_advantages
 from megarl.trainer.controls import make_controls
 from megarl.trainer.dispatch import READ, MicroBatching, columns_of
-from megarl.trainer.memory import DeviceMemory, Owner
+from megarl.trainer.memory import device_memory
 from megarl.trainer.model_roles import Role
 from megarl.trainer.rollouts import APART, generate
 from megarl.trainer.run import Run
@@ -64,6 +64,13 @@ KINDS = {
              "actor_rollout_ref.actor.use_kl_loss=true"),
     "PPO": ("algorithm.adv_estimator=gae",),
 }  # fmt: skip
+# As where models and engines share GPUs: what a phase does not need leaves the devices.
+COLOCATED = (
+    *(f"{role}.megatron.{part}_offload=true" for role in ("actor_rollout_ref.actor", "critic")
+      for part in ("param", "grad", "optimizer")),
+    "actor_rollout_ref.ref.megatron.param_offload=true",
+    "actor_rollout_ref.rollout.free_cache_engine=true",
+)  # fmt: skip
 DISPATCH = ("sync", "generate", "evaluate_models", "update")
 
 
@@ -93,7 +100,7 @@ def settings(kind: str, num_prompts: int, tokens: int) -> TrainConfig:
     overrides = (
         f"data.train_batch_size={num_prompts}", f"actor_rollout_ref.rollout.n={SAMPLES}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={num_prompts // UPDATES}",
-        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}", *KINDS[kind],
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}", *KINDS[kind], *COLOCATED,
     )  # fmt: skip
     return resolve(load_config(TrainConfig, ROOT / "recipes/quickstart_ppo.yaml", overrides))
 
@@ -195,33 +202,13 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[Run, SimpleNamespa
     )
 
 
-def colocated(run: Run, roles: SimpleNamespace) -> DeviceMemory:
-    """All that the roles have on devices that they share: it leaves them in the phases that do not need it.
-
-    Its account, for which all processes are asked in every tenth step, is not made.
-    """
-    actor = roles.actor.group
-    trained = ((role, getattr(roles, role)) for role in ("actor", "critic"))
-    owners = [
-        Owner(f"{name}_{part}", role.group, part, movable=True)
-        for name, role in trained
-        if role is not None
-        for part in ("weights", "gradients", "optimizer")
-    ]
-    owners.append(Owner("ref_weights", actor, "reference", movable=True))
-    owners += [
-        Owner(f"rollout_{part}", roles.engines, part, movable=True, resident=False)
-        for part in ("weights", "kv_cache")
-    ]
-    return DeviceMemory(run, owners, steps=2)
-
-
 def measure(options: argparse.Namespace, kind: str, run: Run, roles: SimpleNamespace) -> dict:
     """Steps of one kind; the first, in which connections are made, counts only in `first`."""
     num_prompts = options.trajectories // SAMPLES
     config, asked = settings(kind, num_prompts, 4 * options.longest), prompts(num_prompts)
     used = roles if kind == "PPO" else SimpleNamespace(**{**vars(roles), "critic": None})
-    used.memory = colocated(run, used)
+    used.memory = device_memory(config, run, used.actor, used.engines, used.critic, used.ref, None)
+    used.memory.steps = 2  # its account, for which all processes are asked in the first two steps and every tenth, is not made
     dump = run.folder / "trajectories.parquet" if options.whole else None
     first, *steps = [one_step(run, used, config, asked, step, dump) for step in range(1, options.steps + 2)]
     best = min(steps, key=lambda step: step["dispatch"])

@@ -6,6 +6,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -126,48 +128,48 @@ def serve() -> None:
 
 def two_nodes(run_dir: str) -> None:
     """Two machines with 12 made-up GPUs each, joined by address: who gets which device."""
-    temp_dir = _guarded_temp_dir()
-    # Not 127.0.0.1: a controller that joins takes that for the machine's outer address.
-    nodes = RayCluster(initialize_head=True, head_node_args=_node(temp_dir, "127.0.0.2", 12))
-    nodes.add_node(**_node(temp_dir, "127.0.0.3", 12))
-    cluster = start_cluster(nodes.address, 1, run_dir)
-    pool = ResourcePool("all", 2, 12, timeout=60)
-    engines = _group("engine", pool, 2, run_dir, devices_per_rank=12)
-    infos = [asdict(info) for info in wait(engines.call("get_info"), [engines], timeout=30)]
-    shared = _group("actor", pool, 2, run_dir)
-    wait(shared.call("get_info"), [engines, shared], timeout=30)
-    names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
-    environment = wait(engines.call("environment", *names), [engines])
-    _report(
-        devices=[(device.host, device.gpu_id) for device in pool.devices],
-        infos=infos,
-        hosts=engines.hosts,
-        shared_hosts=shared.hosts,
-        environment=environment,
-        death=_death_of(engines.processes[1], engines, hung=1),
-    )
-    stop_cluster(cluster)
-    nodes.shutdown()
+    with _two_machines(run_dir, 12) as pool:
+        engines = _group("engine", pool, 2, run_dir, devices_per_rank=12)
+        infos = [asdict(info) for info in wait(engines.call("get_info"), [engines], timeout=30)]
+        shared = _group("actor", pool, 2, run_dir)
+        wait(shared.call("get_info"), [engines, shared], timeout=30)
+        names = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
+        environment = wait(engines.call("environment", *names), [engines])
+        _report(
+            devices=[(device.host, device.gpu_id) for device in pool.devices],
+            infos=infos,
+            hosts=engines.hosts,
+            shared_hosts=shared.hosts,
+            environment=environment,
+            death=_death_of(engines.processes[1], engines, hung=1),
+        )
 
 
 def relays_on_two_nodes(run_dir: str) -> None:
     """Two machines with 2 made-up GPUs each: where relays are, what comes by them, and the deaths of a rank and of a relay."""
+    with _two_machines(run_dir, 2) as pool:
+        groups = [_group(role, pool, 4, run_dir, kind=RelayedGroup) for role in ("actor", "critic")]
+        actor, critic = groups
+        table = ray.put(numpy.arange(1_000_000))
+        answers = [wait(actor.call(*call), groups, timeout=30) for call in (("echo", "a"), ("where", table))]
+        _report(
+            hosts=actor.hosts,
+            relays=[(relay.host, [rank.rank for rank in relay.share]) for relay in actor.watched[4:]],
+            answers=answers,
+            rank_death=_death_of(actor.processes[3], actor, hung=3),
+            relay_death=_death_of(critic.watched[5], critic, hung=3),
+        )
+
+
+@contextmanager
+def _two_machines(run_dir: str, num_devices: int) -> Iterator[ResourcePool]:
+    """The devices of two machines with so many made-up GPUs each, joined by address."""
     temp_dir = _guarded_temp_dir()
-    nodes = RayCluster(initialize_head=True, head_node_args=_node(temp_dir, "127.0.0.2", 2))
-    nodes.add_node(**_node(temp_dir, "127.0.0.3", 2))
+    # Not 127.0.0.1: a controller that joins takes that for the machine's outer address.
+    nodes = RayCluster(initialize_head=True, head_node_args=_node(temp_dir, "127.0.0.2", num_devices))
+    nodes.add_node(**_node(temp_dir, "127.0.0.3", num_devices))
     cluster = start_cluster(nodes.address, 1, run_dir)
-    pool = ResourcePool("all", 2, 2, timeout=60)
-    groups = [_group(role, pool, 4, run_dir, kind=RelayedGroup) for role in ("actor", "critic")]
-    actor, critic = groups
-    table = ray.put(numpy.arange(1_000_000))
-    answers = [wait(actor.call(*call), groups, timeout=30) for call in (("echo", "a"), ("where", table))]
-    _report(
-        hosts=actor.hosts,
-        relays=[(relay.host, [rank.rank for rank in relay.share]) for relay in actor.watched[4:]],
-        answers=answers,
-        rank_death=_death_of(actor.processes[3], actor, hung=3),
-        relay_death=_death_of(critic.watched[5], critic, hung=3),
-    )
+    yield ResourcePool("all", 2, num_devices, timeout=60)
     stop_cluster(cluster)
     nodes.shutdown()
 

@@ -17,6 +17,7 @@ from megarl.files import whole_file
 from megarl.hybrid_engine import check_hf_weights
 from megarl.models import read_model_config
 from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.trainer.earlier_runs import set_aside_earlier_run
 from megarl.trainer.memory import DeviceMemory
 from megarl.trainer.prompt_data import read_prompts
 from megarl.trainer.restarts import EngineRestarts
@@ -41,6 +42,7 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
     folder, data, trainer = Path(config.trainer.default_local_dir), config.data, config.trainer
     with make_scorer(config) as scorer:
         sets = load_problems(config, tokenizer, scorer)
+        set_aside_earlier_run(config, print)
         save_config(config, folder / "config.yaml")
         num_devices, limits = trainer.nnodes * trainer.n_gpus_per_node, engine_limits(config.rollout)
         with open_engine_run(trainer.ray_address, num_devices, folder, limits, premises) as run:

@@ -80,7 +80,7 @@ def load_reward_model(config: RewardModelConfig, policy: PreTrainedTokenizerBase
     assert path is not None and max_length is not None, "checked and resolved"
     model = read_model_config(path)
     with HFReader(path) as reader:
-        found = reader.shape(HEAD) if HEAD in reader.files else None
+        found = reader.shape(HEAD) if HEAD in reader.tensors else None
         if found != (1, model.hidden_size):
             has = "is missing" if found is None else f"has shape {list(found)}"
             raise ValueError(

@@ -131,17 +131,17 @@ class HFSource:
         self.config = read_model_config(path)
         self.mtp = mtp and self.config.num_mtp_layers > 0
         with HFReader(path) as reader:
-            self.head = "value" if "score.weight" in reader.files else "lm"
+            self.head = "value" if "score.weight" in reader.tensors else "lm"
             whole = hf_layout(self.config, self.head, self.mtp).pieces(0)
             # what MTP layers repeat of the model is not read
             pieces = [piece for piece in whole if piece.local == piece.tensor]
             names = {piece.local for piece in whole}
-            self._dtypes = {name: reader.dtype(name) for name in reader.files if name in names}
+            self._dtypes = {name: reader.dtype(name) for name in reader.tensors if name in names}
         self.layout = Layout.by_rank("Hugging Face checkpoint", 1, lambda rank: pieces)
 
     def check(self) -> None:
         with HFReader(self.path) as reader:
-            if {"score.weight", "lm_head.weight"} <= reader.files.keys():
+            if {"score.weight", "lm_head.weight"} <= reader.tensors.keys():
                 raise ValueError(
                     f"checkpoint {self.path} has both lm_head.weight and score.weight; one is left over"
                 )

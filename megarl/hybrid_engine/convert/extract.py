@@ -6,6 +6,7 @@ import torch
 
 from megarl.dcp import DCPReader, StoredTensor
 from megarl.files import whole_folder
+from megarl.hybrid_engine.convert.moves import narrow_into
 from megarl.hybrid_engine.convert.sources import MegatronSource, Source
 from megarl.hybrid_engine.hf_folder import save_tensors
 from megarl.hybrid_engine.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, PeftReader
@@ -20,7 +21,8 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
         dtype: what they are written as; None: each keeps its own.
 
     Raises:
-        ValueError: a checkpoint without adapters, or whose adapters are not whole or not of its model.
+        ValueError: a checkpoint without adapters, or whose adapters are not whole, not of its model, or hold values that
+            `dtype` does not.
         OSError: the disk is full or not writable.
         In either case nothing is left of the target.
     """
@@ -32,9 +34,7 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
             f"checkpoint {source.path!r} has adapters, but no {CONFIG_FILE} that says what they are"
         )
     tensors = {
-        PREFIX + key.removeprefix(IN_CHECKPOINTS): _whole(source.reader, key, stored).to(
-            dtype or stored.dtype
-        )
+        PREFIX + key.removeprefix(IN_CHECKPOINTS): _whole(source.reader, key, stored, dtype or stored.dtype)
         for key, stored in source.adapters.items()
     }
     with whole_folder(target) as folder:
@@ -45,11 +45,11 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
     return tensors
 
 
-def _whole(reader: DCPReader, key: str, stored: StoredTensor) -> torch.Tensor:
+def _whole(reader: DCPReader, key: str, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor put together from its chunks."""
     if sum(chunk.box.numel for chunk in stored.chunks) != Box.whole(stored.shape).numel:
         raise ValueError(f"checkpoint {reader.folder}: {key} is not whole")
-    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    tensor = torch.empty(stored.shape, dtype=dtype)
     for chunk in stored.chunks:
-        tensor[chunk.box.slices] = reader.load(chunk)
+        narrow_into(tensor[chunk.box.slices], reader.load(chunk), f"checkpoint {reader.folder}", key)
     return tensor

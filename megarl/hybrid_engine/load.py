@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,8 +12,7 @@ from megarl.hybrid_engine.layouts import hf_layout, megatron_layout
 from megarl.hybrid_engine.load_float8 import load_blocks
 from megarl.layout import Box, make_plan
 from megarl.layout.grid import ParallelLayout
-from megarl.models import ModelConfig, logical_tensors, mtp_copies
-from megarl.models.config import fp8_block, load_hf_config, model_dtype
+from megarl.models import ModelConfig, logical_tensors, mtp_copies, read_model_config
 from megarl.models.table import VALUE_HEAD
 from megarl.models.weight_files import stored_tensors
 
@@ -130,12 +128,12 @@ class HFReader:
         return dequantise(values, scales, self._block, (row, column))
 
     @cached_property
-    def _config(self) -> dict[str, Any]:
-        return load_hf_config(self.path)
+    def _config(self) -> ModelConfig:
+        return read_model_config(self.path)
 
-    @cached_property
+    @property
     def _block(self) -> tuple[int, int] | None:
-        return fp8_block(self._config, self.path)
+        return self._config.fp8_block
 
     def read_blocks(
         self, name: str, box: Box, block: tuple[int, int]
@@ -159,7 +157,7 @@ class HFReader:
             ValueError: a type that no weight has; names the tensor.
         """
         if name + SCALE in self.tensors:
-            return getattr(torch, model_dtype(self._config))
+            return getattr(torch, self._config.dtype)
         found = self.tensors[name].dtype
         if found not in _DTYPES:
             raise ValueError(

@@ -9,7 +9,8 @@ from megarl.files import whole_folder
 from megarl.hybrid_engine.convert.moves import narrow_into
 from megarl.hybrid_engine.convert.sources import MegatronSource, Source
 from megarl.hybrid_engine.hf_folder import save_tensors
-from megarl.hybrid_engine.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, PeftReader
+from megarl.hybrid_engine.peft_facts import CONFIG_FILE
+from megarl.hybrid_engine.peft_files import PREFIX, WEIGHTS_FILE, PeftReader
 from megarl.layout import Box
 from megarl.models.lora import IN_CHECKPOINTS
 
@@ -40,8 +41,8 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
     with whole_folder(target) as folder:
         save_tensors(tensors, folder / WEIGHTS_FILE)
         shutil.copyfile(facts, folder / CONFIG_FILE)
-        with PeftReader(str(folder)) as written:
-            written.check_base(source.config)
+        with PeftReader(str(folder), source.config) as written:
+            written.check_base()
     return tensors
 
 

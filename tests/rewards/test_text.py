@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rewards.text import exact_match, extract_choice, extract_text, multiple_choice
+from megarl.rewards.text import exact_match, extract_choice, extract_text, multiple_choice, search_r1
 
 
 @pytest.mark.parametrize(
@@ -53,3 +53,28 @@ def test_exact_match():
     assert exact_match("qa", "York", '["New York", "york"]')["score"] == 1.0
     assert exact_match("qa", "-5", "5")["score"] == 0.0
     assert exact_match("qa", "[1", "[1")["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (
+            "<think>x</think><answer> The Eiffel-Tower. </answer>",
+            '{"target": ["Eiffel Tower", "eiffeltower"]}',
+            1.0,
+        ),
+        ("<answer>Paris</answer> no, <answer>Rome</answer>", '{"target": ["Rome"]}', 1.0),
+        ("<answer>Paris</answer> no, <answer>Rome</answer>", '{"target": "Paris"}', 0.0),
+        ("<answer>a cat</answer>", '["The cat"]', 1.0),
+        ("<answer>a cat</answer>", "cat", 1.0),
+        ("<answer>the</answer>", "A", 0.0),
+        ("<answer></answer>", "A", 0.0),
+        ("<answer>athens</answer>", "thens", 0.0),
+        ("Rome", '{"target": ["Rome"]}', 0.0),
+        ("<answer>Rome</answer>" * 10, '{"target": ["Rome"]}', 1.0),
+        ("<answer>Rome</answer>" * 11, '{"target": ["Rome"]}', 0.25),
+    ],
+)
+def test_search_r1(response, truth, score):
+    """The values that verl 0.9.1 gives, but for an answer that is an article alone."""
+    assert search_r1("searchR1_nq", response, truth)["score"] == score

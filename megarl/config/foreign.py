@@ -222,10 +222,11 @@ _KEYS: tuple[tuple[str, str], ...] = (
     (r"data\.sampler\.(?:class_path|class_name)", "register a sampler in a file of `plugins` and name it in data.sampler"),
     # rewards
     (
-        r"reward_model\.(?:reward_manager|launch_reward_fn_async)",
+        r"reward_model\.(?:reward_manager|launch_reward_fn_async)|reward\.reward_manager(?:\..*)?",
         "rewards always run beside generation; leave it out",
     ),
-    (r"reward_model\.sandbox_fusion(?:\..*)?", "code runs in a sandbox of megarl's own; leave it out"),
+    (r"reward\.(custom_reward_function\.\w+|reward_model\.enable)", "use {0}"),
+    (r"(?:reward_model\.|reward\.)?sandbox_fusion(?:\..*)?", "code runs in a sandbox of megarl's own; leave it out"),
     (r"reward_model\.use_dynamic_bsz", "give one size of a micro-batch in reward_model"),
     (r"(reward_model)\.model\.(?:external_lib|use_remove_padding)", "leave it out"),
     (

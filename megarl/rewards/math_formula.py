@@ -24,7 +24,7 @@ _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\([^()]*\))\s*\^\\circ(?![A-Za-z])")
 _QUOTIENT = re.compile(r"(?<![\w.}^/])(\d+)\s*/\s*(\d+)(?![\d.])")  # 4/3 \pi is no fourth of anything
 # Not a formula: words, primes, digits with a subscript or a space between them, commands that say nothing exact.
 _REFUSED = re.compile(
-    r"'|\\text|\\approx|\\mathbb|\\(?:l?dots|cdots)|\d\s*_|\d \d|(?<![\d.])\d+\s*\\(?:bar|overline|dot)(?![A-Za-z])|(?<![\\A-Za-z])[A-Za-z]{4,}|[^\x00-\x7f]"
+    r"[':]|\\text|\\approx|\\mathbb|\\(?:l?dots|cdots)|\d\s*_|\d \d|(?<![\d.])\d+\s*\\(?:bar|overline|dot)(?![A-Za-z])|(?<![\\A-Za-z])[A-Za-z]{4,}|[^\x00-\x7f]"
 )
 _RENAMED = {r"\gamma": "q_{gamma}", r"\Gamma": "q_{Gamma}", "I": "q_{I}"}  # constants of the library
 _RENAMED_NAMES = re.compile(r"\\[gG]amma(?![A-Za-z])|(?<![\\A-Za-z])I(?![A-Za-z])")

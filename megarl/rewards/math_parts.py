@@ -3,6 +3,7 @@ matrix. The texts within are left as texts. `math_text.clean` has been over all 
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.rewards.math_text import unwrapped
@@ -28,8 +29,9 @@ _SET_SIGN = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
 _THOUSANDS = re.compile(
     r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)(?![^()\[\]{}]*[)\]}])"
 )  # outside of brackets
+_LETTERS = r"\([A-Za-z](?:,\s*[A-Za-z])*\)"
 NAME = re.compile(
-    r"(?!\\pi|[ei](?![A-Za-z(_']))\\?[A-Za-z]+(?:_(?:\{[^{}]*\}|\w))?'*(?:\s*\([A-Za-z](?:,\s*[A-Za-z])*\))?|\\text\{[^{}]*\}"
+    rf"(?!\\pi|[ei](?![A-Za-z(_']))\\?[A-Za-z]+(?:_(?:\{{[^{{}}]*\}}|\w))?'*\s*(?:{_LETTERS})?|{_LETTERS}|\\text\{{[^{{}}]*\}}"
 )
 _CHOICE = re.compile(r"\\text\{\s*\(?([A-Z])\)?\s*\}")
 _MATRIX = re.compile(r"\\begin\{([bpBvV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -83,7 +85,7 @@ def read(text: str) -> Answer:
         text = ", ".join(alternatives)
     parts = items(", ".join(split(text, _AND)[0]), is_bare=True)
     if len(parts) > 1:
-        return Parts(parts, "list")
+        return Parts(_with_both_signs(parts), "list")
     text = parts[0] if parts else ""
     sides, signs = split(text, _SIGN)
     if signs:
@@ -93,7 +95,10 @@ def read(text: str) -> Answer:
         return SetExpression(
             tuple(sets), tuple(operator.replace("backslash", "setminus") for operator in operators)
         )
-    return _bracketed(text) or _matrix(text) or _two_signs(text) or split_unit(text)
+    both = _with_both_signs([text])
+    if len(both) > 1 and not text.startswith(r"\{"):
+        return Parts(both, "list")
+    return _bracketed(text) or _matrix(text) or split_unit(text)
 
 
 def split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
@@ -133,7 +138,7 @@ def _relation(sides: list[str], signs: list[str]) -> Answer:
         if is_name:
             return read(sides[1]) if len(sides) == 2 else _relation(sides[1:], signs[1:])
         return _relation(before, signs[:at]) if at else read(before[0])
-    if not sides[0]:
+    if not sides[0] and signs[0] == "=":
         return read(sides[1]) if len(sides) == 2 else _relation(sides[1:], signs[1:])
     if signs == ["in"]:
         return read(sides[1])
@@ -143,7 +148,7 @@ def _relation(sides: list[str], signs: list[str]) -> Answer:
 def _bracketed(text: str) -> Answer | None:
     inner = unwrapped(text, r"\{", r"\}")
     if inner is not None and not re.search(r"\\mid|[:|]", inner):
-        return Parts(items(inner, is_bare=False), "set")
+        return Parts(_with_both_signs(items(inner, is_bare=False)), "set")
     if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
         return None
     parts = items(text[1:-1], is_bare=False)
@@ -171,13 +176,17 @@ def _matrix(text: str) -> Matrix | None:
     return Matrix(tuple(tuple(entry.strip() for entry in row.split("&")) for row in rows))
 
 
-def _two_signs(text: str) -> Parts | None:
-    r"""`a \pm b \mp c` as the list of `a + b - c` and `a - b + c`."""
-    if not re.search(r"\\(?:pm|mp)(?![A-Za-z])", text):
-        return None
-    upper = re.sub(r"\\mp(?![A-Za-z])", "-", re.sub(r"\\pm(?![A-Za-z])", "+", text))
-    lower = re.sub(r"\\mp(?![A-Za-z])", "+", re.sub(r"\\pm(?![A-Za-z])", "-", text))
-    return Parts((upper.removeprefix("+").strip(), lower.removeprefix("+").strip()), "list")
+def _with_both_signs(parts: Sequence[str]) -> tuple[str, ...]:
+    r"""Each part; of `a \pm b \mp c` both `a + b - c` and `a - b + c`."""
+    both = []
+    for part in parts:
+        if re.search(r"\\(?:pm|mp)(?![A-Za-z])", part):
+            upper = re.sub(r"\\mp(?![A-Za-z])", "-", re.sub(r"\\pm(?![A-Za-z])", "+", part))
+            lower = re.sub(r"\\mp(?![A-Za-z])", "+", re.sub(r"\\pm(?![A-Za-z])", "-", part))
+            both += [upper.removeprefix("+").strip(), lower.removeprefix("+").strip()]
+        else:
+            both.append(part)
+    return tuple(both)
 
 
 def _is_inequality(text: str) -> bool:

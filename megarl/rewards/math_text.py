@@ -119,7 +119,7 @@ def folded(text: str) -> str:
         r"(?<![\\A-Za-z])[A-Za-z]{4,}", plain
     )
     plain = _SPACE.sub("", plain).rstrip(".")
-    return plain.casefold() if is_words else plain
+    return plain.casefold() if is_words or plain.casefold() in ("yes", "no") else plain
 
 
 def number(text: str) -> Fraction | None:

@@ -1,267 +1,31 @@
-r"""What counts as the same answer: (answer, ground truth, whether it is right)."""
+"""What counts as the same answer: the table in math_answers.tsv."""
+
+from pathlib import Path
 
 import pytest
 
 from megarl.rewards.math_answer import same_answer
 
-ANSWERS = {
-    "what was wrong once": [
-        (r"12.5\%", "12.5", True),
-        (r"50\%", "50", True),
-        (r"50\%", "0.5", True),
-        ("2210_4", "2210_3", False),
-        ("2210_{3}", "2210_3", True),
-        ("2210", "2210_3", False),
-        ("0.333333", r"\frac{1}{3}", False),
-        ("3.141593", r"\pi", False),
-        (r"\text{June 20}", "June 20", True),
-        ("\\frac{1}{2}\\\\", r"\frac12", True),
-    ],
-    "numbers, formulas, sets": [
-        ("7", "7", True),
-        (r"\dfrac{1}{2}", r"\frac{1}{2}", True),
-        ("0.5", r"\frac12", True),
-        ("1,000", "1000", True),
-        ("1000.0", "1000", True),
-        ("-3", "3", False),
-        ("x^2 + 2x + 1", "(x+1)^2", True),
-        ("x^2 + 2x", "(x+1)^2", False),
-        (r"\sqrt{12}", r"2\sqrt{3}", True),
-        (r"\{3, 1, 2\}", r"\{1,2,3\}", True),
-        ("(2,1)", "(1,2)", False),
-        (r"(-\infty, 3]", r"(-\infty,3]", True),
-        (r"(-\infty, 3)", r"(-\infty,3]", False),
-        (r"\text{even}", r"\text{odd}", False),
-        ("x=3", "3", True),
-        ("", "", False),
-        (r"}{\frac{", "3", False),
-        ("1" * 1999, "2", False),
-    ],
-    "equations and approximations": [
-        ("x=3", "y=3", False),
-        ("3", "x=3", True),
-        ("3 = 4", "3", False),
-        (r"\pi \approx 3.14", r"\pi", True),
-        (r"\pi \approx 3.14", "3.14", False),
-        (r"\approx 3.14", "3.14", True),
-        (r"x \approx 3.14", "3.14", True),
-        (r"x \approx 3.14", r"\pi", False),
-    ],
-    "equations in two unknowns": [
-        ("y=2x+1", "2x+1", True),
-        ("2x+1", "y=2x+1", True),
-        ("2x-y+1=0", "y=2x+1", True),
-        ("2x-y+2=0", "y=2x+1", False),
-        ("25", "x^2+y^2=25", False),
-        ("x^2+y^2=25", "x^2 + y^2 = 25", True),
-    ],
-    "lists and tuples": [
-        ("1, 2", "2, 1", True),
-        ("1,2", "2,1", True),
-        ("x=1, x=2", "1,2", True),
-        (r"x=1 \text{ or } x=2", "2,1", True),
-        ("1 and 2", "1,2", True),
-        ("1, 2, and 3", "3,2,1", True),
-        ("1,1,2", "1,2", False),
-        (r"\{1,1,2\}", r"\{1,2\}", True),
-        (r"\pm 2", "2,-2", True),
-        (r"1\pm\sqrt2", r"1-\sqrt{2}, 1+\sqrt{2}", True),
-        ("(1,2)", "1,2", True),
-        ("2,1", "(1,2)", False),
-        ("x=1,y=2", "(1,2)", True),
-        ("y=2, x=1", "x=1,y=2", True),
-        ("2,1", "x=1,y=2", False),
-        ("1,2", "x=1,y=2", True),
-    ],
-    "thousands": [
-        ("10{,}000", "10000", True),
-        (r"10,\!000", "10000", True),
-        (r"10\,000", "10,000", True),
-        ("(100,200)", "100200", False),
-        ("100,200", "100200", True),
-        ("200,100", "100,200", False),
-        ("1,000, 2,000", "1000, 2000", True),
-        ("(1,000, 2,000)", "(1000,2000)", True),
-        ("100, 200", "100,200", True),
-    ],
-    "units": [
-        (r"5\text{ cm}", "5", True),
-        ("5 cm", "5", True),
-        (r"5\text{ cm}", r"5\text{ m}", False),
-        (r"5\text{ cm}", r"5 \text{cm}", True),
-        (r"5\,\mathrm{cm}^2", "5", True),
-        (r"5\text{ cm}^2", r"5\text{ cm}", False),
-        (r"5\text{ million}", "5", False),
-        ("5 million", "5", False),
-        ("5 million", "5000000", False),
-        (r"\$5", "5", True),
-        (r"\$5", r"5\text{ dollars}", True),
-        (r"5\text{ cents}", r"\$5", False),
-        (r"90^\circ", "90", True),
-        (r"90^{\circ}", r"90\text{ degrees}", True),
-        ("90\u00b0", r"90^\circ", True),
-        (r"30^\circ", r"\frac{\pi}{6}", True),
-        ("30 degrees", "30", True),
-        (r"\sin 30^\circ", r"\frac12", True),
-        (r"60^\circ", "30", False),
-    ],
-    "decimals": [
-        ("0.333", "0.333", True),
-        ("0.333", "0.3330", True),
-        ("0.3333", "0.333", False),
-        ("0.333", r"\frac{333}{1000}", True),
-        (r"0.\overline{3}", r"\frac13", True),
-        (r"0.1\overline{6}", "1/6", True),
-        (".5", "0.5", True),
-        ("1.414213562373095", r"\sqrt{2}", False),
-        ("0.479425538604203", r"\sin(0.5)", False),
-        (r"\sqrt{9.8696044010893586188344909998762}", r"\pi", False),
-    ],
-    "intervals and inequalities": [
-        (r"\left( 1, 2 \right]", "(1,2]", True),
-        ("[1,2]", "(1,2)", False),
-        (r"(-\infty,1)\cup(2,\infty)", r"(2,\infty) \cup (-\infty, 1)", True),
-        (r"x<1 \text{ or } x>2", r"(-\infty,1)\cup(2,\infty)", True),
-        ("1<x<2", "(1,2)", True),
-        (r"1<x\le 2", "(1,2]", True),
-        (r"x \in [1,2]", "[1,2]", True),
-        ("x>3", r"(3,\infty)", True),
-        ("x>3", "x > 3", True),
-        ("3<x", "x>3", True),
-        ("2x>6", "x>3", True),
-        ("x<3", "x>3", False),
-        ("x>y", "y<x", True),
-        ("x>3", "y>3", False),
-        (r"\mathbb{R}", r"(-\infty,\infty)", True),
-        (r"\mathbb{R}\setminus\{0\}", r"(-\infty,0)\cup(0,\infty)", True),
-        (r"\emptyset", r"\varnothing", True),
-        (r"x \ne 3", r"(-\infty,3)\cup(3,\infty)", True),
-    ],
-    "matrices": [
-        (
-            r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
-            r"\begin{bmatrix}1&2\\3&\frac{8}{2}\\\end{bmatrix}",
-            True,
-        ),
-        (
-            r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
-            r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}",
-            False,
-        ),
-        (r"\begin{pmatrix} 1 \\ 2\end{pmatrix}", r"\begin{pmatrix} 1 & 2\end{pmatrix}", False),
-    ],
-    "words and letters": [
-        (r"\text{(A)}", "A", True),
-        ("(A)", "A", True),
-        ("a", "A", False),
-        ("B", "A", False),
-        (r"\text{Even}", "even", True),
-        ("evil", "live", False),
-        (r"\text{yes}", r"\text{no}", False),
-        ("Tuesday", "tuesday", True),
-        (r"\text{no solution}", r"\text{No solution}", True),
-    ],
-    "other scripts": [
-        ("\uff14\uff12", "42", True),
-        ("\u0664\u0662", "42", True),
-        ("5\u00b2", "25", True),
-        ("5\u00b2", "52", False),
-        ("3\u00bd", "3.5", True),
-        ("3\u00bd", "31/2", False),
-        (r"3\frac{1}{2}", r"\frac{7}{2}", True),
-        ("3 1/2", "7/2", True),
-        (r"-3\frac12", "-3.5", True),
-        ("\u22123", "-3", True),
-        ("2\u00d73", "6", True),
-        ("\u03c0", r"\pi", True),
-        ("\u221a2", r"\sqrt{2}", True),
-    ],
-    "formulas": [
-        ("2 3", "5", False),
-        ("2 3", "23", False),
-        ("x_1", "x_2", False),
-        ("x_1", "x", False),
-        ("x'", "x", False),
-        (r"\gamma", r"\Gamma", False),
-        ("x", "X", False),
-        ("x", "y", False),
-        ("x+y", "y+x", True),
-        ("2^{10}", "1024", True),
-        ("10^3", "1000", True),
-        (r"1.2\times10^5", "120000", True),
-        ("120000", r"1.2 \cdot 10^{5}", True),
-    ],
-    "further": [
-        (r"\frac{4}{3}\pi r^3", r"4/3 \pi r^3", True),
-        ("1/2x", r"\frac{x}{2}", True),
-        (r"\log_2 8", "3", True),
-        (r"\binom{5}{2}", "10", True),
-        ("5!", "120", True),
-        ("i^2", "-1", True),
-        (r"e^{i\pi}", "-1", True),
-        (r"\sqrt{x^2}", "|x|", True),
-        ("x(x+1)", "x^2+x", True),
-        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", True),
-        (r"\cos 20^\circ \cos 40^\circ \cos 80^\circ", r"\frac18", True),
-        (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}", True),
-        (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6.0000000000001}}", False),
-        (r"\tan 15^\circ", r"2-\sqrt3", True),
-        (r"\frac{1}{0}", r"\frac{2}{0}", False),
-        (r"\infty", r"-\infty", False),
-        (r"\infty", r"\infty", True),
-        ("f(x)=2x", "2x", True),
-        ("2x", "f(x) = 2x", True),
-        ("m+n=5", "5", True),
-        ("7, 8", "7", False),
-        ("7 or 8", "7", False),
-        (r"\boxed", "7", False),
-        (r"\{5\}", "5", True),
-        ("$5$", "5", True),
-        (r"\(5\)", "5", True),
-        (r"\[5\]", "5", True),
-        ("5.", "5", True),
-        ("5;", "5", True),
-        (r"\left\{1,2\right\}", r"\{2,1\}", True),
-        (r"\langle 1,2\rangle", "(1,2)", True),
-        ("1 + x = 5", "5", True),
-        (r"\frac{m}{n}=\frac{1}{2}", r"\frac12", True),
-        (r"10\%", r"0.1\%", False),
-        (r"100\%", "1", True),
-        (r"5\text{ apples}", "5", True),
-        ("12 dollars", "12", True),
-        (r"2\pi\text{ cm}", r"2\pi", True),
-        (r"36\pi \text{ square units}", r"36\pi", True),
-        (r"5 \text{ feet}", r"5\text{ ft}", True),
-        (r"5 \text{ miles per hour}", "5", True),
-        (r"25^\circ C", "25", True),
-        ("5m", "5", False),
-        (r"A\cup B", r"B\cup A", False),
-        (r"\{x \mid x>0\}", r"\{x\mid x > 0\}", True),
-        (r"2k\pi, k \in \mathbb{Z}", r"2k\pi,k\in\mathbb{Z}", True),
-        (r"-\frac{1}{2}", r"\frac{-1}{2}", True),
-        (r"\frac{1}{-2}", "-0.5", True),
-        ("0.10", "0.1", True),
-        ("00042", "42", True),
-        ("+5", "5", True),
-        ("--5", "5", True),
-        ("1e3", "1000", False),
-        (r"\dollar", "", False),
-    ],
-}
+LINES = (Path(__file__).parent / "math_answers.tsv").read_text().splitlines()
+ROWS = [line.split("\t") for line in LINES if not line.startswith("#")]
 
 
-@pytest.mark.parametrize(
-    ("answer", "truth", "same"),
-    [
-        pytest.param(*row, id=f"{group}: {row[0][:30]!a} for {row[1][:30]!a}")
-        for group, rows in ANSWERS.items()
-        for row in rows
-    ],
-)
-def test_an_answer_is_right_or_wrong(answer: str, truth: str, same: bool) -> None:
-    assert same_answer(answer, truth) is same
+@pytest.mark.parametrize(("verdict", "answer", "truth"), ROWS)
+def test_an_answer_is_right_or_wrong(verdict: str, answer: str, truth: str) -> None:
+    assert same_answer(answer, truth) is {"right": True, "wrong": False}[verdict]
 
 
-def test_the_table_is_large() -> None:
-    rows = [row for rows in ANSWERS.values() for row in rows]
-    assert len(rows) > 200 and 60 < sum(row[2] for row in rows) < 180
+def test_the_table_is_large_and_says_nothing_twice() -> None:
+    assert len({(answer, truth) for _, answer, truth in ROWS}) == len(ROWS) > 350
+    assert 100 < sum(verdict == "wrong" for verdict, _, _ in ROWS) < 250
+
+
+@pytest.mark.parametrize(("verdict", "answer", "truth"), [row for row in ROWS if row[0] == "right"][::8])
+def test_the_same_is_the_same_both_ways(verdict: str, answer: str, truth: str) -> None:
+    """But for names and bare lists, which the truth may have and the answer may not."""
+    assert same_answer(truth, answer) or "=" in answer + truth
+
+
+@pytest.mark.parametrize("answer", sorted({answer for _, answer, _ in ROWS if answer})[::6])
+def test_every_answer_is_itself(answer: str) -> None:
+    assert same_answer(answer, answer)

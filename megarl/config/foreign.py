@@ -285,6 +285,7 @@ FLAGS: Mapping[str, str] = {
     "save-interval": "trainer.save_freq=N",
     "prompt-data": "data.train_files=FILE",
     "input-key": "data.prompt_key=NAME",
+    "label-key": "data.answer_key=NAME",
     "apply-chat-template": "nothing: chat messages always go through the tokenizer's template",
     "apply-chat-template-kwargs": "data.apply_chat_template_kwargs={...}",
     "rollout-shuffle": "data.shuffle=true",

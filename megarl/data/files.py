@@ -1,7 +1,8 @@
 """Reading rows from Parquet and JSON lines, and writing Parquet; errors name the file and the row."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,6 +14,20 @@ from megarl.files import naming, whole_file
 
 READ_BLOCK_ROWS = 1024
 NUM_ERRORS_SHOWN = 5
+NUM_COLUMNS_SHOWN = 30
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column that rows are read from.
+
+    Attributes:
+        name: dotted for a field of a struct, such as "extra_info.answer".
+        setting: what to set where a file has no such column, such as "data.prompt_key".
+    """
+
+    name: str
+    setting: str
 
 
 def iter_rows(
@@ -54,6 +69,36 @@ def open_parquet(path: DataFile | Path) -> pq.ParquetFile:
         raise ValueError(
             f"data file {path} cannot be read: {error} (simplecache::{path} reads a copy of the whole file)"
         ) from error
+
+
+def column_names(path: DataFile | Path) -> list[str] | None:
+    """The columns of a Parquet file, or of JSON lines the keys of the first row; None: there is no row to tell."""
+    if is_parquet(path):
+        with open_parquet(path) as file:
+            return file.schema_arrow.names
+    return next((list(row) for _, row in iter_rows(path)), None)
+
+
+def missing_columns(path: DataFile | Path, needed: Callable[[Sequence[str]], Sequence[Column]]) -> str | None:
+    """What to say of a file that lacks columns; None: it has them all.
+
+    Fields of a struct are not looked for: a row may have them and another not.
+
+    Args:
+        needed: from the columns that a file has to those that it must have.
+    """
+    present = column_names(path)
+    if present is None:
+        return None
+    missing = [
+        column for column in needed(present) if not {column.name, column.name.split(".")[0]} & set(present)
+    ]
+    if not missing:
+        return None
+    names = ", ".join(f"{column.name!r}" for column in missing)
+    settings = "; ".join(dict.fromkeys(column.setting for column in missing))
+    shown = ", ".join(present[:NUM_COLUMNS_SHOWN]) + (", ..." if len(present) > NUM_COLUMNS_SHOWN else "")
+    return f"no column {names} (columns: {shown or 'none'}); set {settings}"
 
 
 def open_lines(path: DataFile | Path) -> BinaryIO:
@@ -104,8 +149,21 @@ def num_rows(path: DataFile | Path) -> int | None:
         return file.metadata.num_rows
 
 
-def lookup(row: dict[str, Any], key: str) -> Any:
+def find(row: dict[str, Any], key: str) -> Any:
+    """Value of a dotted key as `lookup` finds it; None where there is none."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def lookup(row: dict[str, Any], key: str, setting: str | None = None) -> Any:
     """Value of a dotted key such as `extra_info.answer`; a column whose name holds the dots wins.
+
+    Args:
+        setting: what names the key, such as "data.prompt_key": part of the error.
 
     Raises:
         ValueError: the key is not there; the message lists what is.
@@ -117,7 +175,8 @@ def lookup(row: dict[str, Any], key: str) -> Any:
         if not isinstance(value, dict) or part not in value:
             place = ".".join(key.split(".")[:depth]) or "the row"
             found = sorted(value) if isinstance(value, dict) else type(value).__name__
-            raise ValueError(f"no {key!r}: {place} holds {found}")
+            advice = "" if setting is None else f"; set {setting}"
+            raise ValueError(f"no {key!r}: {place} holds {found}{advice}")
         value = value[part]
     return value
 
@@ -140,30 +199,56 @@ def check_messages(messages: Any, key: str) -> list[dict[str, str]]:
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
+def prompt_messages(prompt: Any, key: str) -> list[dict[str, str]]:
+    """A prompt as chat messages: it is a list of them, or the text of one, the user's.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    return check_messages(prompt, key)
+
+
 def _brief(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 class RowErrors:
-    """Collects what is wrong with the rows of a data set, so that one run reports the first few at once."""
+    """Collects what is wrong with the rows of a data set, so that one run reports the first few problems at once.
+
+    Rows of a file that have the same problem are one line.
+    """
 
     def __init__(self) -> None:
-        self._messages: list[str] = []
-        self._count = 0
+        self._files: list[str] = []
+        self._rows: dict[tuple[str, str], list[int]] = {}  # (file, problem): the first row, how many
+        self._num_others = 0
 
     def add(self, path: DataFile | Path, row: int, problem: str) -> None:
-        self._count += 1
-        if len(self._messages) < NUM_ERRORS_SHOWN:
-            self._messages.append(f"{path} row {row}: {problem}")
+        key = (str(path), problem)
+        if key in self._rows:
+            self._rows[key][1] += 1
+        elif len(self._rows) < NUM_ERRORS_SHOWN:
+            self._rows[key] = [row, 1]
+        else:
+            self._num_others += 1
+
+    def add_file(self, path: DataFile | Path, problem: str) -> None:
+        """Of a file whose rows are not read."""
+        self._files.append(f"{path}: {problem}")
 
     def raise_if_any(self) -> None:
         """Raise a ValueError naming the first wrong rows and how many there are; rows count from 0."""
-        if not self._count:
-            return
-        rest = self._count - len(self._messages)
-        more = f"\n... and {rest} more wrong rows" if rest else ""
-        raise ValueError("\n".join(self._messages) + more)
+        lines = list(self._files)
+        for (path, problem), (row, count) in self._rows.items():
+            same = f" (so in {count - 1:,} more rows of this file)" if count > 1 else ""
+            lines.append(f"{path} row {row}: {problem}{same}")
+        if self._num_others:
+            lines.append(f"... and {self._num_others:,} more wrong rows")
+        if lines:
+            raise ValueError("\n".join(lines))
 
 
 def write_parquet(table: pa.Table, path: str | Path) -> Path:

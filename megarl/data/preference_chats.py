@@ -61,7 +61,7 @@ class PreferenceChats:
         self._tokenizer, self._keys, self._template_kwargs = tokenizer, keys, chat_template_kwargs
         self._max_length, self._max_tokens, self._truncation = max_length, max_tokens, truncation
         self.num_dropped = 0
-        self.table = read_examples(files, keys.columns(), self._of_row, PREFERENCE_CHAT_SCHEMA)
+        self.table = read_examples(files, keys.columns(), self._of_row, PREFERENCE_CHAT_SCHEMA, keys.needed)
 
     def __len__(self) -> int:
         return self.table.num_rows

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from megarl.data.examples import Rows, read_examples
-from megarl.data.files import check_messages, lookup
+from megarl.data.files import Column, check_messages, find, lookup, prompt_messages
 from megarl.data.tokenizer import encode_texts, render_text
 
 if TYPE_CHECKING:
@@ -53,6 +53,24 @@ class PreferenceKeys:
         keys = (self.prompt, self.chosen, self.rejected, self.margin, self.responses, self.ranks, self.scores)
         return [key for key in keys if key is not None]
 
+    def needed(self, present: Sequence[str]) -> list[Column]:
+        """Those that a file with the columns `present` must have; `prompt` by its usual name is none of them, because
+        responses may be whole chats."""
+        columns = [] if self.prompt == PreferenceKeys.prompt else [Column(self.prompt, "data.prompt_key")]
+        if self.margin is not None:
+            columns.append(Column(self.margin, "data.margin_key"))
+        if self.responses.split(".")[0] not in present:
+            return [
+                *columns,
+                Column(self.chosen, "data.chosen_key"),
+                Column(
+                    self.rejected, "data.rejected_key (or data.responses_key, for several that are ranked)"
+                ),
+            ]
+        if self.ranks.split(".")[0] in present:
+            return columns
+        return [*columns, Column(self.scores, "data.scores_key or data.ranks_key")]
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -76,7 +94,7 @@ def read_ranking(row: Mapping[str, Any], keys: PreferenceKeys) -> Ranking:
         ValueError: a column is missing or of another form; no two responses differ in rank.
     """
     row = dict(row)
-    prompt, responses = _found(row, keys.prompt), _found(row, keys.responses)
+    prompt, responses = find(row, keys.prompt), find(row, keys.responses)
     if responses is None:
         chats = [_chat(prompt, lookup(row, key), key) for key in (keys.chosen, keys.rejected)]
         scores = [1.0, 0.0]
@@ -152,7 +170,8 @@ class PreferenceDataset:
         self._max_length, self._max_tokens, self._truncation = max_length, max_tokens, truncation
         self._end_at_eos, self._template_kwargs = end_at_eos, chat_template_kwargs
         self.num_truncated = self.num_dropped = 0
-        self.table = read_examples(files, self._keys.columns(), self._of_row, PREFERENCE_SCHEMA)
+        keys = self._keys
+        self.table = read_examples(files, keys.columns(), self._of_row, PREFERENCE_SCHEMA, keys.needed)
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -222,28 +241,18 @@ def read_answers(
     """
 
     def text(row: dict[str, Any]) -> Rows:
-        chat = _chat(_found(row, prompt_key), lookup(row, response_key), response_key)
+        chat = _chat(find(row, prompt_key), lookup(row, response_key), response_key)
         ids = tokenize_whole_chat(tokenizer, chat, end_at_eos, chat_template_kwargs)
         return [{"input_ids": ids[:max_length]}]
 
-    return read_examples(files, [prompt_key, response_key], text, ANSWER_SCHEMA)
-
-
-def _found(row: dict[str, Any], key: str) -> Any:
-    """Value of a dotted key; None where there is none."""
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    needed = [Column(prompt_key, "data.prompt_key")] if prompt_key != PreferenceKeys.prompt else []
+    needed.append(Column(response_key, "data.normalize_response_key"))
+    return read_examples(files, [prompt_key, response_key], text, ANSWER_SCHEMA, lambda _: needed)
 
 
 def _chat(prompt: Any, response: Any, key: str) -> Chat:
     """Prompt (messages, a user's text, or None) and response (a text, the messages after the prompt, or all messages)."""
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    before = [] if prompt is None else check_messages(prompt, "prompt")
+    before = [] if prompt is None else prompt_messages(prompt, "prompt")
     if isinstance(response, str):
         if not response:
             raise ValueError(f"{key!r} is an empty text")
@@ -253,11 +262,13 @@ def _chat(prompt: Any, response: Any, key: str) -> Chat:
     after = check_messages(response, key)
     if after[-1]["role"] != "assistant":
         raise ValueError(f"the last message of {key!r} is of {after[-1]['role']!r}, not of the assistant")
+    if not before and after[0]["role"] == "assistant":
+        raise ValueError(f"{key!r} begins with the assistant's message, but the row has no prompt before it")
     return after if after[: len(before)] == before else [*before, *after]
 
 
 def _scores(row: dict[str, Any], keys: PreferenceKeys, count: int) -> list[float]:
-    ranks, scores = _found(row, keys.ranks), _found(row, keys.scores)
+    ranks, scores = find(row, keys.ranks), find(row, keys.scores)
     if (ranks is None) == (scores is None):
         there = "neither" if ranks is None else "both"
         raise ValueError(f"one of {keys.ranks!r} and {keys.scores!r} must be given, found {there}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from megarl.data.examples import Rows, read_examples
-from megarl.data.files import check_messages, lookup
+from megarl.data.files import Column, check_messages, lookup, prompt_messages
 from megarl.data.loader import TableLoader
 from megarl.data.tokenizer import encode_texts, render_text
 
@@ -54,6 +54,7 @@ class SftDataset:
         append_eos: bool = True,
         truncation: Literal["error", "right", "split"] = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        section: str = "data",
     ) -> None:
         """
         Args:
@@ -68,6 +69,7 @@ class SftDataset:
             truncation: what is done with longer examples: "error" refuses, "right" cuts their end, "split" makes
                 several of a text.
             chat_template_kwargs: what the chat template is given besides the messages.
+            section: of the configuration that names the columns; errors say it.
 
         Raises:
             ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
@@ -85,14 +87,23 @@ class SftDataset:
         self._template_kwargs = chat_template_kwargs
         self.num_truncated = self.num_split = 0
         if text_key is not None:
-            keys, convert = [text_key], self._of_text
+            columns, convert = [Column(text_key, f"{section}.text_key")], self._of_text
         else:
-            keys = [MESSAGES_KEY] if response_key is None else [prompt_key, response_key]
-            convert = self._of_chat
-        self.table = read_examples(files, keys, convert, SFT_SCHEMA)
+            columns, convert = self._chat_columns(section), self._of_chat
+        keys = [column.name for column in columns]
+        self.table = read_examples(files, keys, convert, SFT_SCHEMA, lambda _: columns)
 
     def __len__(self) -> int:
         return self.table.num_rows
+
+    def _chat_columns(self, section: str) -> list[Column]:
+        if self._response_key is None:
+            other = f"{section}.response_key and {section}.prompt_key, or {section}.text_key"
+            return [Column(MESSAGES_KEY, other)]
+        return [
+            Column(self._prompt_key, f"{section}.prompt_key"),
+            Column(self._response_key, f"{section}.response_key"),
+        ]
 
     def _of_chat(self, row: dict[str, Any]) -> Rows:
         ids, mask = tokenize_chat(self._tokenizer, self._messages(row), self._template_kwargs)
@@ -132,13 +143,11 @@ class SftDataset:
     def _messages(self, row: dict[str, Any]) -> list[dict[str, str]]:
         if self._response_key is None:
             return check_messages(lookup(row, MESSAGES_KEY), MESSAGES_KEY)
-        prompt = lookup(row, self._prompt_key)
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+        prompt = prompt_messages(lookup(row, self._prompt_key), self._prompt_key)
         response = lookup(row, self._response_key)
         if not isinstance(response, str) or not response:
             raise ValueError(f"{self._response_key!r} must be a non-empty string, found {response!r}")
-        return [*check_messages(prompt, self._prompt_key), {"role": "assistant", "content": response}]
+        return [*prompt, {"role": "assistant", "content": response}]
 
 
 class SftLoader(TableLoader):

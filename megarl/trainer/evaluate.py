@@ -19,7 +19,7 @@ from megarl.models import read_model_config
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.trainer.earlier_runs import set_aside_earlier_run
 from megarl.trainer.memory import DeviceMemory
-from megarl.trainer.prompt_data import read_prompts
+from megarl.trainer.prompt_data import may_lack, read_prompts
 from megarl.trainer.restarts import EngineRestarts
 from megarl.trainer.roles import open_pools, start_engines
 from megarl.trainer.run import Run, engine_limits, open_engine_run
@@ -109,7 +109,7 @@ def load_problems(
         held_out[name] = (val_set.files, number, val_set_sampling(val_set, val_kwargs))
     sets = []
     for name, (files, number, sampling) in held_out.items():
-        problems = read_prompts(data, files, tokenizer, number).table
+        problems = read_prompts(data, files, tokenizer, number, may_lack=may_lack(config)).table
         check_prompts(scorer, problems)
         sets.append(ValidationSet(name, problems, sampling))
     return sets

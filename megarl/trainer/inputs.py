@@ -18,7 +18,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Scorer
 from megarl.trainer.adapters import check_adapters
-from megarl.trainer.prompt_data import read_prompts, training_prompts
+from megarl.trainer.prompt_data import may_lack, read_prompts, training_prompts
 from megarl.trainer.ptx import load_ptx
 from megarl.trainer.reward_model import RewardModelInputs, load_reward_model
 from megarl.trainer.scoring import check_prompts
@@ -80,7 +80,7 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         ValueError: names the key, file or row that is wrong.
     """
     data, models = config.data, load_model_inputs(config)
-    tokenizer = models.tokenizer
+    tokenizer, optional = models.tokenizer, may_lack(config)
 
     def check(prompts: pa.Table) -> None:
         # An environment may score all by itself; a data source of which it does not is refused when it is met.
@@ -88,11 +88,11 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
             check_prompts(scorer, prompts)
 
     def dataset(files: str | tuple[str, ...], max_samples: int = -1) -> PromptDataset:
-        read = read_prompts(data, files, tokenizer, max_samples)
+        read = read_prompts(data, files, tokenizer, max_samples, may_lack=optional)
         check(read.table)
         return read
 
-    loader, num_filtered = training_prompts(data, tokenizer, check)
+    loader, num_filtered = training_prompts(data, tokenizer, check, optional)
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
     held_out = (
         {} if data.val_files is None else {"": (dataset(data.val_files, data.val_max_samples), val_kwargs)}

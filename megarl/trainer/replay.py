@@ -33,7 +33,7 @@ from megarl.trainer.kinds import premises_of
 from megarl.trainer.logger import METRICS_FILE, read_metrics
 from megarl.trainer.nonfinite import NotFinite
 from megarl.trainer.ppo import epochs, learn
-from megarl.trainer.prompt_data import training_prompts
+from megarl.trainer.prompt_data import may_lack, training_prompts
 from megarl.trainer.ptx import load_ptx
 from megarl.trainer.roles import Roles, policy_checkpoints, start_learners
 from megarl.trainer.run import Run, limits, open_engine_run
@@ -129,7 +129,7 @@ def _run_steps(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
         return count_steps(Path(trainer.train_only), trainer.total_training_steps)
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
-    loader, _ = training_prompts(config.data, tokenizer, lambda _: None)
+    loader, _ = training_prompts(config.data, tokenizer, lambda _: None, may_lack(config))
     return num_training_steps(config, loader)
 
 

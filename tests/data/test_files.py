@@ -41,9 +41,59 @@ def test_row_errors_shows_the_first_and_counts_the_rest(tmp_path):
     errors = files.RowErrors()
     errors.raise_if_any()
     for row in range(7):
-        errors.add(tmp_path / "f.parquet", row, "bad")
-    with pytest.raises(ValueError, match=r"f\.parquet row 0: bad\n(.*\n)+\.\.\. and 2 more wrong rows$"):
+        errors.add(tmp_path / "f.parquet", row, f"bad in its own way {row}")
+    with pytest.raises(
+        ValueError, match=r"f\.parquet row 0: bad in its own way 0\n(.*\n){4}\.\.\. and 2 more wrong rows$"
+    ):
         errors.raise_if_any()
+
+
+def test_the_same_problem_of_many_rows_is_one_line(tmp_path):
+    errors = files.RowErrors()
+    for row in range(1, 5996):
+        errors.add(tmp_path / "f.jsonl", row, "no 'prompt'")
+    errors.add(tmp_path / "g.jsonl", 3, "no 'prompt'")
+    errors.add_file(tmp_path / "h.parquet", "no column 'prompt'")
+    with pytest.raises(ValueError) as error:
+        errors.raise_if_any()
+    assert str(error.value).replace(f"{tmp_path}/", "").splitlines() == [
+        "h.parquet: no column 'prompt'",
+        "f.jsonl row 1: no 'prompt' (so in 5,994 more rows of this file)",
+        "g.jsonl row 3: no 'prompt'",
+    ]
+
+
+def test_columns_that_a_file_lacks(tmp_path):
+    """Told by the schema of Parquet, and by the first row of JSON lines; fields of a struct are the rows' matter."""
+    columns = [
+        files.Column("a.x", "data.a_key"),
+        files.Column("c", "data.c_key"),
+        files.Column("d.e", "data.d_key"),
+    ]
+
+    def missing(path):
+        return files.missing_columns(path, lambda present: columns)
+
+    table = pa.table({"a": [{"b": 1}], "d.e": [2]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl").write_text('\n{"a": null, "d.e": 2}\n{"c": 1}\n')
+    for name in ("x.parquet", "x.jsonl"):
+        assert missing(tmp_path / name) == "no column 'c' (columns: a, d.e); set data.c_key"
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert missing(tmp_path / "empty.jsonl") is None
+    wide = pa.table({f"f{number}": [0] for number in range(100)})
+    pq.write_table(wide, tmp_path / "wide.parquet")
+    text = missing(tmp_path / "wide.parquet")
+    assert (
+        text.startswith("no column 'a.x', 'c', 'd.e' (columns: f0, f1,")
+        and "f29, ...); set data.a_key; " in text
+    )
+    assert "f30" not in text
+
+
+def test_find():
+    row = {"a": {"b": {"c": 1}}, "x.y": 2, "n": None}
+    assert [files.find(row, key) for key in ("a.b.c", "x.y", "a.z.c", "q", "n.m")] == [1, 2, None, None, None]
 
 
 def test_write_parquet_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):

@@ -75,6 +75,7 @@ def test_all_keys_can_be_renamed():
         ({"prompt": "Hi", "chosen": GOOD}, "no 'rejected'"),
         ({"chosen": GOOD, "rejected": BAD}, "'chosen' is a text, but the row has no prompt"),
         ({"prompt": "Hi", "chosen": "", "rejected": BAD}, "'chosen' is an empty text"),
+        ({"chosen": [answer(GOOD)], "rejected": [answer(BAD)]}, "'chosen' begins with the assistant's message, but"),
         ({"prompt": "Hi", "chosen": GOOD, "rejected": [QUESTION]}, "the last message of 'rejected' is of 'user'"),
         ({"prompt": "Hi", "chosen": GOOD, "rejected": 3}, "'rejected' must be a non-empty list"),
         ({"prompt": 3, "chosen": GOOD, "rejected": BAD}, "'prompt' must be a non-empty list"),
@@ -93,6 +94,40 @@ def test_wrong_rows_are_named(tokenizer, tmp_path, row, message):
     path = write_rows(tmp_path / "x.jsonl", [PAIRS["texts"], row])
     with pytest.raises(ValueError, match=rf"x\.jsonl row 1: .*{message}"):
         PreferenceDataset(path, tokenizer, max_length=64)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("row", "keys", "missing", "setting"),
+    [
+        (
+            {"question": "Hi", "good": GOOD, "bad": BAD},
+            {"prompt": "text"},
+            "'text', 'chosen', 'rejected'",
+            "data.prompt_key; data.chosen_key; data.rejected_key (or data.responses_key, for several that are ranked)",
+        ),
+        (
+            {"prompt": "Hi", "chosen": GOOD},
+            {},
+            "'rejected'",
+            "data.rejected_key (or data.responses_key, for several",
+        ),
+        ({"prompt": "Hi", "responses": ["a", "b"]}, {}, "'scores'", "data.scores_key or data.ranks_key"),
+        ({"prompt": "Hi", "chosen": GOOD, "rejected": BAD}, {"margin": "m"}, "'m'", "data.margin_key"),
+    ],
+)
+def test_missing_columns_are_one_line(tokenizer, tmp_path, suffix, row, keys, missing, setting):
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([row] * 9), path)
+    else:
+        write_rows(path, [row] * 9)
+    with pytest.raises(ValueError) as error:
+        PreferenceDataset(path, tokenizer, max_length=64, keys=PreferenceKeys(**keys))
+    assert str(error.value).startswith(
+        f"{path}: no column {missing} (columns: {', '.join(row)}); set {setting}"
+    )
+    assert "\n" not in str(error.value)
 
 
 def test_a_margin_must_be_a_number(tokenizer, tmp_path):
@@ -172,3 +207,6 @@ def test_reference_answers(tokenizer, tmp_path):
     assert found["input_ids"].to_pylist() == texts
     with pytest.raises(ValueError, match=r"y\.jsonl row 0: no 'extra.other'"):
         read_answers(path, tokenizer, response_key="extra.other", **options)
+    line = r"y\.jsonl: no column 'question', 'answer' \(columns: prompt, extra\); set data.prompt_key; data.normalize_res"
+    with pytest.raises(ValueError, match=line):
+        read_answers(path, tokenizer, response_key="answer", **options | {"prompt_key": "question"})

@@ -108,6 +108,35 @@ def test_string_prompts_and_json_lines(tokenizer, tmp_path):
     assert (row["input_ids"], row["loss_mask"]) == tokenize_chat(tokenizer, [QUESTION, ANSWER])
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    "keys, line",
+    [
+        (
+            {},
+            "no column 'messages' (columns: question, answer); set data.response_key and data.prompt_key, or data.text_key",
+        ),
+        ({"response_key": "answer"}, "no column 'prompt' (columns: question, answer); set data.prompt_key"),
+        (
+            {"prompt_key": "question", "response_key": "extra.answer", "section": "data.ptx"},
+            "no column 'extra.answer' (columns: question, answer); set data.ptx.response_key",
+        ),
+        ({"text_key": "text"}, "no column 'text' (columns: question, answer); set data.text_key"),
+    ],
+)
+def test_missing_columns_are_one_line_a_file(tokenizer, tmp_path, suffix, keys, line):
+    rows = [{"question": "Hi", "answer": "Hi"}] * 9
+    for name in "ab":
+        path = tmp_path / f"{name}.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError) as error:
+        SftDataset(f"{tmp_path}/*.{suffix}", tokenizer, max_length=64, **keys)
+    assert str(error.value).splitlines() == [f"{tmp_path}/{name}.{suffix}: {line}" for name in "ab"]
+
+
 def test_max_length(tokenizer, tmp_path):
     path = write_chats(tmp_path / "sft.jsonl", [[QUESTION, ANSWER]])
     ids, mask = tokenize_chat(tokenizer, [QUESTION, ANSWER])

@@ -53,6 +53,16 @@ class MLAConfig:
     v_head_dim: int
 
 
+# In SGLang's order of preference.
+_CONTEXT_FIELDS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The facts of a decoder-only model. `hf` is the Hugging Face config that they were read from.
@@ -91,6 +101,15 @@ class ModelConfig:
     rotary_percent: float = 1.0
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None
+
+    @property
+    def context_length(self) -> tuple[str, int]:
+        """The field of config.json that says how many tokens SGLang serves, and their number.
+
+        As its `get_context_length` (0.5.21) has it: the first of these fields. A scaling of the rotary embedding multiplies
+        it only where it does not name the original length; both kinds that `rope_facts` reads do name it.
+        """
+        return next((name, int(self.hf[name])) for name in _CONTEXT_FIELDS if self.hf.get(name) is not None)
 
 
 def load_hf_config(path: str) -> Fields:

@@ -160,6 +160,8 @@ class Trainer:
             models = load_model_inputs(self.config)
             self._run = stack.enter_context(open_run(self.config, total_steps=num_steps, signals=False))
             self._run.show_rewards(scorer)
+            for warning in models.warnings:
+                self._run.say(warning)
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
             ptx = load_ptx(self.config, models.tokenizer)

@@ -103,22 +103,25 @@ def _inputs(config: TrainConfig) -> Iterator[Finding]:
         check_config(config)
         config = fetch_models(resolve(config))
         yield Finding(OK, "configuration", "every key is read, and they fit each other")
-        yield Finding(OK, "models and data", _data(config))
+        found, warnings = _data(config)
+        yield Finding(OK, "models and data", found)
+        for warning in warnings:
+            yield Finding(WARNING, "lengths", warning, "lower the length, or take another model")
     except (ValueError, OSError) as error:
         yield Finding(
             FAILURE, "configuration, models, data", str(error), "megarl train would end with the same message"
         )
 
 
-def _data(config: TrainConfig) -> str:
-    """What the run would read before it starts anything; raises as it would."""
+def _data(config: TrainConfig) -> tuple[str, tuple[str, ...]]:
+    """What the run would read before it starts anything, and warnings; raises as it would."""
     if config.trainer.train_only is not None:
-        load_model_inputs(config)
+        models = load_model_inputs(config)
         steps = count_steps(Path(config.trainer.train_only), config.trainer.total_training_steps)
-        return f"trajectories of {steps} steps"
+        return f"trajectories of {steps} steps", models.warnings
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
-        return f"{inputs.loader.num_rows} prompts, {inputs.num_steps} steps"
+        return f"{inputs.loader.num_rows} prompts, {inputs.num_steps} steps", inputs.warnings
 
 
 def _needs(config: TrainConfig) -> dict[str, int]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.advantages import ESTIMATORS
 from megarl.algorithms.policy_loss import POLICY_LOSSES
-from megarl.config import TrainConfig, check_models, needs_rules, val_set_sampling
+from megarl.config import TrainConfig, check_models, needs_rules, position_warnings, val_set_sampling
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -31,6 +31,7 @@ class TrainInputs:
 
     `ptx`: batches of the texts that are learnt beside the rewards; None: there are none.
     `num_filtered` prompts, of training and validation, were left out as too long.
+    `warnings`: what the user should know before the run.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -41,6 +42,7 @@ class TrainInputs:
     reward_model: RewardModelInputs | None
     num_steps: int
     num_filtered: int
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class ModelInputs:
     tokenizer: PreTrainedTokenizerBase
     model: ModelConfig
     reward_model: RewardModelInputs | None
+    warnings: tuple[str, ...]
 
 
 def load_model_inputs(config: TrainConfig) -> ModelInputs:
@@ -70,7 +73,7 @@ def load_model_inputs(config: TrainConfig) -> ModelInputs:
         check_hf_weights(config.critic.model.path, critic, "value")
     tokenizer = load_tokenizer(model_path.tokenizer_path, model_path.trust_remote_code)
     reward_model = load_reward_model(config.reward_model, tokenizer) if config.reward_model.enable else None
-    return ModelInputs(tokenizer, model, reward_model)
+    return ModelInputs(tokenizer, model, reward_model, tuple(position_warnings(config, model, critic)))
 
 
 def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
@@ -108,6 +111,7 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         validation=tuple(ValidationSet(name, read.table, how) for name, (read, how) in held_out.items()),
         reward_model=models.reward_model,
         num_steps=num_training_steps(config, loader),
+        warnings=models.warnings,
         num_filtered=num_filtered + sum(read.num_filtered for read, _ in held_out.values()),
     )
 

@@ -377,8 +377,8 @@ COMMANDS: Mapping[str, str] = {
     "main_generation": "use megarl eval",
     "main_eval": "use megarl eval",
     "fsdp_sft_trainer": "use megarl sft",
-    "preprocess": "use tools/preprocess_gsm8k.py, or write Parquet files with the columns prompt, data_source and "
-    "reward_model",
+    "preprocess": "use tools/preprocess_gsm8k.py, or write Parquet files of any columns: data.prompt_key and data.answer_key "
+    "name them",
 }
 
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.config import DataConfig, TrainConfig
+from megarl.config import DataConfig, EvalConfig, TrainConfig
 from megarl.config.data_sections import MixtureConfig, SamplerConfig
 from megarl.config.load import load_config
 from megarl.data.arithmetic import arithmetic_texts
@@ -159,6 +159,14 @@ def test_columns_that_no_reward_reads(keys, columns):
     needed += ["actor_rollout_ref.model.path=m", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     needed += ["actor_rollout_ref.actor.optim.lr=1e-6"]
     assert may_lack(load_config(TrainConfig, None, [*needed, *keys])) == columns
+
+
+def test_columns_that_an_evaluation_does_not_read():
+    needed = ["model.path=m", "data.val_files=x", "data.max_prompt_length=9", "data.max_response_length=9"]
+    assert may_lack(load_config(EvalConfig, None, needed)) == set()
+    assert may_lack(load_config(EvalConfig, None, [*needed, "custom_reward_function.path=r.py"])) == {
+        "data_source"
+    }
 
 
 def test_held_out_prompts(folder, tokenizer):

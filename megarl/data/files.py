@@ -203,9 +203,11 @@ def prompt_messages(prompt: Any, key: str) -> list[dict[str, str]]:
     """A prompt as chat messages: it is a list of them, or the text of one, the user's.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or an empty text.
     """
-    if isinstance(prompt, str) and prompt:
+    if prompt == "":
+        raise ValueError(f"{key!r} is an empty text")
+    if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return check_messages(prompt, key)
 

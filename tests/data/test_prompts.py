@@ -99,7 +99,7 @@ def test_wrong_rows_are_named_by_file_and_row(tokenizer, tmp_path, changes, mess
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"prompt": ""}, r"'prompt' must be a non-empty list of \{role, content\}, found ''"),
+        ({"prompt": ""}, "'prompt' is an empty text"),
         ({"prompt": ["What is 1 + 1?"]}, "'prompt' message 0 needs the string 'role', found 'What"),
         ({"prompt": {"role": "user", "content": "x"}}, "'prompt' must be a non-empty list"),
         ({"prompt": [{"role": "user", "content": 3}]}, "'prompt' message 0 needs the string 'content'"),

@@ -1,5 +1,6 @@
 """Mistakes that users make: one message without a traceback, exit code 2, soon, and before anything is started."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -181,6 +182,21 @@ def test_a_model_that_tensor_parallelism_does_not_divide(refuse) -> None:
 def test_more_devices_than_the_model_has_layers(refuse) -> None:
     message = refuse("train", f"{ACTOR}.megatron.pipeline_model_parallel_size=4", "trainer.n_gpus_per_node=8")
     assert f"{ACTOR}.megatron.pipeline_model_parallel_size=4 does not divide num_layers=2" in message
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_more_processes_than_cores_can_start(refuse, monkeypatch, command) -> None:
+    monkeypatch.setattr("megarl.trainer.devices.gpus_here", lambda: 0)
+    many = 32 * len(os.sched_getaffinity(0))
+    sizes = {
+        "train": [f"data.train_batch_size={many}", f"{ACTOR}.ppo_mini_batch_size={many}"],
+        "sft": [f"data.train_batch_size={many}"],
+        "eval": [],
+    }
+    message = refuse(command, f"trainer.n_gpus_per_node={many}", *sizes[command])
+    assert (
+        f"n_gpus_per_node (or resource_pools) ask for 1 x {many} devices; this machine has no GPU" in message
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])

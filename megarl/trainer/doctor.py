@@ -26,6 +26,7 @@ from megarl.config.hub import fetch_models
 from megarl.hybrid_engine.layouts import logical_tensors
 from megarl.models import read_model_config
 from megarl.rewards.scorer import make_scorer
+from megarl.trainer.devices import check_devices
 from megarl.trainer.doctor_checks import FAILURE, GIB, OK, WARNING, Finding, judge_nodes
 from megarl.trainer.doctor_facts import NodeFacts, node_facts
 from megarl.trainer.doctor_probe import bus_bandwidth
@@ -84,6 +85,10 @@ def _folder_within(folder: Path) -> Iterator[Path]:
 
 def _machines(config: TrainConfig, folder: Path) -> list[Finding]:
     """The machines of the job, and the links between its devices."""
+    try:
+        check_devices(config)
+    except ValueError as error:
+        return [Finding(FAILURE, "devices", str(error), "megarl train would end with the same message")]
     devices = resolve_batches(config).devices
     with open_engine_run(config.trainer.ray_address, devices, folder) as run:
         try:

@@ -10,13 +10,14 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster import Premises, WorkerGroup
-from megarl.config import EvalConfig, PoolConfig, check_models, save_config, val_set_sampling
+from megarl.config import EvalConfig, check_models, save_config, val_set_sampling
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths, write_trajectories
 from megarl.files import whole_file
 from megarl.hybrid_engine import check_hf_weights
 from megarl.models import read_model_config
 from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.trainer.devices import pools_of
 from megarl.trainer.earlier_runs import set_aside_earlier_run
 from megarl.trainer.memory import DeviceMemory
 from megarl.trainer.prompt_data import may_lack, read_prompts
@@ -46,8 +47,7 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
         save_config(config, folder / "config.yaml")
         num_devices, limits = trainer.nnodes * trainer.n_gpus_per_node, engine_limits(config.rollout)
         with open_engine_run(trainer.ray_address, num_devices, folder, limits, premises) as run:
-            pool = PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
-            open_pools(run, {"global": pool})
+            open_pools(run, pools_of(config))
             context = data.max_prompt_length + data.max_response_length
             with run.status("starting the rollout engines"):
                 turns = turns_spec(

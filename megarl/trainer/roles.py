@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import ray
 import torch
 
 from megarl.cluster import ResourcePool, WorkerGroup
@@ -27,6 +25,7 @@ from megarl.rollout.environment import sglang_environment
 from megarl.trainer import kinds
 from megarl.trainer.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
 from megarl.trainer.determinism import is_deterministic
+from megarl.trainer.devices import pools_of
 from megarl.trainer.export import export_hf
 from megarl.trainer.lora_sync import engine_adapters, served_adapters
 from megarl.trainer.memory import DeviceMemory, device_memory, gpu_pools
@@ -38,9 +37,6 @@ from megarl.trainer.sync import SyncFacts, connect, sync_weights
 from megarl.trainer.turns import TurnsSpec, turns_spec
 
 ENGINE = "megarl.trainer.engine:EngineWorker"
-# For the devices of a pool: of a cluster that machines may still join, and of one that is this machine alone.
-CLUSTER_SECONDS, OWN_CLUSTER_SECONDS = 60.0, 10.0
-SLOTS_PER_CORE = 16  # 32 on each of 2 cores did not come up within the two minutes that a group has
 
 
 @dataclass(frozen=True)
@@ -108,12 +104,7 @@ def start_roles(
 
 def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
     """Start what trains, on its pools alone: no engines, no reward model."""
-    used = {config.actor_rollout_ref.actor.resource_pool}
-    if config.critic is not None:
-        used.add(config.critic.resource_pool)
-    if needs_reference(config):
-        used.add(config.actor_rollout_ref.ref.resource_pool)
-    open_pools(run, {name: pool for name, pool in config.resource_pools.items() if name in used})
+    open_pools(run, pools_of(config))
     with run.status("starting models"):
         actor, critic, ref = _start_models(config, run, num_steps)
         run.wait([ref for group in run.groups for ref in group.started])
@@ -185,34 +176,10 @@ def policy_checkpoints(
     )
 
 
-def open_pools(run: Run, pools: dict[str, PoolConfig]) -> None:
-    """Reserve the devices of every pool for the run.
-
-    Raises:
-        ValueError: the cluster cannot give them, or this machine cannot start so many processes.
-    """
-    assert run.watch is not None and run.watch.cluster is not None
-    is_own = run.watch.cluster.mark is not None  # this machine alone: what is not there will not come
-    if is_own and not ray.cluster_resources().get("GPU"):
-        check_slots(pools.values(), len(os.sched_getaffinity(0)))
+def open_pools(run: Run, pools: Mapping[str, PoolConfig]) -> None:
+    """Reserve the devices of every pool for the run. ValueError: the cluster cannot give them."""
     for name, pool in pools.items():
-        seconds = OWN_CLUSTER_SECONDS if is_own else CLUSTER_SECONDS
-        run.pools[name] = ResourcePool(name, pool.nnodes, pool.n_gpus_per_node, timeout=seconds, say=run.say)
-
-
-def check_slots(pools: Iterable[PoolConfig], cores: int) -> None:
-    """Of a machine without GPUs, on which each device is a process or more.
-
-    Raises:
-        ValueError: they are too many to come up in time.
-    """
-    asked = [f"{pool.nnodes} x {pool.n_gpus_per_node}" for pool in pools]
-    slots, most = sum(pool.nnodes * pool.n_gpus_per_node for pool in pools), SLOTS_PER_CORE * cores
-    if slots > most:
-        raise ValueError(
-            f"trainer.nnodes x trainer.n_gpus_per_node (or resource_pools) ask for {' + '.join(asked)} devices; this machine has "
-            f"no GPU, so that each is a process, and on its {cores} cores at most {most} come up in time; ask for fewer"
-        )
+        run.pools[name] = ResourcePool(name, pool.nnodes, pool.n_gpus_per_node, say=run.say)
 
 
 def engine_layout(rollout: RolloutConfig) -> EngineLayout:

@@ -1,13 +1,11 @@
-"""Which devices a run may ask for, and which of them the engines' ranks take."""
+"""Which devices the engines' ranks take."""
 
 from types import SimpleNamespace
 
-import pytest
-
-from megarl.config import PoolConfig, RolloutConfig
+from megarl.config import RolloutConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.trainer.roles import SLOTS_PER_CORE, check_slots, engine_devices, sync_plan
+from megarl.trainer.roles import engine_devices, sync_plan
 
 MODEL = ModelConfig(
     family="llama",
@@ -64,15 +62,3 @@ def test_slots_of_two_pools_are_different_devices() -> None:
     order = engine_devices(rollout, MODEL, ParallelLayout(4, tp=4), actor, engines)
     assert order == (0, 1, 2, 3)
     assert link_bytes(actor, engines, order)["local"] == 0
-
-
-def test_more_processes_than_can_come_up_are_refused() -> None:
-    pools = [PoolConfig(nnodes=1, n_gpus_per_node=8), PoolConfig(nnodes=2, n_gpus_per_node=4)]
-    check_slots(pools, cores=1)
-    assert SLOTS_PER_CORE == 16
-    with pytest.raises(ValueError) as error:
-        check_slots([*pools, PoolConfig(nnodes=1, n_gpus_per_node=17)], cores=2)
-    assert str(error.value) == (
-        "trainer.nnodes x trainer.n_gpus_per_node (or resource_pools) ask for 1 x 8 + 2 x 4 + 1 x 17 devices; this machine has "
-        "no GPU, so that each is a process, and on its 2 cores at most 32 come up in time; ask for fewer"
-    )

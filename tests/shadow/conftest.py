@@ -23,7 +23,7 @@ def machine() -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shadow") / "model"
-    make_tiny_model(folder, ["two words"], hidden_size=64, ffn_hidden_size=96, num_layers=4)
+    make_tiny_model(folder, ["two words"], hidden_size=128, ffn_hidden_size=384, num_layers=4)
     return folder
 
 
@@ -38,3 +38,26 @@ def reports(machine: None, model: Path) -> Iterator[dict[tuple[str, int], dict]]
     ranks = [*(("actor", rank) for rank in range(4)), ("critic", 0), ("critic", 2)]
     found = run_ranks(str(RECIPE), overrides(model), ranks, micro_batches=3, num_processes=1)
     yield {(report["role"], report["rank"]): report for report in found}
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3's kind of model, with values that are narrower than queries, as its own are."""
+    fields = {
+        **{"q_lora_rank": 64, "kv_lora_rank": 64},
+        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    }
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    folder = tmp_path_factory.mktemp("shadow-experts") / "model"
+    make_tiny_model(folder, ["two words"], family="deepseek_v3", fields=fields, **sizes)
+    return folder
+
+
+def expert_overrides(model: Path) -> list[str]:
+    """GRPO, TP2 EP2."""
+    megatron = "actor_rollout_ref.actor.megatron"
+    return [
+        *overrides(model),
+        *("critic=null", "algorithm.adv_estimator=grpo"),
+        *(f"{megatron}.pipeline_model_parallel_size=1", f"{megatron}.expert_model_parallel_size=2"),
+    ]

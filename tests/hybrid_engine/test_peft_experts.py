@@ -152,6 +152,11 @@ def test_megatron_computes_what_peft_does(ranks, tmp_path, models):
 @pytest.mark.parametrize(
     ("kind", "lora", "message"),
     [
+        (
+            "all_linear",
+            LoraConfig(rank=8, alpha=24),
+            r"routers have adapters, which are not trained: model.layers.0.mlp.gate, .*convert MODEL NEW --merge",
+        ),
         ("names", LoraConfig(rank=4, alpha=12), "has r=4, by rank_pattern up to 8, lora.rank is 4"),
         ("names", LoraConfig(rank=8, alpha=12), r"multiplied with 3 .*with 1.5 by lora.alpha=12"),
         (

@@ -8,10 +8,11 @@ from typing import Any
 from megarl.rewards.math_boxed import last_boxed
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_ANNOUNCED = re.compile(r"\banswer(?:[ \t]+is)?[ \t]*[:\uff1a][ \t]*([^\n]+)", re.IGNORECASE)
+# The colon may stand in Markdown (`**Answer**:`), the answer on a later line.
+_ANNOUNCED = re.compile(r"\banswer(?:[ \t]+is)?[ \t*_`]*[:\uff1a][\s*_`]*([^\n]+)", re.IGNORECASE)
 _LETTER = r"[\s*_\"'`]*[\(\[]?([A-Z])[\)\].:,*_\"'`]*(?![A-Za-z0-9])"
 _CHOSEN = re.compile(
-    r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?:[ \t]+(?:is|would be|must be))?[ \t]*[:\uff1a=]?"
+    r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?:[ \t]+(?:is|would be|must be))?[ \t*_`]*[:\uff1a=]?"
     + _LETTER
 )
 _ALONE = re.compile(r"\A" + _LETTER + r"\s*\Z")
@@ -43,7 +44,7 @@ def extract_text(response: str) -> str:
     if boxed is not None:
         return _TEXT_COMMAND.sub(r"\1", boxed).strip()
     announced = _ANNOUNCED.findall(response)
-    return (announced[-1] if announced else response).strip()
+    return (announced[-1].strip().rstrip("*_`") if announced else response).strip()
 
 
 def search_r1(

@@ -36,7 +36,7 @@ CORE = [
     "rich==15.0.0",
     "tensorboard==2.21.0",
     "isal==1.9.1",
-    "latex2sympy2_extended[antlr4_13_2]==1.11.0",  # the reward rules for mathematics read formulas by it ...
+    "latex2sympy2-extended[antlr4-13-2]==1.11.0",  # the reward rules for mathematics read formulas by it ...
     "sympy==1.14.0",  # ... and compare them
     "httpx==0.28.1",  # the reward rule that asks a judge
 ]

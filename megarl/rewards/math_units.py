@@ -14,12 +14,22 @@ _ONE_NAME = {
         "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre", "in inch inche",
         "ft foot feet", "yd yard", "mi mile", "g gram", "kg kilogram", "lb pound", "oz ounce", "l liter litre",
         "ml milliliter millilitre", "s sec second", "min minute", "h hr hour", "day", "week", "month", "year",
-        "dollar", "cent", "degree", "%", "mph", "unit", "sq square", "cubic cu", "way", "point", "digit", "student", "people person",
+        "dollar", "cent", "degree", "%", "mph", "unit", "sq square", "cubic cu", "per", "way", "point", "digit", "student", "people person",
         "radian rad", "gallon", "acre", "page", "marble", "apple", "coin", "side", "integer", "solution", "term", "edge",
-        "kmh km/h", "m/s", "euro", "egg", "ball", "hz", "kn", "n", "j", "w", "v", "pa", "mol", "k",
+        "kmh", "kph", "euro", "egg", "ball", "hz", "kn", "n", "j", "w", "v", "pa", "mol", "k",
     )
     for name in names.split()
 }  # fmt: skip
+_OTHER_WAYS = tuple(
+    (re.compile(pattern), other)
+    for pattern, other in (
+        (r"\bsq (\w+)", r"\1 ^ 2"),
+        (r"\bcubic (\w+)", r"\1 ^ 3"),
+        (r"\bper\b", "/"),
+        (r"\bmph\b", "mi / h"),
+        (r"\b(?:kmh|kph|kmph)\b", "km / h"),
+    )
+)
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _DEGREE = re.compile(r"(.*\S)\s*\^\\circ\s*(?:\\text\{\s*([CFK])\s*\}|([CFK]))?", re.DOTALL)
 _POWER = r"(?:\s*\^\s*(?:\d|\{\s*-?\d\s*\}))?"
@@ -80,7 +90,10 @@ def _unit(words: str) -> str:
         or any(_NO_UNITS.fullmatch(name.casefold()) for name in names)
     ):
         return ""
-    return " ".join(_ONE_NAME.get(_singular(name), _singular(name)) for name in names)
+    unit = " ".join(_ONE_NAME.get(_singular(name), _singular(name)) for name in names)
+    for pattern, other in _OTHER_WAYS:
+        unit = pattern.sub(other, unit)
+    return unit
 
 
 def _singular(word: str) -> str:

@@ -26,9 +26,14 @@ def compute_score(
     answer = last_boxed(solution_str)
     if answer is None:
         return {"score": 0.0, "pred": None, "overtime": 0.0}
-    truth = last_boxed(ground_truth)
-    same = equivalent(answer, ground_truth if truth is None else truth, time_limit)
+    same = equivalent(answer, bare_truth(ground_truth), time_limit)
     return {"score": float(bool(same)), "pred": answer.strip(), "overtime": float(same is None)}
+
+
+def bare_truth(ground_truth: str) -> str:
+    r"""The answer in a ground truth that is a whole solution, with a `\boxed{}`; else all of it."""
+    boxed = last_boxed(ground_truth)
+    return ground_truth if boxed is None else boxed
 
 
 def last_boxed(text: str) -> str | None:

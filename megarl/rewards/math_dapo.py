@@ -3,7 +3,7 @@ r"""DAPO's rule for mathematics: `Answer: x` near the end, +1 or -1 (arXiv:2503.
 import re
 from typing import Any
 
-from megarl.rewards.math_boxed import last_boxed
+from megarl.rewards.math_boxed import bare_truth, last_boxed
 from megarl.rewards.math_equality import equivalent
 
 _TAIL_CHARACTERS = 300
@@ -26,7 +26,7 @@ def compute_score(
     `overtime` is 1.0 where the comparison took too long or too much memory, which counts as wrong.
     """
     answer = extract_answer(solution_str)
-    same = answer is not None and equivalent(answer, ground_truth, time_limit)
+    same = answer is not None and equivalent(answer, bare_truth(ground_truth), time_limit)
     return {
         "score": 1.0 if same else -1.0,
         "acc": float(bool(same)),

@@ -12,10 +12,12 @@ import re
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 
 from megarl.rewards.math_text import decimal
 
+_MOST_DIGITS = 400
 _READING = ConversionConfig(lowercase_symbols=False, interpret_contains_as_eq=False)
 _FUNCTIONS = frozenset("fghFGHPQ")  # any other letter before a parenthesis is a factor
 _REPEATED = r"\\(?:bar|overline|dot)\s*(?:\{\d+\}|\d)"
@@ -29,6 +31,10 @@ _REFUSED = re.compile(
 _RENAMED = {r"\gamma": "q_{gamma}", r"\Gamma": "q_{Gamma}", "I": "q_{I}"}  # constants of the library
 _RENAMED_NAMES = re.compile(r"\\[gG]amma(?![A-Za-z])|(?<![\\A-Za-z])I(?![A-Za-z])")
 _MIXED = re.compile(r"(?<![\w.}])(\d+) (\d+)\s*/\s*(\d+)(?![\w.])")
+# Their arguments stay in braces; those of \sin and the like get parentheses: the library reads \sin{x}/2 as \sin(x/2).
+_TAKES_BRACES = re.compile(
+    r"\\(?:overline|underline|bar|vec|hat|widehat|dot|tilde|operatorname\*?|begin|end|mathbb|mathcal|mathfrak)\s*$"
+)
 _COMMANDS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1}
 
 
@@ -93,7 +99,7 @@ def with_braces(text: str) -> str:
             argument, end = _argument(text, position + 1, whole_numbers=True)
             out.append(text[position] + "{" + argument + "}")
             position = end
-        elif text[position] == "{" and not re.search(r"\\[A-Za-z]+\s*$", "".join(out)):
+        elif text[position] == "{" and not _TAKES_BRACES.search("".join(out)):
             argument, position = _argument(text, position)
             out.append("(" + argument + ")")
         elif text[position] == "\\":
@@ -154,6 +160,23 @@ def is_zero(difference: sympy.Expr) -> bool:
     expanded = sympy.expand(difference)
     if expanded.is_Rational:
         return expanded == 0
-    if expanded == 0 or sympy.simplify(difference) == 0:
-        return True
-    return difference.equals(0) is True
+    if _is_not_zero(difference):  # a proof would be looked for, for seconds
+        return False
+    return expanded == 0 or sympy.simplify(difference) == 0 or difference.equals(0) is True
+
+
+def _is_not_zero(difference: sympy.Expr) -> bool:
+    """Whether numbers show it: the value at one point, to so many digits that it is not 0."""
+    point = {
+        symbol: sympy.Rational(17 + 12 * place, 11)
+        for place, symbol in enumerate(_sorted_symbols(difference))
+    }
+    try:
+        value = difference.subs(point).evalf(15, maxn=_MOST_DIGITS, strict=True)
+    except (PrecisionExhausted, NotImplementedError, ValueError, TypeError):  # it is 0, or no number
+        return False
+    return bool(value.is_comparable or value.is_complex) and value != 0
+
+
+def _sorted_symbols(value: sympy.Expr) -> list[sympy.Symbol]:
+    return sorted(value.free_symbols, key=str)

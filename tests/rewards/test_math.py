@@ -108,6 +108,10 @@ def test_dapo_wrong(response, pred):
     assert result == {"score": -1.0, "acc": 0.0, "pred": pred, "overtime": 0.0}
 
 
+def test_dapo_takes_a_whole_solution_as_ground_truth():
+    assert math_dapo.compute_score("math_dapo", "Answer: 34", r"so $\boxed{34}$")["score"] == 1.0
+
+
 def test_dapo_overtime_is_wrong():
     result = math_dapo.compute_score("math_dapo", "Answer: 100000000!", "9^{9^{9^9}}", time_limit=0.5)
     assert (result["score"], result["overtime"]) == (-1.0, 1.0)

@@ -286,6 +286,7 @@ FLAGS: Mapping[str, str] = {
     "prompt-data": "data.train_files=FILE",
     "input-key": "data.prompt_key=NAME",
     "label-key": "data.answer_key=NAME",
+    "tool-key": "data.tools_key=NAME",
     "apply-chat-template": "nothing: chat messages always go through the tokenizer's template",
     "apply-chat-template-kwargs": "data.apply_chat_template_kwargs={...}",
     "rollout-shuffle": "data.shuffle=true",
@@ -377,8 +378,7 @@ COMMANDS: Mapping[str, str] = {
     "main_generation": "use megarl eval",
     "main_eval": "use megarl eval",
     "fsdp_sft_trainer": "use megarl sft",
-    "preprocess": "use tools/preprocess_gsm8k.py, or write Parquet files of any columns: data.prompt_key and data.answer_key "
-    "name them",
+    "preprocess": "use tools/preprocess_gsm8k.py, or Parquet files of any columns, as data.prompt_key and data.answer_key say",
 }
 
 

@@ -314,8 +314,15 @@ class EvalDataConfig:
     prompt_key: str = option("Column of the prompt: chat messages, or a text (the user's message).", "prompt")
     reward_fn_key: str = option(REWARD_FN_KEY_HELP, "data_source")
     answer_key: str | None = option(ANSWER_KEY_HELP, "reward_model.ground_truth")
+    tools_key: str | None = option(
+        "Column of a row's tools, a list of JSON schemas (or JSON text) that the chat template is given; null: rows have none. "
+        "Parquet files may lack a column of the usual name, but not one that is named otherwise.",
+        "tools",
+    )
     apply_chat_template_kwargs: dict[str, Any] | None = option(
-        "What the chat template is given besides the messages, for example enable_thinking: false.", None
+        "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
+        "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place.",
+        None,
     )
     max_prompt_length: int = option("Tokens of a prompt, chat template included.", ge=1)
     max_response_length: int = option("Most tokens of a response.", ge=1)

@@ -7,7 +7,14 @@ from typing import Any
 import pyarrow as pa
 from rich.progress import Progress
 
-from megarl.data.files import Column, RowErrors, iter_rows, missing_columns, num_rows
+from megarl.data.files import (
+    Column,
+    RowErrors,
+    iter_rows,
+    missing_columns,
+    num_rows,
+    without_filled_nulls,
+)
 from megarl.data.prompts import PROGRESS_FROM_ROWS, unique_stems
 from megarl.data.sources import resolve_files
 
@@ -20,6 +27,7 @@ def read_examples(
     convert: Callable[[dict[str, Any]], Rows],
     schema: pa.Schema,
     needed: Callable[[Sequence[str]], Sequence[Column]] = lambda _: (),
+    chats: Sequence[str] = (),
 ) -> pa.Table:
     """The examples of all rows, in file order.
 
@@ -28,6 +36,7 @@ def read_examples(
         keys: of the columns that `convert` reads; they may be dotted ("extra_info.answer").
         convert: from a row to its examples (none: it is left out), without their uid; its ValueErrors are of the row.
         needed: from the columns that a file has to those that it must have.
+        chats: those of `keys` that hold chats, tools or keywords of the chat template (see `without_filled_nulls`).
         schema: of the examples, with `uid`: "<file stem>:<row in file>", and with "/<number>" of several of a row.
 
     Raises:
@@ -45,7 +54,7 @@ def read_examples(
                 continue
             for number, row in iter_rows(path, columns):
                 try:
-                    examples = convert(row)
+                    examples = convert(without_filled_nulls(row, chats, path))
                 except ValueError as error:
                     errors.add(path, number, str(error))
                     examples = []

@@ -24,10 +24,12 @@ class Column:
     Attributes:
         name: dotted for a field of a struct, such as "extra_info.answer".
         setting: what to set where a file has no such column, such as "data.prompt_key".
+        by_row: rows may lack it, so that a file of JSON lines, whose first row alone is looked at, says nothing of it.
     """
 
     name: str
     setting: str
+    by_row: bool = False
 
 
 def iter_rows(
@@ -39,7 +41,7 @@ def iter_rows(
         columns: top-level columns to read of a Parquet file, those that it has; null reads all.
 
     Raises:
-        ValueError: unknown suffix, unreadable file, or a line that is no JSON object (named by its row
+        ValueError: unknown suffix, unreadable file, columns that pyarrow cannot read, or a line that is no JSON object (named by its row
             number).
     """
     if is_parquet(path):
@@ -91,7 +93,10 @@ def missing_columns(path: DataFile | Path, needed: Callable[[Sequence[str]], Seq
     if present is None:
         return None
     missing = [
-        column for column in needed(present) if not {column.name, column.name.split(".")[0]} & set(present)
+        column
+        for column in needed(present)
+        if not {column.name, column.name.split(".")[0]} & set(present)
+        and (is_parquet(path) or not column.by_row)
     ]
     if not missing:
         return None
@@ -117,10 +122,77 @@ def _iter_parquet(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_parquet(path) as file:
         number = 0
-        for block in file.iter_batches(batch_size=READ_BLOCK_ROWS, columns=chosen_columns(file, columns)):
-            for row in block.to_pylist():
-                yield number, row
-                number += 1
+        for group in range(file.num_row_groups):
+            for block in read_group(file, path, group, columns):
+                for row in parquet_rows(block):
+                    yield number, row
+                    number += 1
+
+
+def read_group(
+    file: pq.ParquetFile, path: DataFile | Path, group: int, columns: Sequence[str] | None
+) -> Iterator[pa.RecordBatch]:
+    """Blocks of a row group. One at a time: pyarrow cannot put nested columns of two together where their texts come in
+    several chunks (dictionaries; string views, by version).
+
+    Raises:
+        ValueError: a damaged file, or a type that pyarrow cannot read.
+    """
+    chosen = chosen_columns(file, columns)
+    blocks = file.iter_batches(batch_size=READ_BLOCK_ROWS, row_groups=[group], columns=chosen)
+    while True:
+        try:
+            block = next(blocks, None)
+        except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+            types = ", ".join(f"{name} {file.schema_arrow.field(name).type}" for name in chosen)
+            raise ValueError(
+                f"data file {path} cannot be read: {error} (columns: {types}); write it anew with plain string and "
+                "list types"
+            ) from error
+        if block is None:
+            return
+        yield block
+
+
+def parquet_rows(block: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a block as Python values, maps as dicts. ValueError: a map has a key twice."""
+    try:
+        return block.to_pylist(maps_as_pydicts="strict")
+    except KeyError as error:
+        raise ValueError(f"a map has a key twice: {error}") from error
+
+
+def without_filled_nulls(row: dict[str, Any], keys: Sequence[str], path: DataFile | Path) -> dict[str, Any]:
+    """A row of the file `path`; if that is Parquet, without the nulls that its columns `keys` (dotted or not) have for
+    absent fields.
+
+    The structs of an Arrow column all have the same fields: a message, an argument or a property of a JSON
+    schema that one row has is null in all others, at any depth. A template would show them as if they had been
+    said. Null and absent cannot be told apart there, so every null of a struct is dropped but a message's `content`.
+    """
+    if path.suffix != ".parquet":
+        return row
+    row = dict(row)
+    for key in keys:
+        holder, *rest = [key] if key in row else key.split(".")
+        if not rest and holder in row:
+            row[holder] = _dense(row[holder])
+        elif isinstance(row.get(holder), dict):
+            row[holder] = without_filled_nulls(row[holder], [".".join(rest)], path)
+    return row
+
+
+def _dense(value: Any, may_be_message: bool = True) -> Any:
+    if isinstance(value, list):
+        return [_dense(item, may_be_message) for item in value]
+    if not isinstance(value, dict):
+        return value
+    is_message = may_be_message and "role" in value
+    return {
+        name: _dense(item, False)
+        for name, item in value.items()
+        if item is not None or (is_message and name == "content")
+    }
 
 
 def _iter_json_lines(path: DataFile | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -179,42 +251,6 @@ def lookup(row: dict[str, Any], key: str, setting: str | None = None) -> Any:
             raise ValueError(f"no {key!r}: {place} holds {found}{advice}")
         value = value[part]
     return value
-
-
-def check_messages(messages: Any, key: str) -> list[dict[str, str]]:
-    """Check a chat: a non-empty list of {role, content} strings; returned with these two keys only.
-
-    Raises:
-        ValueError: naming the message that is wrong.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{key!r} must be a non-empty list of {{role, content}}, found {_brief(messages)}")
-    for position, message in enumerate(messages):
-        for field in ("role", "content"):
-            value = message.get(field) if isinstance(message, dict) else None
-            if not isinstance(value, str) or (field == "role" and not value):
-                raise ValueError(
-                    f"{key!r} message {position} needs the string {field!r}, found {_brief(message)}"
-                )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def prompt_messages(prompt: Any, key: str) -> list[dict[str, str]]:
-    """A prompt as chat messages: it is a list of them, or the text of one, the user's.
-
-    Raises:
-        ValueError: it is neither, or an empty text.
-    """
-    if prompt == "":
-        raise ValueError(f"{key!r} is an empty text")
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return check_messages(prompt, key)
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class RowErrors:

@@ -1,7 +1,8 @@
 """Prompts from Parquet or JSON lines files: in the schema that verl's users have, or with columns that settings name.
 
 Columns: `data_source` string; `prompt` list of {role, content}, or a user's text; `reward_model` struct {style,
-ground_truth}; `extra_info` struct (optional, whatever it holds; kept as JSON).
+ground_truth}; `extra_info` struct (optional, whatever it holds; kept as JSON); `tools` and `chat_template_kwargs` (optional,
+for the chat template).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 from rich.progress import Progress
 
+from megarl.data.chats import TOOLS_KEY, ChatKeywords, prompt_messages
 from megarl.data.files import (
     Column,
     RowErrors,
@@ -24,11 +26,11 @@ from megarl.data.files import (
     lookup,
     missing_columns,
     num_rows,
-    prompt_messages,
+    without_filled_nulls,
 )
 from megarl.data.sources import DataFile, resolve_files
 from megarl.data.tokenizer import encode_texts, render_text
-from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA
+from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, TEMPLATE_KWARGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +60,8 @@ class PromptReader:
     """Makes prompt tables of rows, and collects what is wrong with them.
 
     Attributes:
-        schema: of the tables: `PROMPT_SCHEMA`, and MESSAGES with keep_messages.
+        schema: of the tables: `PROMPT_SCHEMA`, MESSAGES with keep_messages, and TEMPLATE_KWARGS with that or
+            keep_template_kwargs.
         errors: the wrong rows so far.
         num_filtered: rows left out so far as longer than `max_prompt_length`.
     """
@@ -76,6 +79,8 @@ class PromptReader:
         filter_overlong_prompts: bool = False,
         keep_messages: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools_key: str | None = TOOLS_KEY,
+        keep_template_kwargs: bool = False,
     ) -> None:
         """
         Args:
@@ -89,7 +94,10 @@ class PromptReader:
                 there.
             filter_overlong_prompts: leave longer prompts out instead.
             keep_messages: give the table a further column, MESSAGES: the chat messages as JSON.
-            chat_template_kwargs: what the chat template is given besides the messages.
+            chat_template_kwargs: what the chat template is given besides the messages; a row's own win.
+            tools_key: the column of a row's tools, dotted or not; None: no row has any.
+            keep_template_kwargs: give the table a further column, TEMPLATE_KWARGS: what the row's chat template is
+                given besides the messages, as JSON, for those who go on with the chat. keep_messages implies it.
 
         Raises:
             ValueError: an unknown truncation, or a length below 1.
@@ -111,10 +119,10 @@ class PromptReader:
         self.max_length = max_prompt_length
         self._truncation = truncation
         self._filter = filter_overlong_prompts
-        self._template_kwargs = chat_template_kwargs
-        self.schema = (
-            PROMPT_SCHEMA.append(pa.field(MESSAGES, pa.string())) if keep_messages else PROMPT_SCHEMA
-        )
+        self._keywords = ChatKeywords(tools_key, chat_template_kwargs)
+        kept = {MESSAGES: keep_messages, TEMPLATE_KWARGS: keep_messages or keep_template_kwargs}
+        further = [pa.field(name, pa.string()) for name, keep in kept.items() if keep]
+        self.schema = pa.schema([*PROMPT_SCHEMA, *further])
         self.errors = RowErrors()
         self.num_filtered = 0
 
@@ -122,12 +130,18 @@ class PromptReader:
     def columns(self) -> list[str]:
         """The columns of a file that are read, as far as it has them."""
         answer = [] if self._answer is None else [self._answer.name]
-        keys = (self._prompt.name, self._source.name, *answer, "reward_model", "extra_info")
+        keys = (*self.chat_columns, self._source.name, *answer, "reward_model", "extra_info")
         return list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
+
+    @property
+    def chat_columns(self) -> list[str]:
+        """The columns of chats and what belongs to them (see `without_filled_nulls`)."""
+        return [self._prompt.name, *self._keywords.columns]
 
     def has_columns(self, file: DataFile) -> bool:
         """Whether a file has the columns that its rows must have; what it lacks is noted."""
-        columns = [column for column in (self._prompt, self._source, self._answer) if column is not None]
+        named = (self._prompt, self._source, self._answer, *self._keywords.needed)
+        columns = [column for column in named if column is not None]
         needed = [column for column in columns if column.name not in self._may_lack]
         problem = missing_columns(file, lambda _: needed)
         if problem is not None:
@@ -149,7 +163,9 @@ class PromptReader:
         """One row with its prompt rendered to `text`, or None after noting what is wrong with it."""
         try:
             key = self._prompt.name
-            messages = prompt_messages(lookup(row.values, key, self._prompt.setting), key)
+            values = without_filled_nulls(row.values, self.chat_columns, row.file)
+            messages = prompt_messages(lookup(values, key, self._prompt.setting), key)
+            keywords = self._keywords.of_row(values)
             return {
                 "data_source": self._data_source(row.values),
                 "ground_truth": self._ground_truth(row.values),
@@ -158,9 +174,10 @@ class PromptReader:
                     self._tokenizer,
                     messages,
                     add_generation_prompt=True,
-                    template_kwargs=self._template_kwargs,
+                    template_kwargs=keywords,
                 ),
                 MESSAGES: _to_json(messages, key),
+                TEMPLATE_KWARGS: _to_json(keywords, "chat_template_kwargs"),
             }
         except ValueError as error:
             self.errors.add(row.file, row.number, str(error))

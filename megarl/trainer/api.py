@@ -73,7 +73,12 @@ class DataCollector:
     ) -> None:
         self._config, self._run, self._roles, self._models, self._scorer = config, run, roles, models, scorer
         self._rewards = Rewards(run, scorer, models.tokenizer, *score_weights(config))
-        self.supply = PromptSupply(config.data, models.tokenizer, self._check)
+        self.supply = PromptSupply(
+            config.data,
+            models.tokenizer,
+            self._check,
+            several_turns=config.actor_rollout_ref.rollout.multi_turn.enable,
+        )
         self.version = 0  # of the weights that the engines hold
 
     def collect(self, prompts: Prompts) -> TrainingData:

@@ -29,17 +29,22 @@ class HasTable(Protocol):
     table: pa.Table
 
 
-Prompts = Sequence[str | Sequence[Mapping[str, str]] | Mapping[str, Any]] | pa.Table | HasTable
+Prompts = Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]] | pa.Table | HasTable
 
 
 class PromptSupply:
     """Batches of the prompts that are given, which go on where they ended when the same are given again."""
 
     def __init__(
-        self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, check: Callable[[pa.Table], None]
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        check: Callable[[pa.Table], None],
+        several_turns: bool = False,
     ) -> None:
-        """`check`: raises a ValueError for prompts that the run cannot use."""
+        """`check`: raises a ValueError for prompts that the run cannot use; `several_turns`: see `read_prompts`."""
         self._data, self._tokenizer, self._check = data, tokenizer, check
+        self._several_turns = several_turns
         self._given: Any = None
         self._digest: str | None = None  # of the prompts that were given last
         self._loader: BatchLoader | None = None  # None: they are fewer than a batch
@@ -92,7 +97,8 @@ class PromptSupply:
                     "PromptDataset's; give rows as a list of dicts instead (table.to_pylist())"
                 )
         else:
-            reader = PromptReader(self._tokenizer, may_lack=(ANSWER_KEY,), **reading(data))
+            keywords = reading(data, self._several_turns)
+            reader = PromptReader(self._tokenizer, may_lack=(ANSWER_KEY,), **keywords)
             file = DataFile("prompts")
             rows = [
                 Row(file, number, f"prompt:{number}", _row(number, prompt, data))

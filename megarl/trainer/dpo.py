@@ -81,6 +81,7 @@ def load_preferences(config: DPOConfig) -> tuple[PreferenceChats, PreferenceChat
             keys=preference_keys(data),
             truncation=data.truncation,
             chat_template_kwargs=data.apply_chat_template_kwargs,
+            tools_key=data.tools_key,
         )
 
     return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)

@@ -109,7 +109,10 @@ def load_problems(
         held_out[name] = (val_set.files, number, val_set_sampling(val_set, val_kwargs))
     sets = []
     for name, (files, number, sampling) in held_out.items():
-        problems = read_prompts(data, files, tokenizer, number, may_lack=may_lack(config)).table
+        plays = config.rollout.multi_turn.enable
+        problems = read_prompts(
+            data, files, tokenizer, number, may_lack=may_lack(config), several_turns=plays
+        ).table
         check_prompts(scorer, problems)
         sets.append(ValidationSet(name, problems, sampling))
     return sets

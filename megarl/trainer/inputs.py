@@ -84,18 +84,19 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
     """
     data, models = config.data, load_model_inputs(config)
     tokenizer, optional = models.tokenizer, may_lack(config)
+    plays = config.actor_rollout_ref.rollout.multi_turn.enable
 
     def check(prompts: pa.Table) -> None:
         # An environment may score all by itself; a data source of which it does not is refused when it is met.
-        if needs_rules(config) and not config.actor_rollout_ref.rollout.multi_turn.enable:
+        if needs_rules(config) and not plays:
             check_prompts(scorer, prompts)
 
     def dataset(files: str | tuple[str, ...], max_samples: int = -1) -> PromptDataset:
-        read = read_prompts(data, files, tokenizer, max_samples, may_lack=optional)
+        read = read_prompts(data, files, tokenizer, max_samples, may_lack=optional, several_turns=plays)
         check(read.table)
         return read
 
-    loader, num_filtered = training_prompts(data, tokenizer, check, optional)
+    loader, num_filtered = training_prompts(data, tokenizer, check, optional, several_turns=plays)
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
     held_out = (
         {} if data.val_files is None else {"": (dataset(data.val_files, data.val_max_samples), val_kwargs)}

@@ -40,14 +40,16 @@ def may_lack(config: TrainConfig | EvalConfig) -> frozenset[str]:
     return frozenset((SOURCE_KEY,) if is_one_for_all else ())
 
 
-def reading(data: DataConfig | EvalDataConfig) -> dict[str, Any]:
-    """The keywords of `PromptReader`."""
+def reading(data: DataConfig | EvalDataConfig, several_turns: bool = False) -> dict[str, Any]:
+    """The keywords of `PromptReader`; with several turns, the chats go on after the prompt."""
     keywords: dict[str, Any] = {
         "max_prompt_length": data.max_prompt_length,
         "prompt_key": data.prompt_key,
         "data_source_key": data.reward_fn_key,
         "answer_key": data.answer_key,
         "chat_template_kwargs": data.apply_chat_template_kwargs,
+        "tools_key": data.tools_key,
+        "keep_template_kwargs": several_turns,
     }
     if isinstance(data, DataConfig):
         keywords["truncation"] = data.truncation
@@ -63,12 +65,14 @@ def read_prompts(
     max_samples: int = -1,
     uid_prefix: str = "",
     may_lack: Collection[str] = (),
+    several_turns: bool = False,
 ) -> PromptDataset:
     """All prompts of some files.
 
     Args:
         max_samples: the first so many rows; -1: all.
         may_lack: columns that rows may lack, see the function `may_lack`.
+        several_turns: an environment goes on with the chats (rollout.multi_turn).
 
     Raises:
         ValueError: names the file and row that is wrong.
@@ -79,12 +83,16 @@ def read_prompts(
         max_samples=None if max_samples == -1 else max_samples,
         uid_prefix=uid_prefix,
         may_lack=may_lack,
-        **reading(data),
+        **reading(data, several_turns),
     )
 
 
 def training_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, check: Check, may_lack: Collection[str] = ()
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    check: Check,
+    may_lack: Collection[str] = (),
+    several_turns: bool = False,
 ) -> tuple[BatchLoader, int]:
     """The loader of training prompts, and how many prompts were left out as too long.
 
@@ -93,6 +101,7 @@ def training_prompts(
     Args:
         check: raises a ValueError for prompts that the run cannot use.
         may_lack: columns that rows may lack, see the function `may_lack`.
+        several_turns: an environment goes on with the chats (rollout.multi_turn).
 
     Raises:
         ValueError: names the key, file or row that is wrong.
@@ -101,14 +110,24 @@ def training_prompts(
     if data.mixture is None:
         assert data.train_files is not None, "checked: one of the two"
         feed, num_filtered = _feed(
-            data, data.train_files, data.train_max_samples, data.seed, "", tokenizer, check, may_lack
+            data,
+            data.train_files,
+            data.train_max_samples,
+            data.seed,
+            "",
+            tokenizer,
+            check,
+            may_lack,
+            several_turns,
         )
         return BatchLoader(feed, batch_size), num_filtered
     feeds: dict[str, Feed] = {}
     total_filtered = 0
     for name, part in data.mixture.items():
         seed = zlib.crc32(f"{data.seed}/{name}".encode())  # its order does not depend on the other data sets
-        feeds[name], num_filtered = _feed(data, part.files, -1, seed, f"{name}:", tokenizer, check, may_lack)
+        feeds[name], num_filtered = _feed(
+            data, part.files, -1, seed, f"{name}:", tokenizer, check, may_lack, several_turns
+        )
         total_filtered += num_filtered
     weights = {name: part.weight for name, part in data.mixture.items()}
     return BatchLoader(MixtureFeed(feeds, weights, batch_size), batch_size), total_filtered
@@ -123,14 +142,18 @@ def _feed(
     tokenizer: PreTrainedTokenizerBase,
     check: Check,
     may_lack: Collection[str],
+    several_turns: bool,
 ) -> tuple[Feed, int]:
     if not data.streaming:
-        dataset = read_prompts(data, files, tokenizer, max_samples, uid_prefix, may_lack)
+        dataset = read_prompts(data, files, tokenizer, max_samples, uid_prefix, may_lack, several_turns)
         check(dataset.table)
         return TableFeed(dataset.table, make_sampler(data.sampler, data.shuffle), seed), dataset.num_filtered
     limit = None if max_samples == -1 else max_samples
     piece_rows = max(1, data.stream_window_rows // PIECES_A_WINDOW)
-    reader, found = PromptReader(tokenizer, may_lack=may_lack, **reading(data)), resolve_files(files)
+    reader, found = (
+        PromptReader(tokenizer, may_lack=may_lack, **reading(data, several_turns)),
+        resolve_files(files),
+    )
     for file in found:
         reader.has_columns(file)
     reader.errors.raise_if_any()

@@ -115,6 +115,7 @@ def load_preferences(
         truncation=data.truncation,
         end_at_eos=data.end_at_eos,
         chat_template_kwargs=data.apply_chat_template_kwargs,
+        tools_key=data.tools_key,
     )
 
 
@@ -141,6 +142,7 @@ def load_answers(config: RMConfig, training: pa.Table, tokenizer: PreTrainedToke
         max_length=data.max_length,
         end_at_eos=data.end_at_eos,
         chat_template_kwargs=data.apply_chat_template_kwargs,
+        tools_key=data.tools_key,
     )
     return answers if num is None else answers.slice(0, num)
 

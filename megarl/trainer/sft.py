@@ -68,6 +68,7 @@ def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:
             append_eos=data.append_eos,
             truncation=data.truncation,
             chat_template_kwargs=data.apply_chat_template_kwargs,
+            tools_key=data.tools_key,
         )
 
     return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)

@@ -1,3 +1,6 @@
+import base64
+from types import SimpleNamespace
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -108,3 +111,84 @@ def test_write_parquet_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
         files.write_parquet(pa.table({"a": [2]}), path)
     assert pq.read_table(path)["a"].to_pylist() == [1]
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.parquet"]
+
+
+def chat_type(text):
+    return pa.list_(pa.struct([("role", text), ("content", text)]))
+
+
+def write_as(path, rows, stored, row_group_size):
+    """A Parquet file of chats whose Arrow schema says `stored`, as another writer leaves it."""
+    table = pa.table({"messages": pa.array(rows, chat_type(pa.string()))})
+    schema = pa.schema([("messages", stored)]).serialize().to_pybytes()
+    with pq.ParquetWriter(path, table.schema, store_schema=False) as writer:
+        writer.write_table(table, row_group_size=row_group_size)
+        writer.add_key_value_metadata({"ARROW:schema": base64.b64encode(schema).decode()})
+    assert pq.ParquetFile(path).schema_arrow.field("messages").type == stored
+
+
+@pytest.mark.parametrize(
+    "text", [pa.string_view(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_chats_of_any_text_type_are_read_over_row_groups(tmp_path, text):
+    """pyarrow reads no nested dictionaries over several row groups at once."""
+    rows = [[{"role": "user", "content": f"{row} {'x' * (row % 7)}"}] for row in range(3000)]
+    write_as(tmp_path / "x.parquet", rows, chat_type(text), 700)
+    assert [row["messages"] for _, row in files.iter_rows(tmp_path / "x.parquet")] == rows
+
+
+def test_columns_that_cannot_be_read_are_named(tmp_path):
+    def unreadable(**_):
+        raise pa.ArrowNotImplementedError("Nested data conversions")
+        yield
+
+    schema = pa.schema([("messages", chat_type(pa.string_view()))])
+    file = SimpleNamespace(schema_arrow=schema, iter_batches=unreadable)
+    with pytest.raises(
+        ValueError, match=r"x\.parquet cannot be read: Nested .*messages list<.*string_view.*anew"
+    ):
+        list(files.read_group(file, tmp_path / "x.parquet", 0, ["messages"]))
+
+
+def test_maps_are_dicts(tmp_path):
+    path = tmp_path / "x.parquet"
+    kind = pa.map_(pa.string(), pa.int64())
+    pq.write_table(pa.table({"a": pa.array([{"x": 1, "y": 2}], kind)}), path)
+    assert [row for _, row in files.iter_rows(path)] == [{"a": {"x": 1, "y": 2}}]
+    pq.write_table(pa.table({"a": pa.array([[("x", 1), ("x", 2)]], kind)}), path)
+    with pytest.raises(ValueError, match="a map has a key twice"):
+        list(files.iter_rows(path))
+
+
+def test_nulls_of_absent_fields_are_dropped_from_chats_of_parquet(tmp_path):
+    def message(role, content, **fields):
+        return {"role": role, "content": content, **fields}
+
+    def tool(**properties):
+        return {"function": {"name": "f", "parameters": {"properties": properties}}}
+
+    calls = [
+        {"function": {"name": "f", "arguments": {"x": 1}}},
+        {"function": {"name": "g", "arguments": {"y": "z"}}},
+    ]
+    rows = [
+        {"a": {"chat": [message("user", "a"), message("assistant", None, tool_calls=calls)]}},
+        {"a": {"chat": [message("user", "b", name="Ann")]}},
+    ]
+    rows[0] |= {"tools": [tool(role={"type": "string"})], "other": {"p": 1}}
+    rows[1] |= {"tools": [tool(content={"type": "string", "enum": ["u"]})], "other": {"q": 2}}
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    found = [
+        files.without_filled_nulls(row, ["a.chat", "tools", "no.such"], path)
+        for _, row in files.iter_rows(path)
+    ]
+    for row in rows:
+        row["other"] = {"p": None, "q": None, **row["other"]}
+    assert found == rows
+    assert files.without_filled_nulls(
+        {"a": None, "tools": [{"x": None}]}, ["tools"], tmp_path / "x.jsonl"
+    ) == {
+        "a": None,
+        "tools": [{"x": None}],
+    }

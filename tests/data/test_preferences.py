@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pyarrow as pa
@@ -210,3 +211,30 @@ def test_reference_answers(tokenizer, tmp_path):
     line = r"y\.jsonl: no column 'question', 'answer' \(columns: prompt, extra\); set data.prompt_key; data.normalize_res"
     with pytest.raises(ValueError, match=line):
         read_answers(path, tokenizer, response_key="answer", **options | {"prompt_key": "question"})
+
+
+def test_a_text_ends_as_a_policy_ends_it(tokenizer):
+    """A policy of a template whose turns end with the next role's token stops at that."""
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    own.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    chat = [QUESTION, answer("5")]
+    whole = tokenize_whole_chat(own, chat, end_at_eos=False)
+    assert tokenize_whole_chat(own, chat, end_at_eos=True) == [*whole, own.convert_tokens_to_ids("<|user|>")]
+
+
+def test_rows_with_tools_and_keywords(tokenizer, tmp_path):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{{ style }}{% for t in tools or [] %}{{ t.name }}{% endfor %}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{"name": "f"}]}
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist([row, {**row, "tools": None}]), path)
+    config = {"style": "s", "tools": [{"name": "g"}]}
+    table = PreferenceDataset(path, own, max_length=64, chat_template_kwargs=config, end_at_eos=False).table
+    texts = [[own.decode(ids) for ids in row] for row in table["input_ids"].to_pylist()]
+    assert texts == [["sf|a|b", "sf|a|c"], ["sg|a|b", "sg|a|c"]]
+    options = {"prompt_key": "prompt", "response_key": "chosen", "max_length": 64, "end_at_eos": False}
+    answers = read_answers(path, own, chat_template_kwargs=config, **options)
+    assert [own.decode(ids) for ids in answers["input_ids"].to_pylist()] == ["sf|a|b", "sg|a|b"]
+    with pytest.raises(ValueError, match=r"x\.parquet: no column 'list' .*set data.tools_key"):
+        PreferenceDataset(path, own, max_length=64, tools_key="list")

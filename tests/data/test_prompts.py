@@ -8,7 +8,7 @@ import pytest
 from megarl.data.loader import TableLoader
 from megarl.data.prompts import PromptDataset, truncate
 from megarl.data.tokenizer import render_prompt
-from megarl.data.trajectories import PROMPT_SCHEMA, expand_prompts
+from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, TEMPLATE_KWARGS, expand_prompts
 from tests.data.shared import prompt_row
 
 
@@ -292,3 +292,68 @@ def test_a_loader_yields_prompt_tables(tokenizer, tmp_path):
     assert all(batch.schema == PROMPT_SCHEMA for batch in batches)
     for batch in batches:
         assert [f"train:{truth}" for truth in batch["ground_truth"].to_pylist()] == batch["uid"].to_pylist()
+
+
+KEYWORDS_SHOWN = (
+    "{{ style }}:{% for t in tools or [] %}{{ t.name }},{% endfor %}"
+    "{% for m in messages %}{{ m.name }}={{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def test_tools_and_keywords_of_rows_and_of_the_configuration(tokenizer, tmp_path):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = KEYWORDS_SHOWN
+    rows = [
+        prompt_row(
+            prompt=[{"role": "user", "name": "Ann", "content": "a"}], extra_info={"tools": [{"name": "f"}]}
+        ),
+        prompt_row(
+            prompt=json.dumps([{"role": "user", "name": "Bob", "content": "b"}]),
+            chat_template_kwargs={"style": "row"},
+        ),
+        prompt_row(prompt=[{"role": "user", "content": "c"}], tools=[{"name": "unread"}], extra_info={}),
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keywords = {"style": "all", "tools": [{"name": "g"}]}
+    table = PromptDataset(
+        path,
+        own,
+        max_prompt_length=64,
+        chat_template_kwargs=keywords,
+        tools_key="extra_info.tools",
+        keep_template_kwargs=True,
+    ).table
+    assert [own.decode(ids) for ids in table["prompt_ids"].to_pylist()] == [
+        "all:f,Ann=a;>",
+        "row:g,Bob=b;>",
+        "all:g,=c;>",
+    ]
+    kept = [json.loads(text) for text in table[TEMPLATE_KWARGS].to_pylist()]
+    assert kept == [keywords | {"tools": [{"name": "f"}]}, keywords | {"style": "row"}, keywords]
+    assert MESSAGES not in table.column_names
+    assert expand_prompts(table, 1)[TEMPLATE_KWARGS].to_pylist() == table[TEMPLATE_KWARGS].to_pylist()
+
+
+def test_messages_are_kept_with_all_their_fields(tokenizer, tmp_path):
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    chat = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": "1"},
+    ]
+    path = write(tmp_path / "x.parquet", [prompt_row(prompt=chat)])
+    with pytest.warns(UserWarning, match="does not write the tool_calls"):
+        table = PromptDataset(path, tokenizer, max_prompt_length=64, keep_messages=True).table
+    assert json.loads(table[MESSAGES][0].as_py()) == chat
+
+
+def test_wrong_tools_are_named_by_row(tokenizer, tmp_path):
+    path = write(tmp_path / "x.parquet", [prompt_row(tools=["f"])])
+    with pytest.raises(ValueError, match=r"x\.parquet row 0: 'tools' must be a list of objects"):
+        PromptDataset(path, tokenizer, max_prompt_length=64)
+    PromptDataset(path, tokenizer, max_prompt_length=64, tools_key=None)
+    with pytest.raises(ValueError, match=r"x\.parquet: no column 'tool_list' .*set data.tools_key"):
+        PromptDataset(path, tokenizer, max_prompt_length=64, tools_key="tool_list")
+    rows = [prompt_row(), prompt_row(tool_list=[{"name": "f"}])]  # JSON lines have no schema
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    PromptDataset(path.with_suffix(".jsonl"), tokenizer, max_prompt_length=64, tools_key="tool_list")

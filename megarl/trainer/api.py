@@ -39,6 +39,7 @@ from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import ModelInputs, load_model_inputs
 from megarl.trainer.nonfinite import whole_step
+from megarl.trainer.opening import model_text
 from megarl.trainer.ppo import collect, epochs, learn
 from megarl.trainer.ptx import load_ptx
 from megarl.trainer.reward_model import score_weights
@@ -158,7 +159,10 @@ class Trainer:
         with ExitStack() as stack:  # closes what was opened if something fails on the way
             scorer = stack.enter_context(make_scorer(self.config, function))
             models = load_model_inputs(self.config)
-            self._run = stack.enter_context(open_run(self.config, total_steps=num_steps, signals=False))
+            facts = {"model": model_text(self.config.actor_rollout_ref.model.path, models.model)}
+            self._run = stack.enter_context(
+                open_run(self.config, total_steps=num_steps, facts=facts, signals=False)
+            )
             self._run.show_rewards(scorer)
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)

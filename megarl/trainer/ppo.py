@@ -34,7 +34,7 @@ def train(config: TrainConfig, premises: Premises | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
-        with open_run(config, inputs.num_steps, premises) as run:
+        with open_run(config, inputs.num_steps, premises, facts=inputs.facts(config)) as run:
             run.show_rewards(scorer)
             if inputs.num_filtered:
                 run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")

@@ -22,7 +22,6 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -31,11 +30,13 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megarl.files import naming, whole_file
+from megarl.trainer.pace import Pace
 from megarl.trainer.trackers import TRACKERS, TrackedRun, open_trackers
 
 METRICS_FILE = "metrics.jsonl"  # the sink "file"
 TENSORBOARD_FOLDER = "tensorboard"
 SINKS = ("console", "tensorboard", "file", *TRACKERS)
+SAMPLE_CHARACTERS = 300  # of a prompt or response on the console
 DEFAULT_SINKS = ("console", "tensorboard")
 
 
@@ -106,7 +107,10 @@ class RunLogger:
         assert tracked is not None or not trackers, f"{trackers} need to be told of the run"
         self._trackers = open_trackers(trackers, tracked, self.folder) if tracked is not None else []
         self._progress = _progress(self.console, enabled=self._to_console)
-        self._task = self._progress.add_task(description, total=total_steps, completed=max(last_kept, 0))
+        self._task = self._progress.add_task(
+            description, total=total_steps, completed=max(last_kept, 0), left=""
+        )
+        self._pace = Pace()
 
     def __enter__(self) -> "RunLogger":
         self._progress.start()
@@ -140,12 +144,15 @@ class RunLogger:
                 _write_events(self._events, step, values)
         for tracker in self._trackers:
             tracker.log(step, values)
+        if step:  # what comes before the first one is no step
+            self._pace.ended(time.monotonic(), values.get("timing_s/step"))
         if self._to_console:
-            self._print_line(step, values)
-            self._progress.update(self._task, completed=step)
+            left = None if self._total_steps is None else self._pace.left(self._total_steps - step)
+            self._print_line(step, values, left)
+            self._progress.update(self._task, completed=step, left="" if left is None else f"{left} left")
 
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show some answers of a validation, all with the same columns, in TensorBoard and in the trackers.
+        """Show some answers, all with the same columns, in TensorBoard and in the trackers; the first one on the console, cut.
 
         To be called before `log` of the same step.
 
@@ -159,20 +166,38 @@ class RunLogger:
                 _write_text(self._events, step, tag, _markdown(rows))
         for tracker in self._trackers:
             tracker.log_samples(step, tag, rows)
+        if self._to_console:
+            self._say(f"step {step}: {tag}, one of them:")
+            for name, cell in rows[0].items():
+                self._say(f"  {name}: {cut(str(cell), SAMPLE_CHARACTERS)}")
 
     def print(self, *objects: Any) -> None:
         """Print something (text, a rich table), above the progress bar where there is one."""
         self._progress.console.print(*objects)
 
-    def _print_line(self, step: int, values: Mapping[str, float]) -> None:
+    def _say(self, line: str) -> None:
         # No markup, no highlighting, no wrapping: the line is the same in a terminal, a file and a scheduler's log.
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _print_line(self, step: int, values: Mapping[str, float], left: str | None) -> None:
         total = "" if self._total_steps is None else f"/{self._total_steps}"
         parts = [f"step {step}{total}"]
         for figure in self._figures:
             name = next((name for name in figure.metrics if name in values), None)
             if name is not None:
                 parts.append(f"{figure.label} {values[name]:{figure.format}}")
-        self._progress.console.print("  ".join(parts), markup=False, highlight=False, soft_wrap=True)
+        if left is not None:
+            parts.append(f"left {left}")
+        self._say("  ".join(parts))
+
+
+def cut(text: str, length: int) -> str:
+    """A text on one line: line breaks as they are written in Python, the middle left out where it is longer than `length`."""
+    text = text.strip().replace("\n", "\\n")
+    if len(text) <= length:
+        return text
+    half = (length - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
@@ -270,7 +295,7 @@ def _progress(console: Console, enabled: bool) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
         console=console,
         # Elsewhere than on a terminal a bar would be printed again and again: the lines alone are left.
         disable=not (enabled and console.is_terminal),

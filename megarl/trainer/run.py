@@ -26,6 +26,7 @@ from megarl.cluster import (
     WorkerLost,
     abandon_cluster,
     ending_when_stuck,
+    ray_words_in,
     start_cluster,
     stop_cluster,
     stream,
@@ -357,6 +358,7 @@ def open_engine_run(
     run = Run(folder, Console(), phase_timeout=limits.phase)
     run.say(f"run folder: {folder}")
     with ExitStack() as stack:
+        stack.enter_context(ray_words_in(run.log_dir / "ray.log"))
         if address is None:  # also while the servers start
             stack.enter_context(ending_when_stuck(REQUEUE))
         cluster = start_cluster(address, num_devices, folder, premises=premises)

@@ -100,6 +100,10 @@ def test_a_killed_actor_rank(run, tmp_path):
     log = tmp_path / "run" / "logs" / "actor-rank1.log"
     assert "on 127.0.0.1) died: killed " in message
     assert f"log: {log} on 127.0.0.1, its last lines:\n  | " in message
+    # The last lines of all that is on the screen say it once more, and nobody else says anything.
+    last = message.splitlines()[-1]
+    assert last.startswith("the run ended: actor rank 1 (process ") and "on 127.0.0.1) died: killed " in last
+    assert "Warning" not in message and "(raylet)" not in (tmp_path / "stdout").read_text()
     (report,) = (tmp_path / "run" / "failures").iterdir()
     assert f"stacks and logs of all processes: {report}\n" in message
     text = report.read_text()

@@ -47,6 +47,7 @@ from megarl.data.trajectories import write_trajectories
 from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.checkpoints import find_resumed, open_store
 from megarl.trainer.dispatch import Plans
+from megarl.trainer.full_disk import naming_keys
 from megarl.trainer.kinds import premises_of
 from megarl.trainer.logger import RunLogger
 from megarl.trainer.opening import Facts, opening_lines
@@ -292,7 +293,11 @@ def open_run(
     """
     trainer, plan = config.trainer, resolve_batches(config)
     folder = Path(trainer.default_local_dir)
+    places = {"trainer.default_local_dir": folder}
+    if isinstance(config, TrainConfig):
+        places["trainer.rollout_data_dir"] = Path(trainer.rollout_data_dir)
     with ExitStack() as stack:
+        stack.enter_context(naming_keys(places))
         say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
         store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
         resumed = find_resumed(config, store, say) if resumable else None

@@ -167,7 +167,8 @@ def test_a_full_disk(task, tmp_path):
         )  # fmt: skip
         assert result.returncode == 1
         assert result.stderr.startswith(f"error: {disk}/run/hf: ")
-        assert "No space left on device" in result.stderr and "Traceback" not in result.stderr
+        assert "No space left on device; set trainer.default_local_dir to a folder" in result.stderr
+        assert "Traceback" not in result.stderr
         assert "step 1/1" in result.stdout and "(raylet)" not in result.stdout
         assert [name for name in os.listdir(disk / "run") if name.startswith("hf")] == []
 

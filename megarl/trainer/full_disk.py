@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ray
 
-from megarl.cluster import WorkerFailed
+from megarl.cluster import RayFailed, WorkerFailed
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SHARED_MEMORY = "/dev/shm"
@@ -30,7 +30,8 @@ def naming_keys(folders: Mapping[str, str | Path]) -> Iterator[None]:
         folders: where the run writes, by the key that says so.
 
     Raises:
-        OSError: names the file or folder; WorkerFailed: as the rank's.
+        OSError: names the file or folder.
+        WorkerFailed, RayFailed: theirs, with a line more.
     """
     try:
         yield
@@ -39,11 +40,12 @@ def naming_keys(folders: Mapping[str, str | Path]) -> Iterator[None]:
             raise
         place = error.filename or str(_fullest(folders))
         raise OSError(error.errno, f"{os.strerror(error.errno)}; {advice(place, folders)}", place) from error
-    except WorkerFailed as failure:
-        if _SAID.search(failure.message):
-            found = _FILE.search(failure.message)
+    except (WorkerFailed, RayFailed) as failure:
+        message = failure.message if isinstance(failure, WorkerFailed) else str(failure)
+        if _SAID.search(message):
+            found = _FILE.search(message)
             place = found[1] if found else str(_fullest(folders))
-            failure.args = (f"{failure}\n{place}: no space left on {failure.host}; {advice(place, folders)}",)
+            failure.args = (f"{failure}\n{place}: no space left; {advice(place, folders)}",)
         raise
     except (
         ray.exceptions.OutOfDiskError

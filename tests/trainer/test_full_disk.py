@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.cluster import WorkerFailed
+from megarl.cluster import RayFailed, WorkerFailed
 from megarl.cluster.errors import RankProcess
 from megarl.cluster.worker import RankError
 from megarl.data.trajectories import write_parquet
@@ -90,17 +90,27 @@ def test_a_ranks_file(disk: Path) -> None:
     for message, words in (
         (
             f"[Errno 28] No space left on device: '{disk}/run/x.pt'",
-            f"{disk}/run/x.pt: no space left on host7; set {LOCAL} to",
+            f"{disk}/run/x.pt: no space left; set {LOCAL} to",
         ),
         (
             "[Errno 122] Disk quota exceeded: '/dev/shm/megarl'",
-            "/dev/shm/megarl: no space left on host7; give the machine",
+            "/dev/shm/megarl: no space left; give the machine",
         ),
     ):
         failure = WorkerFailed(process, RankError("OSError", message, "", 0.0, ""))
         with pytest.raises(WorkerFailed) as caught, naming_keys({LOCAL: disk / "run"}):
             raise failure
         assert words in str(caught.value).splitlines()[-1]
+
+
+def test_ray_that_cannot_start() -> None:
+    told = "Ray did not start on this machine: [Errno 28] No space left on device: '/tmp/megarl-x/session'"
+    with pytest.raises(RayFailed) as caught, naming_keys({LOCAL: "run"}):
+        raise RayFailed(told)
+    assert str(caught.value).splitlines() == [
+        told,
+        "/tmp/megarl-x/session: no space left; make room there, where Ray and others have temporary files",
+    ]
 
 
 def test_other_errors_stay_as_they_are() -> None:

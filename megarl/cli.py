@@ -102,6 +102,14 @@ def _reader_is_gone() -> bool:
     return gone
 
 
+def _write_out() -> None:
+    """Write what is still to be printed, as long as somebody reads it; Python itself would complain at its end."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _reader_is_gone()
+
+
 def _plain_words(error: OSError) -> str:
     """Such as "/data/run/metrics.jsonl: No space left on device"."""
     return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
@@ -307,7 +315,10 @@ RUNNERS = {
 def program() -> NoReturn:
     """The command `megarl`: `main`, and the process ends with its exit code whatever signals come on the way out."""
     try:
-        sys.exit(main())
+        try:
+            sys.exit(main())
+        finally:
+            _write_out()
     finally:  # Python takes a second to end; a job's signal would make a failure of a run that is whole
         for number in JOB_SIGNALS:
             signal.signal(number, signal.SIG_IGN)

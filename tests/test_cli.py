@@ -1,5 +1,6 @@
 """Mistakes that users make: one message without a traceback, exit code 2, soon, and before anything is started."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -121,11 +122,16 @@ def test_help_shows_a_command_that_works_and_where_the_keys_are(command, capsys)
             assert rest == ["outputs/demo"]
 
 
-def test_a_reader_that_stops_is_no_error() -> None:
-    """As `megarl config RECIPE | head` does once it has its lines; exit code: that of a process which SIGPIPE ends."""
-    command = f"{sys.executable} -m megarl.cli config --reference | true; echo ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (result.stdout, result.stderr) == ("141\n", "")
+@pytest.mark.parametrize(("arguments", "code"), [("config --reference", 141), ("--help", 0)])
+def test_a_reader_that_stops_is_no_error(arguments: str, code: int) -> None:
+    """As `megarl config RECIPE | head` does once it has its lines; 141 is the exit code of a process which SIGPIPE ends."""
+    command = f"{sys.executable} -m megarl.cli {arguments} | true; echo ${{PIPESTATUS[0]}}"
+    for unbuffered in ("", "1"):  # Python writes at its end, or at once
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        result = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert (result.stdout, result.stderr) == (f"{code}\n", "")
 
 
 def test_only_what_is_missing_is_said_to_be_missing() -> None:

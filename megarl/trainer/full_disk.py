@@ -60,9 +60,9 @@ def advice(place: str, folders: Mapping[str, str | Path]) -> str:
     """What to do about a full disk at `place`."""
     path = Path(place).absolute()
     keys = [key for key, folder in folders.items() if path.is_relative_to(Path(folder).absolute())]
-    if keys:  # of a folder in another one's, the inner one's
-        key = max(keys, key=lambda key: len(Path(folders[key]).absolute().parts))
-        return f"set {key} to a folder on a disk with more room, or make room there"
+    if keys:  # the one that moves most comes first
+        keys.sort(key=lambda key: len(Path(folders[key]).absolute().parts))
+        return f"set {' or '.join(keys)} to a folder on a disk with more room, or make room there"
     if path.is_relative_to(SHARED_MEMORY):
         return "give the machine or the container more shared memory (docker run --shm-size)"
     return f"make room there{', where Ray and others have temporary files' if _is_temporary(path) else ''}"

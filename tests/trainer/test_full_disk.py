@@ -120,10 +120,10 @@ def test_other_errors_stay_as_they_are() -> None:
         assert caught.value is error
 
 
-def test_the_inner_folder_counts_and_temporary_ones_are_named() -> None:
+def test_each_key_that_moves_it_is_named() -> None:
     folders = {LOCAL: "run", ROLLOUTS: "run/rollouts"}
-    assert ROLLOUTS in advice("run/rollouts/step-1.parquet", folders)
-    assert LOCAL in advice("run/metrics.jsonl", folders)
+    assert advice("run/rollouts/step-1.parquet", folders).startswith(f"set {LOCAL} or {ROLLOUTS} to a folder")
+    assert advice("run/metrics.jsonl", folders).startswith(f"set {LOCAL} to a folder")
     assert (
         advice("/tmp/megarl-x/session", folders)
         == "make room there, where Ray and others have temporary files"

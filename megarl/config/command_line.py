@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable, Mapping
 
 from megarl.config.launch_options import add_launch
@@ -10,6 +11,36 @@ from megarl.config.sections import DTYPES
 
 PLAN_MEMORY, PLAN_STEP = "plan memory", "plan step"  # commands of two words
 DOCTOR = "look at configuration, models, data and machines before a run of `megarl train`; exit code 1: it would fail"
+
+FIRST = """\
+first, in the repository's folder, on any machine, without a GPU, in minutes:
+  megarl make-task outputs/demo                     a tiny model, and word problems for it
+  megarl sft recipes/quickstart_sft.yaml            teaches it the format of answers
+  megarl train recipes/quickstart_ppo.yaml          PPO: its accuracy rises
+
+a recipe is a YAML file; every key may be given after it, over the recipe's value:
+  megarl train recipes/quickstart_ppo.yaml trainer.total_training_steps=3 trainer.seed=7
+
+docs: README.md; recipes/README.md (a recipe for each model and method); docs/config.md (every key, also printed by
+`megarl config --reference`); docs/launch.md (clusters); docs/planning.md (what fits on which GPUs)
+"""
+EXAMPLES = {
+    "train": """\
+examples:
+  megarl train recipes/quickstart_ppo.yaml                              on any machine (after make-task and sft)
+  megarl train recipes/qwen2.5_7b_ppo_gsm8k.yaml trainer.logger=wandb   on GPUs; each recipe's head says how many
+  megarl train recipes/quickstart_ppo.yaml trainer.save_freq=10         goes on from a checkpoint when started again
+  megarl doctor recipes/quickstart_ppo.yaml                             what would go wrong, before it does
+""",
+    "sft": "example:\n  megarl sft recipes/quickstart_sft.yaml optim.lr=1e-3\n",
+    "rm": "example:\n  megarl rm recipes/preference_rm.yaml trainer.total_epochs=1\n",
+    "dpo": "example:\n  megarl dpo recipes/three_stages_dpo_cpu.yaml dpo.beta=0.1\n",
+    "eval": "example:\n  megarl eval recipes/quickstart_eval.yaml model.path=outputs/demo/ppo/hf\n",
+    "doctor": "example:\n  megarl doctor recipes/quickstart_ppo.yaml\n",
+}
+KEYS = """
+keys: docs/config.md, or `megarl config --reference`; `megarl config RECIPE --changed` prints those that a recipe sets
+"""
 
 RECIPES = ("train", "sft", "rm", "dpo", "eval")
 
@@ -24,7 +55,10 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
         runners: by command, the function that its options are given to, as `run`.
     """
     parser = argparse.ArgumentParser(
-        prog="megarl", description="Reinforcement learning of large language models."
+        prog="megarl",
+        description="Reinforcement learning of large language models.",
+        epilog=FIRST,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megarl {version}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -36,7 +70,13 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
         ("eval", "accuracy of a model on held-out problems"),
         ("doctor", DOCTOR),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=textwrap.fill(text, 100),
+            epilog=EXAMPLES[name] + KEYS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_argument("recipe", help="YAML file (or the first key=value, without a file)")
         command.add_argument(
             "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
@@ -101,6 +141,9 @@ def _add_config(commands: argparse._SubParsersAction, run: Runner) -> None:
         "--command", choices=RECIPES, default="train", help="whose recipe it is (default: train)"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "--changed", action="store_true", help="print only what was given and is not the default"
+    )
     command.add_argument(
         "--reference", action="store_true", help="print the page docs/config.md: all keys of all commands"
     )

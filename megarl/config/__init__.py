@@ -38,6 +38,7 @@ from megarl.config.load import load_config, save_config, to_dict
 from megarl.config.lora_section import LoraConfig
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
 from megarl.config.resolve import (
+    evaluates,
     full_kl_in_loss,
     full_kl_in_reward,
     is_single_update,
@@ -133,6 +134,7 @@ __all__ = [
     "check_model",
     "check_models",
     "check_rollout_model",
+    "evaluates",
     "full_kl_in_loss",
     "full_kl_in_reward",
     "is_single_update",

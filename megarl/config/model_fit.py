@@ -149,11 +149,11 @@ def _layer_problems(key: str, megatron: MegatronConfig, layers: int) -> Iterator
             f"possible: {_list(possible)}, or others with num_layers_in_first_pipeline_stage or "
             "num_layers_in_last_pipeline_stage"
         )
-    elif given and (left < 0 or (left % (stages * vpp) if stages > 0 else left)):
+    elif given and (left < stages or (left % (stages * vpp) if stages > 0 else left)):
         ends = " and ".join(f"{name}={count}" for name, count in given.items())
+        wanted = "each needs at least one" if 0 <= left < stages else "they cannot be shared out evenly"
         yield (
-            f"{key}.{ends} leave {left} of num_layers={layers} for the other {max(stages, 0)} stages{chunks}; "
-            "they cannot be shared out evenly"
+            f"{key}.{ends} leave {left} of num_layers={layers} for the other {max(stages, 0)} stages{chunks}; {wanted}"
         )
 
 

@@ -111,6 +111,11 @@ def needs_ref_log_probs(config: TrainConfig) -> bool:
     return not full_kl_in_reward(config) and (config.algorithm.use_kl_in_reward or in_loss)
 
 
+def evaluates(config: TrainConfig) -> bool:
+    """Whether a step has log-probs, of policy or reference, or values computed before its updates."""
+    return not is_single_update(config) or needs_ref_log_probs(config) or config.critic is not None
+
+
 def reference_in_actor(config: TrainConfig) -> bool:
     """Whether the reference (of a resolved configuration) lives in the actor's processes: same layout, same pool."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref

@@ -81,6 +81,18 @@ def test_uneven_stages() -> None:
     ]
 
 
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_a_stage_without_a_layer(chunks: int | None) -> None:
+    ends = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 2}
+    sizes = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": chunks}
+    (line,) = lines_of(lambda: fit(MegatronConfig(**sizes, **ends), Facts()))
+    assert line.startswith(
+        f"{ACTOR}.num_layers_in_first_pipeline_stage=2 and num_layers_in_last_pipeline_stage=2 leave 0 of num_layers=4 for "
+        "the other 2 stages"
+    )
+    assert line.endswith("; each needs at least one")
+
+
 def test_experts_divide() -> None:
     fit(MegatronConfig(expert_model_parallel_size=4, expert_tensor_parallel_size=2), Facts(moe=MOE))
     lines = lines_of(

@@ -96,8 +96,10 @@ def _configured(schema: type[C], options: argparse.Namespace) -> C:
             "torchrun started several copies of this command, each of which would start all processes of the run: "
             "run it once, without torchrun; trainer.nnodes and trainer.n_gpus_per_node say how many devices there are"
         )
+    from megarl.trainer.preflight import preflight
+
     config, origins = _read(schema, options)
-    check_config(config)
+    preflight(config)
     for note in notes(config, said_here(origins, options.recipe)):
         print(f"note: {note}")
     if not isinstance(config, TuningConfig):

@@ -1,6 +1,7 @@
 """Checks of a layout against the facts of a model: what must divide what."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from math import gcd
 from typing import Protocol
 
@@ -66,8 +67,23 @@ def check_models(
         critic: those of critic.model.path; None: the same.
         reward_model: those of reward_model.model.path; None: it is not checked.
     """
+    raise_if_any(
+        "the model does not fit its layout", fit_problems(config, model, critic or model, reward_model)
+    )
+
+
+def fit_problems(
+    config: TrainConfig | TuningConfig | EvalConfig,
+    model: ModelFacts | None,
+    critic: ModelFacts | None = None,
+    reward_model: ModelFacts | None = None,
+) -> list[str]:
+    """What `check_models` raises, a line each, of the models whose facts are given.
+
+    Of a configuration that `check_config` may refuse: layouts with sizes below 1 are left out.
+    """
     config = resolve(config)
-    megatrons: list[tuple[str, MegatronConfig | None, ModelFacts]] = []
+    megatrons: list[tuple[str, MegatronConfig | None, ModelFacts | None]] = []
     rollout: tuple[str, RolloutConfig] | None = None
     if isinstance(config, TuningConfig):
         megatrons = [("megatron", config.megatron, model)]
@@ -77,8 +93,8 @@ def check_models(
         if needs_reference(config) and policy.ref.megatron != policy.actor.megatron:
             megatrons.append(("actor_rollout_ref.ref.megatron", policy.ref.megatron, model))
         if config.critic is not None:
-            megatrons.append(("critic.megatron", config.critic.megatron, critic or model))
-        if reward_model is not None:
+            megatrons.append(("critic.megatron", config.critic.megatron, critic))
+        if config.reward_model.enable:
             megatrons.append(("reward_model.megatron", config.reward_model.megatron, reward_model))
         rollout = (ROLLOUT_KEY, policy.rollout)
     else:
@@ -86,10 +102,19 @@ def check_models(
     problems = []
     for key, megatron, facts in megatrons:
         assert megatron is not None, "resolved"
-        problems += _megatron_problems(key, megatron, facts)
-    if rollout is not None:
+        if facts is not None and _positive(megatron):
+            problems += _megatron_problems(key, megatron, facts)
+    if rollout is not None and model is not None and _positive(rollout[1]):
         problems += _rollout_problems(*rollout, model)
-    raise_if_any("the model does not fit its layout", problems)
+    return problems
+
+
+def _positive(section: MegatronConfig | RolloutConfig) -> bool:
+    """Whether all sizes of groups of devices are."""
+    sizes = [
+        getattr(section, member.name) for member in fields(section) if member.name.endswith("parallel_size")
+    ]
+    return all(size is None or size >= 1 for size in sizes)
 
 
 def _widths(model: ModelFacts) -> dict[str, int]:

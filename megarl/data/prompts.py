@@ -52,7 +52,7 @@ class PromptReader:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         *,
         max_prompt_length: int,
         prompt_key: str = "prompt",
@@ -64,6 +64,7 @@ class PromptReader:
     ) -> None:
         """
         Args:
+            tokenizer: None: no tables are made, `fields` alone are read.
             max_prompt_length: tokens, chat template included.
             prompt_key: the column of the messages; may be dotted.
             data_source_key: the column that becomes `data_source`; may be dotted.
@@ -110,25 +111,34 @@ class PromptReader:
                 kept.append({"uid": row.uid, "prompt_ids": prompt, **fields})
         return pa.table({name: [row[name] for row in kept] for name in self.schema.names}, schema=self.schema)
 
+    def fields(self, values: dict[str, Any]) -> tuple[list[dict[str, str]], dict[str, str]]:
+        """The messages of a row, and what else the table has of it.
+
+        Raises:
+            ValueError: a column is missing or of another form.
+        """
+        data_source = lookup(values, self._source_key)
+        if not isinstance(data_source, str) or not data_source:
+            raise ValueError(f"{self._source_key!r} must be a string, found {data_source!r}")
+        messages = check_messages(lookup(values, self._prompt_key), self._prompt_key)
+        return messages, {
+            "data_source": data_source,
+            "ground_truth": _ground_truth(values),
+            "extra_info": _to_json(values.get("extra_info") or {}, "extra_info"),
+            MESSAGES: _to_json(messages, self._prompt_key),
+        }
+
     def _parse(self, row: Row) -> dict[str, str] | None:
         """One row with its prompt rendered to `text`, or None after noting what is wrong with it."""
         try:
-            data_source = lookup(row.values, self._source_key)
-            if not isinstance(data_source, str) or not data_source:
-                raise ValueError(f"{self._source_key!r} must be a string, found {data_source!r}")
-            messages = check_messages(lookup(row.values, self._prompt_key), self._prompt_key)
-            return {
-                "data_source": data_source,
-                "ground_truth": _ground_truth(row.values),
-                "extra_info": _to_json(row.values.get("extra_info") or {}, "extra_info"),
-                "text": render_text(
-                    self._tokenizer,
-                    messages,
-                    add_generation_prompt=True,
-                    template_kwargs=self._template_kwargs,
-                ),
-                MESSAGES: _to_json(messages, self._prompt_key),
-            }
+            messages, fields = self.fields(row.values)
+            text = render_text(
+                self._tokenizer,
+                messages,
+                add_generation_prompt=True,
+                template_kwargs=self._template_kwargs,
+            )
+            return {**fields, "text": text}
         except ValueError as error:
             self.errors.add(row.file, row.number, str(error))
             return None

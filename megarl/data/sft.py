@@ -95,7 +95,8 @@ class SftDataset:
         return self.table.num_rows
 
     def _of_chat(self, row: dict[str, Any]) -> Rows:
-        ids, mask = tokenize_chat(self._tokenizer, self._messages(row), self._template_kwargs)
+        messages = read_chat(row, self._prompt_key, self._response_key)
+        ids, mask = tokenize_chat(self._tokenizer, messages, self._template_kwargs)
         if len(ids) > self._max_length:
             self._refuse_or_count(len(ids))
             ids, mask = ids[: self._max_length], mask[: self._max_length]
@@ -104,10 +105,7 @@ class SftDataset:
         return [{"input_ids": ids, "loss_mask": mask}]
 
     def _of_text(self, row: dict[str, Any]) -> Rows:
-        text = lookup(row, self._text_key or "")
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{self._text_key!r} must be a non-empty string, found {text!r}")
-        ids = tokenize_text(self._tokenizer, text, self._append_eos)
+        ids = tokenize_text(self._tokenizer, read_text(row, self._text_key or ""), self._append_eos)
         if len(ids) < 2:
             raise ValueError(f"the text has {len(ids)} token, and nothing predicts the first one")
         pieces = [ids]
@@ -129,16 +127,34 @@ class SftDataset:
             )
         self.num_truncated += 1
 
-    def _messages(self, row: dict[str, Any]) -> list[dict[str, str]]:
-        if self._response_key is None:
-            return check_messages(lookup(row, MESSAGES_KEY), MESSAGES_KEY)
-        prompt = lookup(row, self._prompt_key)
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        response = lookup(row, self._response_key)
-        if not isinstance(response, str) or not response:
-            raise ValueError(f"{self._response_key!r} must be a non-empty string, found {response!r}")
-        return [*check_messages(prompt, self._prompt_key), {"role": "assistant", "content": response}]
+
+def read_text(row: dict[str, Any], key: str) -> str:
+    """The plain text of a row.
+
+    Raises:
+        ValueError: there is none.
+    """
+    text = lookup(row, key)
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{key!r} must be a non-empty string, found {text!r}")
+    return text
+
+
+def read_chat(row: dict[str, Any], prompt_key: str, response_key: str | None) -> list[dict[str, str]]:
+    """The chat of a row; `response_key` None: the column `messages`.
+
+    Raises:
+        ValueError: a column is missing or of another form.
+    """
+    if response_key is None:
+        return check_messages(lookup(row, MESSAGES_KEY), MESSAGES_KEY)
+    prompt = lookup(row, prompt_key)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    response = lookup(row, response_key)
+    if not isinstance(response, str) or not response:
+        raise ValueError(f"{response_key!r} must be a non-empty string, found {response!r}")
+    return [*check_messages(prompt, prompt_key), {"role": "assistant", "content": response}]
 
 
 class SftLoader(TableLoader):

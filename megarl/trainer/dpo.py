@@ -27,7 +27,8 @@ from megarl.models import read_model_config
 from megarl.trainer.adapters import check_adapters
 from megarl.trainer.dispatch import plan_rows, rows_to_share
 from megarl.trainer.export import export_hf
-from megarl.trainer.rankings import compared_chats, preference_keys
+from megarl.trainer.prompt_data import preference_keys
+from megarl.trainer.rankings import compared_chats
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.tuning import VAL_LOSS, Stages, run_steps, start_group
 

@@ -1,0 +1,79 @@
+"""What can be known to be wrong with a run before any of its processes starts, all of it in one message.
+
+It takes about a second: neither torch nor transformers nor Ray is imported, and of files only beginnings are read. What takes a
+tokenizer, every row, or another process is found where the run reads its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config import EvalConfig, TrainConfig, TuningConfig, config_problems, fit_problems, resolve
+from megarl.config.hub import fetch_models, model_problems
+from megarl.config.problems import raise_if_any
+from megarl.data.tokenizer import tokenizer_files
+from megarl.models import ModelConfig, read_model_config
+from megarl.trainer.preflight_data import data_problems
+
+Config = TrainConfig | TuningConfig | EvalConfig
+
+
+def preflight(config: Config) -> None:
+    """Check the keys of a configuration, resolved or not, and what they name: models' configurations and data.
+
+    Models that are named by their id on the Hub are looked at (and their configurations downloaded) once all keys are right.
+
+    Raises:
+        ValueError: one line for each key, file or layout that is wrong.
+    """
+    problems = config_problems(config)
+    config = resolve(config)
+    if not problems:
+        config = fetch_models(config, weights=False)
+    models, unreadable = _read_models(config)
+    problems += [*unreadable, *fit_problems(config, *models)]
+    problems += [*_tokenizer_problems(config), *data_problems(config)]
+    raise_if_any("configuration", problems)
+
+
+def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
+    """The facts of the trained or evaluated model, the critic and the reward model, None where there are none; and why."""
+    if isinstance(config, TrainConfig):
+        policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+        paths = {"actor_rollout_ref.model.path": policy.model.path}
+        paths["critic.model.path"] = None if critic is None else critic.model.path
+        paths["reward_model.model.path"] = reward.model.path if reward.enable else None
+    else:
+        paths = {"model.path": config.model.path}
+    facts: dict[str, ModelConfig | str] = {}  # by folder; what is wrong with it
+    models: list[ModelConfig | None] = []
+    for key, path in paths.items():
+        # One that is not there is config_problems' to tell; an id of the Hub's is no folder yet.
+        if path is None or list(model_problems(key, path)) or not Path(path).expanduser().is_dir():
+            models.append(None)
+            continue
+        if path not in facts:
+            try:
+                facts[path] = read_model_config(path)
+            except (ValueError, OSError) as error:
+                facts[path] = f"{key}: {error}"
+        found = facts[path]
+        models.append(None if isinstance(found, str) else found)
+    return models, [found for found in facts.values() if isinstance(found, str)]
+
+
+def _tokenizer_problems(config: Config) -> Iterator[str]:
+    """Of folders; one that is not there is config_problems' to tell."""
+    if isinstance(config, TrainConfig):
+        paths = {"actor_rollout_ref.model.tokenizer_path": config.actor_rollout_ref.model.tokenizer_path}
+        if config.reward_model.enable:
+            paths["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
+    else:
+        paths = {"model.tokenizer_path": config.model.tokenizer_path}
+    for key, path in paths.items():
+        if path is not None and Path(path).expanduser().is_dir():
+            try:
+                tokenizer_files(Path(path).expanduser())
+            except ValueError as error:
+                yield f"{key}: {error}"

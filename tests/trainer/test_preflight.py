@@ -1,0 +1,163 @@
+"""What is told of a run before any of its processes starts, all at once."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.cli import SCHEMAS, main
+from megarl.config import hub, load_config
+from megarl.trainer.preflight import preflight
+from megarl.trainer.preflight_data import ROWS
+from tests.trainer.conftest import PPO, REPOSITORY, on
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TUNING = ("data.max_length=64", "data.train_batch_size=4", "optim.lr=1e-3", "max_token_len_per_gpu=128")
+
+
+def problems(command: str, recipe: str | None, *overrides: str) -> list[str]:
+    """The lines of what is told, none where the run may start."""
+    config = load_config(SCHEMAS[command], None if recipe is None else REPOSITORY / recipe, overrides)
+    try:
+        preflight(config)
+    except ValueError as error:
+        return [line.removeprefix("  - ") for line in str(error).splitlines()[1:]]
+    return []
+
+
+@pytest.fixture
+def train(task: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    recipe, *keys = PPO
+    return lambda *overrides: problems("train", recipe, *keys, *on(task, tmp_path / "run"), *overrides)
+
+
+def wrong_file(task: Path, path: Path, change: Callable[[dict], None], first: int = 0) -> Path:
+    """The task's prompts, those from `first` on changed."""
+    rows = pq.read_table(task / "data/train.parquet").to_pylist()
+    for row in rows[first:]:
+        change(row)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_a_run_that_may_start(train: Callable[..., list[str]]) -> None:
+    assert train() == []
+
+
+def test_keys_layouts_models_and_data_are_told_together(
+    train: Callable[..., list[str]], task: Path, tmp_path: Path
+) -> None:
+    no_prompt = wrong_file(task, tmp_path / "renamed.parquet", lambda row: row.pop("prompt"))
+    (tmp_path / "cut.parquet").write_bytes((task / "data/test.parquet").read_bytes()[:-9])
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/config.json").write_text(json.dumps({"model_type": "mamba"}))
+    found = train(
+        f"{ACTOR}.ppo_mini_batch_size=7",
+        f"{ACTOR}.megatron.tensor_model_parallel_size=3",
+        f"{ROLLOUT}.tensor_model_parallel_size=3",
+        f"critic.model.path={tmp_path}/odd",
+        f"data.train_files={no_prompt}",
+        f"data.val_files={tmp_path}/cut.parquet",
+        "trainer.n_gpus_per_node=12",
+    )
+    for beginning in (
+        f"{ACTOR}.ppo_mini_batch_size=7 does not divide data.train_batch_size=8",
+        f"{ACTOR}.megatron.tensor_model_parallel_size=3 does not divide num_attention_heads=4",
+        f"{ROLLOUT}.tensor_model_parallel_size=3 does not divide num_attention_heads=4",
+        f"critic.model.path: {tmp_path}/odd: model_type 'mamba' is not supported",
+        f"data.train_files: {no_prompt} row 0: no 'prompt'",
+        f"data.val_files: data file {tmp_path}/cut.parquet is no valid Parquet file",
+    ):
+        assert sum(line.startswith(beginning) for line in found) == 1, (beginning, found)
+
+
+def test_the_command_tells_before_it_starts_anything(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr("megarl.cli._run_supervised", lambda *_: pytest.fail("a process would start"))
+    keys = [*PPO, *on(task, tmp_path / "run"), f"{ROLLOUT}.tensor_model_parallel_size=3"]
+    assert main(["train", *keys]) == 2
+    assert f"{ROLLOUT}.tensor_model_parallel_size=3" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_rows_of_each_file_are_looked_at(
+    train: Callable[..., list[str]], task: Path, tmp_path: Path
+) -> None:
+    def empty(row: dict) -> None:
+        row["prompt"] = []
+
+    late = wrong_file(task, tmp_path / "late.parquet", empty, ROWS)
+    early = wrong_file(task, tmp_path / "early.parquet", empty, ROWS - 1)
+    (line,) = train(f"data.train_files=[{late},{early}]")
+    assert line.startswith(f"data.train_files: {early} row {ROWS - 1}: 'prompt' must be a non-empty list")
+    (line,) = train(f"data.val_sets.other.files={early}")
+    assert line.startswith(f"data.val_sets.other.files: {early} row {ROWS - 1}: ")
+
+
+def test_rows_that_fill_no_batch(train: Callable[..., list[str]]) -> None:
+    (line,) = train("data.train_batch_size=72")
+    assert (
+        line
+        == "data.train_files: 64 rows, too few for one batch of data.train_batch_size=72: lower it or give more data"
+    )
+
+
+def test_sizes_that_are_none_are_told_once(train: Callable[..., list[str]]) -> None:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+        found = train(f"{ACTOR}.megatron.{name}=0")
+        assert [line for line in found if f"{ACTOR}.megatron.{name}=0" in line] == [
+            f"{ACTOR}.megatron.{name}=0 is out of range: it must be at least 1"
+        ]
+    assert any("rollout.tensor_model_parallel_size=0 is out of range" in line for line in train(
+        f"{ROLLOUT}.tensor_model_parallel_size=0"
+    ))  # fmt: skip
+
+
+def test_every_command_looks_at_its_data(task: Path, tmp_path: Path) -> None:
+    model, data = f"model.path={task}/model", task / "data/train.parquet"
+    files = f"data.train_files={data}"
+    response = "data.response_key=extra_info.answer"
+    assert problems("sft", None, *TUNING, model, f"data.train_files={task}/data/sft.parquet", response) == []
+    (line,) = problems("sft", None, *TUNING, model, files, "data.response_key=answer")
+    assert line.startswith(f"data.train_files: {data} row 0: no 'answer'")
+    (line,) = problems("sft", None, *TUNING, model, files, "data.text_key=extra_info.none")
+    assert line.startswith(f"data.train_files: {data} row 0: no 'extra_info.none'")
+    for command in ("rm", "dpo"):
+        (line,) = problems(command, None, *TUNING, model, files)
+        assert line.startswith(f"data.train_files: {data} row 0: no 'chosen'")
+    rows = [{"prompt": "one?", "chosen": "1", "rejected": "2"}] * 4
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    pairs = f"data.train_files={tmp_path}/pairs.parquet"
+    for command in ("rm", "dpo"):
+        assert problems(command, None, *TUNING, model, pairs) == []
+        (line,) = problems(command, None, *TUNING, model, pairs, f"data.val_files={data}")
+        assert line.startswith(f"data.val_files: {data} row 0: no 'chosen'")
+    evaluated = ("data.max_prompt_length=48", "data.max_response_length=8", "data.reward_fn_key=source")
+    (line,) = problems("eval", None, model, *evaluated, f"data.val_files={data}")
+    assert line.startswith(f"data.val_files: {data} row 0: no 'source'")
+
+
+def test_a_model_of_the_hub_is_asked_for_once_all_keys_are_right(
+    train: Callable[..., list[str]], task: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(key: str, name: str, patterns: tuple[str, ...]) -> str:
+        asked.append((key, patterns))
+        return f"{task}/model"
+
+    monkeypatch.setattr(hub, "_download", download)
+    assert train("actor_rollout_ref.model.path=some/model", "trainer.n_gpus_per_node=3") and not asked
+    (line,) = train("actor_rollout_ref.model.path=some/model", f"{ROLLOUT}.tensor_model_parallel_size=3")
+    assert line.startswith(f"{ROLLOUT}.tensor_model_parallel_size=3 does not divide")
+    assert {key for key, _ in asked} == {
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.model.tokenizer_path",
+        "critic.model.path",
+    }
+    assert not any("*.safetensors" in patterns for _, patterns in asked)

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+COMPANIONS = (
+    "hf"  # the folder within a Megatron checkpoint that keeps config, tokenizer and generation config
+)
+
 
 @dataclass(frozen=True)
 class MoEConfig:

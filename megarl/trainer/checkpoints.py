@@ -36,18 +36,17 @@ from megarl.checkpoints import (
 from megarl.checkpoints.manifest import folder_name, shortened
 from megarl.cluster import WorkerFailed, WorkerGroup
 from megarl.config import TrainConfig, TuningConfig
-from megarl.config.resume import changed_keys, refused_changes
+from megarl.config.resume import changed_keys
 from megarl.config.saving_section import SavingConfig
 from megarl.files import naming
 from megarl.trainer.best import Best
 from megarl.trainer.preemption import REQUEUE
+from megarl.trainer.resumed import CONFIG_FILE, refusals
 
 if TYPE_CHECKING:
     from megarl.trainer.run import Run
 
-FOLDER = "checkpoints"
 STATE_FILE = "run.json"
-CONFIG_FILE = "config.yaml"
 HF_FOLDER = "hf"
 ASIDE = "aside"  # begins the name of the folder of checkpoints that cannot be moved out of theirs
 _FILE_ERRORS = ("OSError", "FileNotFoundError", "PermissionError")
@@ -346,12 +345,11 @@ def find_resumed(
     else:
         found = store.newest_good()
     if found is not None:
-        changes = changed_keys(config, found.folder / CONFIG_FILE)
-        refused = refused_changes(changes)
+        refused = refusals(config, found.folder)
         if refused:
             raise ValueError("\n  ".join([f"the run cannot go on from {found.folder}:", *refused]))
         say(f"going on from step {found.step}: {found.folder}")
-        for key, (before, after) in changes.items():
+        for key, (before, after) in changed_keys(config, found.folder / CONFIG_FILE).items():
             say(f"  changed since: {key}: {before!r} -> {after!r}")
     own = found is not None and found.folder.resolve().parent == store.root.resolve()
     last = found.step if own else -1

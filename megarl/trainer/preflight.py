@@ -15,12 +15,13 @@ from megarl.config.problems import raise_if_any
 from megarl.data.tokenizer import tokenizer_files
 from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.preflight_data import data_problems
+from megarl.trainer.resumed import likely_refusals
 
 Config = TrainConfig | TuningConfig | EvalConfig
 
 
 def preflight(config: Config) -> None:
-    """Check the keys of a configuration, resolved or not, and what they name: models' configurations and data.
+    """Check the keys of a configuration, resolved or not, and what they name: models' configurations, data, checkpoints.
 
     Models that are named by their id on the Hub are looked at (and their configurations downloaded) once all keys are right.
 
@@ -34,6 +35,8 @@ def preflight(config: Config) -> None:
     models, unreadable = _read_models(config)
     problems += [*unreadable, *fit_problems(config, *models)]
     problems += [*_tokenizer_problems(config), *data_problems(config)]
+    if not unreadable:
+        problems += _resume_problems(config)
     raise_if_any("configuration", problems)
 
 
@@ -77,3 +80,10 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
                 tokenizer_files(Path(path).expanduser())
             except ValueError as error:
                 yield f"{key}: {error}"
+
+
+def _resume_problems(config: Config) -> list[str]:
+    """The checkpoint that the run would go on from, if it would."""
+    if isinstance(config, EvalConfig) or (isinstance(config, TrainConfig) and config.trainer.rollout_only):
+        return []
+    return likely_refusals(config)

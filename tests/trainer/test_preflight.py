@@ -8,8 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.checkpoints import CheckpointStore, Keep
 from megarl.cli import SCHEMAS, main
-from megarl.config import hub, load_config
+from megarl.config import hub, load_config, resolve, save_config
 from megarl.trainer.preflight import preflight
 from megarl.trainer.preflight_data import ROWS
 from tests.trainer.conftest import PPO, REPOSITORY, on
@@ -161,3 +162,64 @@ def test_a_model_of_the_hub_is_asked_for_once_all_keys_are_right(
         "critic.model.path",
     }
     assert not any("*.safetensors" in patterns for _, patterns in asked)
+
+
+def saved(config_of: list[str], folder: Path, model: Path, step: int = 1) -> Path:
+    """A checkpoint as a run with these overrides leaves it, as far as it is looked at before a start."""
+    recipe, *keys = PPO
+    config = resolve(load_config(SCHEMAS["train"], REPOSITORY / recipe, [*keys, *config_of]))
+    with CheckpointStore(folder / "run/checkpoints", Keep(1)) as store, store.building(step) as partial:
+        save_config(config, partial / "config.yaml")
+        for role in ("actor", "critic"):
+            (partial / role / "hf").mkdir(parents=True)
+            (partial / role / "hf/config.json").write_bytes((model / "config.json").read_bytes())
+        files = {str(path.relative_to(partial)): None for path in partial.rglob("*") if path.is_file()}
+        return store.commit(step, partial, files, {"step": step}).folder
+
+
+def with_facts(task: Path, folder: Path, **facts: object) -> Path:
+    """The task's model with another config.json."""
+    folder.mkdir()
+    for file in (task / "model").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    hf = json.loads((folder / "config.json").read_text())
+    assert hf.keys() >= facts.keys()
+    (folder / "config.json").write_text(json.dumps(hf | facts))
+    return folder
+
+
+def test_another_model_than_the_checkpoint_has(
+    train: Callable[..., list[str]], task: Path, tmp_path: Path
+) -> None:
+    keys = on(task, tmp_path / "run")
+    folder = saved(keys, tmp_path, task / "model")
+    assert train() == []
+    moved = with_facts(task, tmp_path / "moved", dtype="bfloat16", max_position_embeddings=2048)
+    assert train(f"actor_rollout_ref.model.path={moved}") == []
+    other = with_facts(task, tmp_path / "other", hidden_size=128, num_key_value_heads=4)
+    found = train(f"actor_rollout_ref.model.path={other}", f"critic.model.path={task}/model")
+    assert found == [
+        f"the run cannot go on from {folder}: actor_rollout_ref.model.path={other} is another model than the one that was saved: "
+        "hidden_size was 64, is 128, num_query_groups was 2, is 4, head_dim was 16, is 32; give that one, another trainer.default_local_dir, or "
+        "trainer.resume_mode=disable"
+    ]
+    (line,) = train(f"critic.model.path={other}")
+    assert line.startswith(f"the run cannot go on from {folder}: critic.model.path={other} is another model")
+    assert train(f"critic.model.path={other}", "trainer.resume_mode=disable") == []
+    elsewhere = ("trainer.resume_mode=path", f"trainer.resume_from_path={folder}")
+    assert len(train(f"critic.model.path={other}", *elsewhere)) == 1
+
+
+def test_what_a_checkpoint_cannot_go_on_with_is_told_with_the_rest(
+    train: Callable[..., list[str]], task: Path, tmp_path: Path
+) -> None:
+    folder = saved(on(task, tmp_path / "run"), tmp_path, task / "model")
+    found = train("data.seed=17", f"{ROLLOUT}.tensor_model_parallel_size=3")
+    assert [
+        line
+        for line in found
+        if line.startswith(f"the run cannot go on from {folder}: data.seed was 1, is 17")
+    ]
+    assert any(line.startswith(f"{ROLLOUT}.tensor_model_parallel_size=3 ") for line in found)
+    (folder / "manifest.json").unlink()  # it is no checkpoint any more
+    assert train("data.seed=17") == []

@@ -9,7 +9,7 @@ import yaml
 
 from megarl.config.document import YamlDumper
 from megarl.config.options import field_types, is_free
-from megarl.config.resolve import resolve
+from megarl.config.resolve import CHOSEN_SEQUENCES, CHOSEN_TOKENS, resolve
 from megarl.config.schema import EvalConfig, TrainConfig
 from megarl.config.tuning_sections import TuningConfig
 
@@ -31,6 +31,7 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (r"actor_rollout_ref\.actor\.loss_agg_mode", "actor_rollout_ref.actor.policy_loss.loss_mode"),
     (r"actor_rollout_ref\.actor\.loss_scale_factor", "data.max_response_length"),
     (r"actor_rollout_ref\.actor\.ppo_m\w+_per_gpu", "actor_rollout_ref.actor.use_dynamic_bsz"),
+    (r"max_token_len_per_gpu", "data.max_length"),
     (
         r"critic\.(ppo_m\w+_per_gpu|use_dynamic_bsz)",
         "critic.use_dynamic_bsz and actor_rollout_ref.actor.{0}",
@@ -65,6 +66,9 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (r"trainer\.default_local_dir", "trainer.project_name and trainer.experiment_name"),
     (r"trainer\.rollout_data_dir", "trainer.default_local_dir"),
 )  # fmt: skip
+
+# The sizes of micro-batches that are chosen where none is given.
+_CHOSEN = r"(?:actor_rollout_ref\.actor\.ppo_m\w+|max_token_len)_per_gpu"
 
 
 def resolved_keys(config: Config, origins: dict[str, str]) -> dict[str, tuple[Any, str]]:
@@ -110,6 +114,9 @@ def _origin(key: str, value: Any, before: dict[str, Any], origins: dict[str, str
         given = next((origins[parent] for parent in parents if parent in origins), None)
     if key in before and before[key] == value:
         return given or "default"
+    if before.get(key) is None and re.fullmatch(_CHOSEN, key):
+        most = f"{CHOSEN_SEQUENCES} of the longest sequences, up to {CHOSEN_TOKENS} tokens"
+        return f"chosen: {most} (on GPUs what their memory holds)"
     source = _inherited(key, before) or str(source_of(key))
     source = source if source.startswith("moved to ") else f"from {source}"
     if key in origins and before.get(key) is not None:

@@ -35,8 +35,8 @@ def preflight(config: Config) -> None:
     models, unreadable = _read_models(config)
     problems += [*unreadable, *fit_problems(config, *models)]
     problems += [*_tokenizer_problems(config), *data_problems(config)]
-    if not unreadable:
-        problems += _resume_problems(config)
+    if not unreadable and not isinstance(config, EvalConfig):
+        problems += likely_refusals(config)
     raise_if_any("configuration", problems)
 
 
@@ -80,10 +80,3 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
                 tokenizer_files(Path(path).expanduser())
             except ValueError as error:
                 yield f"{key}: {error}"
-
-
-def _resume_problems(config: Config) -> list[str]:
-    """The checkpoint that the run would go on from, if it would."""
-    if isinstance(config, EvalConfig) or (isinstance(config, TrainConfig) and config.trainer.rollout_only):
-        return []
-    return likely_refusals(config)

@@ -34,9 +34,20 @@ def refusals(config: TrainConfig | TuningConfig, folder: Path) -> list[str]:
 
 def likely_refusals(config: TrainConfig | TuningConfig) -> list[str]:
     """`refusals` for the checkpoint that a run would go on from if that is whole; none where there is none."""
+    folder = checkpoint_to_go_on_from(config)
+    found = [] if folder is None else refusals(config, folder)
+    return [f"the run cannot go on from {folder}: {reason}" for reason in found]
+
+
+def checkpoint_to_go_on_from(config: TrainConfig | TuningConfig) -> Path | None:
+    """The folder of the checkpoint that a run goes on from if its files are whole, which nobody has looked at; None: there is none.
+
+    Args:
+        config: resolved.
+    """
     trainer = config.trainer
-    if trainer.resume_mode == "disable":
-        return []
+    if trainer.resume_mode == "disable" or (isinstance(config, TrainConfig) and config.trainer.rollout_only):
+        return None
     if trainer.resume_mode == "path":
         folders = [Path(trainer.resume_from_path or "")]
     else:
@@ -48,8 +59,8 @@ def likely_refusals(config: TrainConfig | TuningConfig) -> list[str]:
         except ValueError:  # it is none: an older one counts, or the run says so
             continue
         if (folder / CONFIG_FILE).is_file():
-            return [f"the run cannot go on from {folder}: {reason}" for reason in refusals(config, folder)]
-    return []
+            return folder
+    return None
 
 
 def _other_models(config: TrainConfig | TuningConfig, folder: Path) -> Iterator[str]:

@@ -14,6 +14,7 @@ from megarl.config.hub import fetch_models, model_problems
 from megarl.config.problems import raise_if_any
 from megarl.data.tokenizer import tokenizer_files
 from megarl.models import ModelConfig, read_model_config
+from megarl.trainer.doctor_facts import gpus_here
 from megarl.trainer.preflight_data import data_problems
 from megarl.trainer.resumed import likely_refusals
 
@@ -33,7 +34,7 @@ def preflight(config: Config) -> None:
     if not problems:
         config = fetch_models(config, weights=False)
     models, unreadable = _read_models(config)
-    problems += [*unreadable, *fit_problems(config, *models)]
+    problems += [*unreadable, *fit_problems(config, *models), *_vocabulary_problems(config, models[0])]
     problems += [*_tokenizer_problems(config), *data_problems(config)]
     if not unreadable and not isinstance(config, EvalConfig):
         problems += likely_refusals(config)
@@ -80,3 +81,21 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
                 tokenizer_files(Path(path).expanduser())
             except ValueError as error:
                 yield f"{key}: {error}"
+
+
+def _vocabulary_problems(config: Config, model: ModelConfig | None) -> Iterator[str]:
+    """Engines on GPUs have equal shares of the vocabulary, padded to a multiple of 64; on a CPU SGLang (0.5.21) pads further."""
+    if model is None or isinstance(config, TuningConfig):
+        return
+    of_run = isinstance(config, TrainConfig)
+    key, rollout = (
+        ("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout)
+        if of_run
+        else ("rollout", config.rollout)
+    )
+    tp, padded = rollout.tensor_model_parallel_size, -(-model.vocab_size // 64) * 64
+    if tp > 0 and padded % tp and gpus_here():
+        yield (
+            f"{key}.tensor_model_parallel_size={tp} does not divide the model's {model.vocab_size} tokens, padded to {padded}, "
+            "as SGLang needs it on GPUs; a power of two up to 64 does"
+        )

@@ -11,6 +11,7 @@ import pytest
 from megarl.checkpoints import CheckpointStore, Keep
 from megarl.cli import SCHEMAS, main
 from megarl.config import hub, load_config, resolve, save_config
+from megarl.trainer.doctor_facts import Gpu
 from megarl.trainer.preflight import preflight
 from megarl.trainer.preflight_data import ROWS
 from tests.trainer.conftest import PPO, REPOSITORY, on
@@ -117,6 +118,21 @@ def test_sizes_that_are_none_are_told_once(train: Callable[..., list[str]]) -> N
     assert any("rollout.tensor_model_parallel_size=0 is out of range" in line for line in train(
         f"{ROLLOUT}.tensor_model_parallel_size=0"
     ))  # fmt: skip
+
+
+def test_engines_on_gpus_have_equal_shares_of_the_vocabulary(
+    task: Path, tmp_path: Path, train: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SGLang's VocabParallelEmbedding divides it; on a CPU it pads further."""
+    heads = with_facts(
+        task, tmp_path / "six", num_attention_heads=6, num_key_value_heads=6, intermediate_size=96
+    )
+    keys = (f"actor_rollout_ref.model.path={heads}", f"{ROLLOUT}.tensor_model_parallel_size=3")
+    assert train(*keys) == []
+    monkeypatch.setattr("megarl.trainer.preflight.gpus_here", lambda: (Gpu("H100", "550", 80 << 30, 0),))
+    (line,) = train(*keys)
+    assert line.startswith(f"{ROLLOUT}.tensor_model_parallel_size=3 does not divide the model's ")
+    assert train() == []
 
 
 def test_every_command_looks_at_its_data(task: Path, tmp_path: Path) -> None:

@@ -78,6 +78,16 @@ def chosen_tokens(longest: int) -> int:
     return max(longest, min(CHOSEN_SEQUENCES * longest, CHOSEN_TOKENS))
 
 
+def lacks_size(config: TrainConfig | TuningConfig) -> bool:
+    """Whether a configuration leaves the size of a micro-batch, in what use_dynamic_bsz counts, to be chosen."""
+    if isinstance(config, TuningConfig):
+        return config.max_token_len_per_gpu is None
+    actor = config.actor_rollout_ref.actor
+    return _one_size(
+        actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    ) == (None, None)
+
+
 def pool_devices(pools: dict[str, PoolConfig] | None, name: str | None) -> int | None:
     """Devices of the pool `name`; None if there is no such pool."""
     pool = (pools or {}).get(name or "")
@@ -294,6 +304,10 @@ def _resolve_reward_model(reward: RewardModelConfig, actor: ActorConfig, longest
     tokens, trajectories = reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu
     if tokens is None and trajectories is None:
         tokens, trajectories = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+        if (
+            tokens is not None and trajectories is None
+        ):  # the actor's holds its own longest sequence, perhaps not the reward model's
+            tokens = max(tokens, reward.max_length or longest)
     return replace(
         reward,
         max_length=reward.max_length or longest,

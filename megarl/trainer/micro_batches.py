@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
-from megarl.config.resolve import CHOSEN_SEQUENCES, CHOSEN_TOKENS, longest_sequence
+from megarl.config.resolve import CHOSEN_SEQUENCES, CHOSEN_TOKENS, lacks_size, longest_sequence
 from megarl.trainer.doctor_facts import gpus_here
 from megarl.trainer.resumed import CONFIG_FILE, checkpoint_to_go_on_from
 
@@ -27,7 +27,7 @@ def with_chosen_size(config: C) -> tuple[C, list[str]]:
     Args:
         config: unresolved, accepted by `preflight`.
     """
-    if isinstance(config, EvalConfig) or not _lacks_size(config):
+    if isinstance(config, EvalConfig) or not lacks_size(config):
         return config, []
     full = resolve(config)
     longest, in_tokens = longest_sequence(full), True
@@ -51,15 +51,6 @@ def with_chosen_size(config: C) -> tuple[C, list[str]]:
         size = tokens if in_tokens else tokens // longest
         why = f"{tokens // longest} of the longest sequences, of {longest} tokens, by the memory of a GPU ({limit / (1 << 30):.0f} GiB)"
     return _with_size(config, key, size), [f"{key}={size} is chosen: {why}"]
-
-
-def _lacks_size(config: TrainConfig | TuningConfig) -> bool:
-    if isinstance(config, TuningConfig):
-        return config.max_token_len_per_gpu is None
-    actor = config.actor_rollout_ref.actor
-    tokens, trajectories = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
-    counted = {True: (tokens,), False: (trajectories,), None: (tokens, trajectories)}[actor.use_dynamic_bsz]
-    return all(size is None for size in counted)
 
 
 def _with_size(config: Any, key: str, size: int) -> Any:

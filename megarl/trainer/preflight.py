@@ -43,16 +43,9 @@ def preflight(config: Config) -> None:
 
 def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
     """The facts of the trained or evaluated model, the critic and the reward model, None where there are none; and why."""
-    if isinstance(config, TrainConfig):
-        policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-        paths = {"actor_rollout_ref.model.path": policy.model.path}
-        paths["critic.model.path"] = None if critic is None else critic.model.path
-        paths["reward_model.model.path"] = reward.model.path if reward.enable else None
-    else:
-        paths = {"model.path": config.model.path}
     facts: dict[str, ModelConfig | str] = {}  # by folder; what is wrong with it
     models: list[ModelConfig | None] = []
-    for key, path in paths.items():
+    for key, path in _model_paths(config).items():
         # One that is not there is config_problems' to tell; an id of the Hub's is no folder yet.
         if path is None or list(model_problems(key, path)) or not Path(path).expanduser().is_dir():
             models.append(None)
@@ -65,6 +58,18 @@ def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
         found = facts[path]
         models.append(None if isinstance(found, str) else found)
     return models, [found for found in facts.values() if isinstance(found, str)]
+
+
+def _model_paths(config: Config) -> dict[str, str | None]:
+    """The keys of the trained or evaluated model, the critic and the reward model, with their paths; None: there is none."""
+    if not isinstance(config, TrainConfig):
+        return {"model.path": config.model.path}
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    return {
+        "actor_rollout_ref.model.path": policy.model.path,
+        "critic.model.path": None if critic is None else critic.model.path,
+        "reward_model.model.path": reward.model.path if reward.enable else None,
+    }
 
 
 def _tokenizer_problems(config: Config) -> Iterator[str]:

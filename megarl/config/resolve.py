@@ -4,7 +4,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from megarl.config.algorithm_sections import COVARIANCE_LOSSES, SEQUENCE_LOSSES
+from megarl.config.dpo_sections import DPOConfig
 from megarl.config.reward_sections import RewardModelConfig
+from megarl.config.rm_sections import RMConfig
 from megarl.config.schema import (
     STREAMED,
     ActorConfig,
@@ -22,8 +24,8 @@ from megarl.config.schema import (
 from megarl.config.tuning_sections import TuningConfig, TuningTrainerConfig
 
 GLOBAL_POOL = "global"
-# Of a micro-batch whose size is not given: so many of the longest sequences, up to so many tokens.
-CHOSEN_SEQUENCES, CHOSEN_TOKENS = 4, 16384
+# Of a micro-batch whose size is not given: so many times what it must hold, up to so many tokens.
+CHOSEN_MULTIPLE, CHOSEN_TOKENS = 4, 16384
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
@@ -49,7 +51,7 @@ def resolve(config: C) -> C:
         return replace(
             config,
             model=_with_tokenizer(config.model),
-            max_token_len_per_gpu=config.max_token_len_per_gpu or chosen_tokens(config.data.max_length),
+            max_token_len_per_gpu=config.max_token_len_per_gpu or chosen_tokens(least_tokens(config)),
             megatron=_with_recompute(
                 _with_sequence_parallel(config.megatron), config.model.enable_gradient_checkpointing
             ),
@@ -64,18 +66,18 @@ def resolve(config: C) -> C:
     )
 
 
-def longest_sequence(config: TrainConfig | TuningConfig) -> int:
-    """Tokens of the longest sequence that the policy, or the model of fine-tuning, is trained on."""
+def least_tokens(config: TrainConfig | TuningConfig) -> int:
+    """What a micro-batch must hold: the longest sequence that is trained on, or two where texts are compared with each other."""
     if isinstance(config, TuningConfig):
-        return config.data.max_length
+        return config.data.max_length * (2 if isinstance(config, RMConfig | DPOConfig) else 1)
     data = config.data
     longest = data.max_prompt_length + data.max_response_length
     return longest if data.ptx is None else max(longest, data.ptx.max_length)
 
 
-def chosen_tokens(longest: int) -> int:
-    """Of a micro-batch whose size is not given, where `longest` are those of the longest sequence."""
-    return max(longest, min(CHOSEN_SEQUENCES * longest, CHOSEN_TOKENS))
+def chosen_tokens(least: int) -> int:
+    """Of a micro-batch whose size is not given; `least`: those that it must hold."""
+    return max(least, min(CHOSEN_MULTIPLE * least, CHOSEN_TOKENS))
 
 
 def lacks_size(config: TrainConfig | TuningConfig) -> bool:
@@ -164,7 +166,7 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
     model = replace(policy.model, tokenizer_path=policy.model.tokenizer_path or config.data.tokenizer)
     model = _with_tokenizer(model)
     actor = _with_aggregation(
-        _resolve_actor(policy.actor, pools, model.enable_gradient_checkpointing, longest_sequence(config)),
+        _resolve_actor(policy.actor, pools, model.enable_gradient_checkpointing, least_tokens(config)),
         config.data.max_response_length,
     )
     longest = config.data.max_prompt_length + config.data.max_response_length

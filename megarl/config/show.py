@@ -9,7 +9,7 @@ import yaml
 
 from megarl.config.document import YamlDumper
 from megarl.config.options import field_types, is_free
-from megarl.config.resolve import CHOSEN_SEQUENCES, CHOSEN_TOKENS, resolve
+from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, resolve
 from megarl.config.schema import EvalConfig, TrainConfig
 from megarl.config.tuning_sections import TuningConfig
 
@@ -115,7 +115,7 @@ def _origin(key: str, value: Any, before: dict[str, Any], origins: dict[str, str
     if key in before and before[key] == value:
         return given or "default"
     if before.get(key) is None and re.fullmatch(_CHOSEN, key):
-        most = f"{CHOSEN_SEQUENCES} of the longest sequences, up to {CHOSEN_TOKENS} tokens"
+        most = f"{CHOSEN_MULTIPLE} times what it must hold, up to {CHOSEN_TOKENS} tokens"
         return f"chosen: {most} (on GPUs what their memory holds)"
     source = _inherited(key, before) or str(source_of(key))
     source = source if source.startswith("moved to ") else f"from {source}"

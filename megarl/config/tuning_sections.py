@@ -86,7 +86,7 @@ class TuningConfig:
     megatron: MegatronConfig = section("The layout.", MegatronConfig)
     max_token_len_per_gpu: int | None = option(
         "Tokens of a micro-batch; null: as many as the memory of GPUs holds by the formulas of `megarl plan memory`, elsewhere "
-        "4 of the longest texts, up to 16384 tokens.",
+        "4 of the longest texts (of what is compared, pairs of them), up to 16384 tokens.",
         None,
         ge=1,
     )

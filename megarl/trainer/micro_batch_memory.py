@@ -13,25 +13,25 @@ from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights
 from megarl.trainer.memory_plan import PlanInputs, plan_memory, precision
 
-MULTIPLES = (16, 8, 4, 2)  # of the longest sequence, that are tried
+MULTIPLES = (16, 8, 4, 2)  # of what a micro-batch must hold, that are tried
 MOST_TOKENS = 65536  # more than fills a GPU makes it no faster
 RESERVE = 6 << 30  # bytes of a GPU that are not planned with: the default of `megarl plan memory --reserve`
 
 
-def fitting_tokens(config: TrainConfig | TuningConfig, longest: int, limit: int) -> int:
-    """The greatest of `MULTIPLES` of the longest sequence with which what the models hold and work on fits; else one sequence.
+def fitting_tokens(config: TrainConfig | TuningConfig, least: int, limit: int) -> int:
+    """The greatest of `MULTIPLES` of what a micro-batch must hold with which what the models hold and work on fits; else just that.
 
     Args:
         config: unresolved, accepted by `preflight`.
-        longest: tokens of the longest sequence. limit: bytes of a GPU.
+        least: tokens that a micro-batch must hold. limit: bytes of a GPU.
     """
     full = fetch_models(resolve(config), weights=False)
     peak = _training_peak(config, full, limit) if isinstance(full, TrainConfig) else _tuning_peak(full)
     for multiple in MULTIPLES:
-        tokens = multiple * longest
+        tokens = multiple * least
         if tokens <= MOST_TOKENS and peak(tokens) + RESERVE <= limit:
             return tokens
-    return longest
+    return least
 
 
 def _training_peak(config: TrainConfig, full: TrainConfig, limit: int) -> Callable[[int], int]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
-from megarl.config.resolve import CHOSEN_SEQUENCES, CHOSEN_TOKENS, lacks_size, longest_sequence
+from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, lacks_size, least_tokens
 from megarl.trainer.doctor_facts import gpus_here
 from megarl.trainer.resumed import CONFIG_FILE, checkpoint_to_go_on_from
 
@@ -30,7 +30,7 @@ def with_chosen_size(config: C) -> tuple[C, list[str]]:
     if isinstance(config, EvalConfig) or not lacks_size(config):
         return config, []
     full = resolve(config)
-    longest, in_tokens = longest_sequence(full), True
+    least, in_tokens = least_tokens(full), True
     if isinstance(full, TrainConfig):
         actor = full.actor_rollout_ref.actor
         in_tokens = actor.ppo_max_token_len_per_gpu is not None
@@ -38,18 +38,18 @@ def with_chosen_size(config: C) -> tuple[C, list[str]]:
         size = actor.ppo_max_token_len_per_gpu if in_tokens else actor.ppo_micro_batch_size_per_gpu
     else:
         key, size = "max_token_len_per_gpu", full.max_token_len_per_gpu
-    why = f"{CHOSEN_SEQUENCES} of the longest sequences, of {longest} tokens, up to {CHOSEN_TOKENS} tokens"
+    why = f"{CHOSEN_MULTIPLE} times the {least} tokens that it must hold, up to {CHOSEN_TOKENS} tokens"
     saved = _saved_size(full, key)
-    if saved is not None and saved >= (longest if in_tokens else 1):
+    if saved is not None and saved >= (least if in_tokens else 1):
         size, why = saved, "as in the checkpoint that the run goes on from"
     elif gpus := gpus_here():
         limit = min(gpu.memory for gpu in gpus)
         # Here, because it takes torch, and most runs give a size.
         from megarl.trainer.micro_batch_memory import fitting_tokens
 
-        tokens = fitting_tokens(config, longest, limit)
-        size = tokens if in_tokens else tokens // longest
-        why = f"{tokens // longest} of the longest sequences, of {longest} tokens, by the memory of a GPU ({limit / (1 << 30):.0f} GiB)"
+        tokens = fitting_tokens(config, least, limit)
+        size = tokens if in_tokens else tokens // least
+        why = f"{tokens // least} times the {least} tokens that it must hold, by the memory of a GPU ({limit / (1 << 30):.0f} GiB)"
     return _with_size(config, key, size), [f"{key}={size} is chosen: {why}"]
 
 

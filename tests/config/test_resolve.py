@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import SFTConfig, TrainConfig, batch_table, check_config, resolve, resolve_batches
+from megarl.config import (
+    DPOConfig,
+    RMConfig,
+    SFTConfig,
+    TrainConfig,
+    batch_table,
+    check_config,
+    load_config,
+    resolve,
+    resolve_batches,
+)
 from megarl.config.show import resolved_keys
 from tests.config.conftest import lines_of
 
@@ -110,7 +120,7 @@ def test_a_chosen_micro_batch_holds_the_longest_trajectory(
     assert full.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu == chosen
     assert resolve(full) == full
     origin = resolved_keys(config, {})[f"{ACTOR}.ppo_max_token_len_per_gpu"]
-    assert origin[0] == chosen and origin[1].startswith("chosen: 4 of the longest")
+    assert origin[0] == chosen and origin[1].startswith("chosen: 4 times")
 
 
 def test_texts_beside_the_rewards_fit_a_chosen_micro_batch(train: Train, folder: Path) -> None:
@@ -124,6 +134,17 @@ def test_a_chosen_micro_batch_of_fine_tuning(sft: Callable[..., SFTConfig]) -> N
     config = sft("max_token_len_per_gpu=null")
     check_config(config)
     assert resolve(config).max_token_len_per_gpu == 4 * 64
+    keys = [
+        "data.train_files=f",
+        "data.max_length=64",
+        "data.train_batch_size=8",
+        "model.path=m",
+        "optim.lr=1",
+    ]
+    for schema in (RMConfig, DPOConfig):  # whose micro-batches hold pairs
+        assert resolve(load_config(schema, None, keys)).max_token_len_per_gpu == 4 * 2 * 64
+        long = load_config(schema, None, [*keys, "data.max_length=20000"])
+        assert resolve(long).max_token_len_per_gpu == 40000
 
 
 def test_gradient_checkpointing_in_fine_tuning(sft: Callable[..., SFTConfig]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from megarl.checkpoints import CheckpointStore, Keep
 from megarl.config import RMConfig, SFTConfig, TrainConfig, load_config, resolve, save_config
+from megarl.config.resolve import least_tokens
 from megarl.trainer import micro_batches
 from megarl.trainer.doctor_facts import Gpu
 from megarl.trainer.memory_command import read_inputs
@@ -49,7 +50,7 @@ def test_without_gpus_it_is_that_of_the_configuration_alone(monkeypatch: pytest.
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 4 * longest
     assert resolve(config) == resolve(large())
-    assert line.startswith(f"{ACTOR}.ppo_max_token_len_per_gpu={4 * longest} is chosen: 4 of the longest")
+    assert line.startswith(f"{ACTOR}.ppo_max_token_len_per_gpu={4 * longest} is chosen: 4 times the ")
     config, (line,) = with_chosen_size(large(f"{ACTOR}.use_dynamic_bsz=false"))
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
     assert line.startswith(f"{ACTOR}.ppo_micro_batch_size_per_gpu=4 is chosen")
@@ -93,11 +94,13 @@ def test_fine_tuning_has_what_its_model_alone_leaves(
     gpus(monkeypatch, 80)
     sized, (line,) = with_chosen_size(config)
     assert line.startswith(f"max_token_len_per_gpu={sized.max_token_len_per_gpu} is chosen: ")
-    found = [fitting_tokens(config, 1024, memory * GIB) for memory in (10, 50, 64, 80, 1000)]
-    assert found == sorted(found) and (found[0], found[-1]) == (1024, 16 * 1024)
+    least = least_tokens(config)  # of rankings a pair of texts
+    assert least == (1024 if schema is SFTConfig else 2048)
+    found = [fitting_tokens(config, least, memory * GIB) for memory in (10, 50, 64, 80, 1000)]
+    assert found == sorted(found) and (found[0], found[-1]) == (least, 16 * least)
     assert sized.max_token_len_per_gpu == found[3] and len(set(found)) > 2, found
     less = replace(config, megatron=replace(config.megatron, recompute_granularity="full"))
-    assert fitting_tokens(less, 1024, 50 * GIB) > found[1]  # fewer activations are kept
+    assert fitting_tokens(less, least, 50 * GIB) > found[1]  # fewer activations are kept
 
 
 def test_a_run_that_goes_on_keeps_its_size(

@@ -94,6 +94,14 @@ def test_a_batch_that_is_one_update_has_no_log_probs_before_it(capsys) -> None:
     assert "evaluate_models" in with_reference["phases"]
 
 
+def test_weights_that_come_for_nothing_are_counted(capsys) -> None:
+    """With the engines' log-probs in place of the policy's, its weights come a phase before the update."""
+    bypass = ("algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.actor.use_kl_loss=false")
+    phases = planned(capsys, MOE, "--without-sync", *bypass)["phases"]
+    assert list(phases["evaluate_models"]["parts"]) == ["moved to and from the host"]
+    assert phases["evaluate_models"]["seconds"] > 0
+
+
 def test_states_on_the_host_leave_the_devices_slots(capsys) -> None:
     """Three buckets of 8 Mi weights, 12 bytes each; all else is on the host, and passes the link in each update."""
     usual = planned(capsys, MOE, "--without-sync")

@@ -14,6 +14,7 @@ from megarl.config.hub import fetch_models, model_problems
 from megarl.config.problems import raise_if_any
 from megarl.data.tokenizer import tokenizer_files
 from megarl.models import ModelConfig, read_model_config
+from megarl.trainer.adapters import adapter_problems
 from megarl.trainer.doctor_facts import gpus_here
 from megarl.trainer.preflight_data import data_problems
 from megarl.trainer.resumed import likely_refusals
@@ -38,6 +39,8 @@ def preflight(config: Config) -> None:
     problems += [*_tokenizer_problems(config), *data_problems(config)]
     if not unreadable and not isinstance(config, EvalConfig):
         problems += likely_refusals(config)
+    if not problems and not isinstance(config, EvalConfig):
+        problems += adapter_problems(config, *models[:2])  # of layouts that can be
     raise_if_any("configuration", problems)
 
 

@@ -142,6 +142,17 @@ def test_engines_on_gpus_have_equal_shares_of_the_vocabulary(
     assert train() == []
 
 
+def test_adapters_that_fit_no_layer(train: Callable[..., list[str]], task: Path) -> None:
+    lora = "actor_rollout_ref.model.lora"
+    assert train(f"{lora}.rank=4", f"{ROLLOUT}.lora_sync=merged") == []
+    (line,) = train(f"{lora}.rank=4", f"{lora}.target_modules=[q_prij]")
+    assert line.startswith(f"{lora}.target_modules") and "q_prij" in line
+    files = (f"model.path={task}/model", f"data.train_files={task}/data/sft.parquet")
+    keys = ("data.response_key=extra_info.answer", "model.lora.rank=4", "model.lora.target_modules=[q_prij]")
+    (line,) = problems("sft", None, *TUNING, *files, *keys)
+    assert line.startswith("model.lora.target_modules") and "q_prij" in line
+
+
 def test_every_command_looks_at_its_data(task: Path, tmp_path: Path) -> None:
     model, data = f"model.path={task}/model", task / "data/train.parquet"
     files = f"data.train_files={data}"

@@ -196,6 +196,7 @@ def _expert_problems(model: ModelFacts, ep: tuple[str, int], etp: tuple[str, int
 def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
     yield from _head_problems(key, rollout, model)
+    yield from _block_problems(key, rollout, model)
     if ep > 1 and (model.moe is None or tp % ep):
         reason = (
             "the model has no experts"
@@ -206,6 +207,27 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
     elif model.moe is not None:
         cut = (f"{key}.tensor_model_parallel_size / expert_parallel_size", tp // ep)
         yield from _expert_problems(model, (f"{key}.expert_parallel_size", ep), cut)
+
+
+def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
+    """In float8 the blocks that share a scale must not be cut by what a rank has of a width, as SGLang (0.5.21) asks."""
+    if rollout.quantization != "fp8" or min(rollout.quantization_block_size) < 1:
+        return
+    tp, moe, (rows, columns) = rollout.tensor_model_parallel_size, model.moe, rollout.quantization_block_size
+    widths = [(name, size, tp) for name, size in _widths(model).items() if name.endswith("ffn_hidden_size")]
+    if moe is not None:
+        widths.append(
+            ("the experts' ffn_hidden_size", moe.ffn_hidden_size, tp // rollout.expert_parallel_size)
+        )
+    for name, size, ranks in widths:
+        if ranks < 1 or size % ranks:  # told already
+            continue
+        part = size // ranks
+        if part % rows or (tp > 1 and part % columns):
+            yield (
+                f"{key}.quantization=fp8: each of {ranks} ranks has {part} of {name}={size}, which cuts blocks of "
+                f"quantization_block_size={rows},{columns}; change {key}.tensor_model_parallel_size or expert_parallel_size"
+            )
 
 
 def _head_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:

@@ -117,6 +117,8 @@ def test_sizes_that_are_none_are_told_once(train: Callable[..., list[str]]) -> N
         assert [line for line in found if f"{ACTOR}.megatron.{name}=0" in line] == [
             f"{ACTOR}.megatron.{name}=0 is out of range: it must be at least 1"
         ]
+    (line,) = train(f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[0,16]")
+    assert line == f"{ROLLOUT}.quantization_block_size=0 is out of range: it must be at least 1"
     assert any("rollout.tensor_model_parallel_size=0 is out of range" in line for line in train(
         f"{ROLLOUT}.tensor_model_parallel_size=0"
     ))  # fmt: skip

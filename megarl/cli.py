@@ -129,9 +129,14 @@ def _configured(schema: type[C], options: argparse.Namespace) -> C:
             "torchrun started several copies of this command, each of which would start all processes of the run: "
             "run it once, without torchrun; trainer.nnodes and trainer.n_gpus_per_node say how many devices there are"
         )
+    from megarl.trainer.micro_batches import with_chosen_size
+    from megarl.trainer.preflight import preflight
+
     config, origins = _read(schema, options)
-    check_config(config)
-    for note in notes(config, said_here(origins, options.recipe)):
+    preflight(config)
+    remarks = notes(config, said_here(origins, options.recipe))
+    config, chosen = with_chosen_size(config)
+    for note in (*remarks, *chosen):
         print(f"note: {note}")
     if not isinstance(config, TuningConfig):
         load_plugins(config.plugins)

@@ -279,7 +279,9 @@ def test_a_file_that_is_no_parquet(refuse, tmp_path) -> None:
 
 def test_fewer_prompts_than_a_batch(refuse) -> None:
     message = refuse("train", "data.train_batch_size=256")
-    assert "the dataset has 128 rows, too few for one batch of 256: lower data.train_batch_size" in message
+    assert (
+        "data.train_files: 128 rows, too few for one batch of data.train_batch_size=256: lower it" in message
+    )
 
 
 def test_a_data_source_without_a_reward(refuse, task, tmp_path) -> None:

@@ -169,6 +169,11 @@ def test_import_is_light(room: str) -> None:
     )
 
 
+def test_a_run_is_checked_before_anything_heavy_is_loaded() -> None:
+    """So that a mistake in it is told within a second or two."""
+    assert loaded_by(["megarl.trainer.preflight"], HEAVY) == "[]"
+
+
 def test_controller_loads_neither_megatron_nor_sglang() -> None:
     loops = [f"megarl.trainer.{name}" for name in ("ppo", "sft", "rm", "dpo", "evaluate")]
     assert loaded_by(loops, {"megatron", "sglang"}) == "[]"

@@ -31,14 +31,21 @@ from megarl.config.batches import (
     resolve_batches,
     save_batch_plan,
 )
-from megarl.config.check import check_config
+from megarl.config.check import check_config, config_problems
 from megarl.config.data_sections import DataConfig
 from megarl.config.dpo_sections import DPOConfig, DPODataConfig, DPOLossConfig
 from megarl.config.health_section import HealthConfig
 from megarl.config.load import load_config, save_config, to_dict
 from megarl.config.lora_section import LoraConfig
-from megarl.config.model_fit import check_model, check_models, check_rollout_model, position_warnings
+from megarl.config.model_fit import (
+    check_model,
+    check_models,
+    check_rollout_model,
+    fit_problems,
+    position_warnings,
+)
 from megarl.config.resolve import (
+    evaluates,
     full_kl_in_loss,
     full_kl_in_reward,
     is_single_update,
@@ -135,6 +142,9 @@ __all__ = [
     "check_model",
     "check_models",
     "check_rollout_model",
+    "config_problems",
+    "evaluates",
+    "fit_problems",
     "full_kl_in_loss",
     "full_kl_in_reward",
     "is_single_update",

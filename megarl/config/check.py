@@ -52,6 +52,11 @@ def check_config(config: TrainConfig | TuningConfig | EvalConfig, data_files: bo
     Raises:
         ValueError: all violations in one message.
     """
+    raise_if_any("configuration", config_problems(config, data_files))
+
+
+def config_problems(config: TrainConfig | TuningConfig | EvalConfig, data_files: bool = True) -> list[str]:
+    """What `check_config` raises, a line each."""
     problems = [*value_problems(config), *secret_problems(config)]
     if isinstance(config, TrainConfig):
         problems += _train_problems(config, data_files)
@@ -59,7 +64,7 @@ def check_config(config: TrainConfig | TuningConfig | EvalConfig, data_files: bo
         problems += tuning_problems(config)
     else:
         problems += _eval_problems(config)
-    raise_if_any("configuration", problems)
+    return problems
 
 
 def value_problems(config: Any) -> Iterator[str]:

@@ -253,17 +253,7 @@ def _micro_batch(role: ActorConfig | CriticConfig) -> tuple[int | None, int | No
 def _micro_batch_problems(key: str, role: ActorConfig | CriticConfig, config: TrainConfig) -> Iterator[str]:
     tokens, trajectories = _micro_batch(role)
     keys = f"{key}.ppo_max_token_len_per_gpu and {key}.ppo_micro_batch_size_per_gpu"
-    if tokens is None and trajectories is None:
-        if role.use_dynamic_bsz is None:
-            yield f"one of {keys} is required: the size of a micro-batch in tokens or in trajectories"
-        else:
-            name, dynamic = (
-                ("ppo_max_token_len_per_gpu", "true")
-                if role.use_dynamic_bsz
-                else ("ppo_micro_batch_size_per_gpu", "false")
-            )
-            yield f"{key}.use_dynamic_bsz={dynamic} needs {key}.{name}"
-    elif tokens is not None and trajectories is not None:
+    if tokens is not None and trajectories is not None:
         yield (
             f"{keys} are both set ({tokens} tokens, {trajectories} trajectories); give one of them, or say by "
             f"{key}.use_dynamic_bsz which counts (true: tokens)"

@@ -10,6 +10,7 @@ from megarl.config.check_saving import saving_problems
 from megarl.config.check_tracing import tracing_problems
 from megarl.config.dpo_sections import DPOConfig
 from megarl.config.hub import model_problems, tokenizer_problems
+from megarl.config.resolve import resolve
 from megarl.config.rm_sections import RMConfig
 from megarl.config.sft_sections import SFTConfig
 from megarl.config.tuning_sections import TuningConfig
@@ -20,8 +21,8 @@ def tuning_problems(config: TuningConfig) -> Iterator[str]:
     yield from checkpointing_problems(
         "model", "", config.model.enable_gradient_checkpointing, config.megatron
     )
-    yield from layout_problems(config)
-    yield from update_problems(config)
+    yield from layout_problems(resolve(config))
+    yield from update_problems(resolve(config))
     yield from optim_problems("optim", config.optim)
     yield from numerics_problems(config)
     yield from lora_problems(config)

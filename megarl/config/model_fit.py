@@ -1,6 +1,7 @@
 """Checks of a layout and of lengths against the facts of a model: what must divide what, how many tokens it can read."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from math import gcd
 from typing import Protocol
 
@@ -71,8 +72,23 @@ def check_models(
         critic: those of critic.model.path; None: the same.
         reward_model: those of reward_model.model.path; None: it is not checked.
     """
+    raise_if_any(
+        "the model does not fit its layout", fit_problems(config, model, critic or model, reward_model)
+    )
+
+
+def fit_problems(
+    config: TrainConfig | TuningConfig | EvalConfig,
+    model: ModelFacts | None,
+    critic: ModelFacts | None = None,
+    reward_model: ModelFacts | None = None,
+) -> list[str]:
+    """What `check_models` raises, a line each, of the models whose facts are given.
+
+    Of a configuration that `check_config` may refuse: layouts with sizes below 1 are left out.
+    """
     config = resolve(config)
-    megatrons: list[tuple[str, MegatronConfig | None, ModelFacts]] = []
+    megatrons: list[tuple[str, MegatronConfig | None, ModelFacts | None]] = []
     rollout: tuple[str, RolloutConfig] | None = None
     if isinstance(config, TuningConfig):
         megatrons = [("megatron", config.megatron, model)]
@@ -82,8 +98,8 @@ def check_models(
         if needs_reference(config) and policy.ref.megatron != policy.actor.megatron:
             megatrons.append(("actor_rollout_ref.ref.megatron", policy.ref.megatron, model))
         if config.critic is not None:
-            megatrons.append(("critic.megatron", config.critic.megatron, critic or model))
-        if reward_model is not None:
+            megatrons.append(("critic.megatron", config.critic.megatron, critic))
+        if config.reward_model.enable:
             megatrons.append(("reward_model.megatron", config.reward_model.megatron, reward_model))
         rollout = (ROLLOUT_KEY, policy.rollout)
     else:
@@ -91,11 +107,21 @@ def check_models(
     problems = []
     for key, megatron, facts in megatrons:
         assert megatron is not None, "resolved"
-        problems += _megatron_problems(key, megatron, facts)
-    if rollout is not None:
+        if facts is not None and _positive(megatron):
+            problems += _megatron_problems(key, megatron, facts)
+    if rollout is not None and model is not None and _positive(rollout[1]):
         problems += _rollout_problems(*rollout, model)
-    problems += _context_problems(config, model)
-    raise_if_any("the model does not fit its layout", problems)
+    if model is not None:
+        problems += _context_problems(config, model)
+    return problems
+
+
+def _positive(section: MegatronConfig | RolloutConfig) -> bool:
+    """Whether all sizes of groups of devices are."""
+    sizes = [
+        getattr(section, member.name) for member in fields(section) if member.name.endswith("parallel_size")
+    ]
+    return all(size is None or size >= 1 for size in sizes)
 
 
 def position_warnings(
@@ -204,11 +230,11 @@ def _layer_problems(key: str, megatron: MegatronConfig, layers: int) -> Iterator
             f"possible: {_list(possible)}, or others with num_layers_in_first_pipeline_stage or "
             "num_layers_in_last_pipeline_stage"
         )
-    elif given and (left < 0 or (left % (stages * vpp) if stages > 0 else left)):
+    elif given and (left < stages or (left % (stages * vpp) if stages > 0 else left)):
         ends = " and ".join(f"{name}={count}" for name, count in given.items())
+        wanted = "each needs at least one" if 0 <= left < stages else "they cannot be shared out evenly"
         yield (
-            f"{key}.{ends} leave {left} of num_layers={layers} for the other {max(stages, 0)} stages{chunks}; "
-            "they cannot be shared out evenly"
+            f"{key}.{ends} leave {left} of num_layers={layers} for the other {max(stages, 0)} stages{chunks}; {wanted}"
         )
 
 
@@ -226,6 +252,7 @@ def _expert_problems(model: ModelFacts, ep: tuple[str, int], etp: tuple[str, int
 def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
     yield from _head_problems(key, rollout, model)
+    yield from _block_problems(key, rollout, model)
     if ep > 1 and (model.moe is None or tp % ep):
         reason = (
             "the model has no experts"
@@ -236,6 +263,27 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
     elif model.moe is not None:
         cut = (f"{key}.tensor_model_parallel_size / expert_parallel_size", tp // ep)
         yield from _expert_problems(model, (f"{key}.expert_parallel_size", ep), cut)
+
+
+def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
+    """In float8 the blocks that share a scale must not be cut by what a rank has of a width, as SGLang (0.5.21) asks."""
+    if rollout.quantization != "fp8" or min(rollout.quantization_block_size) < 1:
+        return
+    tp, moe, (rows, columns) = rollout.tensor_model_parallel_size, model.moe, rollout.quantization_block_size
+    widths = [(name, size, tp) for name, size in _widths(model).items() if name.endswith("ffn_hidden_size")]
+    if moe is not None:
+        widths.append(
+            ("the experts' ffn_hidden_size", moe.ffn_hidden_size, tp // rollout.expert_parallel_size)
+        )
+    for name, size, ranks in widths:
+        if ranks < 1 or size % ranks:  # told already
+            continue
+        part = size // ranks
+        if part % rows or (tp > 1 and part % columns):
+            yield (
+                f"{key}.quantization=fp8: each of {ranks} ranks has {part} of {name}={size}, which cuts blocks of "
+                f"quantization_block_size={rows},{columns}; change {key}.tensor_model_parallel_size or expert_parallel_size"
+            )
 
 
 def _head_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:

@@ -4,7 +4,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from megarl.config.algorithm_sections import COVARIANCE_LOSSES, SEQUENCE_LOSSES
+from megarl.config.dpo_sections import DPOConfig
 from megarl.config.reward_sections import RewardModelConfig
+from megarl.config.rm_sections import RMConfig
 from megarl.config.schema import (
     STREAMED,
     ActorConfig,
@@ -22,6 +24,8 @@ from megarl.config.schema import (
 from megarl.config.tuning_sections import TuningConfig, TuningTrainerConfig
 
 GLOBAL_POOL = "global"
+# Of a micro-batch whose size is not given: so many times what it must hold, up to so many tokens.
+CHOSEN_MULTIPLE, CHOSEN_TOKENS = 4, 16384
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
@@ -29,8 +33,8 @@ C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 def resolve(config: C) -> C:
     """The configuration with its derived nulls filled in; one that is filled in comes back equal.
 
-    Filled: tokenizer_path, sequence_parallel, clip ratios, loss aggregation, the settings of critic, reference and reward model that are
-    the actor's, gen_batch_size, resource pools and the pool of each role, num_engines, nodes_per_engine, run folder and rollout folder,
+    Filled: tokenizer_path, sequence_parallel, clip ratios, loss aggregation, sizes of micro-batches (`chosen_tokens`), the settings of
+    critic, reference and reward model that are the actor's, gen_batch_size, resource pools and the pool of each role, num_engines, nodes_per_engine, run folder and rollout folder,
     max_staleness of the modes that have one.
     Where two keys say one thing (grad_clip and optim.clip_grad, clip_range and clip ratios, data.tokenizer and tokenizer_path,
     enable_gradient_checkpointing and recompute_granularity) the value moves to the second; a size of micro-batches
@@ -47,6 +51,7 @@ def resolve(config: C) -> C:
         return replace(
             config,
             model=_with_tokenizer(config.model),
+            max_token_len_per_gpu=config.max_token_len_per_gpu or chosen_tokens(least_tokens(config)),
             megatron=_with_recompute(
                 _with_sequence_parallel(config.megatron), config.model.enable_gradient_checkpointing
             ),
@@ -59,6 +64,30 @@ def resolve(config: C) -> C:
         model=_with_tokenizer(config.model),
         rollout=_with_engines(replace(config.rollout, resource_pool=GLOBAL_POOL), pool),
     )
+
+
+def least_tokens(config: TrainConfig | TuningConfig) -> int:
+    """What a micro-batch must hold: the longest sequence that is trained on, or two where texts are compared with each other."""
+    if isinstance(config, TuningConfig):
+        return config.data.max_length * (2 if isinstance(config, RMConfig | DPOConfig) else 1)
+    data = config.data
+    longest = data.max_prompt_length + data.max_response_length
+    return longest if data.ptx is None else max(longest, data.ptx.max_length)
+
+
+def chosen_tokens(least: int) -> int:
+    """Of a micro-batch whose size is not given; `least`: those that it must hold."""
+    return max(least, min(CHOSEN_MULTIPLE * least, CHOSEN_TOKENS))
+
+
+def lacks_size(config: TrainConfig | TuningConfig) -> bool:
+    """Whether a configuration leaves the size of a micro-batch, in what use_dynamic_bsz counts, to be chosen."""
+    if isinstance(config, TuningConfig):
+        return config.max_token_len_per_gpu is None
+    actor = config.actor_rollout_ref.actor
+    return _one_size(
+        actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    ) == (None, None)
 
 
 def pool_devices(pools: dict[str, PoolConfig] | None, name: str | None) -> int | None:
@@ -111,6 +140,11 @@ def needs_ref_log_probs(config: TrainConfig) -> bool:
     return not full_kl_in_reward(config) and (config.algorithm.use_kl_in_reward or in_loss)
 
 
+def evaluates(config: TrainConfig) -> bool:
+    """Whether a step has log-probs, of policy or reference, or values computed before its updates."""
+    return not is_single_update(config) or needs_ref_log_probs(config) or config.critic is not None
+
+
 def reference_in_actor(config: TrainConfig) -> bool:
     """Whether the reference (of a resolved configuration) lives in the actor's processes: same layout, same pool."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
@@ -132,7 +166,7 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
     model = replace(policy.model, tokenizer_path=policy.model.tokenizer_path or config.data.tokenizer)
     model = _with_tokenizer(model)
     actor = _with_aggregation(
-        _resolve_actor(policy.actor, pools, model.enable_gradient_checkpointing),
+        _resolve_actor(policy.actor, pools, model.enable_gradient_checkpointing, least_tokens(config)),
         config.data.max_response_length,
     )
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -150,7 +184,7 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
         ),
         resource_pools=pools,
         actor_rollout_ref=replace(policy, model=model, actor=actor, ref=ref, rollout=rollout),
-        critic=None if critic is None else _resolve_critic(critic, actor, model.path),
+        critic=None if critic is None else _resolve_critic(critic, actor, model.path, longest),
         reward_model=_resolve_reward_model(config.reward_model, actor, longest),
         trainer=replace(
             trainer,
@@ -164,14 +198,14 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
 
 
 def _resolve_actor(
-    actor: ActorConfig, pools: dict[str, PoolConfig], checkpointing: bool | None
+    actor: ActorConfig, pools: dict[str, PoolConfig], checkpointing: bool | None, longest: int
 ) -> ActorConfig:
     pool = actor.resource_pool
     if pool is None:
         pool = GLOBAL_POOL if GLOBAL_POOL in pools else next(iter(pools)) if len(pools) == 1 else None
     low, high = actor.clip_range or (actor.clip_ratio_low, actor.clip_ratio_high)
-    tokens, trajectories = _one_size(
-        actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    tokens, trajectories = _some_size(
+        actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, longest
     )
     return replace(
         actor,
@@ -196,6 +230,17 @@ def _one_size(
     return (tokens, None) if dynamic else (None, trajectories)
 
 
+def _some_size(
+    dynamic: bool | None, tokens: int | None, trajectories: int | None, longest: int
+) -> tuple[int | None, int | None]:
+    """The same, chosen where neither is given."""
+    tokens, trajectories = _one_size(dynamic, tokens, trajectories)
+    if tokens is not None or trajectories is not None:
+        return tokens, trajectories
+    chosen = chosen_tokens(longest)
+    return (None, max(1, chosen // max(1, longest))) if dynamic is False else (chosen, None)
+
+
 def _with_clip(optim: OptimConfig, grad_clip: float | None) -> OptimConfig:
     return optim if grad_clip is None else replace(optim, clip_grad=grad_clip)
 
@@ -218,7 +263,7 @@ def _resolve_ref(ref: RefConfig, actor: ActorConfig, longest: int) -> RefConfig:
     elif dynamic or trajectories is None:
         tokens = tokens or actor.ppo_max_token_len_per_gpu
         tokens = tokens or (actor.ppo_micro_batch_size_per_gpu or 1) * longest
-    tokens, trajectories = _one_size(dynamic, tokens, trajectories)
+    tokens, trajectories = _some_size(dynamic, tokens, trajectories, longest)
     return replace(
         ref,
         log_prob_use_dynamic_bsz=dynamic,
@@ -229,13 +274,14 @@ def _resolve_ref(ref: RefConfig, actor: ActorConfig, longest: int) -> RefConfig:
     )
 
 
-def _resolve_critic(critic: CriticConfig, actor: ActorConfig, actor_model: str) -> CriticConfig:
+def _resolve_critic(critic: CriticConfig, actor: ActorConfig, actor_model: str, longest: int) -> CriticConfig:
     dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     tokens, trajectories = _one_size(
         dynamic, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu
     )
     if tokens is None and trajectories is None:
-        tokens, trajectories = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+        sizes = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+        tokens, trajectories = _some_size(dynamic, *sizes, longest)
     return replace(
         critic,
         model=replace(critic.model, path=critic.model.path or actor_model),
@@ -260,6 +306,10 @@ def _resolve_reward_model(reward: RewardModelConfig, actor: ActorConfig, longest
     tokens, trajectories = reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu
     if tokens is None and trajectories is None:
         tokens, trajectories = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+        if (
+            tokens is not None and trajectories is None
+        ):  # the actor's holds its own longest sequence, perhaps not the reward model's
+            tokens = max(tokens, reward.max_length or longest)
     return replace(
         reward,
         max_length=reward.max_length or longest,

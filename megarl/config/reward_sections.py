@@ -155,7 +155,9 @@ class RewardModelConfig:
     )
     micro_batch_size_per_gpu: int | None = option("Trajectories of a micro-batch.", None, ge=1)
     max_token_len_per_gpu: int | None = option(
-        "Tokens of a micro-batch; null here and in the key before: as the actor's.", None, ge=1
+        "Tokens of a micro-batch; null here and in the key before: as the actor's, and at least max_length.",
+        None,
+        ge=1,
     )
     max_length: int | None = option(
         "Tokens of a chat that the model reads, the end of a longer one is cut off; null: those of the longest trajectory.",

@@ -47,11 +47,16 @@ class ActorConfig:
     ppo_mini_batch_size: int = option(
         "Prompts of a mini-batch (an optimizer step); divides train_batch_size.", ge=1
     )
-    ppo_max_token_len_per_gpu: int | None = option("Tokens of a micro-batch (or the next key).", None, ge=1)
+    ppo_max_token_len_per_gpu: int | None = option(
+        "Tokens of a micro-batch (or the next key); null here and there: as many as the memory of GPUs holds by the formulas "
+        "of `megarl plan memory`, elsewhere 4 of the longest trajectories, up to 16384 tokens.",
+        None,
+        ge=1,
+    )
     ppo_micro_batch_size_per_gpu: int | None = option("Trajectories of a micro-batch.", None, ge=1)
     use_dynamic_bsz: bool | None = option(
         "true: micro-batches are cut by tokens, false: by trajectories, whatever the other size says; "
-        "null: by the one that is given.",
+        "null: by the one that is given, by tokens if none is.",
         None,
     )
     share_prompts: bool = option(

@@ -10,7 +10,7 @@ import yaml
 from megarl.config.document import YamlDumper
 from megarl.config.load import plain_value
 from megarl.config.options import field_types, is_free, walk
-from megarl.config.resolve import resolve
+from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, resolve
 from megarl.config.schema import EvalConfig, TrainConfig
 from megarl.config.tuning_sections import TuningConfig
 
@@ -32,6 +32,7 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (r"actor_rollout_ref\.actor\.loss_agg_mode", "actor_rollout_ref.actor.policy_loss.loss_mode"),
     (r"actor_rollout_ref\.actor\.loss_scale_factor", "data.max_response_length"),
     (r"actor_rollout_ref\.actor\.ppo_m\w+_per_gpu", "actor_rollout_ref.actor.use_dynamic_bsz"),
+    (r"max_token_len_per_gpu", "data.max_length"),
     (
         r"critic\.(ppo_m\w+_per_gpu|use_dynamic_bsz)",
         "critic.use_dynamic_bsz and actor_rollout_ref.actor.{0}",
@@ -66,6 +67,9 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (r"trainer\.default_local_dir", "trainer.project_name and trainer.experiment_name"),
     (r"trainer\.rollout_data_dir", "trainer.default_local_dir"),
 )  # fmt: skip
+
+# The sizes of micro-batches that are chosen where none is given.
+_CHOSEN = r"(?:actor_rollout_ref\.actor\.ppo_m\w+|max_token_len)_per_gpu"
 
 
 def resolved_keys(config: Config, origins: dict[str, str]) -> dict[str, tuple[Any, str]]:
@@ -119,6 +123,9 @@ def _origin(key: str, value: Any, before: dict[str, Any], origins: dict[str, str
     given = _given(key, origins)
     if key in before and before[key] == value:
         return given or "default"
+    if before.get(key) is None and re.fullmatch(_CHOSEN, key):
+        most = f"{CHOSEN_MULTIPLE} times what it must hold, up to {CHOSEN_TOKENS} tokens"
+        return f"chosen: {most} (on GPUs what their memory holds)"
     source = _inherited(key, before) or str(source_of(key))
     source = source if source.startswith("moved to ") else f"from {source}"
     if key in origins and before.get(key) is not None:

@@ -91,5 +91,10 @@ class TuningConfig:
     model: TrainedModelConfig = section("The model that is trained.")
     optim: OptimConfig = section("The optimizer.")
     megatron: MegatronConfig = section("The layout.", MegatronConfig)
-    max_token_len_per_gpu: int = option("Tokens of a micro-batch.", ge=1)
+    max_token_len_per_gpu: int | None = option(
+        "Tokens of a micro-batch; null: as many as the memory of GPUs holds by the formulas of `megarl plan memory`, elsewhere "
+        "4 of the longest texts (of what is compared, pairs of them), up to 16384 tokens.",
+        None,
+        ge=1,
+    )
     trainer: TuningTrainerConfig = section("The run.", TuningTrainerConfig)

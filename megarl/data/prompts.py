@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 from rich.progress import Progress
 
-from megarl.data.chats import TOOLS_KEY, ChatKeywords, prompt_messages
+from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, prompt_messages
 from megarl.data.files import (
     Column,
     RowErrors,
@@ -68,7 +68,7 @@ class PromptReader:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         *,
         max_prompt_length: int,
         prompt_key: str = "prompt",
@@ -84,6 +84,7 @@ class PromptReader:
     ) -> None:
         """
         Args:
+            tokenizer: None: no tables are made, `fields` alone are read.
             max_prompt_length: tokens, chat template included.
             prompt_key: the column of the messages, or of a text, which is the user's message; may be dotted.
             data_source_key: the column that becomes `data_source`; may be dotted.
@@ -138,12 +139,14 @@ class PromptReader:
         """The columns of chats and what belongs to them (see `without_filled_nulls`)."""
         return [self._prompt.name, *self._keywords.columns]
 
+    def needed(self, present: Sequence[str]) -> list[Column]:
+        """The columns that a file must have, whatever others are present in it."""
+        named = (self._prompt, self._source, self._answer, *self._keywords.needed)
+        return [column for column in named if column is not None and column.name not in self._may_lack]
+
     def has_columns(self, file: DataFile) -> bool:
         """Whether a file has the columns that its rows must have; what it lacks is noted."""
-        named = (self._prompt, self._source, self._answer, *self._keywords.needed)
-        columns = [column for column in named if column is not None]
-        needed = [column for column in columns if column.name not in self._may_lack]
-        problem = missing_columns(file, lambda _: needed)
+        problem = missing_columns(file, self.needed)
         if problem is not None:
             self.errors.add_file(file, problem)
         return problem is None
@@ -159,26 +162,36 @@ class PromptReader:
                 kept.append({"uid": row.uid, "prompt_ids": prompt, **fields})
         return pa.table({name: [row[name] for row in kept] for name in self.schema.names}, schema=self.schema)
 
-    def _parse(self, row: Row) -> dict[str, str] | None:
-        """One row with its prompt rendered to `text`, or None after noting what is wrong with it."""
-        try:
-            key = self._prompt.name
-            values = without_filled_nulls(row.values, self.chat_columns, row.file)
-            messages = prompt_messages(lookup(values, key, self._prompt.setting), key)
-            keywords = self._keywords.of_row(values)
-            return {
+    def fields(self, row: Row) -> tuple[list[Message], dict[str, Any], dict[str, str]]:
+        """The messages of a row, what the chat template is given besides them, and what else the table has of it.
+
+        Raises:
+            ValueError: a column is missing or of another form.
+        """
+        key = self._prompt.name
+        values = without_filled_nulls(row.values, self.chat_columns, row.file)
+        messages = prompt_messages(lookup(values, key, self._prompt.setting), key)
+        keywords = self._keywords.of_row(values)
+        return (
+            messages,
+            keywords,
+            {
                 "data_source": self._data_source(row.values),
                 "ground_truth": self._ground_truth(row.values),
                 "extra_info": _to_json(row.values.get("extra_info") or {}, "extra_info"),
-                "text": render_text(
-                    self._tokenizer,
-                    messages,
-                    add_generation_prompt=True,
-                    template_kwargs=keywords,
-                ),
                 MESSAGES: _to_json(messages, key),
                 TEMPLATE_KWARGS: _to_json(keywords, "chat_template_kwargs"),
-            }
+            },
+        )
+
+    def _parse(self, row: Row) -> dict[str, str] | None:
+        """One row with its prompt rendered to `text`, or None after noting what is wrong with it."""
+        try:
+            messages, keywords, fields = self.fields(row)
+            text = render_text(
+                self._tokenizer, messages, add_generation_prompt=True, template_kwargs=keywords
+            )
+            return {**fields, "text": text}
         except ValueError as error:
             self.errors.add(row.file, row.number, str(error))
             return None

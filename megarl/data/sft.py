@@ -94,7 +94,7 @@ class SftDataset:
         if text_key is not None:
             columns, convert = [Column(text_key, f"{section}.text_key")], self._of_text
         else:
-            columns, convert = self._chat_columns(section), self._of_chat
+            columns, convert = chat_columns(prompt_key, response_key, section), self._of_chat
         keys = [column.name for column in columns]
         chats = [*keys, *self._keywords.columns] if text_key is None else []
         needed = [*columns, *self._keywords.needed] if text_key is None else columns
@@ -103,17 +103,9 @@ class SftDataset:
     def __len__(self) -> int:
         return self.table.num_rows
 
-    def _chat_columns(self, section: str) -> list[Column]:
-        if self._response_key is None:
-            other = f"{section}.response_key and {section}.prompt_key, or {section}.text_key"
-            return [Column(MESSAGES_KEY, other)]
-        return [
-            Column(self._prompt_key, f"{section}.prompt_key"),
-            Column(self._response_key, f"{section}.response_key"),
-        ]
-
     def _of_chat(self, row: dict[str, Any]) -> Rows:
-        ids, mask = tokenize_chat(self._tokenizer, self._messages(row), self._keywords.of_row(row))
+        chat = chat_of_row(row, self._prompt_key, self._response_key)
+        ids, mask = tokenize_chat(self._tokenizer, chat, self._keywords.of_row(row))
         if len(ids) > self._max_length:
             self._refuse_or_count(len(ids))
             ids, mask = ids[: self._max_length], mask[: self._max_length]
@@ -122,10 +114,7 @@ class SftDataset:
         return [{"input_ids": ids, "loss_mask": mask}]
 
     def _of_text(self, row: dict[str, Any]) -> Rows:
-        text = lookup(row, self._text_key or "")
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{self._text_key!r} must be a non-empty string, found {text!r}")
-        ids = tokenize_text(self._tokenizer, text, self._append_eos)
+        ids = tokenize_text(self._tokenizer, text_of_row(row, self._text_key or ""), self._append_eos)
         if len(ids) < 2:
             raise ValueError(f"the text has {len(ids)} token, and nothing predicts the first one")
         pieces = [ids]
@@ -147,14 +136,40 @@ class SftDataset:
             )
         self.num_truncated += 1
 
-    def _messages(self, row: dict[str, Any]) -> list[Message]:
-        if self._response_key is None:
-            return check_messages(lookup(row, MESSAGES_KEY), MESSAGES_KEY)
-        prompt = prompt_messages(lookup(row, self._prompt_key), self._prompt_key)
-        response = lookup(row, self._response_key)
-        if not isinstance(response, str) or not response:
-            raise ValueError(f"{self._response_key!r} must be a non-empty string, found {response!r}")
-        return [*prompt, {"role": "assistant", "content": response}]
+
+def text_of_row(row: dict[str, Any], key: str) -> str:
+    """The plain text of a row.
+
+    Raises:
+        ValueError: there is none.
+    """
+    text = lookup(row, key)
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{key!r} must be a non-empty string, found {text!r}")
+    return text
+
+
+def chat_of_row(row: dict[str, Any], prompt_key: str, response_key: str | None) -> list[Message]:
+    """The chat of a row; `response_key` None: the column `messages`.
+
+    Raises:
+        ValueError: a column is missing or of another form.
+    """
+    if response_key is None:
+        return check_messages(lookup(row, MESSAGES_KEY), MESSAGES_KEY)
+    prompt = prompt_messages(lookup(row, prompt_key), prompt_key)
+    response = lookup(row, response_key)
+    if not isinstance(response, str) or not response:
+        raise ValueError(f"{response_key!r} must be a non-empty string, found {response!r}")
+    return [*prompt, {"role": "assistant", "content": response}]
+
+
+def chat_columns(prompt_key: str, response_key: str | None, section: str) -> list[Column]:
+    """The columns that a file of chats must have; `section`: of the configuration that names them."""
+    if response_key is None:
+        other = f"{section}.response_key and {section}.prompt_key, or {section}.text_key"
+        return [Column(MESSAGES_KEY, other)]
+    return [Column(prompt_key, f"{section}.prompt_key"), Column(response_key, f"{section}.response_key")]
 
 
 class SftLoader(TableLoader):

@@ -58,11 +58,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-        if not present:
-            raise ValueError(
-                f"folder {path} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"
-            )
+        present = tokenizer_files(folder)
         if present == [SENTENCEPIECE_FILE]:
             tokenizer = _from_sentencepiece(folder)
         else:
@@ -79,6 +75,18 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         )
         tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
     return tokenizer
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Those of TOKENIZER_FILES that a folder has.
+
+    Raises:
+        ValueError: none.
+    """
+    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not present:
+        raise ValueError(f"folder {folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
+    return present
 
 
 def _from_auto(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

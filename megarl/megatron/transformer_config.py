@@ -187,7 +187,10 @@ def _parallel_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, 
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "num_layers_in_first_pipeline_stage": layout.first_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_layers,
+        # Of two stages the last one's follow from the first one's; megatron-core would divide by the stages between them.
+        "num_layers_in_last_pipeline_stage": None
+        if layout.pp == 2 and layout.first_layers is not None
+        else layout.last_layers,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

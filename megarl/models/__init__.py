@@ -7,7 +7,7 @@ not supported is refused by name. Must not know: process groups, engines, RL; sn
 from types import ModuleType
 
 from megarl.models import deepseek_v3, glm4_moe, kimi_k2, llama, qwen2, qwen3, qwen3_moe
-from megarl.models.config import ModelConfig, load_hf_config
+from megarl.models.config import COMPANIONS, ModelConfig, load_hf_config
 from megarl.models.mtp import copies as mtp_copies
 from megarl.models.shards import MegatronPlace, SGLangPlace
 from megarl.models.table import (
@@ -46,6 +46,7 @@ def has_dp_attention(config: ModelConfig) -> bool:
 
 
 __all__ = [
+    "COMPANIONS",
     "FAMILIES",
     "MegatronPlace",
     "ModelConfig",

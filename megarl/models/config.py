@@ -10,6 +10,9 @@ from megarl.models.fields import Fields, short
 # Weights are named one by one before they are compared with files; no published model comes near these numbers.
 _MOST_LAYERS, _MOST_EXPERTS = 10_000, 1 << 18  # experts of all layers together
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+COMPANIONS = (
+    "hf"  # the folder within a Megatron checkpoint that keeps config, tokenizer and generation config
+)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from megarl.config import LoraConfig, MegatronConfig, TrainConfig, pool_devices
 from megarl.config.problems import raise_if_any
 from megarl.config.tuning_sections import TuningConfig
-from megarl.hybrid_engine.peft_files import PeftReader
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.models.float8 import check_base_block
 from megarl.models.lora import adapted_weights, check_expert_groups
 from megarl.trainer.lora_sync import ADAPTERS, why_merged
 
@@ -40,6 +38,13 @@ def check_adapters(
         ValueError: in one message, patterns that fit no layer, groups into which experts do not divide, blocks that
             shards cut, folders of adapters that are not those of the section.
     """
+    raise_if_any("adapters that do not fit their model", adapter_problems(config, model, critic))
+
+
+def adapter_problems(
+    config: TrainConfig | TuningConfig, model: ModelConfig, critic: ModelConfig | None = None
+) -> list[str]:
+    """What `check_adapters` raises, a line each."""
     if isinstance(config, TuningConfig):
         devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
         sections = [_Section("model", config.model.lora, config.megatron, devices, model)]
@@ -56,7 +61,7 @@ def check_adapters(
     problems = [problem for section in sections if section.lora.rank for problem in _problems(section)]
     if isinstance(config, TrainConfig) and not problems:
         problems += _serving_problems(config, model)
-    raise_if_any("adapters that do not fit their model", problems)
+    return problems
 
 
 def _serving_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
@@ -76,12 +81,16 @@ def _problems(section: _Section) -> Iterator[str]:
         adapted_weights(model, lora)
         check_expert_groups(model, lora, layout.ep)
         if lora.base_dtype is not None:
+            from megarl.models.float8 import check_base_block  # which needs torch: seconds before a refusal
+
             check_base_block(model, layout, lora.base_block)
     except ValueError as error:
         yield f"{key}.{error}"
         return
     if lora.adapter_path is None:
         return
+    from megarl.hybrid_engine.peft_files import PeftReader
+
     try:
         with PeftReader(lora.adapter_path, model) as reader:
             reader.check(lora)

@@ -34,18 +34,17 @@ from megarl.checkpoints import (
 from megarl.checkpoints.manifest import shortened
 from megarl.cluster import WorkerFailed, WorkerGroup
 from megarl.config import TrainConfig, TuningConfig
-from megarl.config.resume import changed_keys, refused_changes
+from megarl.config.resume import changed_keys
 from megarl.config.saving_section import SavingConfig
 from megarl.trainer.best import Best
 from megarl.trainer.earlier_runs import move_checkpoints, set_aside_earlier_run
 from megarl.trainer.preemption import REQUEUE
+from megarl.trainer.resumed import CONFIG_FILE, refusals
 
 if TYPE_CHECKING:
     from megarl.trainer.run import Run
 
-FOLDER = "checkpoints"
 STATE_FILE = "run.json"
-CONFIG_FILE = "config.yaml"
 HF_FOLDER = "hf"
 _FILE_ERRORS = ("OSError", "FileNotFoundError", "PermissionError")
 
@@ -361,13 +360,12 @@ def find_resumed(
     else:
         found = store.newest_good()
     if found is not None:
-        changes = changed_keys(config, found.folder / CONFIG_FILE)
-        refused = refused_changes(changes)
+        refused = refusals(config, found.folder)
         if refused:
             raise ValueError("\n  ".join([f"the run cannot go on from {found.folder}:", *refused]))
         _require_steps(found, total_steps, say)
         say(f"going on from step {found.step}: {found.folder}")
-        for key, (before, after) in changes.items():
+        for key, (before, after) in changed_keys(config, found.folder / CONFIG_FILE).items():
             say(f"  changed since: {key}: {before!r} -> {after!r}")
     if found is not None and found.folder.resolve().parent == store.root.resolve():
         last = found.step

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from megarl.cluster import WorkerGroup
 from megarl.cluster.hosts import on_node
-from megarl.config import TrainConfig, check_config, resolve, resolve_batches
+from megarl.config import TrainConfig, resolve, resolve_batches
 from megarl.config.hub import fetch_models
 from megarl.hybrid_engine.layouts import logical_tensors
 from megarl.models import read_model_config
@@ -32,6 +32,7 @@ from megarl.trainer.doctor_facts import NodeFacts, node_facts
 from megarl.trainer.doctor_probe import bus_bandwidth
 from megarl.trainer.dumped import count_steps
 from megarl.trainer.inputs import load_model_inputs, load_train_inputs
+from megarl.trainer.preflight import preflight
 from megarl.trainer.roles import open_pools
 from megarl.trainer.run import Run, open_engine_run
 
@@ -105,7 +106,7 @@ def _machines(config: TrainConfig, folder: Path) -> list[Finding]:
 def _inputs(config: TrainConfig) -> Iterator[Finding]:
     """The configuration, and what it names: read as the run reads it."""
     try:
-        check_config(config)
+        preflight(config)
         config = fetch_models(resolve(config))
         yield Finding(OK, "configuration", "every key is read, and they fit each other")
         found, warnings = _data(config)

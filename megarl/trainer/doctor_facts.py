@@ -74,7 +74,7 @@ def node_facts(folder: str, probe: str) -> NodeFacts:
         address=_resolved(socket.gethostname()),
         python=platform.python_version(),
         versions=_versions(PACKAGES),
-        gpus=_gpus(),
+        gpus=gpus_here(),
         cores=len(os.sched_getaffinity(0)),
         memory=memory.total,
         available=memory.available,
@@ -103,8 +103,8 @@ def _resolved(host: str) -> str | None:
         return None
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    """Without CUDA being initialised."""
+def gpus_here() -> tuple[Gpu, ...]:
+    """This machine's, without CUDA being initialised."""
     query = [
         "nvidia-smi",
         "--query-gpu=name,driver_version,memory.total,memory.used",

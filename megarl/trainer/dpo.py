@@ -28,7 +28,8 @@ from megarl.trainer.adapters import check_adapters
 from megarl.trainer.dispatch import plan_rows, rows_to_share
 from megarl.trainer.export import export_hf
 from megarl.trainer.opening import tuning_facts
-from megarl.trainer.rankings import compared_chats, preference_keys
+from megarl.trainer.prompt_data import preference_keys
+from megarl.trainer.rankings import compared_chats
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.tuning import VAL_LOSS, Stages, run_steps, start_group
 

@@ -11,7 +11,6 @@ from megarl.checkpoints import steps_in
 from megarl.cluster import Premises
 from megarl.config import TrainConfig
 from megarl.rewards.scorer import make_scorer
-from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.controls import make_controls
 from megarl.trainer.dumped import count_steps, read_step, step_file
 from megarl.trainer.earlier_runs import set_aside_earlier_run
@@ -21,6 +20,7 @@ from megarl.trainer.inputs import load_model_inputs, load_train_inputs
 from megarl.trainer.nonfinite import GENERATED, require_finite, whole_step
 from megarl.trainer.ppo import collect, epochs, learn
 from megarl.trainer.ptx import load_ptx
+from megarl.trainer.resumed import FOLDER as CHECKPOINTS
 from megarl.trainer.reward_model import score_weights
 from megarl.trainer.roles import Roles, policy_checkpoints, start_learners, start_roles
 from megarl.trainer.run import Run, open_run

@@ -16,6 +16,7 @@ from megarl.config import (
     PoolConfig,
     RolloutConfig,
     TrainConfig,
+    evaluates,
     needs_reference,
     pool_devices,
     reference_in_actor,
@@ -180,7 +181,8 @@ def plan_memory(config: TrainConfig, inputs: PlanInputs, limit: int, reserve: in
     pools, needs = config.resource_pools, phase_needs(config)
     owners = [*_actor(config, inputs, needs), *_others(config, inputs, needs)]
     served, kv_tokens, token = engine_owners(config, inputs, needs, limit)
-    phases = ["sync", "generate", *(["score_model"] if config.reward_model.enable else []), "evaluate_models"]
+    phases = ["sync", "generate", *(["score_model"] if config.reward_model.enable else [])]
+    phases += ["evaluate_models"] if evaluates(config) else []
     phases += [] if config.critic is None else ["update_critic"]
     longest = config.data.max_prompt_length + config.data.max_response_length
     return MemoryPlan(

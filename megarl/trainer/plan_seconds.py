@@ -109,7 +109,7 @@ def step_phases(
     for phase, part in model_parts(config, inputs, machine):
         parts.setdefault(phase, []).append(part)
     for phase, pool, seconds in moves:
-        parts[phase].append(Part("moved to and from the host", pool, seconds))
+        parts.setdefault(phase, []).append(Part("moved to and from the host", pool, seconds))
     whole = count * texts.whole
     return [
         PhaseTime(

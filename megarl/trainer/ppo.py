@@ -8,7 +8,7 @@ from functools import partial
 import pyarrow as pa
 
 from megarl.cluster import Premises
-from megarl.config import TrainConfig
+from megarl.config import TrainConfig, evaluates
 from megarl.rewards.scorer import make_scorer
 from megarl.trainer.advantages import compute_batch_advantages
 from megarl.trainer.controls import Controls, make_controls
@@ -24,7 +24,7 @@ from megarl.trainer.rollouts import noise_seed, roll_out
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.samples import sample_rows
 from megarl.trainer.scoring import Rewards, training_scores
-from megarl.trainer.stages import evaluate_models, evaluates, throughput
+from megarl.trainer.stages import evaluate_models, throughput
 from megarl.trainer.sync import sync_weights
 from megarl.trainer.updates import update
 from megarl.trainer.validation import validate

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
-from megarl.config import DataConfig, EvalConfig, EvalDataConfig, TrainConfig, needs_rules
+from megarl.config import (
+    DataConfig,
+    DPODataConfig,
+    EvalConfig,
+    EvalDataConfig,
+    RMDataConfig,
+    TrainConfig,
+    needs_rules,
+)
 from megarl.data.loader import BatchLoader, Feed, TableFeed
 from megarl.data.mixture import MixtureFeed
+from megarl.data.preferences import PreferenceKeys
 from megarl.data.prompts import ANSWER_KEY, SOURCE_KEY, PromptDataset, PromptReader
 from megarl.data.samplers import make_sampler
 from megarl.data.sources import resolve_files
 from megarl.data.stream import StreamFeed, cut_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PIECES_A_WINDOW = 4  # a window has rows of at least so many places in the files
 
@@ -56,6 +67,19 @@ def reading(data: DataConfig | EvalDataConfig, several_turns: bool = False) -> d
         keywords["filter_overlong_prompts"] = data.filter_overlong_prompts
         keywords["keep_messages"] = data.return_raw_input_ids
     return keywords
+
+
+def preference_keys(data: RMDataConfig | DPODataConfig, margin: str | None = None) -> PreferenceKeys:
+    """The columns of rankings; `margin`: that of the margins, where the loss has them."""
+    return PreferenceKeys(
+        prompt=data.prompt_key,
+        chosen=data.chosen_key,
+        rejected=data.rejected_key,
+        margin=margin,
+        responses=data.responses_key,
+        ranks=data.ranks_key,
+        scores=data.scores_key,
+    )
 
 
 def read_prompts(

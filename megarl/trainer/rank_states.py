@@ -12,7 +12,6 @@ import torch
 
 from megarl.checkpoints import FileFacts, seal_files
 from megarl.hybrid_engine.adapters import adapter_layout, adapter_tensors, write_adapter_config
-from megarl.hybrid_engine.convert.sources import COMPANIONS
 from megarl.hybrid_engine.hf_folder import read_companions
 from megarl.hybrid_engine.peft_facts import CONFIG_FILE
 from megarl.megatron.adapter_checkpoint import adapter_places
@@ -20,6 +19,7 @@ from megarl.megatron.build import unwrap
 from megarl.megatron.checkpoint import RankStates
 from megarl.megatron.checkpoint_base import BaseModel, identify
 from megarl.megatron.checkpoint_places import Places, model_places
+from megarl.models import COMPANIONS
 
 if TYPE_CHECKING:
     from megarl.trainer.model_worker import ModelWorker

@@ -8,21 +8,6 @@ import pyarrow as pa
 import torch
 
 from megarl.algorithms.preference import Pairs, ranking_pairs
-from megarl.config import DPODataConfig, RMDataConfig
-from megarl.data.preferences import PreferenceKeys
-
-
-def preference_keys(data: RMDataConfig | DPODataConfig, margin: str | None = None) -> PreferenceKeys:
-    """The columns that section `data` names; `margin`: that of the margins, where the loss has them."""
-    return PreferenceKeys(
-        prompt=data.prompt_key,
-        chosen=data.chosen_key,
-        rejected=data.rejected_key,
-        margin=margin,
-        responses=data.responses_key,
-        ranks=data.ranks_key,
-        scores=data.scores_key,
-    )
 
 
 def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:

@@ -22,8 +22,6 @@ from megarl.checkpoints.manifest import folder_name, shortened
 from megarl.config import TrainConfig, check_config, load_config, resolve, resolve_batches
 from megarl.config.resume import changed_keys
 from megarl.plugins import load_plugins
-from megarl.trainer.checkpoints import CONFIG_FILE
-from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.controls import make_controls
 from megarl.trainer.dumped import count_steps, read_step, step_file
 from megarl.trainer.export import export_hf
@@ -35,6 +33,8 @@ from megarl.trainer.nonfinite import NotFinite
 from megarl.trainer.ppo import epochs, learn
 from megarl.trainer.prompt_data import may_lack, training_prompts
 from megarl.trainer.ptx import load_ptx
+from megarl.trainer.resumed import CONFIG_FILE
+from megarl.trainer.resumed import FOLDER as CHECKPOINTS
 from megarl.trainer.roles import Roles, policy_checkpoints, start_learners
 from megarl.trainer.run import Run, limits, open_engine_run
 

@@ -15,11 +15,11 @@ import yaml
 from megarl.cluster.report import FOLDER as FAILURES
 from megarl.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from megarl.data.trajectories import list_lengths, read_trajectories
-from megarl.trainer.checkpoints import CONFIG_FILE
 from megarl.trainer.dumped import step_file
 from megarl.trainer.health import HEALTH_FILE
 from megarl.trainer.logger import METRICS_FILE, read_metrics
 from megarl.trainer.report_timeline import Recorded, read_timeline
+from megarl.trainer.resumed import CONFIG_FILE
 from megarl.trainer.scoring import ERRORS_FILE
 
 _LONGEST_TEXT = 2000  # characters of a prompt or a response that are shown

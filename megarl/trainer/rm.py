@@ -30,7 +30,8 @@ from megarl.trainer.adapters import check_adapters
 from megarl.trainer.dispatch import MicroBatching, plan_rows
 from megarl.trainer.export import export_hf
 from megarl.trainer.opening import tuning_facts
-from megarl.trainer.rankings import compared_texts, preference_keys
+from megarl.trainer.prompt_data import preference_keys
+from megarl.trainer.rankings import compared_texts
 from megarl.trainer.reward_model import score_lists
 from megarl.trainer.reward_normalization import FILE, measure_normalization
 from megarl.trainer.roles import Role

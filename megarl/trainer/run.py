@@ -44,7 +44,6 @@ from megarl.config import (
 )
 from megarl.data.gather import Blocks
 from megarl.data.trajectories import write_trajectories
-from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.checkpoints import find_resumed, open_store
 from megarl.trainer.dispatch import Plans
 from megarl.trainer.full_disk import naming_keys
@@ -52,6 +51,7 @@ from megarl.trainer.kinds import premises_of
 from megarl.trainer.logger import RunLogger
 from megarl.trainer.opening import Facts, opening_lines
 from megarl.trainer.preemption import REQUEUE, Preemption, noting_signals
+from megarl.trainer.resumed import FOLDER as CHECKPOINTS
 from megarl.trainer.supervision import not_again_once_told
 from megarl.trainer.timeline import STEP, Timeline
 from megarl.trainer.trackers import TrackedRun

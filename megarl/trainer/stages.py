@@ -84,11 +84,6 @@ def _by_role(names: Sequence[str], results: Sequence[Any]) -> Iterator[tuple[str
         yield name, [None if answer is None else answer[number] for answer in results]
 
 
-def evaluates(config: TrainConfig) -> bool:
-    """Whether `evaluate_models` has anything to append."""
-    return not is_single_update(config) or needs_ref_log_probs(config) or config.critic is not None
-
-
 def throughput(batch: pa.Table, seconds: Mapping[str, float]) -> dict[str, float]:
     """Tokens a second of the phases that go through all tokens of a batch."""
     tokens = int(sequence_lengths(batch).sum())

@@ -16,8 +16,8 @@ from rich.console import Console
 from megarl.checkpoints import steps_in
 from megarl.cluster import Premises, RayFailed, WorkerLost
 from megarl.config import TrainConfig, TuningConfig
-from megarl.trainer.checkpoints import FOLDER
 from megarl.trainer.preemption import REQUEUE, Preemption
+from megarl.trainer.resumed import FOLDER
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
 

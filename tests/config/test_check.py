@@ -103,11 +103,6 @@ def test_values_out_of_range(train: Train, override: str, problem: str) -> None:
             f"2 trajectories); give one of them, or say by {ACTOR}.use_dynamic_bsz which counts (true: tokens)",
         ),
         (
-            [f"{ACTOR}.ppo_max_token_len_per_gpu=null"],
-            f"one of {ACTOR}.ppo_max_token_len_per_gpu and {ACTOR}.ppo_micro_batch_size_per_gpu is required: the size "
-            "of a micro-batch in tokens or in trajectories",
-        ),
-        (
             [f"{ACTOR}.ppo_max_token_len_per_gpu=63"],
             f"{ACTOR}.ppo_max_token_len_per_gpu=63 is less than data.max_prompt_length=24 + "
             "data.max_response_length=40 = 64: a long trajectory would not fit",

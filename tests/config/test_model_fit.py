@@ -85,6 +85,18 @@ def test_uneven_stages() -> None:
     ]
 
 
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_a_stage_without_a_layer(chunks: int | None) -> None:
+    ends = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 2}
+    sizes = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": chunks}
+    (line,) = lines_of(lambda: fit(MegatronConfig(**sizes, **ends), Facts()))
+    assert line.startswith(
+        f"{ACTOR}.num_layers_in_first_pipeline_stage=2 and num_layers_in_last_pipeline_stage=2 leave 0 of num_layers=4 for "
+        "the other 2 stages"
+    )
+    assert line.endswith("; each needs at least one")
+
+
 def test_experts_divide() -> None:
     fit(MegatronConfig(expert_model_parallel_size=4, expert_tensor_parallel_size=2), Facts(moe=MOE))
     lines = lines_of(
@@ -140,6 +152,33 @@ def test_an_engine_may_give_ranks_the_same_key_value_head(tp: int, groups: int, 
     else:
         (line,) = lines_of(check)
         assert line.startswith(f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp} ")
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "cut"),
+    [
+        (1, 1, []),
+        (2, 1, []),
+        (4, 1, ["the experts' ffn_hidden_size=768"]),
+        (4, 2, []),
+        (8, 8, ["shared_ffn_hidden_size=512"]),
+    ],
+)
+def test_blocks_in_float8_are_not_cut(tp: int, ep: int, cut: list[str]) -> None:
+    """As SGLang's Fp8LinearMethod and Fp8MoEMethod ask: 768 / 4 = 192 and 512 / 8 = 64 are no multiples of 128."""
+    moe = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=768, shared_ffn_hidden_size=512)
+    sizes = {"tensor_model_parallel_size": tp, "expert_parallel_size": ep}
+
+    def check(quantization: str | None) -> None:
+        check_rollout_model(RolloutConfig(**sizes, quantization=quantization), Facts(moe=moe), key="rollout")
+
+    check(None)
+    if not cut:
+        check("fp8")
+        return
+    lines = lines_of(lambda: check("fp8"))
+    assert [name for name in cut if any(name in line for line in lines)] == cut and len(lines) == len(cut)
+    assert all(line.startswith("rollout.quantization=fp8: each of ") for line in lines)
 
 
 def test_why_an_engine_does_not_fit() -> None:

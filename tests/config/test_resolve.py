@@ -5,7 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import SFTConfig, TrainConfig, batch_table, check_config, resolve, resolve_batches
+from megarl.config import (
+    DPOConfig,
+    RMConfig,
+    SFTConfig,
+    TrainConfig,
+    batch_table,
+    check_config,
+    load_config,
+    resolve,
+    resolve_batches,
+)
+from megarl.config.show import resolved_keys
 from tests.config.conftest import lines_of
 
 Train = Callable[..., TrainConfig]
@@ -33,6 +44,12 @@ ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_r
             (None, 4),
             (None, 4),
         ),
+        # Where no size is given: four of the longest trajectories, of 64 tokens here.
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=null"], (256, None), (256, None)),
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=null", f"{ACTOR}.use_dynamic_bsz=true"], (256, None), (256, None)),
+        ([f"{ACTOR}.use_dynamic_bsz=false"], (None, 4), (None, 4)),
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=null", "critic.use_dynamic_bsz=false"], (256, None), (None, 4)),
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=null", "critic.ppo_max_token_len_per_gpu=64"], (256, None), (64, None)),
     ],
 )  # fmt: skip
 def test_use_dynamic_bsz_decides_between_tokens_and_trajectories(
@@ -89,6 +106,48 @@ def test_gradient_checkpointing_is_megatrons_full_recompute(
     assert full.critic.megatron.pipeline_model_parallel_size == 2
 
 
+@pytest.mark.parametrize(
+    ("prompt", "response", "chosen"),
+    [(24, 40, 256), (1000, 3096, 16384), (2000, 6000, 16384), (4000, 16000, 20000)],
+)
+def test_a_chosen_micro_batch_holds_the_longest_trajectory(
+    train: Train, prompt: int, response: int, chosen: int
+) -> None:
+    lengths = [f"data.max_prompt_length={prompt}", f"data.max_response_length={response}"]
+    config = train(f"{ACTOR}.ppo_max_token_len_per_gpu=null", "algorithm.use_kl_in_reward=true", *lengths)
+    check_config(config)
+    full = resolve(config)
+    assert full.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == chosen
+    assert full.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu == chosen
+    assert resolve(full) == full
+    origin = resolved_keys(config, {})[f"{ACTOR}.ppo_max_token_len_per_gpu"]
+    assert origin[0] == chosen and origin[1].startswith("chosen: 4 times")
+
+
+def test_texts_beside_the_rewards_fit_a_chosen_micro_batch(train: Train, folder: Path) -> None:
+    ptx = f"{{files: {folder}/val.parquet, batch_size: 8, max_length: 20000}}"
+    config = train(f"{ACTOR}.ppo_max_token_len_per_gpu=null", f"data.ptx={ptx}", f"{ACTOR}.ptx_coef=1")
+    check_config(config)
+    assert resolve(config).actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 20000
+
+
+def test_a_chosen_micro_batch_of_fine_tuning(sft: Callable[..., SFTConfig]) -> None:
+    config = sft("max_token_len_per_gpu=null")
+    check_config(config)
+    assert resolve(config).max_token_len_per_gpu == 4 * 64
+    keys = [
+        "data.train_files=f",
+        "data.max_length=64",
+        "data.train_batch_size=8",
+        "model.path=m",
+        "optim.lr=1",
+    ]
+    for schema in (RMConfig, DPOConfig):  # whose micro-batches hold pairs
+        assert resolve(load_config(schema, None, keys)).max_token_len_per_gpu == 4 * 2 * 64
+        long = load_config(schema, None, [*keys, "data.max_length=20000"])
+        assert resolve(long).max_token_len_per_gpu == 40000
+
+
 def test_gradient_checkpointing_in_fine_tuning(sft: Callable[..., SFTConfig]) -> None:
     assert resolve(sft("model.enable_gradient_checkpointing=true")).megatron.recompute_granularity == "full"
     assert resolve(sft()).megatron.recompute_granularity is None
@@ -104,14 +163,6 @@ def test_other_names(train: Train) -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (
-            [f"{ACTOR}.use_dynamic_bsz=false"],
-            f"{ACTOR}.use_dynamic_bsz=false needs {ACTOR}.ppo_micro_batch_size_per_gpu",
-        ),
-        (
-            [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=null"],
-            f"{ACTOR}.use_dynamic_bsz=true needs {ACTOR}.ppo_max_token_len_per_gpu",
-        ),
         (
             [
                 "algorithm.use_kl_in_reward=true",
@@ -143,7 +194,5 @@ def test_other_names(train: Train) -> None:
         ),
     ],
 )
-def test_what_lacks_its_size_or_contradicts_itself_is_refused(
-    train: Train, overrides: list[str], problem: str
-) -> None:
+def test_what_contradicts_itself_is_refused(train: Train, overrides: list[str], problem: str) -> None:
     assert lines_of(lambda: check_config(train(*overrides))) == [problem]

@@ -78,6 +78,30 @@ def test_what_moves_is_what_leaves(capsys) -> None:
     assert still["memory"]["peak"] > plan["memory"]["peak"]
 
 
+def test_a_batch_that_is_one_update_has_no_log_probs_before_it(capsys) -> None:
+    """Weights then come for the update; with a KL in the loss the reference's log-probs are a phase, too."""
+    single = ("actor_rollout_ref.actor.ppo_mini_batch_size=512", "data.train_batch_size=512")
+    plan = planned(capsys, MOE, "--without-sync", *single, "actor_rollout_ref.actor.use_kl_loss=false")
+    assert list(plan["phases"]) == ["sync", "generate", "update"]
+    assert list(plan["memory"]["phases"]) == ["sync", "generate", "update_actor"]
+    held = plan["memory"]["phases"]["update_actor"]
+    moved = plan["phases"]["update"]["parts"]["moved to and from the host"]
+    rate = 64e9 * Assumptions().host
+    assert moved == pytest.approx((held["actor_weights"] + held["actor_optimizer"]) / rate)
+    with_reference = planned(
+        capsys, MOE, "--without-sync", *single, "actor_rollout_ref.actor.use_kl_loss=true"
+    )
+    assert "evaluate_models" in with_reference["phases"]
+
+
+def test_weights_that_come_for_nothing_are_counted(capsys) -> None:
+    """With the engines' log-probs in place of the policy's, its weights come a phase before the update."""
+    bypass = ("algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.actor.use_kl_loss=false")
+    phases = planned(capsys, MOE, "--without-sync", *bypass)["phases"]
+    assert list(phases["evaluate_models"]["parts"]) == ["moved to and from the host"]
+    assert phases["evaluate_models"]["seconds"] > 0
+
+
 def test_states_on_the_host_leave_the_devices_slots(capsys) -> None:
     """Three buckets of 8 Mi weights, 12 bytes each; all else is on the host, and passes the link in each update."""
     usual = planned(capsys, MOE, "--without-sync")

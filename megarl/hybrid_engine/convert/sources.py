@@ -20,14 +20,11 @@ from megarl.hybrid_engine.layouts import hf_layout
 from megarl.hybrid_engine.load import HFReader
 from megarl.hybrid_engine.peft_files import is_adapter
 from megarl.layout import Box, Copy, Layout
-from megarl.models import ModelConfig, read_model_config
+from megarl.models import COMPANIONS, ModelConfig, read_model_config
 from megarl.models.fields import short
 from megarl.models.lora import IN_CHECKPOINTS
 from megarl.models.weight_files import some
 
-COMPANIONS = (
-    "hf"  # the folder within a Megatron checkpoint that keeps config, tokenizer and generation config
-)
 _WITHOUT_MTP = " (--mtp drop converts a checkpoint without its MTP layers)"
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 

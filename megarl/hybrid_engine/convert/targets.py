@@ -9,11 +9,10 @@ import torch
 
 from megarl.dcp import DCPWriter
 from megarl.hybrid_engine.convert.megatron_layout import megatron_checkpoint, stacks_layers
-from megarl.hybrid_engine.convert.sources import COMPANIONS
 from megarl.hybrid_engine.hf_folder import HFFolderWriter
 from megarl.hybrid_engine.layouts import hf_layout
 from megarl.layout import Box, Layout
-from megarl.models import ModelConfig
+from megarl.models import COMPANIONS, ModelConfig
 
 CHECKPOINT = "release"  # what Megatron-LM calls a checkpoint that begins a training run
 CHECKPOINT_VERSION = 3.0  # of Megatron-LM: from 2.0 on the order of rows within linear_qkv is today's

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,23 +122,6 @@ def test_arguments_that_are_wrong(arguments: dict[str, Any], words: str) -> None
 def test_a_trainer_that_cannot_be_made(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Trainer(make_trainer_config(), **arguments)
-
-
-def test_a_jobs_signal_ends_the_program_with_one_line(model: Path, monkeypatch, capfd) -> None:
-    """From the first thing on that a Trainer starts, until it is closed; nothing is started here."""
-
-    def told(*arguments: Any) -> None:
-        signal.raise_signal(signal.SIGTERM)
-        raise AssertionError("the program went on")
-
-    monkeypatch.setattr("megarl.trainer.api.make_scorer", told)
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
-        Trainer(make_trainer_config(), actor_model=model, reward_fn=lambda *texts: 0.0)
-    assert ended.value.code == 75 and signal.getsignal(signal.SIGTERM) is before
-    assert capfd.readouterr().err == (
-        "SIGTERM: ending; started again, the program goes on from its last checkpoint, if there is one\n"
-    )
 
 
 def test_keys_that_only_the_loop_reads_are_refused() -> None:

@@ -2,6 +2,8 @@ import signal
 
 import pytest
 
+from megarl import Trainer, make_trainer_config
+from megarl.models.tiny import make_tiny_model
 from megarl.trainer.preemption import REQUEUE, ending_at_once, noting_signals
 
 
@@ -50,3 +52,22 @@ def test_a_program_of_the_users_own_ends_with_one_line_unless_it_has_handlers(ca
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGUSR1, others)
+
+
+def test_a_jobs_signal_ends_the_program_with_one_line(monkeypatch, capfd, tmp_path):
+    """From the first thing on that a Trainer starts, until it is closed; nothing is started here."""
+
+    def told(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the program went on")
+
+    monkeypatch.setattr("megarl.trainer.api.make_scorer", told)
+    make_tiny_model(tmp_path, ["1 + 1 = 2"], hidden_size=64, ffn_hidden_size=128, num_layers=2)
+    before = signal.getsignal(signal.SIGTERM)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        Trainer(make_trainer_config(), actor_model=tmp_path, reward_fn=lambda *texts: 0.0)
+    assert ended.value.code == 75 and signal.getsignal(signal.SIGTERM) is before
+    assert capfd.readouterr().err == (
+        "SIGTERM: ending; started again, the program goes on from its last checkpoint, if there is one\n"
+    )

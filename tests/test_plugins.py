@@ -140,6 +140,14 @@ def test_the_recipes_are_accepted(recipe: dict[str, Any], train: Callable[..., T
         assert name is None or name in known
 
 
+def test_an_estimator_of_ones_own_may_have_a_critic(train: Callable[..., TrainConfig]) -> None:
+    critic = {"optim": {"lr": 1e-5}, "ppo_max_token_len_per_gpu": 128}
+    tree = {"plugins": ["batch_mean.py"], "algorithm": {"adv_estimator": "batch_mean"}, "critic": critic}
+    assert train(tree).critic is not None
+    with pytest.raises(ValueError, match="'grpo' has no critic"):
+        train({"critic": critic})
+
+
 @pytest.fixture
 def batch() -> AdvantageBatch:
     rewards = torch.tensor([0.0, 1.0, 0.0, 3.0, 0.0])

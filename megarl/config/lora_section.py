@@ -23,7 +23,8 @@ class LoraConfig:
     dropout: float = option("Share of their inputs that is dropped in training.", 0.0, ge=0, lt=1)
     target_modules: str | tuple[str, ...] = option(
         "Which linear layers have one, by Hugging Face's names: all-linear (all but the head and routers), a last part "
-        "(q_proj), or a pattern of the whole name (model.layers.1?.mlp.*); one of these, or a list.",
+        "(q_proj), or a pattern of the whole name (model.layers.1?.mlp.*); one of these, or a list. Routers are chosen by "
+        "gate, or a pattern that ends in .gate, alone: [all-linear, gate] is what all-linear is to PEFT.",
         (ALL_LINEAR,),
     )
     exclude_modules: str | tuple[str, ...] = option("Which of these have none, likewise.", ())

@@ -163,11 +163,6 @@ class PeftReader:
             wrong.append(
                 "rank_pattern or alpha_pattern makes adapters differ that lora.shared_a or lora.expert_groups share"
             )
-        if routers := [module for module in self._modules() if module.endswith(".mlp.gate")]:
-            wrong.append(
-                f"routers have adapters, which are not trained: {some(routers)}; merge the folder into its model "
-                "(megarl convert MODEL NEW --merge ADAPTER) and train new ones on that"
-            )
         if not wrong:
             wrong = self._mistakes(self._shapes(adapted_weights(self.config, lora)) | self._head())
         if wrong:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.config.lora_section import LoraConfig
 from megarl.models import ModelConfig
-from megarl.models.lora import adapted_weights, linear_weights
+from megarl.models.lora import adaptable_weights, adapted_weights
 
 FUSED = r".*\.experts\.gate_up_proj"  # the parameter of twice the rank, as PEFT's patterns name it
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -26,7 +26,7 @@ def targets(config: ModelConfig, lora: LoraConfig, alpha: float) -> dict[str, An
         alpha: what `lora_alpha` is there.
     """
     weights = adapted_weights(config, lora)
-    every = linear_weights(config)
+    every = adaptable_weights(config)
     plain = {
         "target_modules": _names(weights, every, parts=1),
         "target_parameters": None,

@@ -1,7 +1,7 @@
 """Low-rank adapters on a Megatron model, in every layout: attached, started, switched on and off.
 
-An adapter is a submodule of the layer whose output it changes, by a forward hook: the layers, their names and their
-weights stay what they are.
+An adapter is a submodule of the layer whose output it changes, by a forward hook (a router's logits in its `gating`): the
+layers, their names and their weights stay what they are.
 
 Guarantees, each asserted by a test: the gradients are those of PEFT's adapters on the Hugging Face model in every
 layout; with adapters off a layer computes what it computes without them.
@@ -9,11 +9,12 @@ layout; with adapters off a layer computes what it computes without them.
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.config.lora_section import LoraConfig
@@ -132,7 +133,10 @@ def _make(
     cut = _cut(slot, weights[slot.tensors[0]])
     if slot.number is None:
         made = Adapter(layer, slot, lora, cut, settings.sequence_parallel, settings.params_dtype)
-        layer.register_forward_hook(partial(_adapt, made))
+        if isinstance(layer, TopKRouter):  # its output is which experts are chosen, not its linear layer's
+            layer.gating = partial(_adapt_router, made, layer, layer.gating)
+        else:
+            layer.register_forward_hook(partial(_adapt, made))
     else:
         size = group_size(weights, lora, slot.tensors[0])
         group = chunk.pg_collection.expt_tp
@@ -151,6 +155,14 @@ def _cut(slot: AdapterSlot, shape: tuple[int, ...]) -> str | None:
 def _adapt(adapter: Adapter, layer: torch.nn.Module, inputs: tuple, output: tuple) -> tuple | None:
     """Forward hook of a linear layer, whose output is (output, bias to be added later)."""
     return (adapter(layer, inputs[0], output[0]), *output[1:]) if adapter.on else None
+
+
+def _adapt_router(
+    adapter: Adapter, router: torch.nn.Module, gating: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """In place of a router's `gating`, which makes logits [..., experts] of tokens [..., hidden]."""
+    logits = gating(x)
+    return adapter(router, x, logits) if adapter.on else logits
 
 
 def _adapt_experts(

@@ -30,6 +30,9 @@ _LINEAR = (
 )  # how the names of all families' linear layers end, but for heads and routers
 
 
+_ROUTER = "gate"  # the last part of a router's name; patterns that end in it alone choose routers
+
+
 @dataclass(frozen=True)
 class AdapterSlot:
     """The adapters in one linear layer of a Megatron rank.
@@ -67,6 +70,14 @@ def linear_weights(config: ModelConfig) -> Shapes:
     return {name: shape for name, shape in logical_tensors(config).items() if name.endswith(ends)}
 
 
+def adaptable_weights(config: ModelConfig) -> Shapes:
+    """The weights that may have adapters: those of linear layers, and of routers."""
+    linear, end = linear_weights(config), f".mlp.{_ROUTER}.weight"
+    return {
+        name: shape for name, shape in logical_tensors(config).items() if name in linear or name.endswith(end)
+    }
+
+
 def adapted_weights(config: ModelConfig, lora: LoraConfig) -> Shapes:
     """The weights that have adapters, with their shapes.
 
@@ -74,7 +85,7 @@ def adapted_weights(config: ModelConfig, lora: LoraConfig) -> Shapes:
         ValueError: a pattern that fits no linear layer, none is left, or some experts of a layer have adapters that the
             others have not.
     """
-    linear = {name.removesuffix(".weight"): shape for name, shape in linear_weights(config).items()}
+    linear = {name.removesuffix(".weight"): shape for name, shape in adaptable_weights(config).items()}
     for key, patterns in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         for pattern in patterns:
             if not any(_fits(name, pattern) for name in linear):
@@ -125,6 +136,8 @@ def _advice(pattern: str, known: list[str]) -> str:
 
 
 def _fits(module: str, pattern: str) -> bool:
+    if module.rsplit(".", 1)[1] == _ROUTER and pattern.rsplit(".", 1)[-1] != _ROUTER:
+        return False
     return pattern == ALL_LINEAR or module.rsplit(".", 1)[1] == pattern or fnmatchcase(module, pattern)
 
 

@@ -38,6 +38,7 @@ KINDS = {
     "dora": replace(LORA, use_dora=True),
     "rslora": replace(LORA, alpha=3, use_rslora=True),
     "shared_a": replace(LORA, shared_a=True),
+    "routers": replace(LORA, target_modules=("all-linear", "gate")),
     "groups": replace(LORA, expert_groups=4),
     "shared dora groups": replace(LORA, expert_groups=4, shared_a=True, use_dora=True),
     "some rows": replace(LORA, target_modules=("k_proj", "up_proj", "o_proj"), use_dora=True),
@@ -230,6 +231,8 @@ def test_stages_without_adapters(
     ("name", "kind", "layout"),
     [
         ("deepseek_v3", "dora", "tp2_sp_etp2"),
+        ("deepseek_v3", "routers", "tp2_sp_ep2_etp2"),
+        ("qwen3_moe", "routers", "cp2_ep2"),
         pytest.param("deepseek_v3", "plain", "tp2_sp_ep2_etp2", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "shared dora groups", "tp2_sp_ep2", marks=pytest.mark.slow),
         pytest.param("glm4_moe", "some rows", "cp2_ep2", marks=pytest.mark.slow),

@@ -103,6 +103,27 @@ def test_one_pattern_need_be_no_list(dense: ModelConfig) -> None:
     assert rest == adapted_weights(dense, LoraConfig(rank=2, target_modules="*.self_attn.*"))
 
 
+@pytest.mark.parametrize(
+    ("patterns", "chosen"),
+    [
+        (("all-linear",), 0),
+        (("*",), 0),
+        (("*.mlp.*",), 0),
+        (("gate",), 1),
+        (("*.gate",), 1),
+        (("all-linear", "gate"), 1),
+        (("all-linear", "model.layers.1.mlp.gate"), 1),
+    ],
+)
+def test_routers_are_chosen_by_patterns_that_end_in_their_name_alone(
+    mixture: ModelConfig, patterns: tuple[str, ...], chosen: int
+) -> None:
+    found = adapted_weights(mixture, LoraConfig(rank=2, target_modules=patterns))
+    assert [name for name in found if name.endswith("mlp.gate.weight")] == [
+        "model.layers.1.mlp.gate.weight"
+    ] * chosen
+
+
 def test_patterns_that_cannot_be(dense: ModelConfig, mixture: ModelConfig) -> None:
     with pytest.raises(
         ValueError, match=r"target_modules: 'c_attn' fits no linear layer of the model; there are q_proj"

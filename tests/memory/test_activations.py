@@ -72,3 +72,8 @@ def test_kinds_of_adapters(ranks: RankPool, folders: dict[str, str], family: str
     if family == "deepseek_v3":
         lora = LoraConfig(rank=4, use_dora=lora.use_dora)
     check(ranks, folders[family], 1, {}, lora=lora)
+
+
+def test_adapters_of_routers(ranks: RankPool, folders: dict[str, str]) -> None:
+    lora = LoraConfig(rank=4, target_modules=("all-linear", "gate"))
+    check(ranks, folders["deepseek_v3"], 1, {}, lora=lora)

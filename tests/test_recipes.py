@@ -34,7 +34,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipes' paths are relative to it."""
+    """The paths of this file are relative to it."""
     monkeypatch.chdir(ROOT)
 
 
@@ -57,7 +57,7 @@ def report(capsys: pytest.CaptureFixture, *arguments: str) -> dict:
 def test_the_header_names_hardware_and_the_command(recipe: str) -> None:
     text = header(recipe)
     assert "Hardware: " in text
-    command = re.search(r"Run: +megarl (\w+) recipes/(\S+)\.yaml", text)
+    command = re.search(r"Run: +megarl (\w+) recipe:(\S+)", text)
     assert command is not None and command[2] == recipe
     assert resolve(load_config(SCHEMAS[command[1]], f"recipes/{recipe}.yaml"))
 

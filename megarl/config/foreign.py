@@ -375,7 +375,7 @@ COMMANDS: Mapping[str, str] = {
     "main_generation": "use megarl eval",
     "main_eval": "use megarl eval",
     "fsdp_sft_trainer": "use megarl sft",
-    "preprocess": "use tools/preprocess_gsm8k.py, or write Parquet files with the columns prompt, data_source and "
+    "preprocess": "use `python -m megarl.data.gsm8k`, or write Parquet files with the columns prompt, data_source and "
     "reward_model",
 }
 

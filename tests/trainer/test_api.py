@@ -1,4 +1,4 @@
-"""The Python API: its configuration, its prompts, and one real run."""
+"""The Python API: its configuration, its prompts, what it refuses; and, slow, real runs. test_api_page.py has another."""
 
 import json
 import pickle
@@ -6,14 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 import megarl
@@ -288,6 +287,20 @@ def in_a_process(function: Callable[..., None], *arguments: Any) -> None:
     assert result.returncode == 0, (result.stdout + result.stderr).decode()[-4000:]
 
 
+@pytest.mark.parametrize(("version", "step"), [(1, 1), (1, 0), (2, 2)])
+def test_data_are_used_once_with_the_weights_that_generated_them(version: int, step: int) -> None:
+    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=2))
+    with pytest.raises(ValueError, match=f"collect_data number {version}, of which there were 2"):
+        Trainer.update_policy(trainer, SimpleNamespace(version=version))
+
+
+@pytest.mark.parametrize(("version", "step"), [(0, 0), (2, 1)])
+def test_a_checkpoint_is_saved_after_an_update(version: int, step: int) -> None:
+    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=version))
+    with pytest.raises(ValueError, match="is saved after update_policy"):
+        Trainer.save_checkpoint(trainer)
+
+
 @pytest.fixture(scope="module")
 def real_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run")
@@ -295,15 +308,7 @@ def real_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_real_run(model: Path, real_run: Path) -> None:
-    before, after = load_file(model / "model.safetensors"), load_file(real_run / "policy/model.safetensors")
-    assert before.keys() == after.keys()
-    assert any((before[name] != after[name]).any() for name in before)
-    assert [line["step"] for line in steps(real_run)] == [1, 2, 3]
-    assert all(line["timing_s/step"] > line["timing_s/generate"] > 0 for line in steps(real_run))
-    assert pq.read_table(real_run / "rollouts/step-000003.parquet").num_rows == 8
-
-
+@pytest.mark.slow
 def test_the_policy_is_saved_merged_and_as_adapters(model: Path, real_run: Path) -> None:
     ids = torch.arange(3, 40)[None]
     merged = AutoModelForCausalLM.from_pretrained(real_run / "policy")

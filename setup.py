@@ -57,7 +57,8 @@ CORE = [
     "rich==15.0.0",
     "tensorboard==2.21.0",
     "isal==1.9.1",
-    "math-verify[antlr4-13-2]==0.9.0",  # the reward rule for mathematics
+    "latex2sympy2-extended[antlr4-13-2]==1.11.0",  # the reward rules for mathematics read formulas by it ...
+    "sympy==1.14.0",  # ... and compare them
     "httpx==0.28.1",  # the reward rule that asks a judge
     # Imported beside the above, which bring them, at versions of their choice.
     "PyYAML",

@@ -219,10 +219,14 @@ def _plan(options: argparse.Namespace) -> None:
     run(options)
 
 
-def _plan_memory(options: argparse.Namespace) -> None:
+def _plan_memory(options: argparse.Namespace) -> int | None:
+    if options.dry_run:
+        from megarl.shadow.dry_run import run as dry_run
+
+        return dry_run(options)
     from megarl.trainer.memory_command import run
 
-    run(options)
+    return run(options)
 
 
 def _plan_step(options: argparse.Namespace) -> None:

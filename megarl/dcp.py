@@ -92,21 +92,7 @@ class DCPReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        metadata = _read_metadata(folder)
-        where: Mapping[MetadataIndex, Any] = metadata.storage_data
-        self.tensors: dict[str, StoredTensor] = {}
-        self.objects: dict[str, StoredObject] = {}
-        for key, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
-                info = where[MetadataIndex(key)]
-                self.objects[key] = StoredObject(info.relative_path, info.offset, info.length)
-                continue
-            chunks = []
-            for chunk in entry.chunks:
-                info = where[MetadataIndex(key, chunk.offsets)]
-                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-                chunks.append(Chunk(box, info.relative_path, info.offset, info.length))
-            self.tensors[key] = StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks))
+        self.tensors, self.objects = _read_metadata(folder / _METADATA)
 
     def load(self, chunk: Chunk) -> torch.Tensor:
         """The chunk's values, [*chunk.box.size].
@@ -139,19 +125,69 @@ class DCPReader:
                 return torch.load(view, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             raise ValueError(f"checkpoint {self.folder} lacks its file {file}") from None
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} is damaged at byte {offset}: {error}") from None
+        except OSError:
+            raise
+        except Exception as error:  # loading bytes that are no tensor can raise any
+            reason = str(error).splitlines() or [repr(error)]
+            raise ValueError(f"{path} is damaged at byte {offset}: {reason[0]}") from None
 
 
-def _read_metadata(folder: Path) -> Metadata:
-    path = folder / _METADATA
+def _read_metadata(path: Path) -> Contents:
+    """ValueError: names the file, which is none or not whole, or says what cannot be."""
     try:
         with path.open("rb") as file:
-            return _MetadataUnpickler(file).load()
+            return _contents(_MetadataUnpickler(file).load())
     except FileNotFoundError:
-        raise ValueError(f"checkpoint {folder} has no {_METADATA}") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError) as error:
-        raise ValueError(f"{path} is no metadata of a distributed checkpoint: {error}") from None
+        raise ValueError(f"checkpoint {path.parent} has no {_METADATA}") from None
+    except OSError:
+        raise
+    except Exception as error:  # unpickling bytes that are no pickle, or another one, can raise any
+        raise ValueError(f"{path} is no metadata of a distributed checkpoint: {error!r}") from None
+
+
+def _contents(metadata: Metadata) -> Contents:
+    where: Mapping[MetadataIndex, Any] = metadata.storage_data
+    contents = Contents({}, {})
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            contents.objects[key] = StoredObject(*_place(where[MetadataIndex(key)]))
+            continue
+        chunks = []
+        for chunk in entry.chunks:
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            chunks.append(Chunk(box, *_place(where[MetadataIndex(key, chunk.offsets)])))
+        stored = StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks))
+        _check_tensor(key, stored)
+        contents.tensors[key] = stored
+    return contents
+
+
+def _place(info: _StorageInfo) -> tuple[str, int, int]:
+    """File, offset and length of what is stored; the file is one of the checkpoint's own folder."""
+    file, numbers = info.relative_path, (info.offset, info.length)
+    if not isinstance(file, str) or file == ".." or Path(file).name != file or "\0" in file:
+        raise ValueError(f"{file!r} is no file of the checkpoint's folder")
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"{file} is said to hold {numbers[1]!r} bytes from {numbers[0]!r} on")
+    return file, *numbers
+
+
+def _check_tensor(key: str, stored: StoredTensor) -> None:
+    """ValueError: not a tensor's name, shape and type, a chunk that lies beyond the tensor, or one that is there twice."""
+    starts = [chunk.box.start for chunk in stored.chunks if chunk.box.numel]
+    inside = (
+        isinstance(key, str) and isinstance(stored.dtype, torch.dtype) and len(set(starts)) == len(starts)
+    )
+    for box in [Box.whole(stored.shape), *(chunk.box for chunk in stored.chunks)]:
+        fits = len(box.start) == len(box.size) == len(stored.shape)
+        inside &= fits and all(
+            type(start) is type(size) is int and 0 <= start <= start + size <= extent
+            for start, size, extent in zip(box.start, box.size, stored.shape, strict=True)
+        )
+    if not inside:
+        raise ValueError(
+            f"{key} of shape {stored.shape} and type {stored.dtype} has a chunk beyond it or twice, or is no tensor"
+        )
 
 
 class DCPWriter:

@@ -1,10 +1,12 @@
-"""Files that are there whole or not at all, and errors that say which file could not be written."""
+"""Files that are there whole or not at all, JSON that is what it should be, and errors that say which file is wrong."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -67,6 +69,27 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(building, ignore_errors=True)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        ValueError: names the file; it is no JSON, or another value than an object.
+        OSError: it cannot be read.
+    """
+    return json_object(file.read_bytes(), str(file))
+
+
+def json_object(content: bytes, file: str) -> dict[str, Any]:
+    """The object that `content`, read from `file`, holds; raises as `read_json_object`."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:  # also of bytes that are no text
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} should hold a JSON object, found {type(found).__name__}")
+    return found
 
 
 def is_url(path: str) -> bool:

@@ -38,7 +38,7 @@ def installed(name: str) -> str | None:
 
 
 def requirements(name: str) -> Path:
-    """The requirements file "cpu" or "gpu"."""
+    """The requirements file of a name, such as "cpu"."""
     return shipped() / "requirements" / f"{name}.txt"
 
 

@@ -1,5 +1,6 @@
 """Mistakes that users make: one message without a traceback, exit code 2, soon, and before anything is started."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -183,13 +184,36 @@ def test_more_devices_than_the_model_has_layers(refuse) -> None:
     assert f"{ACTOR}.megatron.pipeline_model_parallel_size=4 does not divide num_layers=2" in message
 
 
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_more_processes_than_cores_can_start(refuse, monkeypatch, command) -> None:
+    monkeypatch.setattr("megarl.trainer.devices.gpus_here", lambda: 0)
+    many = 32 * len(os.sched_getaffinity(0))
+    sizes = {
+        "train": [f"data.train_batch_size={many}", f"{ACTOR}.ppo_mini_batch_size={many}"],
+        "sft": [f"data.train_batch_size={many}"],
+        "eval": [],
+    }
+    message = refuse(command, f"trainer.n_gpus_per_node={many}", *sizes[command])
+    assert (
+        f"n_gpus_per_node (or resource_pools) ask for 1 x {many} devices; this machine has no GPU" in message
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_responses_longer_than_the_model_can_hold(refuse, command) -> None:
+    message = refuse(command, "data.max_response_length=977")
+    assert "data.max_prompt_length=48 + data.max_response_length=977 = 1025 tokens do not fit into" in message
+    assert "1024 (max_position_embeddings in its config.json)" in message
+
+
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_data_without_prompts(refuse, task, tmp_path, command) -> None:
     table = pq.read_table(task / "data/train.parquet").drop_columns(["prompt"])
     pq.write_table(table, tmp_path / "bare.parquet")
     files = "data.val_files" if command == "eval" else "data.train_files"
     message = refuse(command, f"{files}={tmp_path}/bare.parquet")
-    assert f"{tmp_path}/bare.parquet row 0: no 'prompt': the row holds ['data_source', " in message
+    assert f"{tmp_path}/bare.parquet: no column 'prompt' (columns: data_source, " in message
+    assert message.count("bare.parquet") == 1 and "; set data.prompt_key" in message
 
 
 def test_a_row_without_a_prompt(refuse, task, tmp_path) -> None:
@@ -203,6 +227,7 @@ def test_a_row_without_a_prompt(refuse, task, tmp_path) -> None:
 def test_examples_without_answers(refuse, task) -> None:
     message = refuse("sft", "data.response_key=extra_info.solution")
     assert f"{task}/data/sft.parquet row 0: no 'extra_info.solution'" in message
+    assert "more rows of this file" in message and message.count("sft.parquet row") == 1
 
 
 def test_a_file_that_is_no_parquet(refuse, tmp_path) -> None:

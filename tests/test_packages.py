@@ -24,13 +24,15 @@ def test_every_package_that_is_imported_is_required() -> None:
     names -= {*sys.stdlib_module_names, "megarl", *OPTIONAL}
     needed = {normal(package) for name in names for package in by_module.get(name, [name])}
     assert {"torch", "megatron-core", "sglang", "pyyaml"} <= needed
-    assert needed - {normal(name) for name in pinned(requirements("cpu"))} == set()
+    files = (requirements("cpu"), requirements("shadow"))
+    assert needed - {normal(name) for file in files for name in pinned(file)} == set()
 
 
 def test_the_wheel_requires_what_is_imported_but_megatron_and_sglang() -> None:
-    """Not only by way of others, which may stop to bring it. The room rollout/ is that of SGLang, and of what it brings."""
+    """Not only by way of others, which may stop to bring it. The room rollout/ is that of SGLang, and of what it brings; what
+    shadow/ imports is in requirements/shadow.txt."""
     by_module = packages_distributions()
-    files = [path for path in modules() if "rollout" not in path.parts]
+    files = [path for path in modules() if not {"rollout", "shadow"} & set(path.parts)]
     names = {name.split(".")[0] for path in files for _, name in imports_of(path)}
     names -= {*sys.stdlib_module_names, "megarl", "megatron", "sglang", *OPTIONAL}
     core = (ROOT / "setup.py").read_text().partition("CORE = [")[2].partition("\n]")[0]

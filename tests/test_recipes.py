@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve
+from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
 from megarl.config.load import load_config
 from megarl.hybrid_engine.plan_command import configured_sync
 from megarl.models import logical_tensors, read_model_config
@@ -60,6 +61,38 @@ def test_the_header_names_hardware_and_the_command(recipe: str) -> None:
     command = re.search(r"Run: +megarl (\w+) recipe:(\S+)", text)
     assert command is not None and command[2] == recipe
     assert resolve(load_config(SCHEMAS[command[1]], f"recipes/{recipe}.yaml"))
+
+
+def named_paths(section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys of files and folders that a recipe reads, and what they name; not the folders that it writes."""
+    if isinstance(section, dict):
+        for name, value in section.items():
+            yield from named_paths(value, f"{prefix}.{name}" if prefix else name)
+    elif prefix.rpartition(".")[2] in ("path", "files", "train_files", "val_files", "normalize_files"):
+        yield from ((prefix, path) for path in ([section] if isinstance(section, str) else section or []))
+
+
+def written_before(recipe: str) -> set[str]:
+    """The folders of the commands that the header says come before the recipe, and those before them."""
+    before = header(recipe).partition("Before: ")[2].partition("Run: ")[0]
+    folders = set(re.findall(r"(?:make-task|--out) (\S+)", before))
+    return folders.union(*map(written_before, re.findall(r"recipe:(\w+)", before)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_it_reads_is_here_or_made_or_to_be_named(recipe: str) -> None:
+    """By this repository's own commands, which its header has; or the header says which key names it."""
+    command = re.search(r"Run: +megarl (\w+) ", header(recipe))[1]
+    config = to_dict(load_config(SCHEMAS[command], f"recipes/{recipe}.yaml"))
+    paths = dict(named_paths(config))
+    assert len(paths) >= 2
+    for key, path in paths.items():
+        assert ".." not in Path(path).parts
+        is_made = any(
+            Path(path).is_relative_to(Path(folder).expanduser()) for folder in written_before(recipe)
+        )
+        is_whole = Path(path).is_file()
+        assert is_made or is_whole or key in header(recipe), f"{key}={path}"
 
 
 @pytest.mark.parametrize("recipe", ON_GPUS)

@@ -67,6 +67,8 @@ def actor_loss(
 def policy_loss(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]:
     """The policy loss `options.loss_mode`, summed with the weights (and importance weights, if there are).
 
+    ValueError: an unknown name, or a loss of a plugin that is not one number a token.
+
     Sums: actor/pg_loss (weighted loss); over live tokens: actor/tokens, actor/ppo_kl (old - new log-prob),
     actor/log_ratio_abs (its absolute value), actor/ratio, and those of the loss itself.
     """
@@ -74,7 +76,11 @@ def policy_loss(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOpti
     log_probs = torch.where(mask, log_probs, zero)
     clean = _without_masked(tokens)
     losses, own_sums = POLICY_LOSSES[options.loss_mode](log_probs, clean, options)
-    assert losses.shape == mask.shape, f"a loss of shape {list(losses.shape)} for {mask.numel()} tokens"
+    if losses.shape != mask.shape:
+        raise ValueError(
+            f"{POLICY_LOSSES.key}={options.loss_mode!r} returned losses of shape {list(losses.shape)} for a micro-batch of "
+            f"{mask.numel()} tokens; it must be one number a token"
+        )
     weights = clean.weights
     if clean.rollout_is_weights is not None:
         weights = weights * clean.rollout_is_weights

@@ -110,6 +110,13 @@ def open_premises(kinds: Mapping[str, Kind]) -> Iterator[Premises]:
             process.wait()
 
 
+def gpus_here() -> int:
+    """The GPUs of this machine that this process may use, as Ray counts them."""
+    found = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
+    return found if visible is None else min(found, len(visible))
+
+
 def _make_premises(kinds: Mapping[str, Kind]) -> Premises:
     # Not in run_dir: the path of a Unix socket has at most 107 characters.
     temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")

@@ -121,8 +121,8 @@ class WaitTimeout(RunFailure, TimeoutError):
         lines += [
             f"  {process}: the stacks of its threads are now at the end of {process.log_path}"
             if process.pid
-            else f"  {process.name}: its process never came up; the machine is overloaded, or more groups "
-            f"share its device than gpu_fraction allows"
+            else f"  {process.name}: its process never came up; the machine is overloaded (without GPUs each of "
+            f"trainer.n_gpus_per_node is a process), or too many roles share its device"
             for process in silent
         ]
         super().__init__("\n".join(lines))

@@ -9,6 +9,7 @@ Guarantees:
 
 import ipaddress
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -19,6 +20,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+_SAID_AFTER = 3.0  # seconds without the devices after which it is said that they are waited for
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,14 @@ class ResourcePool:
         *,
         use_gpu: bool | None = None,
         timeout: float = 60.0,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Reserves the devices.
 
         Args:
             use_gpu: None: GPUs if the cluster has any, else process slots.
             timeout: seconds to wait until the cluster can give them.
+            say: is told, once, when they are waited for.
 
         Raises:
             ValueError: a size below 1, or the cluster cannot give the devices; says what it has.
@@ -68,7 +73,7 @@ class ResourcePool:
             )
         self.name = name
         self.use_gpu = ray.cluster_resources().get("GPU", 0) > 0 if use_gpu is None else use_gpu
-        self._placements = self._reserve(nnodes, devices_per_node, timeout)
+        self._placements = self._reserve(nnodes, devices_per_node, timeout, say)
         self.devices = sort_devices(self._find_devices())
 
     def __len__(self) -> int:
@@ -79,7 +84,9 @@ class ResourcePool:
         for placement in self._placements:
             remove_placement_group(placement)
 
-    def _reserve(self, nnodes: int, devices_per_node: int, timeout: float) -> list[PlacementGroup]:
+    def _reserve(
+        self, nnodes: int, devices_per_node: int, timeout: float, say: Callable[[str], None]
+    ) -> list[PlacementGroup]:
         bundle = {"GPU": 1, "CPU": 1} if self.use_gpu else {"CPU": 1}
         # A hint only (Ray has no better): a node of the pool per machine where machines are larger than that.
         machines = sorted(
@@ -99,25 +106,38 @@ class ResourcePool:
             )
             for i in range(nnodes)
         ]
-        deadline = time.monotonic() + timeout
-        # wait(), not ready(): the latter starts a worker process in each bundle.
-        if not all(placement.wait(max(0.1, deadline - time.monotonic())) for placement in placements):
-            message = self._lacking(nnodes, devices_per_node, timeout)
-            for placement in placements:
-                remove_placement_group(placement)
-            raise ValueError(message)
-        return placements
+        begun = time.monotonic()
 
-    def _lacking(self, nnodes: int, devices_per_node: int, timeout: float) -> str:
+        def are_there(seconds: float) -> bool:
+            """Whether the devices are given within `seconds` of the beginning."""
+            # wait(), not ready(): the latter starts a worker process in each bundle.
+            return all(
+                placement.wait(max(0.1, begun + seconds - time.monotonic())) for placement in placements
+            )
+
+        if are_there(min(_SAID_AFTER, timeout)):
+            return placements
+        if timeout > _SAID_AFTER:
+            say(f"{self._lacking(nnodes, devices_per_node)}. Waiting for them, {timeout:g} s at most.")
+        if are_there(timeout):
+            return placements
+        message = (
+            f"{self._lacking(nnodes, devices_per_node)}, and could not give them within {timeout:g} s. Ask for less "
+            "(trainer.nnodes, trainer.n_gpus_per_node, resource_pools), or wait for another run to end."
+        )
+        for placement in placements:
+            remove_placement_group(placement)
+        raise ValueError(message)
+
+    def _lacking(self, nnodes: int, devices_per_node: int) -> str:
         kind = "GPU" if self.use_gpu else "CPU"
         free = ray.available_resources().get(kind, 0)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         has = ", ".join(f"{node['NodeManagerAddress']}: {node['Resources'].get(kind, 0):g}" for node in nodes)
         what = "GPUs" if self.use_gpu else "process slots (Ray CPUs)"
         return (
-            f"resource pool {self.name!r} asks for {nnodes} node(s) with {devices_per_node} {what} each; after "
-            f"{timeout:g} s the cluster could not give them. It has {what} by node: {has}; now free: {free:g}. "
-            "Ask for less (trainer.nnodes, trainer.n_gpus_per_node, resource_pools), or wait for another run to end."
+            f"resource pool {self.name!r} asks for {nnodes} node(s) with {devices_per_node} {what} each; the cluster has by "
+            f"node: {has}; now free: {free:g}"
         )
 
     def _find_devices(self) -> list[Device]:

@@ -36,7 +36,7 @@ from megarl.config.dpo_sections import DPOConfig, DPODataConfig, DPOLossConfig
 from megarl.config.health_section import HealthConfig
 from megarl.config.load import load_config, save_config, to_dict
 from megarl.config.lora_section import LoraConfig
-from megarl.config.model_fit import check_model, check_models, check_rollout_model
+from megarl.config.model_fit import check_model, check_models, check_rollout_model, position_warnings
 from megarl.config.resolve import (
     full_kl_in_loss,
     full_kl_in_reward,
@@ -142,6 +142,7 @@ __all__ = [
     "needs_reference",
     "needs_rules",
     "pool_devices",
+    "position_warnings",
     "reference_in_actor",
     "resolve",
     "resolve_batches",

@@ -164,6 +164,8 @@ def _eval_problems(config: EvalConfig) -> Iterator[str]:
     yield from model_problems("model.path", config.model.path)
     yield from tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
     yield from file_problems("data.val_files", config.data.val_files)
-    yield from template_problems("data.apply_chat_template_kwargs", config.data.apply_chat_template_kwargs)
+    yield from template_problems(
+        config.data.apply_chat_template_kwargs, config.data.tools_key, config.data.prompt_key
+    )
     yield from val_set_problems(config, True)
     yield from reward_problems(config)

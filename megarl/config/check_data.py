@@ -13,9 +13,9 @@ from megarl.files import check_url, is_url
 _GLOB_CHARACTERS = "*?["
 _STREAMED_SAMPLERS = (None, "random", "sequential")
 # What megarl itself tells apply_chat_template, or what would make it give something else than the text.
-_OWN_TEMPLATE_KEYS = (
+OWN_TEMPLATE_KEYS = (
     "tokenize", "add_generation_prompt", "continue_final_message", "conversation", "padding", "truncation",
-    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def data_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from _source_problems(data)
     yield from _ptx_problems(config)
     yield from _sampler_problems(config)
-    yield from template_problems("data.apply_chat_template_kwargs", data.apply_chat_template_kwargs)
+    yield from template_problems(data.apply_chat_template_kwargs, data.tools_key, data.prompt_key)
     if data.val_files is None and not data.val_sets:
         if trainer.test_freq > 0:
             yield f"trainer.test_freq={trainer.test_freq} needs data.val_files"
@@ -115,11 +115,19 @@ def _sampler_problems(config: TrainConfig) -> Iterator[str]:
                 yield f"data.sampler.{name}={getattr(sampler, name)} is read by {reader}, but data.sampler.name={sampler.name}"
 
 
-def template_problems(key: str, template_kwargs: Mapping[str, Any] | None) -> Iterator[str]:
-    """What a chat template must not be given."""
+def template_problems(
+    template_kwargs: Mapping[str, Any] | None, tools_key: str | None, prompt_key: str | None = None
+) -> Iterator[str]:
+    """What a chat template must not be given, by section `data` (its keys apply_chat_template_kwargs, tools_key)."""
+    key = "data.apply_chat_template_kwargs"
     for name in template_kwargs or {}:
-        if name in _OWN_TEMPLATE_KEYS:
+        if name in OWN_TEMPLATE_KEYS:
             yield f"{key}.{name}: megarl says this to the tokenizer itself; leave it out"
+    tools = (template_kwargs or {}).get("tools", [])
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        yield f"{key}.tools={tools!r}: it must be a list of JSON schemas of functions: [{{type: function, function: ...}}]"
+    if tools_key is not None and (not tools_key or tools_key in (prompt_key, "messages")):
+        yield f"data.tools_key={tools_key!r}: it must be the column of the rows' tools, not that of their messages; or null"
 
 
 def file_problems(key: str, files: str | Sequence[str] | None) -> Iterator[str]:

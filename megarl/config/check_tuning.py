@@ -32,7 +32,7 @@ def tuning_problems(config: TuningConfig) -> Iterator[str]:
     yield from tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
     yield from file_problems("data.train_files", config.data.train_files)
     yield from file_problems("data.val_files", config.data.val_files)
-    yield from template_problems("data.apply_chat_template_kwargs", config.data.apply_chat_template_kwargs)
+    yield from template_problems(config.data.apply_chat_template_kwargs, config.data.tools_key)
     yield from _validation_problems(config)
     yield from saving_problems(config.trainer, config.trainer.test_freq)
     yield from tracing_problems(config.trainer)

@@ -260,6 +260,12 @@ def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
     text = "leave the engines out, as if they had devices of their own"
     command.add_argument("--without-engines", action="store_true", help=text)
     command.add_argument("--max-nodes", type=int, default=32, metavar="N", help="with --fit; default: 32")
+    text = "run a rank of each class as a shadow (its CUDA branch, without a GPU) and print what it holds beside the plan"
+    command.add_argument("--dry-run", action="store_true", help=text)
+    text = "with --dry-run: classes (first, middle and last stage of each role) or numbers such as 0,8; default: classes"
+    command.add_argument("--ranks", default="classes", metavar="N,M", help=text)
+    text = "with --dry-run: exit code 1 where the plan is too small by more; default: 5"
+    command.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help=text)
     command.add_argument("--json", action="store_true", help="print JSON, in bytes")
     command.set_defaults(run=run)
 

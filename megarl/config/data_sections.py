@@ -10,6 +10,14 @@ from megarl.config.options import option, optional_section, section
 from megarl.config.validation_sections import ValSetConfig
 
 TRUNCATIONS = ("error", "left", "right", "middle")
+REWARD_FN_KEY_HELP = (
+    "Column of the data source, by which a reward rule is chosen. Rows may lack the column data_source where nothing is "
+    "chosen by it: with reward.rule, custom_reward_function.path, or a reward model alone. They are then of the source unknown."
+)
+ANSWER_KEY_HELP = (
+    "Column of the ground truth, which rewards are given: a text, or what becomes JSON text. null: rows have none, and "
+    "rewards are given an empty text. Rows may lack the column reward_model.ground_truth where a reward model alone scores."
+)
 SAMPLERS = ("curriculum", "random", "sequential")  # a plugin may register more
 
 
@@ -104,10 +112,18 @@ class DataConfig:
     tokenizer: str | None = option(
         "Another name of actor_rollout_ref.model.tokenizer_path; null: as that says.", None, is_path=True
     )
-    prompt_key: str = option("Column of the chat messages.", "prompt")
-    reward_fn_key: str = option("Column of the data source, by which a reward rule is chosen.", "data_source")
+    prompt_key: str = option("Column of the prompt: chat messages, or a text (the user's message).", "prompt")
+    reward_fn_key: str = option(REWARD_FN_KEY_HELP, "data_source")
+    answer_key: str | None = option(ANSWER_KEY_HELP, "reward_model.ground_truth")
+    tools_key: str | None = option(
+        "Column of a row's tools, a list of JSON schemas (or JSON text) that the chat template is given; null: rows have none. "
+        "Parquet files may lack a column of the usual name, but not one that is named otherwise.",
+        "tools",
+    )
     apply_chat_template_kwargs: dict[str, Any] | None = option(
-        "What the chat template is given besides the messages, for example enable_thinking: false.", None
+        "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
+        "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place.",
+        None,
     )
     return_raw_input_ids: bool = option(
         "Keep the chat messages beside the token ids (column messages of trajectories): what a reward model with another tokenizer is given.",

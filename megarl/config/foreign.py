@@ -222,10 +222,11 @@ _KEYS: tuple[tuple[str, str], ...] = (
     (r"data\.sampler\.(?:class_path|class_name)", "register a sampler in a file of `plugins` and name it in data.sampler"),
     # rewards
     (
-        r"reward_model\.(?:reward_manager|launch_reward_fn_async)",
+        r"reward_model\.(?:reward_manager|launch_reward_fn_async)|reward\.reward_manager(?:\..*)?",
         "rewards always run beside generation; leave it out",
     ),
-    (r"reward_model\.sandbox_fusion(?:\..*)?", "code runs in a sandbox of megarl's own; leave it out"),
+    (r"reward\.(custom_reward_function\.\w+|reward_model\.enable)", "use {0}"),
+    (r"(?:reward_model\.|reward\.)?sandbox_fusion(?:\..*)?", "code runs in a sandbox of megarl's own; leave it out"),
     (r"reward_model\.use_dynamic_bsz", "give one size of a micro-batch in reward_model"),
     (r"(reward_model)\.model\.(?:external_lib|use_remove_padding)", "leave it out"),
     (
@@ -284,6 +285,8 @@ FLAGS: Mapping[str, str] = {
     "save-interval": "trainer.save_freq=N",
     "prompt-data": "data.train_files=FILE",
     "input-key": "data.prompt_key=NAME",
+    "label-key": "data.answer_key=NAME",
+    "tool-key": "data.tools_key=NAME",
     "apply-chat-template": "nothing: chat messages always go through the tokenizer's template",
     "apply-chat-template-kwargs": "data.apply_chat_template_kwargs={...}",
     "rollout-shuffle": "data.shuffle=true",
@@ -375,8 +378,7 @@ COMMANDS: Mapping[str, str] = {
     "main_generation": "use megarl eval",
     "main_eval": "use megarl eval",
     "fsdp_sft_trainer": "use megarl sft",
-    "preprocess": "use `python -m megarl.data.gsm8k`, or write Parquet files with the columns prompt, data_source and "
-    "reward_model",
+    "preprocess": "use `python -m megarl.data.gsm8k`, or Parquet files of any columns, as data.prompt_key and data.answer_key say",
 }
 
 

@@ -1,4 +1,4 @@
-"""Checks of a layout against the facts of a model: what must divide what."""
+"""Checks of a layout and of lengths against the facts of a model: what must divide what, how many tokens it can read."""
 
 from collections.abc import Iterator, Mapping
 from math import gcd
@@ -11,6 +11,7 @@ from megarl.config.tuning_sections import TuningConfig
 
 ACTOR_KEY = "actor_rollout_ref.actor.megatron"
 ROLLOUT_KEY = "actor_rollout_ref.rollout"
+_LENGTHS = "data.max_prompt_length + data.max_response_length"
 
 
 class ExpertFacts(Protocol):
@@ -41,6 +42,10 @@ class ModelFacts(Protocol):
     def moe(self) -> ExpertFacts | None: ...
     @property
     def mla(self) -> object | None: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def context_length(self) -> tuple[str, int]: ...
 
 
 def check_model(megatron: MegatronConfig, model: ModelFacts, key: str = ACTOR_KEY) -> None:
@@ -59,7 +64,7 @@ def check_models(
     critic: ModelFacts | None = None,
     reward_model: ModelFacts | None = None,
 ) -> None:
-    """`check_model` for every role of a run, all problems in one ValueError.
+    """`check_model` for every role of a run, and the lengths that the engines are asked for; all problems in one ValueError.
 
     Args:
         model: facts of the model that is trained or evaluated.
@@ -89,7 +94,57 @@ def check_models(
         problems += _megatron_problems(key, megatron, facts)
     if rollout is not None:
         problems += _rollout_problems(*rollout, model)
+    problems += _context_problems(config, model)
     raise_if_any("the model does not fit its layout", problems)
+
+
+def position_warnings(
+    config: TrainConfig | TuningConfig, model: ModelFacts, critic: ModelFacts | None = None
+) -> list[str]:
+    """Where texts have positions that a model was never trained on.
+
+    Nothing refuses them in Megatron: every family's positions are rotary, for which there is no table of learnt vectors. (An
+    engine does, see `check_models`; a reward model's texts are cut to reward_model.max_length, which is checked where it
+    is read.)
+
+    Args:
+        critic: facts of critic.model.path; None: the same as the policy's, or there is none.
+    """
+    if isinstance(config, TuningConfig):
+        texts = [("model.path", model, f"data.max_length={config.data.max_length}", config.data.max_length)]
+    else:
+        texts = []
+        data, longest = config.data, config.data.max_prompt_length + config.data.max_response_length
+        trajectories = f"{_LENGTHS} = {longest}"
+        if config.trainer.train_only is not None:  # no engine
+            texts.append(("actor_rollout_ref.model.path", model, trajectories, longest))
+        if critic is not None:
+            texts.append(("critic.model.path", critic, trajectories, longest))
+        if data.ptx is not None:
+            name = f"data.ptx.max_length={data.ptx.max_length}"
+            texts.append(("actor_rollout_ref.model.path", model, name, data.ptx.max_length))
+    return [
+        f"{what} is more than the {facts.max_position_embeddings} positions that the model of {key} was made for "
+        "(max_position_embeddings in its config.json): it reads longer texts, but was not trained on them"
+        for key, facts, what, tokens in texts
+        if tokens > facts.max_position_embeddings
+    ]
+
+
+def _context_problems(config: TrainConfig | TuningConfig | EvalConfig, model: ModelFacts) -> Iterator[str]:
+    """Prompts with their responses (all turns of them) must fit into what SGLang serves of the model."""
+    if isinstance(config, TuningConfig):
+        return
+    if isinstance(config, TrainConfig) and config.trainer.train_only is not None:
+        return
+    key = "actor_rollout_ref.model.path" if isinstance(config, TrainConfig) else "model.path"
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    field, most = model.context_length
+    if prompt + response > most:
+        yield (
+            f"data.max_prompt_length={prompt} + data.max_response_length={response} = {prompt + response} tokens do not fit into "
+            f"the context of the model in {key}, {most} ({field} in its config.json); lower one of them"
+        )
 
 
 def _widths(model: ModelFacts) -> dict[str, int]:

@@ -19,6 +19,7 @@ RULES = (
     "code",
     "multiple_choice",
     "exact_match",
+    "search_r1",
     "llm_judge",
 )
 

@@ -59,7 +59,8 @@ class SavingConfig:
     )
     resume_mode: str = option(
         "auto: go on from the newest good checkpoint of the run folder, if there is one; disable: begin anew; path: go on from "
-        "resume_from_path. Checkpoints in the run folder that are not of this run's course are moved aside, into checkpoints-<n>.",
+        "resume_from_path. A run that begins anew moves the files of an earlier run in its folder to earlier_runs/<n>; one that goes on "
+        "from an earlier step moves the checkpoints of later ones to checkpoints-<n>. Nothing is overwritten.",
         "auto",
         choices=("auto", "disable", "path"),
         refused={"resume_path": "write path"},

@@ -69,8 +69,15 @@ class TuningDataConfig:
     )
     max_length: int = option("Tokens of an example's text, chat template included.", ge=1)
     train_batch_size: int = option("Examples a step.", ge=1)
+    tools_key: str | None = option(
+        "Column of a row's tools, a list of JSON schemas (or JSON text) that the chat template is given; null: rows have none. "
+        "Parquet files may lack a column of the usual name, but not one that is named otherwise.",
+        "tools",
+    )
     apply_chat_template_kwargs: dict[str, Any] | None = option(
-        "What the chat template is given besides the messages, for example enable_thinking: false.", None
+        "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
+        "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place.",
+        None,
     )
     shuffle: bool = option("A new order each epoch.", True)
     seed: int = option("Of that order.", 1, ge=0)

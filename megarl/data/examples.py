@@ -7,7 +7,14 @@ from typing import Any
 import pyarrow as pa
 from rich.progress import Progress
 
-from megarl.data.files import RowErrors, iter_rows, num_rows
+from megarl.data.files import (
+    Column,
+    RowErrors,
+    iter_rows,
+    missing_columns,
+    num_rows,
+    without_filled_nulls,
+)
 from megarl.data.prompts import PROGRESS_FROM_ROWS, unique_stems
 from megarl.data.sources import resolve_files
 
@@ -19,6 +26,8 @@ def read_examples(
     keys: Sequence[str],
     convert: Callable[[dict[str, Any]], Rows],
     schema: pa.Schema,
+    needed: Callable[[Sequence[str]], Sequence[Column]] = lambda _: (),
+    chats: Sequence[str] = (),
 ) -> pa.Table:
     """The examples of all rows, in file order.
 
@@ -26,6 +35,8 @@ def read_examples(
         files: a path, a glob or a list of both (.parquet, .jsonl, .json).
         keys: of the columns that `convert` reads; they may be dotted ("extra_info.answer").
         convert: from a row to its examples (none: it is left out), without their uid; its ValueErrors are of the row.
+        needed: from the columns that a file has to those that it must have.
+        chats: those of `keys` that hold chats, tools or keywords of the chat template (see `without_filled_nulls`).
         schema: of the examples, with `uid`: "<file stem>:<row in file>", and with "/<number>" of several of a row.
 
     Raises:
@@ -38,9 +49,12 @@ def read_examples(
     with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
         task = progress.add_task("tokenising examples", total=total or None)
         for path, name in zip(paths, unique_stems(paths), strict=True):
+            if (problem := missing_columns(path, needed)) is not None:
+                errors.add_file(path, problem)
+                continue
             for number, row in iter_rows(path, columns):
                 try:
-                    examples = convert(row)
+                    examples = convert(without_filled_nulls(row, chats, path))
                 except ValueError as error:
                     errors.add(path, number, str(error))
                     examples = []

@@ -1,7 +1,8 @@
 """Reading rows from Parquet and JSON lines, and writing Parquet; errors name the file and the row."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,6 +14,22 @@ from megarl.files import naming, whole_file
 
 READ_BLOCK_ROWS = 1024
 NUM_ERRORS_SHOWN = 5
+NUM_COLUMNS_SHOWN = 30
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column that rows are read from.
+
+    Attributes:
+        name: dotted for a field of a struct, such as "extra_info.answer".
+        setting: what to set where a file has no such column, such as "data.prompt_key".
+        by_row: rows may lack it, so that a file of JSON lines, whose first row alone is looked at, says nothing of it.
+    """
+
+    name: str
+    setting: str
+    by_row: bool = False
 
 
 def iter_rows(
@@ -24,7 +41,7 @@ def iter_rows(
         columns: top-level columns to read of a Parquet file, those that it has; null reads all.
 
     Raises:
-        ValueError: unknown suffix, unreadable file, or a line that is no JSON object (named by its row
+        ValueError: unknown suffix, unreadable file, columns that pyarrow cannot read, or a line that is no JSON object (named by its row
             number).
     """
     if is_parquet(path):
@@ -56,6 +73,39 @@ def open_parquet(path: DataFile | Path) -> pq.ParquetFile:
         ) from error
 
 
+def column_names(path: DataFile | Path) -> list[str] | None:
+    """The columns of a Parquet file, or of JSON lines the keys of the first row; None: there is no row to tell."""
+    if is_parquet(path):
+        with open_parquet(path) as file:
+            return file.schema_arrow.names
+    return next((list(row) for _, row in iter_rows(path)), None)
+
+
+def missing_columns(path: DataFile | Path, needed: Callable[[Sequence[str]], Sequence[Column]]) -> str | None:
+    """What to say of a file that lacks columns; None: it has them all.
+
+    Fields of a struct are not looked for: a row may have them and another not.
+
+    Args:
+        needed: from the columns that a file has to those that it must have.
+    """
+    present = column_names(path)
+    if present is None:
+        return None
+    missing = [
+        column
+        for column in needed(present)
+        if not {column.name, column.name.split(".")[0]} & set(present)
+        and (is_parquet(path) or not column.by_row)
+    ]
+    if not missing:
+        return None
+    names = ", ".join(f"{column.name!r}" for column in missing)
+    settings = "; ".join(dict.fromkeys(column.setting for column in missing))
+    shown = ", ".join(present[:NUM_COLUMNS_SHOWN]) + (", ..." if len(present) > NUM_COLUMNS_SHOWN else "")
+    return f"no column {names} (columns: {shown or 'none'}); set {settings}"
+
+
 def open_lines(path: DataFile | Path) -> BinaryIO:
     """Open a file of lines as bytes."""
     return path.open() if isinstance(path, DataFile) else path.open("rb")
@@ -72,10 +122,77 @@ def _iter_parquet(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     with open_parquet(path) as file:
         number = 0
-        for block in file.iter_batches(batch_size=READ_BLOCK_ROWS, columns=chosen_columns(file, columns)):
-            for row in block.to_pylist():
-                yield number, row
-                number += 1
+        for group in range(file.num_row_groups):
+            for block in read_group(file, path, group, columns):
+                for row in parquet_rows(block):
+                    yield number, row
+                    number += 1
+
+
+def read_group(
+    file: pq.ParquetFile, path: DataFile | Path, group: int, columns: Sequence[str] | None
+) -> Iterator[pa.RecordBatch]:
+    """Blocks of a row group. One at a time: pyarrow cannot put nested columns of two together where their texts come in
+    several chunks (dictionaries; string views, by version).
+
+    Raises:
+        ValueError: a damaged file, or a type that pyarrow cannot read.
+    """
+    chosen = chosen_columns(file, columns)
+    blocks = file.iter_batches(batch_size=READ_BLOCK_ROWS, row_groups=[group], columns=chosen)
+    while True:
+        try:
+            block = next(blocks, None)
+        except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
+            types = ", ".join(f"{name} {file.schema_arrow.field(name).type}" for name in chosen)
+            raise ValueError(
+                f"data file {path} cannot be read: {error} (columns: {types}); write it anew with plain string and "
+                "list types"
+            ) from error
+        if block is None:
+            return
+        yield block
+
+
+def parquet_rows(block: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a block as Python values, maps as dicts. ValueError: a map has a key twice."""
+    try:
+        return block.to_pylist(maps_as_pydicts="strict")
+    except KeyError as error:
+        raise ValueError(f"a map has a key twice: {error}") from error
+
+
+def without_filled_nulls(row: dict[str, Any], keys: Sequence[str], path: DataFile | Path) -> dict[str, Any]:
+    """A row of the file `path`; if that is Parquet, without the nulls that its columns `keys` (dotted or not) have for
+    absent fields.
+
+    The structs of an Arrow column all have the same fields: a message, an argument or a property of a JSON
+    schema that one row has is null in all others, at any depth. A template would show them as if they had been
+    said. Null and absent cannot be told apart there, so every null of a struct is dropped but a message's `content`.
+    """
+    if path.suffix != ".parquet":
+        return row
+    row = dict(row)
+    for key in keys:
+        holder, *rest = [key] if key in row else key.split(".")
+        if not rest and holder in row:
+            row[holder] = _dense(row[holder])
+        elif isinstance(row.get(holder), dict):
+            row[holder] = without_filled_nulls(row[holder], [".".join(rest)], path)
+    return row
+
+
+def _dense(value: Any, may_be_message: bool = True) -> Any:
+    if isinstance(value, list):
+        return [_dense(item, may_be_message) for item in value]
+    if not isinstance(value, dict):
+        return value
+    is_message = may_be_message and "role" in value
+    return {
+        name: _dense(item, False)
+        for name, item in value.items()
+        if item is not None or (is_message and name == "content")
+    }
 
 
 def _iter_json_lines(path: DataFile | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -104,8 +221,21 @@ def num_rows(path: DataFile | Path) -> int | None:
         return file.metadata.num_rows
 
 
-def lookup(row: dict[str, Any], key: str) -> Any:
+def find(row: dict[str, Any], key: str) -> Any:
+    """Value of a dotted key as `lookup` finds it; None where there is none."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def lookup(row: dict[str, Any], key: str, setting: str | None = None) -> Any:
     """Value of a dotted key such as `extra_info.answer`; a column whose name holds the dots wins.
+
+    Args:
+        setting: what names the key, such as "data.prompt_key": part of the error.
 
     Raises:
         ValueError: the key is not there; the message lists what is.
@@ -117,53 +247,46 @@ def lookup(row: dict[str, Any], key: str) -> Any:
         if not isinstance(value, dict) or part not in value:
             place = ".".join(key.split(".")[:depth]) or "the row"
             found = sorted(value) if isinstance(value, dict) else type(value).__name__
-            raise ValueError(f"no {key!r}: {place} holds {found}")
+            advice = "" if setting is None else f"; set {setting}"
+            raise ValueError(f"no {key!r}: {place} holds {found}{advice}")
         value = value[part]
     return value
 
 
-def check_messages(messages: Any, key: str) -> list[dict[str, str]]:
-    """Check a chat: a non-empty list of {role, content} strings; returned with these two keys only.
-
-    Raises:
-        ValueError: naming the message that is wrong.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{key!r} must be a non-empty list of {{role, content}}, found {_brief(messages)}")
-    for position, message in enumerate(messages):
-        for field in ("role", "content"):
-            value = message.get(field) if isinstance(message, dict) else None
-            if not isinstance(value, str) or (field == "role" and not value):
-                raise ValueError(
-                    f"{key!r} message {position} needs the string {field!r}, found {_brief(message)}"
-                )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 class RowErrors:
-    """Collects what is wrong with the rows of a data set, so that one run reports the first few at once."""
+    """Collects what is wrong with the rows of a data set, so that one run reports the first few problems at once.
+
+    Rows of a file that have the same problem are one line.
+    """
 
     def __init__(self) -> None:
-        self._messages: list[str] = []
-        self._count = 0
+        self._files: list[str] = []
+        self._rows: dict[tuple[str, str], list[int]] = {}  # (file, problem): the first row, how many
+        self._num_others = 0
 
     def add(self, path: DataFile | Path, row: int, problem: str) -> None:
-        self._count += 1
-        if len(self._messages) < NUM_ERRORS_SHOWN:
-            self._messages.append(f"{path} row {row}: {problem}")
+        key = (str(path), problem)
+        if key in self._rows:
+            self._rows[key][1] += 1
+        elif len(self._rows) < NUM_ERRORS_SHOWN:
+            self._rows[key] = [row, 1]
+        else:
+            self._num_others += 1
+
+    def add_file(self, path: DataFile | Path, problem: str) -> None:
+        """Of a file whose rows are not read."""
+        self._files.append(f"{path}: {problem}")
 
     def raise_if_any(self) -> None:
         """Raise a ValueError naming the first wrong rows and how many there are; rows count from 0."""
-        if not self._count:
-            return
-        rest = self._count - len(self._messages)
-        more = f"\n... and {rest} more wrong rows" if rest else ""
-        raise ValueError("\n".join(self._messages) + more)
+        lines = list(self._files)
+        for (path, problem), (row, count) in self._rows.items():
+            same = f" (so in {count - 1:,} more rows of this file)" if count > 1 else ""
+            lines.append(f"{path} row {row}: {problem}{same}")
+        if self._num_others:
+            lines.append(f"... and {self._num_others:,} more wrong rows")
+        if lines:
+            raise ValueError("\n".join(lines))
 
 
 def write_parquet(table: pa.Table, path: str | Path) -> Path:

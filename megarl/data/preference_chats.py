@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
+from megarl.data.chats import TOOLS_KEY, ChatKeywords
 from megarl.data.examples import Rows, read_examples
 from megarl.data.preferences import PreferenceKeys, read_ranking
 from megarl.data.sft import tokenize_chat
@@ -46,6 +47,7 @@ class PreferenceChats:
         keys: PreferenceKeys,
         truncation: Literal["error", "drop"] = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools_key: str | None = TOOLS_KEY,
     ) -> None:
         """
         Args:
@@ -53,22 +55,33 @@ class PreferenceChats:
             max_length: tokens of a chat.
             max_tokens: of all chats of a ranking together, which are in one micro-batch.
             truncation: what is done with longer chats: "error" refuses, "drop" leaves out the row.
-            chat_template_kwargs: what the chat template is given besides the messages.
+            chat_template_kwargs: what the chat template is given besides the messages; a row's own win.
+            tools_key: the column of a row's tools; None: no row has any.
 
         Raises:
             ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
         """
-        self._tokenizer, self._keys, self._template_kwargs = tokenizer, keys, chat_template_kwargs
+        self._tokenizer, self._keys = tokenizer, keys
+        self._keywords = ChatKeywords(tools_key, chat_template_kwargs)
         self._max_length, self._max_tokens, self._truncation = max_length, max_tokens, truncation
         self.num_dropped = 0
-        self.table = read_examples(files, keys.columns(), self._of_row, PREFERENCE_CHAT_SCHEMA)
+        further = self._keywords.columns
+        self.table = read_examples(
+            files,
+            [*keys.columns(), *further],
+            self._of_row,
+            PREFERENCE_CHAT_SCHEMA,
+            lambda present: [*keys.needed(present), *self._keywords.needed],
+            [*keys.chats(), *further],
+        )
 
     def __len__(self) -> int:
         return self.table.num_rows
 
     def _of_row(self, row: dict[str, Any]) -> Rows:
         ranking = read_ranking(row, self._keys)
-        chats = [tokenize_chat(self._tokenizer, chat, self._template_kwargs) for chat in ranking.chats]
+        keywords = self._keywords.of_row(row)
+        chats = [tokenize_chat(self._tokenizer, chat, keywords, only_last=True) for chat in ranking.chats]
         lengths = [len(ids) for ids, _ in chats]
         if max(lengths) > self._max_length:
             if self._truncation == "drop":
@@ -83,14 +96,8 @@ class PreferenceChats:
                 f"the {len(chats)} chats have {sum(lengths)} tokens together, more than max_token_len_per_gpu "
                 f"{self._max_tokens}: they are compared in one micro-batch; raise it to {sum(lengths)} at least"
             )
-        masks = [_last_message(mask) for _, mask in chats]
+        masks = [mask for _, mask in chats]
         return [{"input_ids": [ids for ids, _ in chats], "loss_mask": masks, "scores": ranking.scores}]
-
-
-def _last_message(mask: list[bool]) -> list[bool]:
-    """The mask of a chat, which ends with the assistant's last message, without its messages before that."""
-    start = len(mask) - mask[::-1].index(False)
-    return [False] * start + mask[start:]
 
 
 def chats_of(table: pa.Table, rows: Sequence[int] | None = None) -> pa.Table:

@@ -17,9 +17,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from megarl.data.chats import (
+    TOOLS_KEY,
+    ChatKeywords,
+    Message,
+    check_calls_shown,
+    check_messages,
+    prompt_messages,
+    read_chat,
+)
 from megarl.data.examples import Rows, read_examples
-from megarl.data.files import check_messages, lookup
+from megarl.data.files import Column, find, lookup
 from megarl.data.tokenizer import encode_texts, render_text
+from megarl.data.turn_ends import as_a_policy_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +44,7 @@ PREFERENCE_SCHEMA = pa.schema(
 )
 ANSWER_SCHEMA = pa.schema([("uid", pa.string()), ("input_ids", pa.list_(pa.int32()))])
 
-Chat = list[dict[str, str]]
+Chat = list[Message]
 
 
 @dataclass(frozen=True)
@@ -49,9 +59,30 @@ class PreferenceKeys:
     ranks: str = "ranks"
     scores: str = "scores"
 
+    def chats(self) -> list[str]:
+        return [self.prompt, self.chosen, self.rejected, self.responses]
+
     def columns(self) -> list[str]:
-        keys = (self.prompt, self.chosen, self.rejected, self.margin, self.responses, self.ranks, self.scores)
+        keys = (*self.chats(), self.margin, self.ranks, self.scores)
         return [key for key in keys if key is not None]
+
+    def needed(self, present: Sequence[str]) -> list[Column]:
+        """Those that a file with the columns `present` must have; `prompt` by its usual name is none of them, because
+        responses may be whole chats."""
+        columns = [] if self.prompt == PreferenceKeys.prompt else [Column(self.prompt, "data.prompt_key")]
+        if self.margin is not None:
+            columns.append(Column(self.margin, "data.margin_key"))
+        if self.responses.split(".")[0] not in present:
+            return [
+                *columns,
+                Column(self.chosen, "data.chosen_key"),
+                Column(
+                    self.rejected, "data.rejected_key (or data.responses_key, for several that are ranked)"
+                ),
+            ]
+        if self.ranks.split(".")[0] in present:
+            return columns
+        return [*columns, Column(self.scores, "data.scores_key or data.ranks_key")]
 
 
 @dataclass(frozen=True)
@@ -76,7 +107,7 @@ def read_ranking(row: Mapping[str, Any], keys: PreferenceKeys) -> Ranking:
         ValueError: a column is missing or of another form; no two responses differ in rank.
     """
     row = dict(row)
-    prompt, responses = _found(row, keys.prompt), _found(row, keys.responses)
+    prompt, responses = find(row, keys.prompt), find(row, keys.responses)
     if responses is None:
         chats = [_chat(prompt, lookup(row, key), key) for key in (keys.chosen, keys.rejected)]
         scores = [1.0, 0.0]
@@ -93,26 +124,24 @@ def read_ranking(row: Mapping[str, Any], keys: PreferenceKeys) -> Ranking:
 
 def tokenize_whole_chat(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     end_at_eos: bool,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a chat as the template renders it.
 
     Args:
-        end_at_eos: leave out what the template writes after the last message's end token, as a policy does, which stops
-            there; a template without one is kept whole.
+        end_at_eos: end the text as a policy does, which stops at the end token (see `as_a_policy_ends`); a template
+            without one is kept whole.
 
     Raises:
-        ValueError: the template refuses the messages.
+        ValueError: the template refuses the messages, or does not show the last one's calls.
     """
-    ids = encode_texts(tokenizer, [render_text(tokenizer, messages, False, template_kwargs)])[0]
-    if end_at_eos and tokenizer.eos_token_id in ids:
-        last = len(ids) - 1 - ids[::-1].index(tokenizer.eos_token_id)
-        after = tokenizer.decode(ids[last + 1 :])
-        if not after.strip():  # else it ends an earlier message
-            ids = ids[: last + 1]
-    return ids
+    text = render_text(tokenizer, messages, False, template_kwargs)
+    check_calls_shown(messages[-1], text, "the last message")
+    if end_at_eos:
+        text = as_a_policy_ends(tokenizer, text, messages[-1], template_kwargs)
+    return encode_texts(tokenizer, [text])[0]
 
 
 class PreferenceDataset:
@@ -135,6 +164,7 @@ class PreferenceDataset:
         truncation: Literal["error", "right", "drop"] = "error",
         end_at_eos: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools_key: str | None = TOOLS_KEY,
     ) -> None:
         """
         Args:
@@ -143,25 +173,34 @@ class PreferenceDataset:
             max_tokens: of all texts of a ranking together, which are in one micro-batch; None: any number.
             truncation: what is done with longer texts: "error" refuses, "right" cuts their end, "drop" leaves out the row.
             end_at_eos: see `tokenize_whole_chat`.
-            chat_template_kwargs: what the chat template is given besides the messages.
+            chat_template_kwargs: what the chat template is given besides the messages; a row's own win.
+            tools_key: the column of a row's tools; None: no row has any.
 
         Raises:
             ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
         """
         self._tokenizer, self._keys = tokenizer, keys or PreferenceKeys()
         self._max_length, self._max_tokens, self._truncation = max_length, max_tokens, truncation
-        self._end_at_eos, self._template_kwargs = end_at_eos, chat_template_kwargs
+        self._end_at_eos, self._keywords = end_at_eos, ChatKeywords(tools_key, chat_template_kwargs)
         self.num_truncated = self.num_dropped = 0
-        self.table = read_examples(files, self._keys.columns(), self._of_row, PREFERENCE_SCHEMA)
+        further = self._keywords.columns
+        self.table = read_examples(
+            files,
+            [*self._keys.columns(), *further],
+            self._of_row,
+            PREFERENCE_SCHEMA,
+            lambda present: [*self._keys.needed(present), *self._keywords.needed],
+            [*self._keys.chats(), *further],
+        )
 
     def __len__(self) -> int:
         return self.table.num_rows
 
     def _of_row(self, row: dict[str, Any]) -> Rows:
         ranking = read_ranking(row, self._keys)
+        keywords = self._keywords.of_row(row)
         texts = [
-            tokenize_whole_chat(self._tokenizer, chat, self._end_at_eos, self._template_kwargs)
-            for chat in ranking.chats
+            tokenize_whole_chat(self._tokenizer, chat, self._end_at_eos, keywords) for chat in ranking.chats
         ]
         longest = max(map(len, texts))
         if longest > self._max_length:
@@ -214,6 +253,7 @@ def read_answers(
     max_length: int,
     end_at_eos: bool,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools_key: str | None = TOOLS_KEY,
 ) -> pa.Table:
     """Prompts with one response each as texts: `ANSWER_SCHEMA`; longer ones are cut to `max_length` tokens.
 
@@ -221,29 +261,23 @@ def read_answers(
         ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
     """
 
+    keywords = ChatKeywords(tools_key, chat_template_kwargs)
+    keys = [prompt_key, response_key, *keywords.columns]
+
     def text(row: dict[str, Any]) -> Rows:
-        chat = _chat(_found(row, prompt_key), lookup(row, response_key), response_key)
-        ids = tokenize_whole_chat(tokenizer, chat, end_at_eos, chat_template_kwargs)
+        chat = _chat(find(row, prompt_key), lookup(row, response_key), response_key)
+        ids = tokenize_whole_chat(tokenizer, chat, end_at_eos, keywords.of_row(row))
         return [{"input_ids": ids[:max_length]}]
 
-    return read_examples(files, [prompt_key, response_key], text, ANSWER_SCHEMA)
-
-
-def _found(row: dict[str, Any], key: str) -> Any:
-    """Value of a dotted key; None where there is none."""
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    needed = [Column(prompt_key, "data.prompt_key")] if prompt_key != PreferenceKeys.prompt else []
+    needed += [Column(response_key, "data.normalize_response_key"), *keywords.needed]
+    return read_examples(files, keys, text, ANSWER_SCHEMA, lambda _: needed, keys)
 
 
 def _chat(prompt: Any, response: Any, key: str) -> Chat:
     """Prompt (messages, a user's text, or None) and response (a text, the messages after the prompt, or all messages)."""
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    before = [] if prompt is None else check_messages(prompt, "prompt")
+    response = read_chat(response)
+    before = [] if prompt is None else prompt_messages(prompt, "prompt")
     if isinstance(response, str):
         if not response:
             raise ValueError(f"{key!r} is an empty text")
@@ -253,11 +287,13 @@ def _chat(prompt: Any, response: Any, key: str) -> Chat:
     after = check_messages(response, key)
     if after[-1]["role"] != "assistant":
         raise ValueError(f"the last message of {key!r} is of {after[-1]['role']!r}, not of the assistant")
+    if not before and after[0]["role"] == "assistant":
+        raise ValueError(f"{key!r} begins with the assistant's message, but the row has no prompt before it")
     return after if after[: len(before)] == before else [*before, *after]
 
 
 def _scores(row: dict[str, Any], keys: PreferenceKeys, count: int) -> list[float]:
-    ranks, scores = _found(row, keys.ranks), _found(row, keys.scores)
+    ranks, scores = find(row, keys.ranks), find(row, keys.scores)
     if (ranks is None) == (scores is None):
         there = "neither" if ranks is None else "both"
         raise ValueError(f"one of {keys.ranks!r} and {keys.scores!r} must be given, found {there}")

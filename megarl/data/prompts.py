@@ -1,14 +1,15 @@
-"""Prompts from Parquet or JSON lines files in the GSM8K schema that verl's users have.
+"""Prompts from Parquet or JSON lines files: in the schema that verl's users have, or with columns that settings name.
 
-Columns: `data_source` string; `prompt` list of {role, content}; `reward_model` struct {style, ground_truth};
-`extra_info` struct (optional, whatever it holds; kept as JSON).
+Columns: `data_source` string; `prompt` list of {role, content}, or a user's text; `reward_model` struct {style,
+ground_truth}; `extra_info` struct (optional, whatever it holds; kept as JSON); `tools` and `chat_template_kwargs` (optional,
+for the chat template).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,16 +17,30 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 from rich.progress import Progress
 
-from megarl.data.files import RowErrors, check_messages, iter_rows, lookup, num_rows
+from megarl.data.chats import TOOLS_KEY, ChatKeywords, prompt_messages
+from megarl.data.files import (
+    Column,
+    RowErrors,
+    find,
+    iter_rows,
+    lookup,
+    missing_columns,
+    num_rows,
+    without_filled_nulls,
+)
 from megarl.data.sources import DataFile, resolve_files
 from megarl.data.tokenizer import encode_texts, render_text
-from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA
+from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, TEMPLATE_KWARGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Truncation = Literal["error", "left", "right", "middle"]
 TRUNCATIONS: tuple[str, ...] = ("error", "left", "right", "middle")
+
+# The columns of a data source and of a ground truth where none are named.
+SOURCE_KEY, ANSWER_KEY = "data_source", "reward_model.ground_truth"
+UNKNOWN_SOURCE = "unknown"  # of rows that need not name their data source, and do not
 
 TOKENIZE_BLOCK_ROWS = 1024
 PROGRESS_FROM_ROWS = 20_000  # below this, tokenising takes a few seconds
@@ -45,7 +60,8 @@ class PromptReader:
     """Makes prompt tables of rows, and collects what is wrong with them.
 
     Attributes:
-        schema: of the tables: `PROMPT_SCHEMA`, and MESSAGES with keep_messages.
+        schema: of the tables: `PROMPT_SCHEMA`, MESSAGES with keep_messages, and TEMPLATE_KWARGS with that or
+            keep_template_kwargs.
         errors: the wrong rows so far.
         num_filtered: rows left out so far as longer than `max_prompt_length`.
     """
@@ -56,22 +72,32 @@ class PromptReader:
         *,
         max_prompt_length: int,
         prompt_key: str = "prompt",
-        data_source_key: str = "data_source",
+        data_source_key: str = SOURCE_KEY,
+        answer_key: str | None = ANSWER_KEY,
+        may_lack: Collection[str] = (),
         truncation: Truncation = "error",
         filter_overlong_prompts: bool = False,
         keep_messages: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools_key: str | None = TOOLS_KEY,
+        keep_template_kwargs: bool = False,
     ) -> None:
         """
         Args:
             max_prompt_length: tokens, chat template included.
-            prompt_key: the column of the messages; may be dotted.
+            prompt_key: the column of the messages, or of a text, which is the user's message; may be dotted.
             data_source_key: the column that becomes `data_source`; may be dotted.
+            answer_key: the column that becomes `ground_truth`; may be dotted. None: it is empty.
+            may_lack: of the last two columns those that rows may lack, or have null in: `data_source` is then
+                UNKNOWN_SOURCE, `ground_truth` empty.
             truncation: what is done with longer prompts: "error" refuses, "left" / "right" / "middle" cuts
                 there.
             filter_overlong_prompts: leave longer prompts out instead.
             keep_messages: give the table a further column, MESSAGES: the chat messages as JSON.
-            chat_template_kwargs: what the chat template is given besides the messages.
+            chat_template_kwargs: what the chat template is given besides the messages; a row's own win.
+            tools_key: the column of a row's tools, dotted or not; None: no row has any.
+            keep_template_kwargs: give the table a further column, TEMPLATE_KWARGS: what the row's chat template is
+                given besides the messages, as JSON, for those who go on with the chat. keep_messages implies it.
 
         Raises:
             ValueError: an unknown truncation, or a length below 1.
@@ -81,23 +107,46 @@ class PromptReader:
         if max_prompt_length < 1:
             raise ValueError(f"max_prompt_length must be at least 1, found {max_prompt_length}")
         self._tokenizer = tokenizer
-        self._prompt_key = prompt_key
-        self._source_key = data_source_key
+        self._prompt = Column(prompt_key, "data.prompt_key")
+        self._source = Column(
+            data_source_key,
+            "data.reward_fn_key (no row needs it with reward.rule or custom_reward_function.path)",
+        )
+        self._answer = (
+            None if answer_key is None else Column(answer_key, "data.answer_key (null: there is none)")
+        )
+        self._may_lack = frozenset(may_lack)
         self.max_length = max_prompt_length
         self._truncation = truncation
         self._filter = filter_overlong_prompts
-        self._template_kwargs = chat_template_kwargs
-        self.schema = (
-            PROMPT_SCHEMA.append(pa.field(MESSAGES, pa.string())) if keep_messages else PROMPT_SCHEMA
-        )
+        self._keywords = ChatKeywords(tools_key, chat_template_kwargs)
+        kept = {MESSAGES: keep_messages, TEMPLATE_KWARGS: keep_messages or keep_template_kwargs}
+        further = [pa.field(name, pa.string()) for name, keep in kept.items() if keep]
+        self.schema = pa.schema([*PROMPT_SCHEMA, *further])
         self.errors = RowErrors()
         self.num_filtered = 0
 
     @property
     def columns(self) -> list[str]:
         """The columns of a file that are read, as far as it has them."""
-        keys = (self._prompt_key, self._source_key, "reward_model", "extra_info")
+        answer = [] if self._answer is None else [self._answer.name]
+        keys = (*self.chat_columns, self._source.name, *answer, "reward_model", "extra_info")
         return list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
+
+    @property
+    def chat_columns(self) -> list[str]:
+        """The columns of chats and what belongs to them (see `without_filled_nulls`)."""
+        return [self._prompt.name, *self._keywords.columns]
+
+    def has_columns(self, file: DataFile) -> bool:
+        """Whether a file has the columns that its rows must have; what it lacks is noted."""
+        named = (self._prompt, self._source, self._answer, *self._keywords.needed)
+        columns = [column for column in named if column is not None]
+        needed = [column for column in columns if column.name not in self._may_lack]
+        problem = missing_columns(file, lambda _: needed)
+        if problem is not None:
+            self.errors.add_file(file, problem)
+        return problem is None
 
     def table(self, rows: Sequence[Row]) -> pa.Table:
         """The prompt table of the rows that are neither wrong nor left out, in their order."""
@@ -113,25 +162,49 @@ class PromptReader:
     def _parse(self, row: Row) -> dict[str, str] | None:
         """One row with its prompt rendered to `text`, or None after noting what is wrong with it."""
         try:
-            data_source = lookup(row.values, self._source_key)
-            if not isinstance(data_source, str) or not data_source:
-                raise ValueError(f"{self._source_key!r} must be a string, found {data_source!r}")
-            messages = check_messages(lookup(row.values, self._prompt_key), self._prompt_key)
+            key = self._prompt.name
+            values = without_filled_nulls(row.values, self.chat_columns, row.file)
+            messages = prompt_messages(lookup(values, key, self._prompt.setting), key)
+            keywords = self._keywords.of_row(values)
             return {
-                "data_source": data_source,
-                "ground_truth": _ground_truth(row.values),
+                "data_source": self._data_source(row.values),
+                "ground_truth": self._ground_truth(row.values),
                 "extra_info": _to_json(row.values.get("extra_info") or {}, "extra_info"),
                 "text": render_text(
                     self._tokenizer,
                     messages,
                     add_generation_prompt=True,
-                    template_kwargs=self._template_kwargs,
+                    template_kwargs=keywords,
                 ),
-                MESSAGES: _to_json(messages, self._prompt_key),
+                MESSAGES: _to_json(messages, key),
+                TEMPLATE_KWARGS: _to_json(keywords, "chat_template_kwargs"),
             }
         except ValueError as error:
             self.errors.add(row.file, row.number, str(error))
             return None
+
+    def _data_source(self, row: dict[str, Any]) -> str:
+        key = self._source.name
+        if key in self._may_lack and find(row, key) is None:
+            return UNKNOWN_SOURCE
+        value = lookup(row, key, self._source.setting)
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{key!r} must be a string, found {value!r}")
+        return value
+
+    def _ground_truth(self, row: dict[str, Any]) -> str:
+        """Strings as they are, other values (numbers, lists of accepted answers) as JSON. A row that a reward model scores
+        (`reward_model.style` is "model") may have none: empty text."""
+        if self._answer is None:
+            return ""
+        key = self._answer.name
+        optional = key in self._may_lack or (key == ANSWER_KEY and find(row, "reward_model.style") == "model")
+        if optional and find(row, key) is None:
+            return ""
+        value = lookup(row, key, self._answer.setting)
+        if value is None:
+            raise ValueError(f"{key!r} is null")
+        return value if isinstance(value, str) else _to_json(value, key)
 
     def _fit(self, row: Row, ids: list[int]) -> list[int] | None:
         """The prompt's tokens, cut if need be; None for a row that is left out, or wrong."""
@@ -211,6 +284,10 @@ def _read_all(
     with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
         task = progress.add_task("tokenising prompts", total=total)
         for file, name in zip(files, unique_stems(files), strict=True):
+            if left == 0:
+                break
+            if not reader.has_columns(file):
+                continue
             block: list[Row] = []
             for number, values in itertools.islice(iter_rows(file, reader.columns), left):
                 block.append(Row(file, number, f"{uid_prefix}{name}:{number}", values))
@@ -245,18 +322,6 @@ def unique_stems(paths: Sequence[Path | DataFile]) -> list[str]:
         seen[path.stem] = seen.get(path.stem, 0) + 1
         names.append(path.stem if seen[path.stem] == 1 else f"{path.stem}#{seen[path.stem]}")
     return names
-
-
-def _ground_truth(row: dict[str, Any]) -> str:
-    """Strings as they are, other values (numbers, lists of accepted answers) as JSON. A row that a reward model scores
-    (`reward_model.style` is "model") may have none: empty text."""
-    facts = row.get("reward_model")
-    if isinstance(facts, dict) and facts.get("style") == "model" and facts.get("ground_truth") is None:
-        return ""
-    value = lookup(row, "reward_model.ground_truth")
-    if value is None:
-        raise ValueError("'reward_model.ground_truth' is null")
-    return value if isinstance(value, str) else _to_json(value, "reward_model.ground_truth")
 
 
 def _to_json(value: Any, name: str) -> str:

@@ -1,13 +1,14 @@
 """Examples for supervised fine-tuning from Parquet or JSON lines: token ids, and which of them are learnt.
 
 Of chats, learnt are the tokens of the assistant's messages with the end token that closes each, that is what the model
-itself would have to generate. Where an assistant's message begins and ends in the token ids is found by
-rendering the chat up to there: the rendering of a beginning of a chat must be a beginning of the rendering of
-the whole, which is checked for every row. Of plain text all tokens are learnt but the first, which nothing predicts.
+itself would have to generate, as the chat template shows it in the whole chat: see `megarl.data.assistant_turns`. A template
+that marks what is generated (`{% generation %}`) is taken at its word. Of plain text all tokens are learnt but the first,
+which nothing predicts.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
+from megarl.data.assistant_turns import find_turns
+from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, check_messages, prompt_messages
 from megarl.data.examples import Rows, read_examples
-from megarl.data.files import check_messages, lookup
+from megarl.data.files import Column, lookup
 from megarl.data.loader import TableLoader
-from megarl.data.tokenizer import encode_texts, render_text
+from megarl.data.tokenizer import encode_texts, marked_generation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +57,8 @@ class SftDataset:
         append_eos: bool = True,
         truncation: Literal["error", "right", "split"] = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools_key: str | None = TOOLS_KEY,
+        section: str = "data",
     ) -> None:
         """
         Args:
@@ -67,7 +72,9 @@ class SftDataset:
             append_eos: whether the tokenizer's end token is put after each text.
             truncation: what is done with longer examples: "error" refuses, "right" cuts their end, "split" makes
                 several of a text.
-            chat_template_kwargs: what the chat template is given besides the messages.
+            chat_template_kwargs: what the chat template is given besides the messages; a row's own win.
+            tools_key: the column of a row's tools; None: no row has any.
+            section: of the configuration that names the columns; errors say it.
 
         Raises:
             ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
@@ -82,20 +89,31 @@ class SftDataset:
         self._append_eos = append_eos
         self._max_length = max_length
         self._truncation = truncation
-        self._template_kwargs = chat_template_kwargs
+        self._keywords = ChatKeywords(tools_key, chat_template_kwargs)
         self.num_truncated = self.num_split = 0
         if text_key is not None:
-            keys, convert = [text_key], self._of_text
+            columns, convert = [Column(text_key, f"{section}.text_key")], self._of_text
         else:
-            keys = [MESSAGES_KEY] if response_key is None else [prompt_key, response_key]
-            convert = self._of_chat
-        self.table = read_examples(files, keys, convert, SFT_SCHEMA)
+            columns, convert = self._chat_columns(section), self._of_chat
+        keys = [column.name for column in columns]
+        chats = [*keys, *self._keywords.columns] if text_key is None else []
+        needed = [*columns, *self._keywords.needed] if text_key is None else columns
+        self.table = read_examples(files, chats or keys, convert, SFT_SCHEMA, lambda _: needed, chats)
 
     def __len__(self) -> int:
         return self.table.num_rows
 
+    def _chat_columns(self, section: str) -> list[Column]:
+        if self._response_key is None:
+            other = f"{section}.response_key and {section}.prompt_key, or {section}.text_key"
+            return [Column(MESSAGES_KEY, other)]
+        return [
+            Column(self._prompt_key, f"{section}.prompt_key"),
+            Column(self._response_key, f"{section}.response_key"),
+        ]
+
     def _of_chat(self, row: dict[str, Any]) -> Rows:
-        ids, mask = tokenize_chat(self._tokenizer, self._messages(row), self._template_kwargs)
+        ids, mask = tokenize_chat(self._tokenizer, self._messages(row), self._keywords.of_row(row))
         if len(ids) > self._max_length:
             self._refuse_or_count(len(ids))
             ids, mask = ids[: self._max_length], mask[: self._max_length]
@@ -129,16 +147,14 @@ class SftDataset:
             )
         self.num_truncated += 1
 
-    def _messages(self, row: dict[str, Any]) -> list[dict[str, str]]:
+    def _messages(self, row: dict[str, Any]) -> list[Message]:
         if self._response_key is None:
             return check_messages(lookup(row, MESSAGES_KEY), MESSAGES_KEY)
-        prompt = lookup(row, self._prompt_key)
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+        prompt = prompt_messages(lookup(row, self._prompt_key), self._prompt_key)
         response = lookup(row, self._response_key)
         if not isinstance(response, str) or not response:
             raise ValueError(f"{self._response_key!r} must be a non-empty string, found {response!r}")
-        return [*check_messages(prompt, self._prompt_key), {"role": "assistant", "content": response}]
+        return [*prompt, {"role": "assistant", "content": response}]
 
 
 class SftLoader(TableLoader):
@@ -168,49 +184,74 @@ def split_tokens(ids: Sequence[int], max_length: int) -> list[list[int]]:
 
 def tokenize_chat(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
+    only_last: bool = False,
 ) -> tuple[list[int], list[bool]]:
     """Token ids of a chat up to the last learnt token, and for each whether it is learnt.
 
+    Args:
+        messages: with all their fields (see `megarl.data.chats`).
+        template_kwargs: what the chat template is given besides, such as `tools`.
+        only_last: the assistant's last message alone is learnt.
+
     Raises:
-        ValueError: no assistant message; the chat template renders a beginning of the chat otherwise than it
-            begins the whole (some templates drop earlier reasoning), or its tokens merge across the border.
+        ValueError: no assistant message, or an assistant's turn that cannot be told apart (see `find_turns`).
     """
-    turns = [position for position, message in enumerate(messages) if message["role"] == "assistant"]
+    chat = check_messages(list(messages), MESSAGES_KEY)
+    turns = [position for position, message in enumerate(chat) if message["role"] == "assistant"]
     if not turns:
         raise ValueError("there is no assistant message to learn from")
     if turns[0] == 0:
         raise ValueError("the first message is the assistant's: there is no prompt")
-    texts = []
-    for turn in turns:
-        texts.append(render_text(tokenizer, messages[:turn], True, template_kwargs))
-        texts.append(render_text(tokenizer, messages[: turn + 1], False, template_kwargs))
-    encoded = encode_texts(tokenizer, texts)
-    ids = encoded[-1]  # what follows the last assistant message teaches nothing
-    mask = [False] * len(ids)
-    for index, turn in enumerate(turns):
-        before, through = encoded[2 * index], encoded[2 * index + 1]
-        if ids[: len(before)] != before or ids[: len(through)] != through:
-            raise ValueError(
-                "the chat template does not keep beginnings: the tokens before or through message "
-                f"{turn} are not the beginning of the tokens of the whole chat, so what the assistant "
-                "generates cannot be told apart"
+    marked = marked_generation(tokenizer, chat, template_kwargs)
+    if marked is None:
+        rendered = find_turns(tokenizer, chat, template_kwargs, only_last)
+        ids, mask = _of_spans(tokenizer, rendered.text, rendered.spans)
+    else:
+        ids, mask = marked
+        mask = _last_stretch(mask) if only_last else mask
+    if not any(mask):
+        raise ValueError("the chat template renders the assistant's messages to no tokens")
+    length = len(mask) - mask[::-1].index(True)  # what follows the last assistant message teaches nothing
+    return ids[:length], mask[:length]
+
+
+def _of_spans(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a text, and which are of its spans, those included that are so in part."""
+    borders = [border for span in spans for border in span]
+    parts = [text[start:end] for start, end in itertools.pairwise([0, *borders, len(text)])]
+    ids, *pieces = encode_texts(tokenizer, [text, *parts])
+    places = list(itertools.accumulate(map(len, pieces[:-1])))
+    if list(itertools.chain(*pieces)) != ids:  # tokens depend on what is before a border, or go over it
+        beginnings = encode_texts(tokenizer, [text[:border] for border in borders])
+        places = [_num_common(ids, beginning) for beginning in beginnings]
+        cut = [place < len(beginning) for place, beginning in zip(places, beginnings, strict=True)]
+        if any(cut):
+            warnings.warn(
+                "a turn of the assistant's begins or ends inside of a token: the chat template's text around it merges "
+                "with the turn's, so that a rollout, which is given that text alone, begins or ends with other tokens "
+                "than are learnt",
+                stacklevel=2,
             )
-        end = _end_of_turn(tokenizer, through, len(before))
-        mask[len(before) : end] = [True] * (end - len(before))
-    return ids[:end], mask[:end]
+            places[1::2] = [end + inside for end, inside in zip(places[1::2], cut[1::2], strict=True)]
+    mask = [False] * len(ids)
+    for start, end in zip(places[::2], places[1::2], strict=True):
+        mask[start:end] = [True] * (end - start)
+    return ids, mask
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int) -> int:
-    """Where the part that the model generates ends: after the last end token of ids[start:], at which
-    generation stops (templates go on with a newline)."""
-    for position in range(len(ids) - 1, start - 1, -1):
-        if ids[position] == tokenizer.eos_token_id:
-            return position + 1
-    warnings.warn(
-        f"the chat template does not end the assistant's messages with the tokenizer's end token "
-        f"{tokenizer.eos_token!r}: a model trained on them does not learn to stop there",
-        stacklevel=2,
-    )
-    return len(ids)
+def _num_common(ids: Sequence[int], others: Sequence[int]) -> int:
+    for number, (one, other) in enumerate(zip(ids, others, strict=False)):
+        if one != other:
+            return number
+    return min(len(ids), len(others))
+
+
+def _last_stretch(mask: list[bool]) -> list[bool]:
+    """The mask without all but its last learnt tokens in a row."""
+    end = len(mask) - mask[::-1].index(True) if any(mask) else 0
+    start = max((place + 1 for place in range(end) if not mask[place]), default=0)
+    return [start <= place < end for place in range(len(mask))]

@@ -17,12 +17,12 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.data.files import (
-    READ_BLOCK_ROWS,
-    chosen_columns,
     is_parquet,
     open_lines,
     open_parquet,
+    parquet_rows,
     parse_line,
+    read_group,
 )
 from megarl.data.loader import check_identity
 from megarl.data.prompts import PromptReader, Row, unique_stems
@@ -92,7 +92,7 @@ def _cut_lines(file: DataFile, prefix: str, max_rows: int) -> Iterator[Piece]:
 
 
 def read_piece(piece: Piece, columns: Sequence[str]) -> list[Row]:
-    """The rows of a piece. ValueError: a line that is no JSON object."""
+    """The rows of a piece. ValueError: a line that is no JSON object, or columns that pyarrow cannot read."""
     values = _read_parquet(piece, columns) if is_parquet(piece.file) else _read_lines(piece)
     numbers = range(piece.first, piece.first + piece.num_rows)
     return [
@@ -106,12 +106,10 @@ def _read_parquet(piece: Piece, columns: Sequence[str]) -> list[dict[str, Any]]:
     begin, end = piece.skip, piece.skip + piece.num_rows
     with open_parquet(piece.file) as file:
         at = 0
-        for block in file.iter_batches(
-            batch_size=READ_BLOCK_ROWS, row_groups=[piece.place], columns=chosen_columns(file, columns)
-        ):
+        for block in read_group(file, piece.file, piece.place, columns):
             low, high = max(begin - at, 0), min(end - at, block.num_rows)
             if low < high:
-                rows += block.slice(low, high - low).to_pylist()
+                rows += parquet_rows(block.slice(low, high - low))
             at += block.num_rows
             if at >= end:
                 break

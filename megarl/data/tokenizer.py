@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 from tokenizers import Regex, Tokenizer, normalizers
+
+from megarl.data.chats import lost_call
+from megarl.data.template_forms import adapted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +39,9 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
+# of a template itself, and of what it does with a value of another type than it expects
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # words, digits, punctuation, runs of white space, other scripts: where splitting rules differ
 _PROBE = "Hello there, it's 1234 + 5.67 = x_9!\n\n  (Ça va? 漢字)  end"
 _SENTENCEPIECE_BPE = 2  # TrainerSpec.ModelType.BPE in sentencepiece_model.proto
@@ -143,27 +150,83 @@ def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
 
 def render_text(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Messages as the text of the tokenizer's chat template.
+    """Messages, in the forms that the tokenizer's chat template reads, as its text.
 
     Args:
-        template_kwargs: what the template is given besides, such as enable_thinking.
+        messages: with all fields that they have (see `megarl.data.chats`).
+        template_kwargs: what the template is given besides, such as `tools` or enable_thinking.
 
     Raises:
         ValueError: the template refuses the messages (for example roles that do not alternate).
     """
+    keywords = dict(template_kwargs or {})
+    chat = adapted_messages(tokenizer, messages, keywords)
     try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **(template_kwargs or {}),
+        text = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=add_generation_prompt, **keywords
         )
-    except jinja2.TemplateError as error:
+    except TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
+    if any(lost_call(message, text) is not None for message in chat):
+        warnings.warn(
+            "the chat template does not write the tool_calls of messages: what answers them has no question there; use a "
+            "template that does, or write calls into the content",
+            stacklevel=2,
+        )
+    return text
+
+
+def adapted_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Messages in the forms that the chat template reads."""
+    template = _template(tokenizer, template_kwargs)
+    if template is None:
+        return [dict(message) for message in messages]
+    return adapted(messages, template, tokenizer.special_tokens_map)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str | None:
+    """The chat template that these keywords choose; None: the tokenizer (mistral-common's) renders chats by code."""
+    try:
+        return tokenizer.get_chat_template(
+            template_kwargs.get("chat_template"), tools=template_kwargs.get("tools")
+        )
+    except NotImplementedError:
+        return None
+
+
+def marked_generation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[int], list[bool]] | None:
+    """Token ids of a chat, and which of them the template marks as generated; None: it has no such marks.
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
+    keywords = dict(template_kwargs or {})
+    template = _template(tokenizer, keywords)
+    if template is None or not _GENERATION.search(template) or not tokenizer.is_fast:
+        return None
+    try:
+        found = tokenizer.apply_chat_template(
+            adapted_messages(tokenizer, messages, keywords),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **keywords,
+        )
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    return list(found["input_ids"]), [bool(flag) for flag in found["assistant_masks"]]
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -171,7 +234,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Token ids of a prompt: the messages by the chat template, then the assistant's turn opened.
 
     Raises:

@@ -66,6 +66,8 @@ FINISH_REASONS = ("stop", "length")
 MESSAGES = (
     "messages"  # prompts' chat messages as JSON: a column of all these tables if the prompt table has it
 )
+# what the chat template is given for the prompt besides the messages (tools and other keywords), as JSON: another such column
+TEMPLATE_KWARGS = "template_kwargs"
 
 Ragged = tuple[np.ndarray, np.ndarray]
 """(flat values [total], offsets int64 [rows + 1]): row i is flat[offsets[i] : offsets[i + 1]]."""
@@ -190,8 +192,11 @@ def environment_notes(table: pa.Table) -> list[EnvironmentNotes]:
 
 
 def with_messages(table: pa.Table, source: pa.Table) -> pa.Table:
-    """`table` with the column MESSAGES of `source`, whose rows are the same, if that has one."""
-    return table.append_column(MESSAGES, source[MESSAGES]) if MESSAGES in source.column_names else table
+    """`table` with the columns MESSAGES and TEMPLATE_KWARGS of `source`, whose rows are the same, as far as that has them."""
+    for name in (MESSAGES, TEMPLATE_KWARGS):
+        if name in source.column_names:
+            table = table.append_column(name, source[name])
+    return table
 
 
 def validate_trajectories(table: pa.Table, *, finite: bool = True) -> None:

@@ -44,6 +44,8 @@ class Task:
         prompt: its text, without special tokens.
         messages: its chat messages; None without data.return_raw_input_ids=true.
         extra_info: that of the data's row.
+        template_kwargs: what the chat template is given for this chat besides the messages, such as the row's `tools`; None:
+            as `data.apply_chat_template_kwargs` says.
     """
 
     uid: str
@@ -52,6 +54,7 @@ class Task:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, Any]
+    template_kwargs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

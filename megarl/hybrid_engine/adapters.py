@@ -6,6 +6,7 @@ PEFT what it computes in Megatron.
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from megarl.files import whole_folder
 from megarl.hybrid_engine.bundles import Bundle, pack, unpack
 from megarl.hybrid_engine.hf_folder import save_tensors
 from megarl.hybrid_engine.layouts import megatron_layout
-from megarl.hybrid_engine.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, PeftReader, adapter_config
+from megarl.hybrid_engine.peft_facts import CONFIG_FILE
+from megarl.hybrid_engine.peft_files import PREFIX, WEIGHTS_FILE, PeftReader, adapter_config
 from megarl.layout import Box, Copy, Layout, Piece, Plan, Shard, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.models.lora import ADAPTER, adapted_weights, adapter_pieces, logical_adapters
+from megarl.models.lora import ADAPTER, A, B, adapted_weights, adapter_pieces, logical_adapters, scaling
 from megarl.models.shards import Shapes
 from megarl.models.table import VALUE_HEAD
 
@@ -70,6 +72,10 @@ def load_adapters(
 ) -> None:
     """Fill a Megatron rank's adapters from the folder at `path`.
 
+    The rank and alpha of section `lora` are those of the folder's adapters of the largest rank. Of a smaller one the first
+    rows of A and columns of B are filled, the other columns of B with 0, and other rows of A stay new ones. B of another
+    alpha is multiplied so that the outputs are the same.
+
     Args:
         parameters: the rank's, named as pieces name them.
         adapter: the name of the submodules that hold the adapters.
@@ -79,8 +85,8 @@ def load_adapters(
         ValueError: no such folder, one that does not fit section `lora` or the model, or adapters that this section has
             equal and the folder has not.
     """
-    with PeftReader(path) as reader:
-        reader.check(config, lora)
+    with PeftReader(path, config) as reader:
+        reader.check(lora)
         if head == "value" and VALUE_HEAD not in reader.names:
             head = "lm"
         peft = _peft_layout(adapter_tensors(config, lora, head))
@@ -88,11 +94,31 @@ def load_adapters(
         if lora.shared_a or lora.expert_groups:
             _check_shared(reader, copies)
         for copy in copies:
-            parameters[copy.target_local][copy.target_box.slices].copy_(reader.read(copy.tensor, copy.box))
+            _fill(parameters[copy.target_local][copy.target_box.slices], reader, copy, lora)
     unfilled = {name for name in parameters if f".{adapter}." in name} - {
         copy.target_local for copy in copies
     }
     assert not unfilled, f"adapters that no piece names: {sorted(unfilled)}"
+
+
+def _fill(place: torch.Tensor, reader: PeftReader, copy: Copy, lora: LoraConfig) -> None:
+    """Read what a copy moves, all of the rank's dimension in it, from an adapter of its own rank and alpha."""
+    module, kind = next(
+        ((copy.tensor.removesuffix(end), end) for end in (A, B) if copy.tensor.endswith(end)), ("", "")
+    )
+    if not kind:
+        place.copy_(reader.read(copy.tensor, copy.box))
+        return
+    rank, box = reader.rank(module), copy.box
+    if kind == A:
+        place[:rank].copy_(reader.read(copy.tensor, Box(box.start, (rank, box.size[1]))))
+        return
+    values, factor = (
+        reader.read(copy.tensor, Box(box.start, (box.size[0], rank))),
+        reader.scaling(module) / scaling(lora),
+    )
+    place[:, rank:].zero_()
+    place[:, :rank].copy_(values if math.isclose(factor, 1.0, rel_tol=1e-6) else values.double() * factor)
 
 
 def _check_shared(reader: PeftReader, copies: Sequence[Copy]) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megarl.files import json_object
 from megarl.models import ModelConfig
 
 # what a model folder holds beside its weights: config.json is written anew
@@ -30,6 +31,10 @@ def read_companions(
         dtype: of the copy's weights, which its config says; a config that says that they are quantised no longer does.
         mtp: whether the copy has the model's multi-token prediction layers; otherwise its config says that there are none.
         fields: what else its config says in place of the model's.
+
+    Raises:
+        ValueError: names one of these files that should hold a JSON object, and does not.
+        OSError: one cannot be read.
     """
     hf = {**config.hf, "dtype": str(dtype).removeprefix("torch.")}
     for key in ("torch_dtype", "quantization_config"):
@@ -37,7 +42,11 @@ def read_companions(
     if config.num_mtp_layers and not mtp:
         hf["num_nextn_predict_layers"] = 0
     hf |= fields or {}
-    files = {file.name: file.read_bytes() for pattern in _COMPANIONS for file in folder.glob(pattern)}
+    found = (file for pattern in _COMPANIONS for file in folder.glob(pattern) if file.is_file())
+    files = {file.name: file.read_bytes() for file in found}
+    for name, content in files.items():
+        if name.endswith(".json"):
+            json_object(content, str(folder / name))
     return {**files, "config.json": (json.dumps(hf, indent=2) + "\n").encode()}
 
 

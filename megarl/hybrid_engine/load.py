@@ -1,11 +1,9 @@
 """Hugging Face files -> Megatron shards: each rank reads only the slices that it holds."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,9 +12,9 @@ from megarl.hybrid_engine.layouts import hf_layout, megatron_layout
 from megarl.hybrid_engine.load_float8 import load_blocks
 from megarl.layout import Box, make_plan
 from megarl.layout.grid import ParallelLayout
-from megarl.models import ModelConfig, logical_tensors, mtp_copies
-from megarl.models.config import fp8_block, load_hf_config, model_dtype
+from megarl.models import ModelConfig, logical_tensors, mtp_copies, read_model_config
 from megarl.models.table import VALUE_HEAD
+from megarl.models.weight_files import stored_tensors
 
 SCALE = "_scale_inv"  # what is added to a tensor's name for that of its scales
 _FLOAT8 = "F8_E4M3"
@@ -30,28 +28,6 @@ _DTYPES = {
 }
 
 
-def checkpoint_files(path: str) -> dict[str, Path]:
-    """Tensor name -> the safetensors file of the Hugging Face folder that holds it.
-
-    Raises:
-        ValueError: no safetensors there, or an index that names a missing file.
-    """
-    folder = Path(path).expanduser()
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        missing = sorted({file.name for file in files.values() if not file.is_file()})
-        if missing:
-            raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
-        return files
-    if not single.is_file():
-        raise ValueError(
-            f"model folder {path!r} holds no model.safetensors and no model.safetensors.index.json"
-        )
-    with open_weights(single) as reader:
-        return dict.fromkeys(reader.keys(), single)
-
-
 def open_weights(file: Path) -> safe_open:
     """Open a safetensors file; ValueError if it is none, or not all of it is there."""
     try:
@@ -61,7 +37,7 @@ def open_weights(file: Path) -> safe_open:
 
 
 class HFReader:
-    """Reads boxes of a Hugging Face checkpoint's tensors without reading the whole tensors.
+    """Reads boxes of a Hugging Face checkpoint's tensors (`tensors`, by name) without reading the whole tensors.
 
     A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and those
     made like them), is read as what it stands for: each element times its block's scale.
@@ -69,7 +45,7 @@ class HFReader:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.files = checkpoint_files(path)
+        self.tensors = stored_tensors(path)
         self._stack = ExitStack()
         self._open: dict[Path, safe_open] = {}
 
@@ -92,8 +68,8 @@ class HFReader:
         copies = mtp_copies(config) if mtp else {}
         ignore = {*logical_tensors(config, mtp=True), "lm_head.weight", "score.weight"} - set(shapes)
         optional = {*ignore, *copies, *(("score.weight",) if head == "value" else ())}
-        wrong = [f"{name} is missing" for name in shapes if name not in self.files and name not in optional]
-        for name in self.files:
+        wrong = [f"{name} is missing" for name in shapes if name not in self.tensors and name not in optional]
+        for name in self.tensors:
             tensor = name.removesuffix(SCALE)
             if tensor in shapes:
                 wrong += self._mistakes(name, shapes[tensor], config.fp8_block)
@@ -105,7 +81,7 @@ class HFReader:
     def _mistakes(self, name: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> Iterator[str]:
         """What is wrong with the tensor `name`: one of `shape`, or the scales of one."""
         found, tensor = self.shape(name), name.removesuffix(SCALE)
-        quantised = tensor in self.files and self._slice(tensor).get_dtype() == _FLOAT8
+        quantised = tensor in self.tensors and self.tensors[tensor].dtype == _FLOAT8
         if name != tensor:
             if block is None or not quantised:
                 reason = (
@@ -114,7 +90,7 @@ class HFReader:
                 yield f"{name} is there, but {reason}"
                 return
             shape = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
-        elif quantised and name + SCALE not in self.files:
+        elif quantised and name + SCALE not in self.tensors:
             yield f"{name} is in float8, but {name}{SCALE} is missing"
         if found != shape:
             yield f"{name} has shape {found}, config.json makes it {shape}"
@@ -126,7 +102,7 @@ class HFReader:
             ValueError: names the tensors that differ.
         """
         for name, original in mtp_copies(config).items():
-            if name in self.files and not self._equal(name, original):
+            if name in self.tensors and not self._equal(name, original):
                 raise ValueError(f"checkpoint {self.path}: {name} should be equal to {original}, but is not")
 
     def _equal(self, name: str, other: str) -> bool:
@@ -140,7 +116,7 @@ class HFReader:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values in the box; float32 for a tensor in float8 with scales."""
         values = self._slice(name)[box.slices]
-        if name + SCALE not in self.files:
+        if name + SCALE not in self.tensors:
             return values
         assert self._block is not None, f"{name}{SCALE} is there, but config.json says of no quantisation"
         row, column = (start % size for start, size in zip(box.start, self._block, strict=True))
@@ -152,18 +128,18 @@ class HFReader:
         return dequantise(values, scales, self._block, (row, column))
 
     @cached_property
-    def _config(self) -> dict[str, Any]:
-        return load_hf_config(self.path)
+    def _config(self) -> ModelConfig:
+        return read_model_config(self.path)
 
-    @cached_property
+    @property
     def _block(self) -> tuple[int, int] | None:
-        return fp8_block(self._config, self.path)
+        return self._config.fp8_block
 
     def read_blocks(
         self, name: str, box: Box, block: tuple[int, int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Values and scales as the file has them, of a box of whole blocks; None: it has none of this size."""
-        if name + SCALE not in self.files or self._block != block:
+        if name + SCALE not in self.tensors or self._block != block:
             return None
         blocks = tuple(
             slice(start // step, -(-(start + extent) // step))
@@ -172,7 +148,7 @@ class HFReader:
         return self._slice(name)[box.slices], self._slice(name + SCALE)[blocks]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Of the tensor's values: as the file has it, or the model's own for one in float8 with scales.
@@ -180,17 +156,17 @@ class HFReader:
         Raises:
             ValueError: a type that no weight has; names the tensor.
         """
-        if name + SCALE in self.files:
-            return getattr(torch, model_dtype(self._config))
-        found = self._slice(name).get_dtype()
+        if name + SCALE in self.tensors:
+            return getattr(torch, self._config.dtype)
+        found = self.tensors[name].dtype
         if found not in _DTYPES:
             raise ValueError(
-                f"{self.files[name]}: {name} is of type {found}; supported: {', '.join(_DTYPES)}"
+                f"{self.tensors[name].file}: {name} is of type {found}; supported: {', '.join(_DTYPES)}"
             )
         return _DTYPES[found]
 
     def _slice(self, name: str):
-        file = self.files[name]
+        file = self.tensors[name].file
         if file not in self._open:
             self._open[file] = self._stack.enter_context(open_weights(file))
         return self._open[file].get_slice(name)
@@ -252,7 +228,7 @@ def load_hf_weights(
     needed = plan.copies_to(rank)
     with HFReader(path) as reader:
         reader.check(config, head)
-        copies = [copy for copy in needed if copy.tensor in reader.files]
+        copies = [copy for copy in needed if copy.tensor in reader.tensors]
         in_blocks = {local for local in parameters if local + SCALE in parameters}
         for local in {copy.target_local for copy in copies} - in_blocks:
             parameters[local].zero_()
@@ -273,5 +249,5 @@ def load_hf_weights(
 def load_value_head(path: str, weight: torch.Tensor) -> None:
     """Fill a value head's weight from the checkpoint at `path`; one that it lacks keeps its values."""
     with HFReader(path) as reader:
-        if VALUE_HEAD in reader.files:
+        if VALUE_HEAD in reader.tensors:
             weight.copy_(reader.read(VALUE_HEAD, Box.whole(tuple(weight.shape))))

@@ -2,8 +2,9 @@
 its backward pass, and is gone between them.
 
 A layer's `weight` (of experts `weight0`, ...) is a float8 parameter, and beside it lie the scales (`weight_scale_inv`;
-see `megarl.models.float8`). While the layer computes, the weight itself stands in its place; what autograd would keep of
-it is made anew when the backward pass asks for it.
+see `megarl.models.float8`). While the layer computes, the weight itself stands in its place and the scales are no parameters of
+the layer, since Transformer Engine refuses layers with parameters of several types; what autograd would keep of the weight is
+made anew when the backward pass asks for it.
 
 Guarantees, each asserted by a test: outputs and gradients are, bit for bit, those of the model whose weights have been
 quantised and dequantised; a model is built and loaded without ever having more than one layer's weights in another type.
@@ -139,7 +140,7 @@ class _Use:
 
     def __init__(self, kinds: list[str]) -> None:
         self._kinds = kinds
-        self._held: dict[str, torch.nn.Parameter] = {}
+        self._held: dict[str, torch.nn.Parameter] = {}  # the layer's own parameters, scales included
         self._saving = contextlib.ExitStack()
 
     def begin(self, layer: torch.nn.Module, inputs: tuple) -> None:
@@ -166,13 +167,14 @@ class _Use:
 
         self._saving.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
         for kind, weight in made.items():
+            self._held[kind + SCALES] = layer._parameters.pop(kind + SCALES)
             setattr(layer, kind, weight)
 
     def end(self, layer: torch.nn.Module, inputs: tuple, output: object) -> None:
         """Forward hook, also after an error."""
         self._saving.close()
-        for kind, held in self._held.items():
-            setattr(layer, kind, held)
+        for name, held in self._held.items():
+            layer._parameters[name] = held
         self._held.clear()
 
 

@@ -93,8 +93,15 @@ def _norm(kept: Kept, width: int, tokens: int, used: bool) -> int:
     return tokens * ((1 + used) * width * kept.itemsize + FLOAT32)
 
 
-def _core(kept: Kept, heads: int, out: int, proj: str) -> int:
-    """Of attention itself: its output and a number for each head; of a token and a rank."""
+def _core(kept: Kept, heads: int, out: int, proj: str, trimmed: int | None = None) -> int:
+    """Of attention itself: its output and a number for each head; of a token and a rank.
+
+    Args:
+        trimmed: what remains of the output where it is cut before its projection, whose input is then a copy of it.
+    """
+    if trimmed is not None:
+        size = 0 if kept.recompute == "selective" else out * kept.itemsize + heads * FLOAT32
+        return size + trimmed * kept.itemsize * kept.keeps(proj)
     size = 0
     if kept.recompute != "selective":
         size += out * kept.itemsize + heads * FLOAT32
@@ -127,8 +134,12 @@ def _latent_attention(kept: Kept, name: str) -> int:
     heads = config.num_attention_heads // kept.layout.tp
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     parts = 1 if kept.fused else kept.layout.cp  # whole sequences' keys and values are copies
-    each = item * heads * (dim + (dim + mla.v_head_dim) * parts)
-    each += _core(kept, heads, heads * mla.v_head_dim, name + "linear_proj")
+    # Of packed sequences megatron-core makes the values as wide as the queries, and cuts attention's output again.
+    padded = mla.v_head_dim != dim
+    width = dim if padded and kept.recompute != "selective" else mla.v_head_dim
+    each = item * heads * (dim + (dim + width) * parts)
+    trimmed = heads * mla.v_head_dim if padded else None
+    each += _core(kept, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
     down = [name + part for part in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")]
     size = kept.tokens * each + _norm(kept, config.hidden_size, kept.own, any(map(kept.keeps, down)))
     if mla.q_lora_rank is not None:

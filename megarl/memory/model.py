@@ -13,6 +13,8 @@ from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.float8 import check_base_block
 from megarl.models.shards import Shapes
 
+EXPERTS = ".mlp.experts."  # in the names of their weights
+
 
 @dataclass(frozen=True)
 class ModelUse:
@@ -138,38 +140,93 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
     return StageBytes(
         held,
         kept,
-        working=_working(use, tensors, use.tokens // layout.cp, last, trained=True) if use.trainable else 0,
-        evaluating=_working(use, tensors, evaluated, last, trained=False),
+        working=_working(use, tensors, use.tokens // layout.cp, last) if use.trainable else 0,
+        evaluating=_evaluating(use, tensors, evaluated, last),
         merged=_largest_layer(tensors) * use.itemsize if use.lora.rank else 0,
     )
 
 
-def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool, trained: bool) -> int:
-    """An upper estimate: the largest linear layer's inputs and outputs (in a training step with their gradients), or a chunk of
-    logits and the hidden states that it is made from; and the weights of the largest layer that is in float8."""
-    layout, config, item = use.layout, use.config, use.itemsize
-    routed = 0
-    if config.moe is not None:
-        own = tokens // layout.tp if layout.sp else tokens
-        routed = own * config.moe.top_k * layout.etp
+def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> int:
+    """Of a training step, an upper estimate: the largest linear layer's inputs and outputs with their gradients, or a chunk of logits
+    and the hidden states that it is made from; and the weights of the largest layer that is in float8."""
+    config, item = use.config, use.itemsize
+    routed = _routed(use, tokens)
     widest = 0
     for tensor in tensors.weights:
         if tensor.projection:
-            count = routed if ".mlp.experts." in tensor.name else tokens
+            count = routed if EXPERTS in tensor.name else tokens
             rows, columns = tensor.shape
-            whole = max(config.hidden_size, columns)
-            widest = max(widest, count * (rows + whole) * item)
-    layer = widest * (2 if trained else 1)
-    head = 0
+            widest = max(widest, count * (rows + max(config.hidden_size, columns)) * item)
+    head = _head(use, tokens) + tokens * config.hidden_size * item if last and use.head == "lm" else 0
+    if head and not use.lora.rank:  # the output weight's own gradient
+        head += _vocabulary_share(use) * config.hidden_size * (4 + item)
+    return max(2 * widest, head) + _exact(use, tensors)
+
+
+def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> int:
+    """Of a forward pass without gradients: the most that attention, a dense or a routed part of a layer, or the head have at a time.
+
+    A tensor lives as long as a variable of the code that made it, so that these are the tensors of one function and of those that
+    called it: as shadow runs of Megatron-core 0.19.2 with Transformer Engine have them (tests/shadow).
+    """
+    config, item = use.config, use.itemsize
+    own = tokens // use.layout.tp if use.layout.sp else tokens
+    hidden = own * config.hidden_size * item
+    names = [tensor.name for tensor in tensors.weights]
+    parts = (
+        [_evaluated_attention(use, tokens) + 2 * hidden]
+        if any("self_attention." in name for name in names)
+        else []
+    )
+    if any(EXPERTS in name for name in names):
+        moe = config.moe
+        assert moe is not None
+        # Permuted, exchanged and sorted tokens and the outputs; of both linear layers the first one's outputs and their product.
+        routed = 4 * config.hidden_size + 3 * moe.ffn_hidden_size // use.layout.etp
+        parts.append(_routed(use, tokens) * routed * item + 5 * hidden)
+    if any(".mlp.linear_fc1" in name for name in names):
+        # Gate and up, the gate's activation, their product; and the gathered input.
+        dense = 4 * config.ffn_hidden_size // use.layout.tp + config.hidden_size
+        parts.append(tokens * dense * item + 3 * hidden)
     if last and use.head == "lm":
-        share = padded_vocab_size(config, layout.tp) // layout.tp
-        # Logits and their exponentials in float32, once more in the model's type.
-        head = min(use.chunk_tokens, tokens) * share * (8 + item)
-        head += tokens * config.hidden_size * item * (2 if trained else 1)
-        if trained and not use.lora.rank:  # the output weight's own gradient
-            head += share * config.hidden_size * (4 + item)
-    exact = _largest_layer(tensors) * item if use.base_block is not None else 0
-    return max(layer, head) + exact
+        parts.append(_head(use, tokens))
+    return max(parts, default=0) + _exact(use, tensors)
+
+
+def _evaluated_attention(use: ModelUse, tokens: int) -> int:
+    """Projected queries, keys and values, the same after their rotation, attention's output; and the gathered input."""
+    config, tp, mla = use.config, use.layout.tp, use.config.mla
+    heads = config.num_attention_heads // tp
+    if mla is None:
+        queries, keys = heads * config.head_dim, config.num_query_groups // tp * config.head_dim
+        return tokens * use.itemsize * (3 * queries + 3 * keys + config.hidden_size)
+    dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    # Values are made as wide as queries for packed sequences, and so is the output.
+    each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim
+    latent = (mla.q_lora_rank or config.hidden_size) + mla.kv_lora_rank + mla.qk_rope_head_dim
+    return tokens * use.itemsize * (heads * each + latent)
+
+
+def _head(use: ModelUse, tokens: int) -> int:
+    """A chunk of logits and their exponentials in float32, once more in the model's type; and the hidden states."""
+    chunk = min(use.chunk_tokens, tokens) * _vocabulary_share(use) * (8 + use.itemsize)
+    return chunk + tokens * use.config.hidden_size * use.itemsize
+
+
+def _vocabulary_share(use: ModelUse) -> int:
+    return padded_vocab_size(use.config, use.layout.tp) // use.layout.tp
+
+
+def _routed(use: ModelUse, tokens: int) -> int:
+    """Tokens that the experts of a rank have, if all are given equally many."""
+    layout, moe = use.layout, use.config.moe
+    own = tokens // layout.tp if layout.sp else tokens
+    return 0 if moe is None else own * moe.top_k * layout.etp
+
+
+def _exact(use: ModelUse, tensors: StageTensors) -> int:
+    """The largest layer that is made of a base in float8."""
+    return _largest_layer(tensors) * use.itemsize if use.base_block is not None else 0
 
 
 def _largest_layer(tensors: StageTensors) -> int:

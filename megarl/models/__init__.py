@@ -32,12 +32,12 @@ def read_model_config(path: str) -> ModelConfig:
         ValueError: no such model, a family that is not supported, or a config field that is not.
     """
     hf = load_hf_config(path)
-    kind = hf.get("model_type")
+    kind = hf.text("model_type")
     if kind not in FAMILIES:
         raise ValueError(
-            f"{path}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"{hf.file}: model_type {kind!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[kind].config_from_hf(hf, path)
+    return FAMILIES[kind].config_from_hf(hf)
 
 
 def has_dp_attention(config: ModelConfig) -> bool:

@@ -1,10 +1,15 @@
 """What megarl knows of one model: facts read from its Hugging Face config, none assumed."""
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megarl.models.fields import Fields, short
+
+# Weights are named one by one before they are compared with files; no published model comes near these numbers.
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 1 << 18  # experts of all layers together
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,16 @@ class MLAConfig:
     v_head_dim: int
 
 
+# In SGLang's order of preference.
+_CONTEXT_FIELDS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The facts of a decoder-only model. `hf` is the Hugging Face config that they were read from.
@@ -87,12 +102,21 @@ class ModelConfig:
     num_mtp_layers: int = 0
     fp8_block: tuple[int, int] | None = None
 
+    @property
+    def context_length(self) -> tuple[str, int]:
+        """The field of config.json that says how many tokens SGLang serves, and their number.
 
-def load_hf_config(path: str) -> dict[str, Any]:
-    """The parsed `config.json` of a Hugging Face model folder.
+        As its `get_context_length` (0.5.21) has it: the first of these fields. A scaling of the rotary embedding multiplies
+        it only where it does not name the original length; both kinds that `rope_facts` reads do name it.
+        """
+        return next((name, int(self.hf[name])) for name in _CONTEXT_FIELDS if self.hf.get(name) is not None)
+
+
+def load_hf_config(path: str) -> Fields:
+    """The fields of `config.json` in a Hugging Face model folder.
 
     Raises:
-        ValueError: no such folder or file, or not JSON.
+        ValueError: no such folder or file, or it holds no JSON object.
     """
     folder = Path(path).expanduser()
     file = folder / "config.json"
@@ -100,13 +124,10 @@ def load_hf_config(path: str) -> dict[str, Any]:
         raise ValueError(f"model path {path!r} is not a folder; a Hugging Face model folder is needed")
     if not file.is_file():
         raise ValueError(f"model folder {path!r} has no config.json")
-    try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
+    return Fields.read(file)
 
 
-def rope_facts(hf: dict[str, Any], path: str, latent: bool = False) -> tuple[float, dict[str, Any] | None]:
+def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] | None]:
     """Rotary base and scaling, from transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) keys.
 
     What Megatron-core 0.19 and SGLang 0.5.21 compute as Hugging Face does: plain RoPE, Llama 3's scaling with its
@@ -116,101 +137,114 @@ def rope_facts(hf: dict[str, Any], path: str, latent: bool = False) -> tuple[flo
     Raises:
         ValueError: names the type, or the key, that is missing or not supported.
     """
-    rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    theta = float(rope.pop("rope_theta", None) or hf.get("rope_theta") or 10000.0)
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.pop("type", None)
-    rope.pop("partial_rotary_factor", None)  # see `_rotary_percent`
+    values = hf.object("rope_scaling").values | hf.object("rope_parameters").values
+    rope = Fields(values, f"{hf.file}: rope")
+    theta = rope.number("rope_theta", hf.number("rope_theta", 10000.0))
+    kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
+        _refuse_unknown(rope, {"rope_theta"})
         return theta, None
     if kind not in ("llama3", "yarn"):
-        raise ValueError(f"{path}: rope type {kind!r} is not supported; supported: default, llama3, yarn")
+        raise ValueError(f"{rope.file} type {kind!r} is not supported; supported: default, llama3, yarn")
     needed = ("factor", "original_max_position_embeddings")
-    missing = [key for key in needed if rope.get(key) is None]
+    missing = [key for key in needed if key not in rope]
     if missing:
-        raise ValueError(f"{path}: rope type {kind!r} lacks {', '.join(missing)}")
+        raise ValueError(f"{rope.file} type {kind!r} lacks {', '.join(missing)}")
     if kind == "yarn":
-        return theta, _yarn_facts(rope, path, latent)
+        return theta, _yarn_facts(rope, latent)
     expected = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    _refuse_unknown(rope, {"factor", *expected}, path)
+    _refuse_unknown(rope, {"factor", *expected})
     for key, value in expected.items():
-        if float(rope.get(key, value)) != value:
-            raise ValueError(f"{path}: rope {key}={rope[key]} is not supported; supported: {value}")
-    return theta, {"rope_type": "llama3", "factor": float(rope["factor"])}
+        if rope.number(key, value) != value:
+            raise ValueError(f"{rope.file} {key}={rope.values[key]} is not supported; supported: {value}")
+    return theta, {"rope_type": "llama3", "factor": rope.number("factor")}
 
 
-def _yarn_facts(rope: dict[str, Any], path: str, latent: bool) -> dict[str, Any]:
+def _yarn_facts(rope: Fields, latent: bool) -> dict[str, Any]:
     """Without a value: beta_fast 32 and beta_slow 1, as Hugging Face, Megatron and SGLang have it."""
-    if not rope.pop("truncate", True):
-        raise ValueError(f"{path}: rope truncate=false is not supported; supported: true")
+    if not rope.flag("truncate", True):
+        raise ValueError(f"{rope.file} truncate=false is not supported; supported: true")
     scales = ("mscale", "mscale_all_dim") if latent else ()
     lengths = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-    _refuse_unknown(rope, {*lengths, *scales}, path)
+    _refuse_unknown(rope, {*lengths, *scales}, "truncate")
     return {
         "rope_type": "yarn",
-        "factor": float(rope["factor"]),
-        "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
-        "beta_fast": float(rope.get("beta_fast") or 32.0),
-        "beta_slow": float(rope.get("beta_slow") or 1.0),
-        "mscale": float(rope.get("mscale") or 0.0),
-        "mscale_all_dim": float(rope.get("mscale_all_dim") or 0.0),
+        "factor": rope.number("factor"),
+        "original_max_position_embeddings": rope.count("original_max_position_embeddings"),
+        "beta_fast": rope.number("beta_fast", 32.0),
+        "beta_slow": rope.number("beta_slow", 1.0),
+        "mscale": rope.number("mscale", 0.0, zero=True),
+        "mscale_all_dim": rope.number("mscale_all_dim", 0.0, zero=True),
     }
 
 
-def _refuse_unknown(rope: dict[str, Any], known: Collection[str], path: str) -> None:
-    for key, value in rope.items():
-        if key not in known and value is not None:
+def _refuse_unknown(rope: Fields, known: Collection[str], *read: str) -> None:
+    """Refuse keys with a value that are not `known`. `read`: what else has been read by then."""
+    others = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *read}
+    for key, value in rope.values.items():
+        if key not in known and key not in others and value is not None:
             raise ValueError(
-                f"{path}: rope {key}={value!r} is not supported; supported: {', '.join(sorted(known))}"
+                f"{rope.file} {key}={short(value)} is not supported; supported: {', '.join(sorted(known))}"
             )
 
 
-def _rotary_percent(hf: dict[str, Any], path: str, default: float | None) -> float:
+def _rotary_percent(hf: Fields, default: float | None) -> float:
     """From transformers 5 (`rope_parameters`) or 4 keys; `default` None: only whole heads may rotate."""
-    rope = hf.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor")
-    if default is None:
-        refuse_unsupported({"partial_rotary_factor": share}, path, {"partial_rotary_factor": (1, None)})
-    return float(share or default or 1.0)
+    outer = hf.number("partial_rotary_factor", default or 1.0)
+    share = hf.object("rope_parameters").number("partial_rotary_factor", outer)
+    if share > 1 or (default is None and share != 1):
+        supported = "1" if default is None else "shares up to 1"
+        raise ValueError(
+            f"{hf.file}: config field partial_rotary_factor={share:g} changes the computation and is not supported; "
+            f"supported: {supported}"
+        )
+    return share
 
 
-def fp8_block(hf: dict[str, Any], path: str) -> tuple[int, int] | None:
+def _fp8_block(hf: Fields) -> tuple[int, int] | None:
     """Rows and columns of a block of weights that share a scale; None for a model that is not quantised.
 
     Raises:
         ValueError: a quantisation that is not float8 (e4m3) in blocks of weights, as DeepSeek-V3's checkpoint has it.
     """
-    how = hf.get("quantization_config")
-    if how is None:
+    if "quantization_config" not in hf:
         return None
+    how = hf.object("quantization_config")
+    where = f"{hf.file}: quantization_config"
     accepted = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)}
     for key, values in accepted.items():
-        if how.get(key) not in values:
+        if how.values.get(key) not in values:
             raise ValueError(
-                f"{path}: quantization_config {key}={how.get(key)!r} is not supported; supported: {values[0]!r}"
+                f"{where} {key}={short(how.values.get(key))} is not supported; supported: {values[0]!r}"
             )
-    block = how.get("weight_block_size")
-    if not isinstance(block, list) or len(block) != 2:
+    block = how.values.get("weight_block_size")
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+    ):
         raise ValueError(
-            f"{path}: quantization_config weight_block_size={block!r} is not supported; supported: two sizes, "
-            "as [128, 128]"
+            f"{where} weight_block_size={short(block)} is not supported; supported: two sizes, as [128, 128]"
         )
-    return int(block[0]), int(block[1])
+    return block[0], block[1]
 
 
-def refuse_unsupported(hf: dict[str, Any], path: str, required: dict[str, Collection[Any]]) -> None:
+def refuse_unsupported(hf: Fields, required: dict[str, Collection[Any]]) -> None:
     """Refuse by name each field of `required` that is present with a value outside its accepted ones."""
     for key, accepted in required.items():
-        if key in hf and hf[key] not in accepted:
+        if key in hf.values and hf.values[key] not in accepted:
             raise ValueError(
-                f"{path}: config field {key}={hf[key]!r} changes the computation and is not supported; "
+                f"{hf.file}: config field {key}={short(hf.values[key])} changes the computation and is not supported; "
                 f"supported: {', '.join(repr(value) for value in accepted)}"
             )
 
 
-def model_dtype(hf: dict[str, Any]) -> str:
+def _dtype(hf: Fields) -> str:
     """The weights' type, from transformers 5 (`dtype`) or 4 (`torch_dtype`) keys: "bfloat16", say."""
-    return str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    found = hf.text("dtype", hf.text("torch_dtype", "float32"))
+    if found not in _DTYPES:
+        raise ValueError(f"{hf.file}: dtype={short(found)} is not supported; supported: {', '.join(_DTYPES)}")
+    return found
 
 
 DECODER = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0)}
@@ -220,23 +254,14 @@ FULL_ATTENTION = {"use_sliding_window": (False,)}
 """What the Qwen families accept besides."""
 
 
-def refuse_layer_types(hf: dict[str, Any], path: str) -> None:
+def refuse_layer_types(hf: Fields) -> None:
     """Refuse attention other than to all positions before; transformers 5 always writes `layer_types`."""
-    other = sorted(set(hf.get("layer_types") or []) - {"full_attention"})
+    other = sorted(set(hf.texts("layer_types")) - {"full_attention"})
     if other:
-        raise ValueError(f"{path}: layer_types {other} are not supported; supported: full_attention")
+        raise ValueError(f"{hf.file}: layer_types {other} are not supported; supported: full_attention")
 
 
-def require(hf: dict[str, Any], path: str, *keys: str) -> None:
-    """Refuse a config without a value for each of `keys`, all missing ones at once."""
-    missing = [key for key in keys if hf.get(key) is None]
-    if missing:
-        raise ValueError(f"{path}/config.json lacks {', '.join(missing)}")
-
-
-def decoder_facts(
-    hf: dict[str, Any], path: str, *, latent: bool = False, rotary: float | None = None
-) -> dict[str, Any]:
+def decoder_facts(hf: Fields, *, latent: bool = False, rotary: float | None = None) -> dict[str, Any]:
     """The ModelConfig fields that every decoder family names alike in its Hugging Face config.
 
     Args:
@@ -245,11 +270,10 @@ def decoder_facts(
             family, and any other share is refused.
 
     Raises:
-        ValueError: a needed field is missing, or the rotary embedding or quantisation is not supported.
+        ValueError: a needed field is missing or not what it has to be, or the rotary embedding or quantisation is not
+            supported.
     """
-    require(
-        hf,
-        path,
+    hf.require(
         "num_hidden_layers",
         "hidden_size",
         "num_attention_heads",
@@ -258,24 +282,39 @@ def decoder_facts(
         "rms_norm_eps",
         "max_position_embeddings",
     )
-    theta, scaling = rope_facts(hf, path, latent)
-    heads = hf["num_attention_heads"]
+    theta, scaling = rope_facts(hf, latent)
+    hidden, heads = hf.count("hidden_size"), hf.count("num_attention_heads")
+    groups = hf.count("num_key_value_heads", heads)
+    if heads % groups:
+        raise ValueError(
+            f"{hf.file}: num_attention_heads must be a multiple of num_key_value_heads, found {heads} and {groups}"
+        )
+    if "head_dim" not in hf and hidden % heads and not latent:
+        raise ValueError(
+            f"{hf.file}: without head_dim, hidden_size must be a multiple of num_attention_heads, found {hidden} and {heads}"
+        )
     return {
-        "architecture": (hf.get("architectures") or [""])[0],
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
+        "architecture": next(iter(hf.texts("architectures")), ""),
+        "num_layers": hf.count("num_hidden_layers", most=_MOST_LAYERS),
+        "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
-        "ffn_hidden_size": hf["intermediate_size"],
-        "vocab_size": hf["vocab_size"],
-        "norm_epsilon": float(hf["rms_norm_eps"]),
+        "num_query_groups": groups,
+        "head_dim": hf.count("head_dim", max(1, hidden // heads)),
+        "ffn_hidden_size": hf.count("intermediate_size"),
+        "vocab_size": hf.count("vocab_size"),
+        "norm_epsilon": hf.number("rms_norm_eps"),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rotary_percent": _rotary_percent(hf, path, rotary),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        "max_position_embeddings": hf["max_position_embeddings"],
-        "dtype": model_dtype(hf),
-        "fp8_block": fp8_block(hf, path),
-        "hf": hf,
+        "rotary_percent": _rotary_percent(hf, rotary),
+        "tie_word_embeddings": hf.flag("tie_word_embeddings", False),
+        "max_position_embeddings": hf.count("max_position_embeddings"),
+        "dtype": _dtype(hf),
+        "fp8_block": _fp8_block(hf),
+        "hf": hf.values,
     }
+
+
+def num_experts(hf: Fields, key: str) -> int:
+    """How many experts a layer has, from the field `key`."""
+    layers = hf.count("num_hidden_layers", most=_MOST_LAYERS)
+    return hf.count(key, most=max(1, _MOST_EXPERTS // layers))

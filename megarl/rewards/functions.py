@@ -68,8 +68,8 @@ class RewardFunctions:
             rule = self.of(source).rule
             if not truth and rule is not None and needs_ground_truth(rule):
                 raise ValueError(
-                    f"prompt {uid}: the reward rule {rule!r} of data_source {source!r} compares with "
-                    "reward_model.ground_truth, which this prompt does not have; give it, or choose another reward"
+                    f"prompt {uid}: the reward rule {rule!r} of data_source {source!r} compares with the ground truth "
+                    "(data.answer_key), which this prompt does not have; give it, or choose another reward"
                 )
 
     def _rule(self, name: str) -> "Reward":

@@ -34,9 +34,13 @@ def compute_score(
     extra_info: dict[str, Any] | None = None,
     method: str = "strict",
 ) -> dict[str, Any]:
-    """Score 1.0 if the extracted answer is `ground_truth` (as text, commas and "$" aside), else 0.0; `pred` is it."""
+    """Score 1.0 if the extracted answer is `ground_truth` (as text, commas and "$" aside), else 0.0; `pred` is it.
+
+    A ground truth that is a teacher's whole answer ("... #### 72") stands for what follows its last "####".
+    """
     answer = extract_answer(solution_str, method)
-    return {"score": float(answer == _plain(ground_truth.strip())), "pred": answer}
+    truth = ground_truth.rpartition("####")[2].strip() or ground_truth.strip()
+    return {"score": float(answer == _plain(truth)), "pred": answer}
 
 
 def compute_score_flexible(

@@ -76,7 +76,9 @@ register_reward(
     ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "numina_*"],
     needs_ground_truth=True,
 )(math_boxed.compute_score)
-register_reward("math_dapo", ["math_dapo*", "aime*"], needs_ground_truth=True)(math_dapo.compute_score)
+register_reward("math_dapo", ["math", "math_dapo*", "aime*"], needs_ground_truth=True)(
+    math_dapo.compute_score
+)
 register_reward("code", ["codecontests", "apps", "codeforces", "taco"], needs_ground_truth=True)(
     code_tests.compute_score
 )
@@ -86,4 +88,5 @@ register_reward(
     needs_ground_truth=True,
 )(text.multiple_choice)
 register_reward("exact_match", needs_ground_truth=True)(text.exact_match)
+register_reward("search_r1", ["searchR1_*"], needs_ground_truth=True)(text.search_r1)
 register_reward("llm_judge")(judge.compute_score)

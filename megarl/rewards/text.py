@@ -2,19 +2,22 @@
 
 import json
 import re
+import string
 from typing import Any
 
 from megarl.rewards.math_boxed import last_boxed
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_ANNOUNCED = re.compile(r"\banswer(?:[ \t]+is)?[ \t]*[:\uff1a][ \t]*([^\n]+)", re.IGNORECASE)
+# The colon may stand in Markdown (`**Answer**:`), the answer on a later line.
+_ANNOUNCED = re.compile(r"\banswer(?:[ \t]+is)?[ \t*_`]*[:\uff1a][\s*_`]*([^\n]+)", re.IGNORECASE)
 _LETTER = r"[\s*_\"'`]*[\(\[]?([A-Z])[\)\].:,*_\"'`]*(?![A-Za-z0-9])"
 _CHOSEN = re.compile(
-    r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?:[ \t]+(?:is|would be|must be))?[ \t]*[:\uff1a=]?"
+    r"\b(?:[Aa]nswer|ANSWER|[Cc]hoice|[Oo]ption)\b(?:[ \t]+(?:is|would be|must be))?[ \t*_`]*[:\uff1a=]?"
     + _LETTER
 )
 _ALONE = re.compile(r"\A" + _LETTER + r"\s*\Z")
 _IN_PARENTHESES = re.compile(r"\(([A-Z])\)")
+_MOST_TAGS = 10
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 
@@ -41,7 +44,25 @@ def extract_text(response: str) -> str:
     if boxed is not None:
         return _TEXT_COMMAND.sub(r"\1", boxed).strip()
     announced = _ANNOUNCED.findall(response)
-    return (announced[-1] if announced else response).strip()
+    return (announced[-1].strip().rstrip("*_`") if announced else response).strip()
+
+
+def search_r1(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """1.0 if the last `<answer>...</answer>` is one of the accepted answers, else 0.0: Search-R1's rule (arXiv:2503.09516),
+    as verl has it. Letter case, punctuation, the articles a, an, the and spacing aside (SQuAD's exact match,
+    arXiv:1606.05250); 0.25 where more than 10 tags of a kind stand in the response.
+
+    `ground_truth` is a text, a JSON list of texts, or a JSON object with one of these under "target".
+    """
+    tagged = _TAGGED.findall(solution_str)
+    if not tagged:
+        return {"score": 0.0, "pred": None}
+    answer = tagged[-1].strip()
+    right = _squad_folded(answer) in {_squad_folded(truth) for truth in _targets(ground_truth)}
+    num_tags = max(solution_str.lower().count(tag) for tag in ("<answer>", "</answer>"))
+    return {"score": float(right) * (0.25 if num_tags > _MOST_TAGS else 1.0), "pred": answer}
 
 
 def multiple_choice(
@@ -79,6 +100,22 @@ def _last(pattern: re.Pattern[str], text: str) -> str | None:
 
 def _folded(text: str) -> str:
     return " ".join(text.split()).rstrip(".").casefold()
+
+
+def _squad_folded(text: str) -> str:
+    bare = "".join(character for character in text.casefold() if character not in string.punctuation)
+    words = " ".join(re.sub(r"\b(?:a|an|the)\b", " ", bare).split())
+    return words or _folded(text)  # "The" is an answer, and another one than "A"
+
+
+def _targets(ground_truth: str) -> list[str]:
+    if ground_truth.lstrip().startswith("{"):
+        try:
+            target = json.loads(ground_truth)["target"]
+        except (ValueError, KeyError):
+            return [ground_truth]
+        return [str(value) for value in target] if isinstance(target, list) else [str(target)]
+    return _truths(ground_truth)
 
 
 def _truths(ground_truth: str) -> list[str]:

@@ -28,12 +28,14 @@ class Continuation:
     ) -> None:
         self._tokenizer, self._kwargs = tokenizer, template_kwargs
 
-    def after_turn(self, observation: Observation, ended: bool) -> list[int]:
+    def after_turn(self, observation: Observation, ended: bool, last_id: int | None = None) -> list[int]:
         """What follows the policy's turn: the observation, and for messages the opening of its next turn.
 
         Args:
             ended: whether the turn's last token is an end token of the model. Then the template's own (which may be
                 another one) is left out; otherwise the template ends the turn.
+            last_id: that token. Where a template ends turns with the role token of the next message (GLM-4.5), it may be the
+                observation's own first token, which is not written twice.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -43,8 +45,8 @@ class Continuation:
         past = [{"role": "user", "content": "?"}, _ANSWER]
         ids = self._encode(self._after_stand_in([*past, *observation], True))
         end = self._encode(self._after_stand_in(past, False))[:1]
-        drop = ended and ids[:1] == end and end and end[0] in self._tokenizer.all_special_ids
-        return ids[1:] if drop else ids
+        special = {*end, last_id} & {*self._tokenizer.all_special_ids}
+        return ids[1:] if ended and special.intersection(ids[:1]) else ids
 
     def after_prompt(self, prompt_ids: Sequence[int], observation: Observation) -> list[int]:
         """A prompt, which ends with the opening of the assistant's turn, and the observation before that (a text:

@@ -74,19 +74,21 @@ class Player:
         """`stop_token_ids`: those of the engine that are not the model's end tokens."""
         self._make, self._limits, self._tokenizer, self._answer = make, limits, tokenizer, answer
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._continuation = Continuation(tokenizer, template_kwargs)
+        self._template_kwargs = template_kwargs
         self._threads = asyncio.Semaphore(MAX_THREADS)
 
     async def play(
         self, task: Task, prompt_ids: Sequence[int], sampling: SamplingParams, weight_version: int
     ) -> Generation:
         """One trajectory, to its end. What the engine raises is raised; what the environment raises is recorded."""
+        keywords = self._template_kwargs if task.template_kwargs is None else task.template_kwargs
+        continuation = Continuation(self._tokenizer, keywords)
         draft = _Draft(task.uid, list(prompt_ids), len(prompt_ids) + sampling.max_new_tokens)
         environment: Environment | None = None
         try:
             environment = await self._call("__init__", self._make)
-            await self._reset(environment, task, draft)
-            await self._turns(environment, draft, sampling)
+            await self._reset(environment, task, draft, continuation)
+            await self._turns(environment, draft, sampling, continuation)
             error = None
         except EnvironmentFailed as failure:
             error = str(failure)
@@ -97,16 +99,20 @@ class Player:
                 error = error or str(failure)
         return draft.generation(prompt_ids, weight_version, error)
 
-    async def _reset(self, environment: Environment, task: Task, draft: "_Draft") -> None:
+    async def _reset(
+        self, environment: Environment, task: Task, draft: "_Draft", continuation: Continuation
+    ) -> None:
         observation = await self._call("reset", environment.reset, task)
         if observation is None:
             return
         said = self._shorten(observation)
-        draft.prompt_ids = _rendered(partial(self._continuation.after_prompt, draft.prompt_ids, said))
+        draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, said))
         if draft.room < 1:
             raise EnvironmentFailed("reset: what it says leaves no room for a response")
 
-    async def _turns(self, environment: Environment, draft: "_Draft", sampling: SamplingParams) -> None:
+    async def _turns(
+        self, environment: Environment, draft: "_Draft", sampling: SamplingParams, continuation: Continuation
+    ) -> None:
         limits = self._limits
         while True:
             number = draft.num_turns
@@ -125,8 +131,8 @@ class Player:
             if draft.num_turns == limits.max_assistant_turns or number == limits.max_user_turns:
                 return
             said = self._shorten(result.observation)
-            ended = ids[-1] not in self._stop_token_ids
-            said_ids = _rendered(partial(self._continuation.after_turn, said, ended))
+            ended_by = None if ids[-1] in self._stop_token_ids else ids[-1]
+            said_ids = _rendered(partial(continuation.after_turn, said, ended_by is not None, ended_by))
             if len(said_ids) >= draft.room:
                 draft.finish_reason = "length"
                 return

@@ -83,7 +83,7 @@ def _problems(section: _Section) -> Iterator[str]:
     if lora.adapter_path is None:
         return
     try:
-        with PeftReader(lora.adapter_path) as reader:
-            reader.check(model, lora)
+        with PeftReader(lora.adapter_path, model) as reader:
+            reader.check(lora)
     except ValueError as error:
         yield f"{key}.lora.adapter_path: {error}"

@@ -74,7 +74,12 @@ class DataCollector:
     ) -> None:
         self._config, self._run, self._roles, self._models, self._scorer = config, run, roles, models, scorer
         self._rewards = Rewards(run, scorer, models.tokenizer, *score_weights(config))
-        self.supply = PromptSupply(config.data, models.tokenizer, self._check)
+        self.supply = PromptSupply(
+            config.data,
+            models.tokenizer,
+            self._check,
+            several_turns=config.actor_rollout_ref.rollout.multi_turn.enable,
+        )
         self.version = 0  # of the weights that the engines hold
 
     def collect(self, prompts: Prompts) -> TrainingData:
@@ -161,6 +166,8 @@ class Trainer:
             models = load_model_inputs(self.config)
             self._run = stack.enter_context(open_run(self.config, total_steps=num_steps, signals=False))
             self._run.show_rewards(scorer)
+            for warning in models.warnings:
+                self._run.say(warning)
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
             ptx = load_ptx(self.config, models.tokenizer)

@@ -11,8 +11,9 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import DataConfig
+from megarl.data.files import find
 from megarl.data.loader import BatchLoader, TableFeed
-from megarl.data.prompts import PromptReader, Row
+from megarl.data.prompts import ANSWER_KEY, PromptReader, Row
 from megarl.data.samplers import make_sampler
 from megarl.data.sources import DataFile
 from megarl.data.trajectories import PROMPT_SCHEMA
@@ -28,17 +29,22 @@ class HasTable(Protocol):
     table: pa.Table
 
 
-Prompts = Sequence[str | Sequence[Mapping[str, str]] | Mapping[str, Any]] | pa.Table | HasTable
+Prompts = Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]] | pa.Table | HasTable
 
 
 class PromptSupply:
     """Batches of the prompts that are given, which go on where they ended when the same are given again."""
 
     def __init__(
-        self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, check: Callable[[pa.Table], None]
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        check: Callable[[pa.Table], None],
+        several_turns: bool = False,
     ) -> None:
-        """`check`: raises a ValueError for prompts that the run cannot use."""
+        """`check`: raises a ValueError for prompts that the run cannot use; `several_turns`: see `read_prompts`."""
         self._data, self._tokenizer, self._check = data, tokenizer, check
+        self._several_turns = several_turns
         self._given: Any = None
         self._digest: str | None = None  # of the prompts that were given last
         self._loader: BatchLoader | None = None  # None: they are fewer than a batch
@@ -91,11 +97,12 @@ class PromptSupply:
                     "PromptDataset's; give rows as a list of dicts instead (table.to_pylist())"
                 )
         else:
-            keywords = {**reading(data), "prompt_key": "prompt", "data_source_key": "data_source"}
-            reader = PromptReader(self._tokenizer, **keywords)
+            keywords = reading(data, self._several_turns)
+            reader = PromptReader(self._tokenizer, may_lack=(ANSWER_KEY,), **keywords)
             file = DataFile("prompts")
             rows = [
-                Row(file, number, f"prompt:{number}", _row(prompt)) for number, prompt in enumerate(prompts)
+                Row(file, number, f"prompt:{number}", _row(number, prompt, data))
+                for number, prompt in enumerate(prompts)
             ]
             table = reader.table(rows)
             reader.errors.raise_if_any()
@@ -139,11 +146,22 @@ def _same(prompts: Prompts, given: Any) -> bool:
     return prompts is given
 
 
-def _row(prompt: Any) -> dict[str, Any]:
-    """A prompt as a row of a prompt file; what is wrong with it the reader says."""
-    row = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
-    if isinstance(row.get("prompt"), str):
-        row["prompt"] = [{"role": "user", "content": row["prompt"]}]
-    row.setdefault("data_source", DATA_SOURCE)
-    row.setdefault("reward_model", {"ground_truth": row.pop("ground_truth", "")})
+def _row(number: int, prompt: Any, data: DataConfig) -> dict[str, Any]:
+    """A prompt as a row of a prompt file with the columns that `data` names; what is wrong with its values the reader says.
+
+    A dict may have its ground truth as `ground_truth`, whatever data.answer_key is.
+
+    Raises:
+        ValueError: a dict that has no prompt.
+    """
+    row = dict(prompt) if isinstance(prompt, Mapping) else {data.prompt_key: prompt}
+    if find(row, data.prompt_key) is None:
+        raise ValueError(
+            f"prompts: number {number} is a dict without {data.prompt_key!r} (keys: {', '.join(map(str, row))}); "
+            "name it so, or set data.prompt_key"
+        )
+    if find(row, data.reward_fn_key) is None:
+        row[data.reward_fn_key] = DATA_SOURCE
+    if data.answer_key is not None and find(row, data.answer_key) is None and "ground_truth" in row:
+        row[data.answer_key] = row["ground_truth"]
     return row

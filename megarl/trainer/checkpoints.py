@@ -4,7 +4,7 @@ Guarantees:
 - A run that goes on from a checkpoint of step k begins step k + 1 as the one that saved it did: with its weights,
   optimizers, schedules, random numbers, coefficients and data positions.
 - A checkpoint that cannot be written changes nothing of older ones, and nothing of the run (`trainer.on_save_error`).
-- Checkpoints that are not of this run's course are moved aside, never overwritten by it.
+- Checkpoints that are not of this run's course, and with them all of an earlier run, are moved aside, never overwritten.
 
 In a checkpoint's folder: a folder for each role that is trained (Megatron's distributed format), `run.json` (what only
 the controller knows), `config.yaml`, with trainer.save_hf `hf`, with trainer.mode=one_step_off `ahead` (the next step's
@@ -13,11 +13,10 @@ batch), with partial_rollouts and fully_async `under_way` (groups that are whole
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,15 +30,14 @@ from megarl.checkpoints import (
     SaveSchedule,
     find_damage,
     read_checkpoint,
-    steps_in,
 )
-from megarl.checkpoints.manifest import folder_name, shortened
+from megarl.checkpoints.manifest import shortened
 from megarl.cluster import WorkerFailed, WorkerGroup
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.resume import changed_keys, refused_changes
 from megarl.config.saving_section import SavingConfig
-from megarl.files import naming
 from megarl.trainer.best import Best
+from megarl.trainer.earlier_runs import move_checkpoints, set_aside_earlier_run
 from megarl.trainer.preemption import REQUEUE
 
 if TYPE_CHECKING:
@@ -49,7 +47,6 @@ FOLDER = "checkpoints"
 STATE_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 HF_FOLDER = "hf"
-ASIDE = "aside"  # begins the name of the folder of checkpoints that cannot be moved out of theirs
 _FILE_ERRORS = ("OSError", "FileNotFoundError", "PermissionError")
 
 
@@ -321,18 +318,36 @@ def open_store(trainer: SavingConfig, folder: Path, say: Callable[[str], None]) 
     return CheckpointStore(folder, keep, trainer.checkpoint_url, say)
 
 
+def _require_steps(found: Checkpoint, total_steps: int | None, say: Callable[[str], None]) -> None:
+    """ValueError: the run has fewer steps than its checkpoint has made."""
+    if total_steps is None or found.step < total_steps:
+        return
+    if found.step > total_steps:
+        raise ValueError(
+            f"{found.folder} is of step {found.step}, and the run ends with step {total_steps} (trainer.total_training_steps or "
+            "total_epochs): set more steps, or trainer.resume_mode=disable to begin anew"
+        )
+    say(f"all {total_steps} steps are made: nothing is left to train, and the model is exported again")
+
+
 def find_resumed(
-    config: TrainConfig | TuningConfig, store: CheckpointStore, say: Callable[[str], None]
+    config: TrainConfig | TuningConfig,
+    store: CheckpointStore,
+    say: Callable[[str], None],
+    total_steps: int | None = None,
 ) -> Checkpoint | None:
     """The checkpoint that a run goes on from, as `trainer.resume_mode` says; says what has changed since.
 
-    What is in the run folder and not of this course is moved aside: later checkpoints, or all if it goes on from none of them.
+    What is in the run folder and not of this run's course is moved aside: later checkpoints, or all of an earlier run if this one goes on
+    from none of its checkpoints.
 
     Args:
         config: resolved.
+        total_steps: of the whole run; None: its end is not known.
 
     Raises:
-        ValueError: the checkpoint is damaged, or was saved with something that cannot be changed.
+        ValueError: the checkpoint is damaged, was saved with something that cannot be changed, or is of a step after the
+            run's last one; the run reads files of the earlier run that would be moved.
     """
     trainer = config.trainer
     if trainer.resume_mode == "disable":
@@ -350,47 +365,15 @@ def find_resumed(
         refused = refused_changes(changes)
         if refused:
             raise ValueError("\n  ".join([f"the run cannot go on from {found.folder}:", *refused]))
+        _require_steps(found, total_steps, say)
         say(f"going on from step {found.step}: {found.folder}")
         for key, (before, after) in changes.items():
             say(f"  changed since: {key}: {before!r} -> {after!r}")
-    own = found is not None and found.folder.resolve().parent == store.root.resolve()
-    last = found.step if own else -1
-    move_aside(store.root, last + 1, say)
+    if found is not None and found.folder.resolve().parent == store.root.resolve():
+        last = found.step
+        move_checkpoints(store.root, last + 1, None, say)
+    else:
+        last = -1
+        set_aside_earlier_run(config, say)
     store.abandon_later(last)  # at the remote, and as the best so far
     return found
-
-
-def move_aside(root: Path, first_step: int, say: Callable[[str], None]) -> None:
-    """Move checkpoints from `first_step` on, good or not, out of a run's folder, into a new one beside it.
-
-    Where `root` is a mount point, which nothing can be moved out of without a copy, into a new folder in it.
-    """
-    steps = [step for step in steps_in(root) if step >= first_step]
-    if not steps:
-        return
-    aside = _new_folder(root)
-    try:
-        _move(root, steps, aside)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        aside.rmdir()
-        aside = _new_folder(root / ASIDE)
-        _move(root, steps, aside)
-    say(f"checkpoints of steps {', '.join(map(str, steps))} are not of this run's course: moved to {aside}")
-
-
-def _move(root: Path, steps: Sequence[int], target: Path) -> None:
-    with naming(target):
-        for step in steps:
-            (root / folder_name(step)).rename(target / folder_name(step))
-
-
-def _new_folder(path: Path) -> Path:
-    """Make the first of `path`-1, `path`-2, ... that is not there yet."""
-    number = 1
-    while (folder := path.with_name(f"{path.name}-{number}")).exists():
-        number += 1
-    with naming(folder):
-        folder.mkdir()
-    return folder

@@ -28,6 +28,7 @@ from megarl.hybrid_engine.layouts import logical_tensors
 from megarl.models import read_model_config
 from megarl.packages import PURPOSES
 from megarl.rewards.scorer import make_scorer
+from megarl.trainer.devices import check_devices
 from megarl.trainer.doctor_checks import FAILURE, GIB, OK, WARNING, Finding, judge_node, judge_nodes
 from megarl.trainer.doctor_facts import NodeFacts, node_facts
 from megarl.trainer.doctor_probe import bus_bandwidth
@@ -93,6 +94,10 @@ def _folder_within(folder: Path) -> Iterator[Path]:
 
 def _machines(config: TrainConfig, folder: Path) -> list[Finding]:
     """The machines of the job, and the links between its devices."""
+    try:
+        check_devices(config)
+    except ValueError as error:
+        return [Finding(FAILURE, "devices", str(error), "megarl train would end with the same message")]
     devices = resolve_batches(config).devices
     with open_engine_run(config.trainer.ray_address, devices, folder) as run:
         try:
@@ -112,22 +117,25 @@ def _inputs(config: TrainConfig) -> Iterator[Finding]:
         check_config(config)
         config = fetch_models(resolve(config))
         yield Finding(OK, "configuration", "every key is read, and they fit each other")
-        yield Finding(OK, "models and data", _data(config))
+        found, warnings = _data(config)
+        yield Finding(OK, "models and data", found)
+        for warning in warnings:
+            yield Finding(WARNING, "lengths", warning, "lower the length, or take another model")
     except (ValueError, OSError) as error:
         yield Finding(
             FAILURE, "configuration, models, data", str(error), "megarl train would end with the same message"
         )
 
 
-def _data(config: TrainConfig) -> str:
-    """What the run would read before it starts anything; raises as it would."""
+def _data(config: TrainConfig) -> tuple[str, tuple[str, ...]]:
+    """What the run would read before it starts anything, and warnings; raises as it would."""
     if config.trainer.train_only is not None:
-        load_model_inputs(config)
+        models = load_model_inputs(config)
         steps = count_steps(Path(config.trainer.train_only), config.trainer.total_training_steps)
-        return f"trajectories of {steps} steps"
+        return f"trajectories of {steps} steps", models.warnings
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
-        return f"{inputs.loader.num_rows} prompts, {inputs.num_steps} steps"
+        return f"{inputs.loader.num_rows} prompts, {inputs.num_steps} steps", inputs.warnings
 
 
 def _needs(config: TrainConfig) -> dict[str, int]:

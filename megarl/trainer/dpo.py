@@ -15,7 +15,7 @@ import torch
 
 from megarl.algorithms.dpo import dpo_loss, dpo_metrics
 from megarl.cluster import Premises, WorkerGroup
-from megarl.config import DPOConfig, check_models
+from megarl.config import DPOConfig, check_models, position_warnings
 from megarl.data.loader import TableLoader
 from megarl.data.preference_chats import PreferenceChats, chats_of
 from megarl.data.preferences import ranking_lengths
@@ -44,6 +44,8 @@ def train(config: DPOConfig, premises: Premises | None) -> str:
     steps_of_epoch = len(TableLoader(training, data.train_batch_size, data.shuffle, data.seed))
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
     with open_run(config, num_steps, premises) as run:
+        for warning in position_warnings(config, model):
+            run.say(warning)
         if training.num_dropped:
             run.say(f"left out {training.num_dropped} rows over data.max_length")
         group, layout = start_group(config, run, num_steps, "dpo", WORKER, "lm")
@@ -79,6 +81,7 @@ def load_preferences(config: DPOConfig) -> tuple[PreferenceChats, PreferenceChat
             keys=preference_keys(data),
             truncation=data.truncation,
             chat_template_kwargs=data.apply_chat_template_kwargs,
+            tools_key=data.tools_key,
         )
 
     return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)

@@ -9,6 +9,7 @@ import pyarrow as pa
 from megarl.config import TrainConfig
 from megarl.data.trajectories import (
     MESSAGES,
+    TEMPLATE_KWARGS,
     TRAJECTORY_SCHEMA,
     from_ragged,
     ragged,
@@ -20,7 +21,7 @@ from megarl.trainer.advantages import SCORED_MASK
 from megarl.trainer.scoring import BASELINE_SCORE, OVERLONG_PENALTY
 
 # All that a step's second half reads of its first; what else is in the file it computes anew.
-_COLUMNS = (*TRAJECTORY_SCHEMA.names, MESSAGES, "score", OVERLONG_PENALTY, BASELINE_SCORE)
+_COLUMNS = (*TRAJECTORY_SCHEMA.names, MESSAGES, TEMPLATE_KWARGS, "score", OVERLONG_PENALTY, BASELINE_SCORE)
 
 
 def step_file(folder: str | Path, step: int) -> Path:

@@ -10,15 +10,17 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster import Premises, WorkerGroup
-from megarl.config import EvalConfig, PoolConfig, check_models, save_config, val_set_sampling
+from megarl.config import EvalConfig, check_models, save_config, val_set_sampling
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths, write_trajectories
 from megarl.files import whole_file
 from megarl.hybrid_engine import check_hf_weights
 from megarl.models import read_model_config
 from megarl.rewards.scorer import Scorer, make_scorer
+from megarl.trainer.devices import pools_of
+from megarl.trainer.earlier_runs import set_aside_earlier_run
 from megarl.trainer.memory import DeviceMemory
-from megarl.trainer.prompt_data import read_prompts
+from megarl.trainer.prompt_data import may_lack, read_prompts
 from megarl.trainer.restarts import EngineRestarts
 from megarl.trainer.roles import open_pools, start_engines
 from megarl.trainer.run import Run, engine_limits, open_engine_run
@@ -41,11 +43,11 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
     folder, data, trainer = Path(config.trainer.default_local_dir), config.data, config.trainer
     with make_scorer(config) as scorer:
         sets = load_problems(config, tokenizer, scorer)
+        set_aside_earlier_run(config, print)
         save_config(config, folder / "config.yaml")
         num_devices, limits = trainer.nnodes * trainer.n_gpus_per_node, engine_limits(config.rollout)
         with open_engine_run(trainer.ray_address, num_devices, folder, limits, premises) as run:
-            pool = PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
-            open_pools(run, {"global": pool})
+            open_pools(run, pools_of(config))
             context = data.max_prompt_length + data.max_response_length
             with run.status("starting the rollout engines"):
                 turns = turns_spec(
@@ -107,7 +109,10 @@ def load_problems(
         held_out[name] = (val_set.files, number, val_set_sampling(val_set, val_kwargs))
     sets = []
     for name, (files, number, sampling) in held_out.items():
-        problems = read_prompts(data, files, tokenizer, number).table
+        plays = config.rollout.multi_turn.enable
+        problems = read_prompts(
+            data, files, tokenizer, number, may_lack=may_lack(config), several_turns=plays
+        ).table
         check_prompts(scorer, problems)
         sets.append(ValidationSet(name, problems, sampling))
     return sets

@@ -14,6 +14,7 @@ from megarl.rewards.scorer import make_scorer
 from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.controls import make_controls
 from megarl.trainer.dumped import count_steps, read_step, step_file
+from megarl.trainer.earlier_runs import set_aside_earlier_run
 from megarl.trainer.export import FOLDER, export_hf
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import load_model_inputs, load_train_inputs
@@ -43,6 +44,7 @@ def generate_only(config: TrainConfig, premises: Premises | None) -> str:
         )
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
+        set_aside_earlier_run(config, print)
         with open_run(config, inputs.num_steps, premises, resumable=False) as run:
             run.show_rewards(scorer)
             roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.advantages import ESTIMATORS
 from megarl.algorithms.policy_loss import POLICY_LOSSES
-from megarl.config import TrainConfig, check_models, needs_rules, val_set_sampling
+from megarl.config import TrainConfig, check_models, needs_rules, position_warnings, val_set_sampling
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -18,7 +18,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Scorer
 from megarl.trainer.adapters import check_adapters
-from megarl.trainer.prompt_data import read_prompts, training_prompts
+from megarl.trainer.prompt_data import may_lack, read_prompts, training_prompts
 from megarl.trainer.ptx import load_ptx
 from megarl.trainer.reward_model import RewardModelInputs, load_reward_model
 from megarl.trainer.scoring import check_prompts
@@ -31,6 +31,7 @@ class TrainInputs:
 
     `ptx`: batches of the texts that are learnt beside the rewards; None: there are none.
     `num_filtered` prompts, of training and validation, were left out as too long.
+    `warnings`: what the user should know before the run.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -41,6 +42,7 @@ class TrainInputs:
     reward_model: RewardModelInputs | None
     num_steps: int
     num_filtered: int
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class ModelInputs:
     tokenizer: PreTrainedTokenizerBase
     model: ModelConfig
     reward_model: RewardModelInputs | None
+    warnings: tuple[str, ...]
 
 
 def load_model_inputs(config: TrainConfig) -> ModelInputs:
@@ -70,7 +73,7 @@ def load_model_inputs(config: TrainConfig) -> ModelInputs:
         check_hf_weights(config.critic.model.path, critic, "value")
     tokenizer = load_tokenizer(model_path.tokenizer_path, model_path.trust_remote_code)
     reward_model = load_reward_model(config.reward_model, tokenizer) if config.reward_model.enable else None
-    return ModelInputs(tokenizer, model, reward_model)
+    return ModelInputs(tokenizer, model, reward_model, tuple(position_warnings(config, model, critic)))
 
 
 def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
@@ -80,19 +83,20 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         ValueError: names the key, file or row that is wrong.
     """
     data, models = config.data, load_model_inputs(config)
-    tokenizer = models.tokenizer
+    tokenizer, optional = models.tokenizer, may_lack(config)
+    plays = config.actor_rollout_ref.rollout.multi_turn.enable
 
     def check(prompts: pa.Table) -> None:
         # An environment may score all by itself; a data source of which it does not is refused when it is met.
-        if needs_rules(config) and not config.actor_rollout_ref.rollout.multi_turn.enable:
+        if needs_rules(config) and not plays:
             check_prompts(scorer, prompts)
 
     def dataset(files: str | tuple[str, ...], max_samples: int = -1) -> PromptDataset:
-        read = read_prompts(data, files, tokenizer, max_samples)
+        read = read_prompts(data, files, tokenizer, max_samples, may_lack=optional, several_turns=plays)
         check(read.table)
         return read
 
-    loader, num_filtered = training_prompts(data, tokenizer, check)
+    loader, num_filtered = training_prompts(data, tokenizer, check, optional, several_turns=plays)
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
     held_out = (
         {} if data.val_files is None else {"": (dataset(data.val_files, data.val_max_samples), val_kwargs)}
@@ -108,6 +112,7 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         validation=tuple(ValidationSet(name, read.table, how) for name, (read, how) in held_out.items()),
         reward_model=models.reward_model,
         num_steps=num_training_steps(config, loader),
+        warnings=models.warnings,
         num_filtered=num_filtered + sum(read.num_filtered for read, _ in held_out.values()),
     )
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from megarl.cluster import Kind, Premises, open_premises, rank_environment
 from megarl.config import EvalConfig, RolloutConfig, TrainConfig, TuningConfig
 from megarl.rollout.environment import sglang_environment
+from megarl.trainer.devices import check_devices
 
 MODEL, ENGINE = "model", "engine"
 # All that takes long, but Ray.
@@ -27,7 +28,12 @@ _ENGINE = (
 
 @contextmanager
 def premises_of(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[Premises | None]:
-    """What a command's cluster needs before it is started; None: it joins one."""
+    """What a command's cluster needs before it is started; None: it joins one.
+
+    Raises:
+        ValueError: this machine has fewer devices than its cluster is asked for.
+    """
+    check_devices(config)
     if config.trainer.ray_address is not None:
         yield None
         return

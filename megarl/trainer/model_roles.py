@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megarl.cluster import WorkerGroup, group_kind
-from megarl.config import ActorConfig, CriticConfig, TrainConfig, needs_reference, reference_in_actor
+from megarl.config import ActorConfig, CriticConfig, TrainConfig, reference_in_actor
 from megarl.layout.grid import ParallelLayout
 from megarl.memory.flops import model_flops
 from megarl.models import read_model_config
 from megarl.trainer.dispatch import MicroBatching
 from megarl.trainer.kinds import MODEL
+from megarl.trainer.model_specs import actor_arguments, critic_spec, reference_spec, reward_model_spec
 from megarl.trainer.run import Run
 from megarl.trainer.specs import NAMED, ModelSpec
 
@@ -36,31 +36,11 @@ def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
     Args:
         num_steps: of the run; None: nothing is trained, and there is neither an optimizer nor a reference.
     """
-    policy, trains = config.actor_rollout_ref, num_steps is not None
-    shared_reference = trains and needs_reference(config) and reference_in_actor(config)
-    spec = ModelSpec(
-        path=policy.model.path,
-        head="lm",
-        megatron=policy.actor.megatron,
-        optim=policy.actor.optim if trains else None,
-        num_updates=num_steps * _updates_per_step(config, policy.actor) if trains else 0,
-        timeout=config.trainer.collective_timeout,
-        # The ranks' working directory need not be this one.
-        plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
-        lora=policy.model.lora,
-        share_prompts=_share_prompts(config),
-    )
-    kwargs: dict[str, object] = {
-        "spec": spec,
-        "temperature": policy.rollout.temperature,
-        "reference_path": policy.model.path if shared_reference and not spec.adapted else None,
-    }
-    shared_critic = trains and config.critic is not None and config.critic.model.share_base
-    if shared_critic:
-        kwargs["critic"] = _critic_spec(config, num_steps)
-    worker = ACTOR_CRITIC if shared_critic else ACTOR
+    actor = config.actor_rollout_ref.actor
+    kwargs = actor_arguments(config, num_steps)
+    worker = ACTOR_CRITIC if "critic" in kwargs else ACTOR
     return _start_model(
-        run, "actor", worker, policy.actor.resource_pool, spec, kwargs, _cut(config, policy.actor)
+        run, "actor", worker, actor.resource_pool, kwargs["spec"], kwargs, _cut(config, actor)
     )
 
 
@@ -69,22 +49,8 @@ def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> 
     critic, cut = config.critic, _cut(config, config.critic)
     if critic.model.share_base:
         return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
-    spec = _critic_spec(config, num_steps)
+    spec = critic_spec(config, num_steps)
     return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, cut)
-
-
-def _critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
-    critic = config.critic
-    return ModelSpec(
-        path=critic.model.path,
-        head="value",
-        megatron=critic.megatron,
-        optim=critic.optim,
-        num_updates=num_steps * _updates_per_step(config, critic),
-        timeout=config.trainer.collective_timeout,
-        lora=critic.model.lora,
-        share_prompts=_share_prompts(config),
-    )
 
 
 def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
@@ -98,16 +64,7 @@ def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
     )
     if reference_in_actor(config):
         return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
-    spec = ModelSpec(
-        path=policy.model.path,
-        head="lm",
-        megatron=policy.ref.megatron,
-        optim=None,
-        num_updates=0,
-        timeout=config.trainer.collective_timeout,
-        lora=policy.model.lora,  # not that it had adapters: its weights are held as the actor's are
-        share_prompts=_share_prompts(config),
-    )
+    spec = reference_spec(config)
     kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
     return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, cut)
 
@@ -115,14 +72,7 @@ def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
 def start_reward_model(config: TrainConfig, run: Run) -> Role:
     """The reward model's processes."""
     reward = config.reward_model
-    spec = ModelSpec(
-        path=reward.model.path,
-        head="value",
-        megatron=reward.megatron,
-        optim=None,
-        num_updates=0,
-        timeout=config.trainer.collective_timeout,
-    )
+    spec = reward_model_spec(config)
     cut = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
     return _start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, cut)
 
@@ -163,12 +113,3 @@ def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatch
         shuffle=config.actor_rollout_ref.actor.shuffle,
         share_prompts=config.actor_rollout_ref.actor.share_prompts,
     )
-
-
-def _share_prompts(config: TrainConfig) -> str | None:
-    """The option that says so, for errors; None: it is not set."""
-    return "actor_rollout_ref.actor.share_prompts" if config.actor_rollout_ref.actor.share_prompts else None
-
-
-def _updates_per_step(config: TrainConfig, section: ActorConfig | CriticConfig) -> int:
-    return config.data.train_batch_size // section.ppo_mini_batch_size * section.ppo_epochs

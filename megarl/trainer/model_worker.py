@@ -191,9 +191,13 @@ class ModelWorker:
             base_block=base_block,
             seed=self.spec.megatron.seed,
         )
-        parameters = local_parameters(chunks)
-        load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head, base_block)
+        self.read_weights(path, head, local_parameters(chunks))
         return chunks
+
+    def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Fill this rank's local tensors from a Hugging Face folder."""
+        blocks = self.spec.lora.blocks
+        load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head, blocks)
 
     def release_memory(self, parts: list[str]) -> None:
         """Free the device memory of `parts` (of `self.parts`)."""

@@ -36,6 +36,8 @@ def train(config: TrainConfig, premises: Premises | None) -> str:
         inputs = load_train_inputs(config, scorer)
         with open_run(config, inputs.num_steps, premises) as run:
             run.show_rewards(scorer)
+            for warning in inputs.warnings:
+                run.say(warning)
             if inputs.num_filtered:
                 run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
             roles = start_roles(config, run, inputs.model, inputs.num_steps)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config import DataConfig, EvalDataConfig
+from megarl.config import DataConfig, EvalConfig, EvalDataConfig, TrainConfig, needs_rules
 from megarl.data.loader import BatchLoader, Feed, TableFeed
 from megarl.data.mixture import MixtureFeed
-from megarl.data.prompts import PromptDataset, PromptReader
+from megarl.data.prompts import ANSWER_KEY, SOURCE_KEY, PromptDataset, PromptReader
 from megarl.data.samplers import make_sampler
 from megarl.data.sources import resolve_files
 from megarl.data.stream import StreamFeed, cut_pieces
@@ -23,13 +23,33 @@ Files = str | tuple[str, ...]
 Check = Callable[[pa.Table], None]
 
 
-def reading(data: DataConfig | EvalDataConfig) -> dict[str, Any]:
-    """The keywords of `PromptReader`."""
+def may_lack(config: TrainConfig | EvalConfig) -> frozenset[str]:
+    """The columns that rows of prompts may lack, because no reward reads them.
+
+    A column that the configuration names by another name than the usual one must be there.
+    """
+    reward = config.reward
+    if not needs_rules(config):
+        multi_turn = isinstance(config, TrainConfig) and config.actor_rollout_ref.rollout.multi_turn.enable
+        return frozenset(
+            (SOURCE_KEY,) if multi_turn else (SOURCE_KEY, ANSWER_KEY)
+        )  # environments read answers
+    is_one_for_all = (
+        config.custom_reward_function.path is not None or reward.rule is not None or reward.gsm8k_rule_reward
+    )
+    return frozenset((SOURCE_KEY,) if is_one_for_all else ())
+
+
+def reading(data: DataConfig | EvalDataConfig, several_turns: bool = False) -> dict[str, Any]:
+    """The keywords of `PromptReader`; with several turns, the chats go on after the prompt."""
     keywords: dict[str, Any] = {
         "max_prompt_length": data.max_prompt_length,
         "prompt_key": data.prompt_key,
         "data_source_key": data.reward_fn_key,
+        "answer_key": data.answer_key,
         "chat_template_kwargs": data.apply_chat_template_kwargs,
+        "tools_key": data.tools_key,
+        "keep_template_kwargs": several_turns,
     }
     if isinstance(data, DataConfig):
         keywords["truncation"] = data.truncation
@@ -44,11 +64,15 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int = -1,
     uid_prefix: str = "",
+    may_lack: Collection[str] = (),
+    several_turns: bool = False,
 ) -> PromptDataset:
     """All prompts of some files.
 
     Args:
         max_samples: the first so many rows; -1: all.
+        may_lack: columns that rows may lack, see the function `may_lack`.
+        several_turns: an environment goes on with the chats (rollout.multi_turn).
 
     Raises:
         ValueError: names the file and row that is wrong.
@@ -58,12 +82,17 @@ def read_prompts(
         tokenizer,
         max_samples=None if max_samples == -1 else max_samples,
         uid_prefix=uid_prefix,
-        **reading(data),
+        may_lack=may_lack,
+        **reading(data, several_turns),
     )
 
 
 def training_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, check: Check
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    check: Check,
+    may_lack: Collection[str] = (),
+    several_turns: bool = False,
 ) -> tuple[BatchLoader, int]:
     """The loader of training prompts, and how many prompts were left out as too long.
 
@@ -71,6 +100,8 @@ def training_prompts(
 
     Args:
         check: raises a ValueError for prompts that the run cannot use.
+        may_lack: columns that rows may lack, see the function `may_lack`.
+        several_turns: an environment goes on with the chats (rollout.multi_turn).
 
     Raises:
         ValueError: names the key, file or row that is wrong.
@@ -79,14 +110,24 @@ def training_prompts(
     if data.mixture is None:
         assert data.train_files is not None, "checked: one of the two"
         feed, num_filtered = _feed(
-            data, data.train_files, data.train_max_samples, data.seed, "", tokenizer, check
+            data,
+            data.train_files,
+            data.train_max_samples,
+            data.seed,
+            "",
+            tokenizer,
+            check,
+            may_lack,
+            several_turns,
         )
         return BatchLoader(feed, batch_size), num_filtered
     feeds: dict[str, Feed] = {}
     total_filtered = 0
     for name, part in data.mixture.items():
         seed = zlib.crc32(f"{data.seed}/{name}".encode())  # its order does not depend on the other data sets
-        feeds[name], num_filtered = _feed(data, part.files, -1, seed, f"{name}:", tokenizer, check)
+        feeds[name], num_filtered = _feed(
+            data, part.files, -1, seed, f"{name}:", tokenizer, check, may_lack, several_turns
+        )
         total_filtered += num_filtered
     weights = {name: part.weight for name, part in data.mixture.items()}
     return BatchLoader(MixtureFeed(feeds, weights, batch_size), batch_size), total_filtered
@@ -100,17 +141,25 @@ def _feed(
     uid_prefix: str,
     tokenizer: PreTrainedTokenizerBase,
     check: Check,
+    may_lack: Collection[str],
+    several_turns: bool,
 ) -> tuple[Feed, int]:
     if not data.streaming:
-        dataset = read_prompts(data, files, tokenizer, max_samples, uid_prefix)
+        dataset = read_prompts(data, files, tokenizer, max_samples, uid_prefix, may_lack, several_turns)
         check(dataset.table)
         return TableFeed(dataset.table, make_sampler(data.sampler, data.shuffle), seed), dataset.num_filtered
     limit = None if max_samples == -1 else max_samples
     piece_rows = max(1, data.stream_window_rows // PIECES_A_WINDOW)
-    pieces = cut_pieces(resolve_files(files), piece_rows, limit, uid_prefix)
+    reader, found = (
+        PromptReader(tokenizer, may_lack=may_lack, **reading(data, several_turns)),
+        resolve_files(files),
+    )
+    for file in found:
+        reader.has_columns(file)
+    reader.errors.raise_if_any()
     feed = StreamFeed(
-        pieces,
-        PromptReader(tokenizer, **reading(data)),
+        cut_pieces(found, piece_rows, limit, uid_prefix),
+        reader,
         shuffle=(data.sampler.name or ("random" if data.shuffle else "sequential")) == "random",
         seed=seed,
         window_rows=data.stream_window_rows,

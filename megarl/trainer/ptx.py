@@ -65,6 +65,8 @@ def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> SftLoad
         text_key=texts.text_key,
         truncation=texts.truncation,
         chat_template_kwargs=data.apply_chat_template_kwargs,
+        tools_key=data.tools_key,
+        section="data.ptx",
     )
     return SftLoader(examples, texts.batch_size, shuffle=True, seed=data.seed)
 

@@ -14,7 +14,7 @@ from megarl.checkpoints import FileFacts, seal_files
 from megarl.hybrid_engine.adapters import adapter_layout, adapter_tensors, write_adapter_config
 from megarl.hybrid_engine.convert.sources import COMPANIONS
 from megarl.hybrid_engine.hf_folder import read_companions
-from megarl.hybrid_engine.peft_files import CONFIG_FILE
+from megarl.hybrid_engine.peft_facts import CONFIG_FILE
 from megarl.megatron.adapter_checkpoint import adapter_places
 from megarl.megatron.build import unwrap
 from megarl.megatron.checkpoint import RankStates

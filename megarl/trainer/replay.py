@@ -33,7 +33,7 @@ from megarl.trainer.kinds import premises_of
 from megarl.trainer.logger import METRICS_FILE, read_metrics
 from megarl.trainer.nonfinite import NotFinite
 from megarl.trainer.ppo import epochs, learn
-from megarl.trainer.prompt_data import training_prompts
+from megarl.trainer.prompt_data import may_lack, training_prompts
 from megarl.trainer.ptx import load_ptx
 from megarl.trainer.roles import Roles, policy_checkpoints, start_learners
 from megarl.trainer.run import Run, limits, open_engine_run
@@ -129,7 +129,7 @@ def _run_steps(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
         return count_steps(Path(trainer.train_only), trainer.total_training_steps)
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
-    loader, _ = training_prompts(config.data, tokenizer, lambda _: None)
+    loader, _ = training_prompts(config.data, tokenizer, lambda _: None, may_lack(config))
     return num_training_steps(config, loader)
 
 
@@ -197,23 +197,29 @@ def _steps(steps: Sequence[int]) -> str:
 def print_comparison(
     console: Console, step: int, logged: Mapping[str, float] | None, found: Mapping[str, float]
 ) -> bool:
-    """The numbers of a step beside those that the run logged; returns whether all are equal, bit for bit."""
-    if logged is None:
-        console.print(f"step {step}: the run has logged nothing of it ({METRICS_FILE})", highlight=False)
+    """The numbers of a step beside those that the run logged; returns whether all are equal, bit for bit.
+
+    A step of which the run logged nothing (it ended within it) has nothing to compare: its numbers are printed alone.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for header in ("metric", "logged", "replayed", ""):
+    headers = ("metric", "replayed") if logged is None else ("metric", "logged", "replayed", "")
+    for header in headers:
         table.add_column(header, overflow="fold")
     equal = 0
     for name, value in sorted(found.items()):
-        before = None if logged is None else logged.get(name)
-        same = before is not None and repr(float(before)) == repr(float(value))
-        equal += same
-        table.add_row(
-            name, "" if before is None else repr(float(before)), repr(float(value)), "" if same else "differs"
-        )
+        after = repr(float(value))
+        if logged is None:
+            table.add_row(name, after)
+            continue
+        before = repr(float(logged[name])) if name in logged else ""
+        equal += before == after
+        table.add_row(name, before, after, "" if before == after else "differs")
     console.print(table)
-    text = f"all {equal} numbers are equal bit for bit"
-    if equal < len(found):
+    if logged is None:
+        text = f"nothing to compare: {METRICS_FILE} has no line of this step, within which the run ended"
+    elif equal < len(found):
         text = f"{len(found) - equal} of {len(found)} numbers are not those of the run"
-    console.print(f"step {step}: {text}", highlight=False)
+    else:
+        text = f"all {equal} numbers are equal bit for bit"
+    console.print(f"step {step}: {text}", highlight=False, soft_wrap=True)
     return equal == len(found)

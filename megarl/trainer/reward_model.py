@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from megarl.config import RewardModelConfig, TrainConfig
 from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
-from megarl.data.trajectories import MESSAGES, from_lists, from_ragged, ragged
+from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
 from megarl.hybrid_engine.load import HFReader
 from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.dispatch import plan_rows, rows_to_share
@@ -80,7 +80,7 @@ def load_reward_model(config: RewardModelConfig, policy: PreTrainedTokenizerBase
     assert path is not None and max_length is not None, "checked and resolved"
     model = read_model_config(path)
     with HFReader(path) as reader:
-        found = reader.shape(HEAD) if HEAD in reader.files else None
+        found = reader.shape(HEAD) if HEAD in reader.tensors else None
         if found != (1, model.hidden_size):
             has = "is missing" if found is None else f"has shape {list(found)}"
             raise ValueError(
@@ -193,12 +193,16 @@ def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
         ]
     answers = inputs.policy.batch_decode(batch["response_ids"].to_pylist(), skip_special_tokens=True)
     rendered = []
-    for uid, messages, answer in zip(
-        batch["uid"].to_pylist(), batch[MESSAGES].to_pylist(), answers, strict=True
+    has_keywords = TEMPLATE_KWARGS in batch.column_names
+    keywords = batch[TEMPLATE_KWARGS].to_pylist() if has_keywords else ["{}"] * batch.num_rows
+    for uid, messages, given, answer in zip(
+        batch["uid"].to_pylist(), batch[MESSAGES].to_pylist(), keywords, answers, strict=True
     ):
         chat = [*json.loads(messages), {"role": "assistant", "content": answer}]
+        # Other keywords than tools are of the policy's template.
+        tools = {name: value for name, value in json.loads(given).items() if name == "tools"}
         try:
-            rendered.append(render_text(inputs.own, chat, add_generation_prompt=False))
+            rendered.append(render_text(inputs.own, chat, add_generation_prompt=False, template_kwargs=tools))
         except ValueError as error:
             raise ValueError(f"trajectory {uid}, for the reward model: {error}") from error
     return [np.array(ids, dtype=np.int32) for ids in encode_texts(inputs.own, rendered)]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.preference import preference_loss, preference_metrics
 from megarl.cluster import Premises, WorkerGroup
-from megarl.config import RMConfig, check_models
+from megarl.config import RMConfig, check_models, position_warnings
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import (
     PreferenceDataset,
@@ -62,6 +62,8 @@ def train(config: RMConfig, premises: Premises | None) -> str:
     loader = TableLoader(inputs.training, data.train_batch_size, data.shuffle, data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     with open_run(config, num_steps, premises) as run:
+        for warning in position_warnings(config, inputs.model):
+            run.say(warning)
         for number, done in (
             (inputs.training.num_truncated, "cut"),
             (inputs.training.num_dropped, "left out"),
@@ -113,6 +115,7 @@ def load_preferences(
         truncation=data.truncation,
         end_at_eos=data.end_at_eos,
         chat_template_kwargs=data.apply_chat_template_kwargs,
+        tools_key=data.tools_key,
     )
 
 
@@ -139,6 +142,7 @@ def load_answers(config: RMConfig, training: pa.Table, tokenizer: PreTrainedToke
         max_length=data.max_length,
         end_at_eos=data.end_at_eos,
         chat_template_kwargs=data.apply_chat_template_kwargs,
+        tools_key=data.tools_key,
     )
     return answers if num is None else answers.slice(0, num)
 

@@ -8,12 +8,12 @@ import torch
 from megarl.algorithms.preference import preference_loss, preference_metrics
 from megarl.cluster.worker import RankInfo
 from megarl.data.preferences import ranking_lengths, texts_of
-from megarl.hybrid_engine.load import checkpoint_files
 from megarl.megatron.packed import PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.texts import text_values
 from megarl.megatron.value import value_head
 from megarl.models.table import VALUE_HEAD
+from megarl.models.weight_files import stored_tensors
 from megarl.trainer.model_worker import Share, step_numbers
 from megarl.trainer.rankings import compared_texts
 from megarl.trainer.reward_worker import RewardModelWorker
@@ -32,7 +32,7 @@ class RMWorker(RewardModelWorker):
 
     def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
         chunks = super().load(path, head, trainable=trainable)
-        new = VALUE_HEAD not in checkpoint_files(path)
+        new = VALUE_HEAD not in stored_tensors(path)
         if new and self.head_init == "zeros" and hasattr(chunks[-1], "value_head"):
             chunks[-1].value_head.weight.data.zero_()
         return chunks

@@ -25,6 +25,7 @@ from megarl.rollout.environment import sglang_environment
 from megarl.trainer import kinds
 from megarl.trainer.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
 from megarl.trainer.determinism import is_deterministic
+from megarl.trainer.devices import pools_of
 from megarl.trainer.export import export_hf
 from megarl.trainer.lora_sync import engine_adapters, served_adapters
 from megarl.trainer.memory import DeviceMemory, device_memory, gpu_pools
@@ -103,12 +104,7 @@ def start_roles(
 
 def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
     """Start what trains, on its pools alone: no engines, no reward model."""
-    used = {config.actor_rollout_ref.actor.resource_pool}
-    if config.critic is not None:
-        used.add(config.critic.resource_pool)
-    if needs_reference(config):
-        used.add(config.actor_rollout_ref.ref.resource_pool)
-    open_pools(run, {name: pool for name, pool in config.resource_pools.items() if name in used})
+    open_pools(run, pools_of(config))
     with run.status("starting models"):
         actor, critic, ref = _start_models(config, run, num_steps)
         run.wait([ref for group in run.groups for ref in group.started])
@@ -180,10 +176,10 @@ def policy_checkpoints(
     )
 
 
-def open_pools(run: Run, pools: dict[str, PoolConfig]) -> None:
-    """Reserve the devices of every pool for the run."""
+def open_pools(run: Run, pools: Mapping[str, PoolConfig]) -> None:
+    """Reserve the devices of every pool for the run. ValueError: the cluster cannot give them."""
     for name, pool in pools.items():
-        run.pools[name] = ResourcePool(name, pool.nnodes, pool.n_gpus_per_node)
+        run.pools[name] = ResourcePool(name, pool.nnodes, pool.n_gpus_per_node, say=run.say)
 
 
 def engine_layout(rollout: RolloutConfig) -> EngineLayout:

@@ -286,7 +286,7 @@ def open_run(
         config: resolved and checked.
         premises: of its cluster (`premises_of`); None: they are opened now.
         resumable: whether it can go on from a checkpoint; else it begins anew.
-        signals: whether a loop asks it for the signals that tell a job to end.
+        signals: whether a loop of `total_steps` asks it for the signals that tell a job to end; a program may make more steps.
 
     Raises:
         ValueError: another run writes to its folder, or the checkpoint that it should go on from does not fit it.
@@ -296,7 +296,7 @@ def open_run(
     with ExitStack() as stack:
         say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
         store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
-        resumed = find_resumed(config, store, say) if resumable else None
+        resumed = find_resumed(config, store, say, total_steps if signals else None) if resumable else None
         save_config(config, folder / "config.yaml")
         save_batch_plan(plan, folder)
         if premises is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from megarl.cluster import Premises, WorkerGroup
-from megarl.config import SFTConfig, check_models
+from megarl.config import SFTConfig, check_models, position_warnings
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
@@ -32,6 +32,8 @@ def train(config: SFTConfig, premises: Premises | None) -> str:
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     with open_run(config, num_steps, premises) as run:
+        for warning in position_warnings(config, model):
+            run.say(warning)
         if training.num_truncated:
             run.say(f"cut {training.num_truncated} examples to data.max_length")
         if training.num_split:
@@ -66,6 +68,7 @@ def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:
             append_eos=data.append_eos,
             truncation=data.truncation,
             chat_template_kwargs=data.apply_chat_template_kwargs,
+            tools_key=data.tools_key,
         )
 
     return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from megarl.cluster import WorkerGroup, group_kind
-from megarl.config import PoolConfig, TuningConfig, TuningTrainerConfig
+from megarl.config import TuningConfig, TuningTrainerConfig
 from megarl.files import whole_file
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.checkpoints import Stateful, make_checkpoints
+from megarl.trainer.devices import pools_of
 from megarl.trainer.export import FOLDER
 from megarl.trainer.kinds import MODEL
 from megarl.trainer.ppo import due, epochs
@@ -105,7 +106,7 @@ def start_group(
         head: "lm" or "value".
     """
     trainer = config.trainer
-    open_pools(run, {"global": PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)})
+    open_pools(run, pools_of(config))
     pool = run.pools["global"]
     spec = ModelSpec(
         path=config.model.path,

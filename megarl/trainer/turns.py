@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.data.trajectories import MESSAGES
+from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS
 from megarl.environments.environment import Task
 from megarl.environments.find import find_environment
 from megarl.plugins import load_plugins
@@ -82,7 +82,8 @@ class Players:
     def tasks(self, requests: pa.Table) -> list[Task]:
         """What the environments are told of each request (see `expand_prompts`)."""
         columns = ("uid", "prompt_ids", "data_source", "ground_truth", "extra_info")
-        rows = zip(*(requests[name].to_pylist() for name in columns), _messages(requests), strict=True)
+        kept = (_json_column(requests, name) for name in (MESSAGES, TEMPLATE_KWARGS))
+        rows = zip(*(requests[name].to_pylist() for name in columns), *kept, strict=True)
         return [
             Task(
                 uid=uid,
@@ -91,8 +92,9 @@ class Players:
                 data_source=source,
                 ground_truth=truth,
                 extra_info=json.loads(extra) if extra else {},
+                template_kwargs=keywords,
             )
-            for uid, ids, source, truth, extra, messages in rows
+            for uid, ids, source, truth, extra, messages, keywords in rows
         ]
 
 
@@ -105,7 +107,8 @@ def make_players(spec: TurnsSpec, engine: RolloutEngine, stop_token_ids: tuple[i
     return Players(player, tokenizer)
 
 
-def _messages(requests: pa.Table) -> list[list[dict[str, Any]] | None]:
-    if MESSAGES not in requests.column_names:
+def _json_column(requests: pa.Table, name: str) -> list[Any]:
+    """What the rows of a column of JSON say; None for each without the column."""
+    if name not in requests.column_names:
         return [None] * requests.num_rows
-    return [json.loads(messages) for messages in requests[MESSAGES].to_pylist()]
+    return [json.loads(text) for text in requests[name].to_pylist()]

@@ -154,11 +154,32 @@ def test_a_pool_says_what_the_cluster_lacks(pool):
         ResourcePool("big", 2, 8, timeout=0.5)
     assert "8 process slots" in str(error.value)
     assert "127.0.0.1: 6; now free: 2" in str(error.value)
+    assert "Ask for less (trainer.nnodes, trainer.n_gpus_per_node, resource_pools)" in str(error.value)
     # What it had asked for is not held; what another pool has is not given twice.
     spare = ResourcePool("spare", 1, SPARE_SLOTS, timeout=10)
     with pytest.raises(ValueError, match="now free: 0"):
         ResourcePool("second", 1, 1, timeout=2)
     spare.close()
+
+
+def test_a_pool_says_soon_that_it_waits(pool):
+    """Nodes may still join a cluster, so that it waits; whoever looks on is told at once what is not there."""
+    said = []
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        said.append((text, time.monotonic() - begun))
+
+    with pytest.raises(
+        ValueError, match=r"'big' asks for 1 node.* could not give them within 5 s\. Ask for less"
+    ):
+        ResourcePool("big", 1, 8, timeout=5, say=say)
+    ((text, seconds),) = said
+    assert (
+        "1 node(s) with 8 process slots (Ray CPUs) each; the cluster has by node: 127.0.0.1: 6; now free: 2"
+        in text
+    )
+    assert text.endswith("Waiting for them, 5 s at most.") and seconds < 4.5
 
 
 def test_devices_are_sorted_as_numbers():

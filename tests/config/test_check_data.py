@@ -170,3 +170,26 @@ def test_free_keys_are_kept_as_they_are(train: Train, folder: Path) -> None:
     assert load_config(TrainConfig, path) == config
     with pytest.raises(ValueError, match="apply_chat_template_kwargs: expected free keys or null, found 3"):
         train("data.apply_chat_template_kwargs=3")
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"x": {"enum": [1, "a"]}}}},
+}
+
+
+def test_tools_by_configuration_reach_the_template_as_they_are(
+    train: Train, sft: Callable[..., SFTConfig], evaluation: Callable[..., EvalConfig]
+) -> None:
+    for one in (train, sft, evaluation):
+        config = one(
+            f"data.apply_chat_template_kwargs={{tools: [{TOOL}]}}", "data.tools_key=extra_info.tools"
+        )
+        check_config(config)
+        assert config.data.apply_chat_template_kwargs == {"tools": [TOOL]}
+        assert problems(one("data.apply_chat_template_kwargs={tools: f}"))[0].startswith(
+            "data.apply_chat_template_kwargs.tools='f': it must be a list of JSON schemas"
+        )
+        assert problems(one("data.tools_key=messages"))[0].startswith(
+            "data.tools_key='messages': it must be the column"
+        )

@@ -150,7 +150,13 @@ def test_turns_are_not_rendered_anew(rewarded: Train, folder: Path) -> None:
 
 def test_the_model_must_fit_its_layout(rewarded: Train) -> None:
     facts = SimpleNamespace(
-        num_layers=4, num_attention_heads=8, num_query_groups=4, ffn_hidden_size=64, moe=None, mla=None
+        num_layers=4,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=64,
+        moe=None,
+        mla=None,
+        context_length=("max_position_embeddings", 4096),
     )
     odd = SimpleNamespace(**{**vars(facts), "num_layers": 3})
     config = rewarded()

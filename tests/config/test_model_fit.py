@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from megarl.config import (
     check_model,
     check_models,
     check_rollout_model,
+    position_warnings,
 )
 from megarl.models.config import MLAConfig, MoEConfig
 from tests.config.conftest import lines_of
@@ -27,6 +29,8 @@ class Facts:
     ffn_hidden_size: int = 64
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    max_position_embeddings: int = 1024
+    context_length: tuple[str, int] = ("max_position_embeddings", 1024)
 
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=48, shared_ffn_hidden_size=48, dense_layers=(0,))
@@ -170,6 +174,57 @@ def test_every_role_of_a_run_is_checked(train: Callable[..., TrainConfig]) -> No
         "critic.megatron.pipeline_model_parallel_size",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
     ]
+
+
+def positions(number: int) -> Facts:
+    return Facts(max_position_embeddings=number, context_length=("max_position_embeddings", number))
+
+
+LENGTHS = ("data.max_prompt_length=100", "data.max_response_length=29")
+
+
+@pytest.mark.parametrize("multi_turn", [False, True])
+def test_prompt_and_response_must_fit_into_the_models_context(
+    train: Callable[..., TrainConfig], evaluation: Callable[..., EvalConfig], multi_turn: bool
+) -> None:
+    turns = (
+        ["rollout.multi_turn.enable=true", "rollout.multi_turn.environment=calculator"] if multi_turn else []
+    )
+    configs = {
+        "actor_rollout_ref.model.path": train(*LENGTHS, *(f"actor_rollout_ref.{key}" for key in turns)),
+        "model.path": evaluation(*LENGTHS, *turns),
+    }
+    for key, config in configs.items():
+        check_models(config, positions(129))
+        assert lines_of(partial(check_models, config, positions(128))) == [
+            "data.max_prompt_length=100 + data.max_response_length=29 = 129 tokens do not fit into the context of the model in "
+            f"{key}, 128 (max_position_embeddings in its config.json); lower one of them"
+        ]
+
+
+def test_long_texts_are_refused_by_engines_alone(
+    train: Callable[..., TrainConfig], sft: Callable[..., SFTConfig]
+) -> None:
+    """Positions are rotary: Megatron computes any; that a model was not trained on them is said."""
+    assert position_warnings(train(*LENGTHS), positions(999), positions(129)) == []
+    config = train(*LENGTHS)
+    check_models(config, positions(999), critic=positions(128))
+    (warning,) = position_warnings(config, positions(999), positions(128))
+    assert warning.startswith(
+        "data.max_prompt_length + data.max_response_length = 129 is more than the 128 positions that the model of "
+        "critic.model.path was made for"
+    )
+    config = train(*LENGTHS, "trainer.train_only=dump")
+    check_models(config, positions(128))
+    (warning,) = position_warnings(config, positions(128), positions(129))
+    assert "the model of actor_rollout_ref.model.path" in warning
+    config = sft("data.max_length=129")
+    check_models(config, positions(128))
+    (warning,) = position_warnings(config, positions(128))
+    assert warning.startswith(
+        "data.max_length=129 is more than the 128 positions that the model of model.path was made for"
+    )
+    assert position_warnings(config, positions(129)) == []
 
 
 def test_sft_and_evaluation(sft: Callable[..., SFTConfig], evaluation: Callable[..., EvalConfig]) -> None:

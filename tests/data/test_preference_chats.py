@@ -1,5 +1,6 @@
 """Preferences as chats: what is learnt of each, and what is refused."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -54,3 +55,23 @@ def test_long_chats_are_refused_or_left_out(tmp_path: Path, tokenizer) -> None:
     assert (len(found), found.num_dropped) == (1, 1)
     with pytest.raises(ValueError, match="tokens together, more than max_token_len_per_gpu 20"):
         read(tmp_path, tokenizer, rows[:1], max_tokens=20)
+
+
+def test_only_the_last_turn_need_be_found(tokenizer, tmp_path):
+    """A template that sums up what is before the last two messages shows no earlier turn."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}{% if loop.revindex < 3 %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+        "{% else %}.{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    row = {"prompt": [user, said, user], "chosen": "good", "rejected": "bad"}
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    chats = PreferenceChats(path, own, max_length=99, max_tokens=999, keys=PreferenceKeys())
+    (found,) = chats.table.to_pylist()
+    learnt = [
+        own.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
+        for ids, mask in zip(found["input_ids"], found["loss_mask"], strict=True)
+    ]
+    assert learnt == ["good<|im_end|>", "bad<|im_end|>"]

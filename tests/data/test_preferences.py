@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pyarrow as pa
@@ -75,6 +76,7 @@ def test_all_keys_can_be_renamed():
         ({"prompt": "Hi", "chosen": GOOD}, "no 'rejected'"),
         ({"chosen": GOOD, "rejected": BAD}, "'chosen' is a text, but the row has no prompt"),
         ({"prompt": "Hi", "chosen": "", "rejected": BAD}, "'chosen' is an empty text"),
+        ({"chosen": [answer(GOOD)], "rejected": [answer(BAD)]}, "'chosen' begins with the assistant's message, but"),
         ({"prompt": "Hi", "chosen": GOOD, "rejected": [QUESTION]}, "the last message of 'rejected' is of 'user'"),
         ({"prompt": "Hi", "chosen": GOOD, "rejected": 3}, "'rejected' must be a non-empty list"),
         ({"prompt": 3, "chosen": GOOD, "rejected": BAD}, "'prompt' must be a non-empty list"),
@@ -93,6 +95,40 @@ def test_wrong_rows_are_named(tokenizer, tmp_path, row, message):
     path = write_rows(tmp_path / "x.jsonl", [PAIRS["texts"], row])
     with pytest.raises(ValueError, match=rf"x\.jsonl row 1: .*{message}"):
         PreferenceDataset(path, tokenizer, max_length=64)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("row", "keys", "missing", "setting"),
+    [
+        (
+            {"question": "Hi", "good": GOOD, "bad": BAD},
+            {"prompt": "text"},
+            "'text', 'chosen', 'rejected'",
+            "data.prompt_key; data.chosen_key; data.rejected_key (or data.responses_key, for several that are ranked)",
+        ),
+        (
+            {"prompt": "Hi", "chosen": GOOD},
+            {},
+            "'rejected'",
+            "data.rejected_key (or data.responses_key, for several",
+        ),
+        ({"prompt": "Hi", "responses": ["a", "b"]}, {}, "'scores'", "data.scores_key or data.ranks_key"),
+        ({"prompt": "Hi", "chosen": GOOD, "rejected": BAD}, {"margin": "m"}, "'m'", "data.margin_key"),
+    ],
+)
+def test_missing_columns_are_one_line(tokenizer, tmp_path, suffix, row, keys, missing, setting):
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([row] * 9), path)
+    else:
+        write_rows(path, [row] * 9)
+    with pytest.raises(ValueError) as error:
+        PreferenceDataset(path, tokenizer, max_length=64, keys=PreferenceKeys(**keys))
+    assert str(error.value).startswith(
+        f"{path}: no column {missing} (columns: {', '.join(row)}); set {setting}"
+    )
+    assert "\n" not in str(error.value)
 
 
 def test_a_margin_must_be_a_number(tokenizer, tmp_path):
@@ -172,3 +208,33 @@ def test_reference_answers(tokenizer, tmp_path):
     assert found["input_ids"].to_pylist() == texts
     with pytest.raises(ValueError, match=r"y\.jsonl row 0: no 'extra.other'"):
         read_answers(path, tokenizer, response_key="extra.other", **options)
+    line = r"y\.jsonl: no column 'question', 'answer' \(columns: prompt, extra\); set data.prompt_key; data.normalize_res"
+    with pytest.raises(ValueError, match=line):
+        read_answers(path, tokenizer, response_key="answer", **options | {"prompt_key": "question"})
+
+
+def test_a_text_ends_as_a_policy_ends_it(tokenizer):
+    """A policy of a template whose turns end with the next role's token stops at that."""
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    own.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    chat = [QUESTION, answer("5")]
+    whole = tokenize_whole_chat(own, chat, end_at_eos=False)
+    assert tokenize_whole_chat(own, chat, end_at_eos=True) == [*whole, own.convert_tokens_to_ids("<|user|>")]
+
+
+def test_rows_with_tools_and_keywords(tokenizer, tmp_path):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{{ style }}{% for t in tools or [] %}{{ t.name }}{% endfor %}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{"name": "f"}]}
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist([row, {**row, "tools": None}]), path)
+    config = {"style": "s", "tools": [{"name": "g"}]}
+    table = PreferenceDataset(path, own, max_length=64, chat_template_kwargs=config, end_at_eos=False).table
+    texts = [[own.decode(ids) for ids in row] for row in table["input_ids"].to_pylist()]
+    assert texts == [["sf|a|b", "sf|a|c"], ["sg|a|b", "sg|a|c"]]
+    options = {"prompt_key": "prompt", "response_key": "chosen", "max_length": 64, "end_at_eos": False}
+    answers = read_answers(path, own, chat_template_kwargs=config, **options)
+    assert [own.decode(ids) for ids in answers["input_ids"].to_pylist()] == ["sf|a|b", "sg|a|b"]
+    with pytest.raises(ValueError, match=r"x\.parquet: no column 'list' .*set data.tools_key"):
+        PreferenceDataset(path, own, max_length=64, tools_key="list")

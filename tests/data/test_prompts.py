@@ -8,8 +8,16 @@ import pytest
 from megarl.data.loader import TableLoader
 from megarl.data.prompts import PromptDataset, truncate
 from megarl.data.tokenizer import render_prompt
-from megarl.data.trajectories import PROMPT_SCHEMA, expand_prompts
+from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, TEMPLATE_KWARGS, expand_prompts
 from tests.data.shared import prompt_row
+
+
+def write_rows(path, rows):
+    """As Parquet or JSON lines, by the suffix."""
+    if path.suffix == ".parquet":
+        return write(path, rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def write(path, rows):
@@ -91,10 +99,7 @@ def test_wrong_rows_are_named_by_file_and_row(tokenizer, tmp_path, changes, mess
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"prompt": "What is 1 + 1?"},
-            r"'prompt' must be a non-empty list of \{role, content\}, found 'What",
-        ),
+        ({"prompt": ""}, "'prompt' is an empty text"),
         ({"prompt": ["What is 1 + 1?"]}, "'prompt' message 0 needs the string 'role', found 'What"),
         ({"prompt": {"role": "user", "content": "x"}}, "'prompt' must be a non-empty list"),
         ({"prompt": [{"role": "user", "content": 3}]}, "'prompt' message 0 needs the string 'content'"),
@@ -116,7 +121,12 @@ def test_values_of_a_wrong_type_are_named(tokenizer, tmp_path, changes, message)
 
 def test_all_wrong_rows_are_counted_and_the_first_are_shown(tokenizer, tmp_path):
     rows = [prompt_row(data_source=None) if row % 2 else prompt_row() for row in range(20)]
-    with pytest.raises(ValueError, match=r"row 1: .*\n.*row 3: (.*\n)+\.\.\. and 5 more wrong rows"):
+    with pytest.raises(
+        ValueError, match=r"x\.parquet row 1: .* found None \(so in 9 more rows of this file\)$"
+    ):
+        PromptDataset(write(tmp_path / "x.parquet", rows), tokenizer, max_prompt_length=64)
+    rows = [prompt_row(data_source="" if row % 2 else None) for row in range(20)]
+    with pytest.raises(ValueError, match=r"row 0: .* None \(.* 9 more .*\n.*row 1: .* '' \(so in 9 more"):
         PromptDataset(write(tmp_path / "x.parquet", rows), tokenizer, max_prompt_length=64)
 
 
@@ -155,10 +165,84 @@ def test_the_first_rows_alone(tokenizer, tmp_path, max_samples, expected):
     assert dataset.table["uid"].to_pylist() == [f"m:{uid}" for uid in expected]
 
 
-def test_missing_column_is_named(tokenizer, tmp_path):
-    path = write(tmp_path / "train.parquet", [prompt_row()])
-    with pytest.raises(ValueError, match=r"train\.parquet row 0: no 'question': the row holds \["):
-        PromptDataset(path, tokenizer, max_prompt_length=64, prompt_key="question")
+GSM8K_ROWS = [
+    {"question": "Tom has 3 pens.", "answer": "Three.\n#### 3"},
+    {"question": "Ann has 2 cups and buys 5.", "answer": "2 + 5 = 7.\n#### 7"},
+]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_missing_columns_are_one_line_a_file(tokenizer, tmp_path, suffix):
+    """However many rows there are; the line has the columns that are there, and what to set."""
+    for name in "ab":
+        write_rows(tmp_path / f"{name}.{suffix}", GSM8K_ROWS * 20)
+    with pytest.raises(ValueError) as error:
+        PromptDataset(f"{tmp_path}/*.{suffix}", tokenizer, max_prompt_length=64)
+    first, second = str(error.value).splitlines()
+    assert (
+        first
+        == second.replace("/b.", "/a.")
+        == (
+            f"{tmp_path}/a.{suffix}: no column 'prompt', 'data_source', 'reward_model.ground_truth' (columns: question, answer); "
+            "set data.prompt_key; data.reward_fn_key (no row needs it with reward.rule or custom_reward_function.path); "
+            "data.answer_key (null: there is none)"
+        )
+    )
+    named = {"prompt_key": "question", "answer_key": "answer"}
+    with pytest.raises(
+        ValueError, match=r"no column 'data_source' \(columns: question, answer\); set data.reward_fn"
+    ):
+        PromptDataset(f"{tmp_path}/*.{suffix}", tokenizer, max_prompt_length=64, **named)
+
+
+def test_a_column_that_some_rows_lack(tokenizer, tmp_path):
+    """Of JSON lines, whose first row has it."""
+    rows = [prompt_row(), *({"question": "x"} for _ in range(9))]
+    path = write_rows(tmp_path / "train.jsonl", rows)
+    with pytest.raises(ValueError) as error:
+        PromptDataset(path, tokenizer, max_prompt_length=64)
+    assert str(error.value) == (
+        f"{path} row 1: no 'prompt': the row holds ['question']; set data.prompt_key (so in 8 more rows of this file)"
+    )
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_questions_and_answers(tokenizer, tmp_path, suffix):
+    """A text is the user's message; a row that need not have a data source is of the source "unknown"."""
+    path = write_rows(tmp_path / f"train.{suffix}", GSM8K_ROWS)
+    table = PromptDataset(
+        path,
+        tokenizer,
+        max_prompt_length=64,
+        prompt_key="question",
+        answer_key="answer",
+        may_lack=["data_source"],
+    ).table
+    for row, prompt in zip(GSM8K_ROWS, table.to_pylist(), strict=True):
+        assert prompt["prompt_ids"] == render_prompt(
+            tokenizer, [{"role": "user", "content": row["question"]}]
+        )
+        assert prompt["ground_truth"] == row["answer"] and prompt["data_source"] == "unknown"
+        assert prompt["extra_info"] == "{}"
+
+
+def test_what_rows_may_lack(tokenizer, tmp_path):
+    """Only by its usual name, and null is the same; what is there is read and must be right."""
+    prompt = prompt_row()["prompt"]
+    both = {"max_prompt_length": 64, "may_lack": ["data_source", "reward_model.ground_truth"]}
+    rows = [{"prompt": prompt}, {"prompt": prompt, "data_source": None, "reward_model": None}, prompt_row()]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    table = PromptDataset(path, tokenizer, **both).table
+    assert table["data_source"].to_pylist() == ["unknown", "unknown", "megarl/arithmetic"]
+    assert table["ground_truth"].to_pylist() == ["", "", "7"]
+    for key, setting in (("data_source_key", "reward_fn_key"), ("answer_key", "answer_key")):
+        with pytest.raises(ValueError, match=rf"no column 'kind' .*; set data.{setting}"):
+            PromptDataset(path, tokenizer, **both, **{key: "kind"})
+    wrong = write_rows(tmp_path / "y.jsonl", [{"prompt": prompt, "data_source": 3}])
+    with pytest.raises(ValueError, match="'data_source' must be a string, found 3"):
+        PromptDataset(wrong, tokenizer, **both)
+    without = PromptDataset(path, tokenizer, **both | {"answer_key": None}).table
+    assert without["ground_truth"].to_pylist() == ["", "", ""]
 
 
 def test_missing_file_is_named(tokenizer, tmp_path):
@@ -208,3 +292,68 @@ def test_a_loader_yields_prompt_tables(tokenizer, tmp_path):
     assert all(batch.schema == PROMPT_SCHEMA for batch in batches)
     for batch in batches:
         assert [f"train:{truth}" for truth in batch["ground_truth"].to_pylist()] == batch["uid"].to_pylist()
+
+
+KEYWORDS_SHOWN = (
+    "{{ style }}:{% for t in tools or [] %}{{ t.name }},{% endfor %}"
+    "{% for m in messages %}{{ m.name }}={{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def test_tools_and_keywords_of_rows_and_of_the_configuration(tokenizer, tmp_path):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = KEYWORDS_SHOWN
+    rows = [
+        prompt_row(
+            prompt=[{"role": "user", "name": "Ann", "content": "a"}], extra_info={"tools": [{"name": "f"}]}
+        ),
+        prompt_row(
+            prompt=json.dumps([{"role": "user", "name": "Bob", "content": "b"}]),
+            chat_template_kwargs={"style": "row"},
+        ),
+        prompt_row(prompt=[{"role": "user", "content": "c"}], tools=[{"name": "unread"}], extra_info={}),
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keywords = {"style": "all", "tools": [{"name": "g"}]}
+    table = PromptDataset(
+        path,
+        own,
+        max_prompt_length=64,
+        chat_template_kwargs=keywords,
+        tools_key="extra_info.tools",
+        keep_template_kwargs=True,
+    ).table
+    assert [own.decode(ids) for ids in table["prompt_ids"].to_pylist()] == [
+        "all:f,Ann=a;>",
+        "row:g,Bob=b;>",
+        "all:g,=c;>",
+    ]
+    kept = [json.loads(text) for text in table[TEMPLATE_KWARGS].to_pylist()]
+    assert kept == [keywords | {"tools": [{"name": "f"}]}, keywords | {"style": "row"}, keywords]
+    assert MESSAGES not in table.column_names
+    assert expand_prompts(table, 1)[TEMPLATE_KWARGS].to_pylist() == table[TEMPLATE_KWARGS].to_pylist()
+
+
+def test_messages_are_kept_with_all_their_fields(tokenizer, tmp_path):
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    chat = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": "1"},
+    ]
+    path = write(tmp_path / "x.parquet", [prompt_row(prompt=chat)])
+    with pytest.warns(UserWarning, match="does not write the tool_calls"):
+        table = PromptDataset(path, tokenizer, max_prompt_length=64, keep_messages=True).table
+    assert json.loads(table[MESSAGES][0].as_py()) == chat
+
+
+def test_wrong_tools_are_named_by_row(tokenizer, tmp_path):
+    path = write(tmp_path / "x.parquet", [prompt_row(tools=["f"])])
+    with pytest.raises(ValueError, match=r"x\.parquet row 0: 'tools' must be a list of objects"):
+        PromptDataset(path, tokenizer, max_prompt_length=64)
+    PromptDataset(path, tokenizer, max_prompt_length=64, tools_key=None)
+    with pytest.raises(ValueError, match=r"x\.parquet: no column 'tool_list' .*set data.tools_key"):
+        PromptDataset(path, tokenizer, max_prompt_length=64, tools_key="tool_list")
+    rows = [prompt_row(), prompt_row(tool_list=[{"name": "f"}])]  # JSON lines have no schema
+    path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    PromptDataset(path.with_suffix(".jsonl"), tokenizer, max_prompt_length=64, tools_key="tool_list")

@@ -108,6 +108,35 @@ def test_string_prompts_and_json_lines(tokenizer, tmp_path):
     assert (row["input_ids"], row["loss_mask"]) == tokenize_chat(tokenizer, [QUESTION, ANSWER])
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    "keys, line",
+    [
+        (
+            {},
+            "no column 'messages' (columns: question, answer); set data.response_key and data.prompt_key, or data.text_key",
+        ),
+        ({"response_key": "answer"}, "no column 'prompt' (columns: question, answer); set data.prompt_key"),
+        (
+            {"prompt_key": "question", "response_key": "extra.answer", "section": "data.ptx"},
+            "no column 'extra.answer' (columns: question, answer); set data.ptx.response_key",
+        ),
+        ({"text_key": "text"}, "no column 'text' (columns: question, answer); set data.text_key"),
+    ],
+)
+def test_missing_columns_are_one_line_a_file(tokenizer, tmp_path, suffix, keys, line):
+    rows = [{"question": "Hi", "answer": "Hi"}] * 9
+    for name in "ab":
+        path = tmp_path / f"{name}.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError) as error:
+        SftDataset(f"{tmp_path}/*.{suffix}", tokenizer, max_length=64, **keys)
+    assert str(error.value).splitlines() == [f"{tmp_path}/{name}.{suffix}: {line}" for name in "ab"]
+
+
 def test_max_length(tokenizer, tmp_path):
     path = write_chats(tmp_path / "sft.jsonl", [[QUESTION, ANSWER]])
     ids, mask = tokenize_chat(tokenizer, [QUESTION, ANSWER])
@@ -184,3 +213,69 @@ def test_sft_loader(tokenizer, tmp_path):
     assert [batch.num_rows for batch in batches] == [2, 2]
     assert all(batch.schema == SFT_SCHEMA for batch in batches)
     assert len({uid for batch in batches for uid in batch["uid"].to_pylist()}) == 4
+
+
+def test_rows_with_tools_and_keywords(own_tokenizer, tmp_path):
+    own_tokenizer.chat_template = (
+        "{{ style }}{% for t in tools or [] %}{{ t.name }}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tools = {"tools": [{"name": "f"}], "chat_template_kwargs": {"style": "row"}}
+    chats = {"messages": json.dumps([QUESTION, ANSWER]), **tools}, {"messages": [QUESTION, ANSWER]}
+    pairs = [
+        {"prompt": [QUESTION], "answer": "#### 3", **tools},
+        {"prompt": json.dumps([QUESTION]), "answer": "#### 3"},
+    ]
+    for rows, key in ((chats, None), (pairs, "answer")):
+        path = tmp_path / "x.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        dataset = SftDataset(
+            path, own_tokenizer, max_length=64, response_key=key, chat_template_kwargs={"style": "all"}
+        )
+        texts = [own_tokenizer.decode(ids) for ids in dataset.table["input_ids"].to_pylist()]
+        assert [text.partition("<")[0] for text in texts] == ["rowf", "all"]
+        pq.write_table(pa.Table.from_pylist([rows[1]]), path.with_suffix(".parquet"))
+        with pytest.raises(ValueError, match=r"x\.parquet: no column 'tool_list' .*set data.tools_key"):
+            SftDataset(
+                path.with_suffix(".parquet"),
+                own_tokenizer,
+                max_length=64,
+                response_key=key,
+                tools_key="tool_list",
+            )
+
+
+def test_a_turn_without_a_token_of_its_own_is_refused(own_tokenizer):
+    own_tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+        "{% generation %}{% endgeneration %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="renders the assistant's messages to no tokens"):
+        tokenize_chat(own_tokenizer, [QUESTION, {"role": "assistant", "content": ""}])
+
+
+def test_a_turn_that_begins_inside_of_a_token_is_told(own_tokenizer):
+    """The template's own rendering is learnt all the same."""
+    own_tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: pe{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: pe{% endif %}"
+    )
+    chat = [QUESTION, {"role": "assistant", "content": "ns."}]
+    with pytest.warns(UserWarning, match="begins or ends inside of a token"):
+        ids, mask = tokenize_chat(own_tokenizer, chat)
+    assert own_tokenizer.decode(ids) == "user: peTom has 3 pens.<|im_end|>assistant: pens.<|im_end|>"
+    assert "ns.<|im_end|>" in learnt(own_tokenizer, ids, mask)[0]
+
+
+def test_a_turn_that_ends_inside_of_a_token_is_learnt_with_it(own_tokenizer):
+    """Without that token nothing would end the turn."""
+    own_tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} pe{% if not loop.last %}ns\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}ns\nassistant:{% endif %}"
+    )
+    chat = [QUESTION, {"role": "assistant", "content": "3"}, QUESTION, {"role": "assistant", "content": "4"}]
+    assert len(own_tokenizer(" pens")["input_ids"]) == 1
+    with pytest.warns(UserWarning, match="begins or ends inside of a token"):
+        ids, mask = tokenize_chat(own_tokenizer, chat)
+    assert learnt(own_tokenizer, ids, mask) == [" 3 pens", " 4 pe"]

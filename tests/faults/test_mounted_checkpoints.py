@@ -9,14 +9,14 @@ import pytest
 MOUNTED = """
 import subprocess, sys
 from pathlib import Path
-from megarl.trainer.checkpoints import move_aside
+from megarl.trainer.earlier_runs import move_checkpoints
 root = Path(sys.argv[1])
 subprocess.run(["mount", *sys.argv[2:], str(root)], check=True)
 for again in range(2):
     for step in (1, 2, 3):
         (root / f"step-{step}").mkdir(exist_ok=True)
         (root / f"step-{step}" / "file").write_text(str(again))
-    move_aside(root, 2, print)
+    move_checkpoints(root, 2, None, print)
     print(sorted(str(path.relative_to(root.parent)) for path in root.parent.rglob("file")))
 """
 

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from typing import Any
 
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,20 +10,12 @@ from safetensors.torch import load_file, save_file
 from megarl.config.lora_section import LoraConfig
 from megarl.hybrid_engine.adapters import (
     adapter_export_plan,
-    load_adapters,
     write_peft_adapter,
 )
-from megarl.hybrid_engine.bundles import Bundle
-from megarl.hybrid_engine.load import load_hf_weights
 from megarl.hybrid_engine.peft_files import PeftReader
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters
-from megarl.megatron.logprobs import lm_head
-from megarl.megatron.lora import attach_adapters
-from megarl.megatron.packed import pack_sequences
-from megarl.megatron.parallel import init_parallel
-from megarl.megatron.step import forward_only
 from megarl.models import read_model_config
+from tests.hybrid_engine.megatron_adapters import TOKENS, log_probs_with_adapters, peft_log_probs
 from tests.hybrid_engine.peft_folders import (
     base_model,
     load,
@@ -43,7 +33,6 @@ DORA = LoraConfig(rank=4, alpha=12, use_dora=True)
 ONE, TWO = ParallelLayout(world=1), ParallelLayout(world=2, tp=2)
 WIDE = ParallelLayout(world=8, tp=2, pp=2, vpp=2)
 EXPERTS = ParallelLayout(world=8, tp=2, pp=2, ep=2, etp=2, sp=True)
-TOKENS = torch.tensor([[3, 141, 59, 26, 5, 35, 89, 79, 32]])
 
 
 @pytest.mark.parametrize("layout", [ONE, TWO, WIDE], ids=["one", "tp2", "tp2pp2vpp2dp2"])
@@ -196,26 +185,6 @@ def test_sglang_finds_all_modules_in_what_is_written(tmp_path, tiny_model):
     assert found[:4] == found[4:]
 
 
-def _log_probs(
-    rank: int, world: int, model: str, adapter: str, lora: LoraConfig, sizes: dict[str, Any]
-) -> tuple[torch.Tensor | None, Bundle]:
-    """What a Megatron rank computes with the adapters of a folder, and what it exports of them."""
-    layout = ParallelLayout(world=world, **sizes)
-    init_parallel(layout, rank, world)
-    config = read_model_config(model)
-    chunks = build_model(config, layout, dtype=torch.float32)
-    load_hf_weights(model, config, layout, rank, local_parameters(chunks))
-    attach_adapters(chunks, config, layout, lora)
-    load_adapters(adapter, config, lora, layout, rank, local_parameters(chunks))
-    ids = TOKENS[0].tolist()
-    table = pa.table({"input_ids": [ids], "loss_mask": [[False] + [True] * (len(ids) - 1)]})
-    batch = pack_sequences(table, [0], tp=layout.tp, cp=1, cp_rank=0, sequence_parallel=layout.sp)
-    (found,) = forward_only(chunks, [batch], lm_head(vocab_size=config.vocab_size, chunk_tokens=16))
-    plan = adapter_export_plan(config, layout, lora, torch.float32)
-    bundle = plan.pack(rank, local_parameters(chunks))
-    return None if found is None else found[: len(ids) - 1, 0], bundle
-
-
 @pytest.mark.parametrize(
     ("family", "lora", "world", "sizes"),
     [
@@ -229,11 +198,8 @@ def test_megatron_and_peft_compute_the_same_from_each_others_files(
 ):
     model = str(tiny_model(family).folder)
     write_random(model, lora, tmp_path / "a")
-    results = ranks.run(_log_probs, model, str(tmp_path / "a"), lora, sizes, world=world)
-    peft = load_with_peft(model, tmp_path / "a")
-    with torch.no_grad():
-        logits = peft(TOKENS).logits[0, :-1].log_softmax(-1)
-    expected = logits.gather(1, TOKENS[0, 1:, None])[:, 0]
+    results = ranks.run(log_probs_with_adapters, model, str(tmp_path / "a"), lora, sizes, world=world)
+    expected = peft_log_probs(load_with_peft(model, tmp_path / "a"))
     found = [log_probs for log_probs, _ in results if log_probs is not None]
     assert found
     for log_probs in found:

@@ -59,13 +59,30 @@ def change(folder: Path, **keys: Any) -> None:
     ("keys", "message"),
     [
         ({"peft_type": "IA3"}, r"adapter_config.json: peft_type 'IA3' is not supported"),
-        ({"r": 0}, r"r and lora_alpha must be numbers, found 0 and 12"),
+        ({"r": 0}, r"adapter_config.json: r must be a whole number from 1 on, found 0"),
+        ({"r": True}, r"r must be a whole number from 1 on, found True"),
+        ({"lora_alpha": float("nan")}, r"lora_alpha must be a number above 0, found nan"),
+        ({"lora_alpha": -12}, r"lora_alpha must be a number above 0, found -12"),
+        ({"lora_alpha": "12"}, r"lora_alpha must be a number above 0, found '12'"),
+        ({"use_rslora": "no"}, r"use_rslora must be true or false, found 'no'"),
+        ({"modules_to_save": "score"}, r"modules_to_save must be a list of texts, found 'score'"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern must be an object"),
         (
-            {"bias": "all", "rank_pattern": {"q_proj": 8}},
-            r"not supported: rank_pattern={'q_proj': 8}, bias='all'",
+            {"rank_pattern": {"q_proj": -8}},
+            r"rank_pattern: q_proj must be a whole number from 1 on, found -8",
+        ),
+        ({"alpha_pattern": {"q_proj": None}}, r"alpha_pattern lacks q_proj"),
+        ({"alpha_pattern": {"q_(proj": 8}}, r"alpha_pattern: 'q_\(proj' is no regular expression"),
+        (
+            {"bias": "all", "use_qalora": True},
+            r"not supported: bias='all', use_qalora=True",
         ),
         ({"init_lora_weights": "pissa"}, r"not supported: init_lora_weights='pissa'"),
-        ({"alpha_pattern": {"q_proj": 8}}, r"not supported: alpha_pattern={'q_proj': 8}"),
+        ({"rank_pattern": {"q_proj": 8}}, r"has r=4, by rank_pattern up to 8, lora.rank is 4"),
+        (
+            {"rank_pattern": {"q_proj": 2}},
+            r"q_proj.lora_A.weight has shape \(4, 32\), it should be \(2, 32\)",
+        ),
         ({"modules_to_save": ["embed_tokens"]}, r"modules_to_save=\['embed_tokens'\]"),
         ({"a_new_kind": True}, r"not supported: a_new_kind=True"),
     ],
@@ -95,11 +112,15 @@ def test_files_that_are_missing_or_damaged_are_named(adapter):
     refused(f"{short} is of type I8")
     save_file({**tensors, "model.q_proj.lora_A.weight": tensors[name].clone()}, file)
     refused(r"names begin with 'base_model.model.' in PEFT's format, found model.q_proj.lora_A")
+    save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, file)
+    refused(rf"adapter '{folder}': {short} has values that are no finite numbers")
     file.write_bytes(content[:-100])
     refused(r"adapter_model.safetensors is no complete safetensors file")
     file.rename(folder / "adapter_model.bin")
     refused(r"has no adapter_model.safetensors; adapter_model.bin is not read")
     (folder / "adapter_config.json").write_text("{")
-    refused(r"adapter_config.json is no JSON")
+    refused(r"adapter_config.json is not JSON")
+    (folder / "adapter_config.json").write_text('["LORA"]')
+    refused(r"adapter_config.json should hold a JSON object, found list")
     (folder / "adapter_config.json").unlink()
     refused(r"is no folder of adapters in PEFT's format: it has no adapter_config.json")

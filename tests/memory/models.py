@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"num_experts_per_tok": 3},
     "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 64},
+    "deepseek_v3 with narrow values": {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 48},
     "deepseek_v3 without low rank queries": {"q_lora_rank": None, "kv_lora_rank": 64},
     "glm4_moe": {"n_shared_experts": 2},
     "kimi_k2": {"q_lora_rank": 64, "kv_lora_rank": 64},

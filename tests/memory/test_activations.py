@@ -25,7 +25,7 @@ def check(ranks: RankPool, folder: str, world: int, sizes: dict[str, Any], **opt
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "deepseek_v3 with narrow values"])
 def test_one_rank(
     ranks: RankPool, folders: dict[str, str], family: str, recompute: str | None, lora: LoraConfig | None
 ) -> None:

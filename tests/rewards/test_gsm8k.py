@@ -26,6 +26,14 @@ SOURCE = "openai/gsm8k"
         ("#### 7\nthen #### nothing", "7", 1.0),
         ("#### seven", "7", 0.0),
         ("", "7", 0.0),
+        (
+            "#### 72",
+            "48 / 2 = 24 clips in May.\n48 + 24 = 72 altogether.\n#### 72",
+            1.0,
+        ),  # GSM8K's column answer
+        ("#### 48", "48 / 2 = 24 clips in May.\n48 + 24 = 72 altogether.\n#### 72", 0.0),
+        ("#### 1234", "#### 1,234", 1.0),
+        ("#### ,", "nothing follows ####", 0.0),
     ],
 )
 def test_strict(response, truth, score):

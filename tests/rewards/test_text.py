@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rewards.text import exact_match, extract_choice, extract_text, multiple_choice
+from megarl.rewards.text import exact_match, extract_choice, extract_text, multiple_choice, search_r1
 
 
 @pytest.mark.parametrize(
@@ -10,6 +10,9 @@ from megarl.rewards.text import exact_match, extract_choice, extract_text, multi
         ("Answer: C", "C"),
         ("**Answer:** D", "D"),
         ("Answer: **E**", "E"),
+        ("**Answer**: C", "C"),
+        ("**Answer**:\nC", "C"),
+        ("Answer\uff1aC", "C"),
         ("I first thought the answer is A. But the correct answer is B.", "B"),
         ("option B is right", "B"),
         (r"\boxed{A}", "A"),
@@ -41,6 +44,10 @@ def test_multiple_choice():
         ("I say <answer>Paris</answer> or <answer> New\nYork </answer>", "New\nYork"),
         (r"so \boxed{\text{Paris}}", "Paris"),
         ("Answer: x\nThe answer is: Paris.", "Paris."),
+        ("**Answer**: Paris", "Paris"),
+        ("**Answer: Paris**", "Paris"),
+        ("Answer:\n\nParis", "Paris"),
+        ("the answer\uff1aParis", "Paris"),
         (" Paris ", "Paris"),
     ],
 )
@@ -53,3 +60,28 @@ def test_exact_match():
     assert exact_match("qa", "York", '["New York", "york"]')["score"] == 1.0
     assert exact_match("qa", "-5", "5")["score"] == 0.0
     assert exact_match("qa", "[1", "[1")["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (
+            "<think>x</think><answer> The Eiffel-Tower. </answer>",
+            '{"target": ["Eiffel Tower", "eiffeltower"]}',
+            1.0,
+        ),
+        ("<answer>Paris</answer> no, <answer>Rome</answer>", '{"target": ["Rome"]}', 1.0),
+        ("<answer>Paris</answer> no, <answer>Rome</answer>", '{"target": "Paris"}', 0.0),
+        ("<answer>a cat</answer>", '["The cat"]', 1.0),
+        ("<answer>a cat</answer>", "cat", 1.0),
+        ("<answer>the</answer>", "A", 0.0),
+        ("<answer></answer>", "A", 0.0),
+        ("<answer>athens</answer>", "thens", 0.0),
+        ("Rome", '{"target": ["Rome"]}', 0.0),
+        ("<answer>Rome</answer>" * 10, '{"target": ["Rome"]}', 1.0),
+        ("<answer>Rome</answer>" * 11, '{"target": ["Rome"]}', 0.25),
+    ],
+)
+def test_search_r1(response, truth, score):
+    """The values that verl 0.9.1 gives, but for an answer that is an article alone."""
+    assert search_r1("searchR1_nq", response, truth)["score"] == score

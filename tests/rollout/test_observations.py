@@ -143,3 +143,14 @@ def test_long_texts_are_shortened():
     assert shorten("0123456789", 1, "middle") == "...(truncated)..."
     messages = [{"role": "tool", "content": "0123456789", "name": "longer than four"}]
     assert shorten(messages, 4, "left") == [{**messages[0], "content": "0123...(truncated)"}]
+
+
+def test_a_token_that_ends_the_turn_and_begins_the_observation_is_written_once(with_template):
+    """A policy of such a template ends its turn with the next message's first token."""
+    tokenizer = with_template(UNENDED)
+    first = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    whole = Continuation(tokenizer).after_turn([TOOL], ended=True)
+    assert Continuation(tokenizer).after_turn([TOOL], ended=True, last_id=first) == whole[1:]
+    other = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert Continuation(tokenizer).after_turn([TOOL], ended=True, last_id=other) == whole
+    assert Continuation(tokenizer).after_turn([TOOL], ended=False, last_id=None) == whole

@@ -1,10 +1,11 @@
 """Trajectories of several turns, with a policy whose words are written down; a real engine plays in test_streams."""
 
 import asyncio
+import copy
 import json
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -295,3 +296,23 @@ def test_trajectories_do_not_wait_for_each_other():
         begin = time.monotonic()
         assert all(notes(generation)["error"] is None for generation in asyncio.run(all_of(make)))
     assert time.monotonic() - begin < 40 * 0.05
+
+
+def test_a_task_has_keywords_of_its_own_for_the_template():
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template += "{% if add_generation_prompt and short %}{{ short }}{% endif %}"
+    generations = []
+    for keywords in (None, {"short": "<short>"}):
+        player = Player(
+            partial(Script, say("go"), StepResult()),
+            TurnLimits(),
+            tokenizer,
+            Policy(["5", "7"]).answer,
+            (),
+            {"short": "?"},
+        )
+        own = replace(task(), template_kwargs=keywords)
+        sampling = SamplingParams(max_new_tokens=99, seed=9)
+        generations.append(asyncio.run(player.play(own, PROMPT, sampling, VERSION)))
+    texts = [tokenizer.decode(generation.response_ids) for generation in generations]
+    assert [text.partition("assistant\n")[2] for text in texts] == ["?7<|im_end|>", "<short>7<|im_end|>"]

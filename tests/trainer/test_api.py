@@ -160,6 +160,30 @@ def test_prompts_of_every_kind(model: Path) -> None:
     assert again.equals(batch)
 
 
+def test_prompts_with_the_columns_that_keys_name(model: Path) -> None:
+    """The same keys as of files; `ground_truth` stands for any of them."""
+    keys = [
+        "data.shuffle=false",
+        "data.prompt_key=question",
+        "data.answer_key=facts.answer",
+        "data.reward_fn_key=kind",
+    ]
+    prompts = [
+        {"question": "1 + 2 =", "facts": {"answer": "3"}, "kind": "sums"},
+        {"question": "1 + 3 =", "ground_truth": "4"},
+    ]
+    batch = next(supply(model, *keys).batches(prompts))
+    assert batch["ground_truth"].to_pylist() == ["3", "4"]
+    assert batch["data_source"].to_pylist() == ["sums", "python"]
+    with pytest.raises(ValueError) as error:
+        next(supply(model, *keys).batches([*prompts, *({"prompt": "x", "answer": "y"} for _ in range(9))]))
+    assert str(error.value) == (
+        "prompts: number 2 is a dict without 'question' (keys: prompt, answer); name it so, or set data.prompt_key"
+    )
+    with pytest.raises(ValueError, match=r"prompts row 0: no 'facts.answer': .*; set data.answer_key"):
+        next(supply(model, *keys).batches(["1 + 2 ="]))
+
+
 def test_the_same_prompts_go_on_where_they_ended(model: Path) -> None:
     source = supply(model)
     prompts = [f"{number} + 1 =" for number in range(5)]

@@ -5,7 +5,7 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,12 +98,14 @@ class QuietRun(Run):
 def start(folder: Path, resumed: bool = False, begun: float | None = None, **keys: Any) -> Checkpoints:
     trainer = SavingConfig(**keys)
     folder.mkdir(exist_ok=True)
-    config = resolve(load_config(SFTConfig, None, RECIPE))
+    config = resolve(load_config(SFTConfig, None, [*RECIPE, f"trainer.default_local_dir={folder}"]))
     store = open_store(trainer, folder / "checkpoints", print)
     run = QuietRun(folder, store)
     run.started = run.started if begun is None else begun
     if resumed:
-        run.resumed = find_resumed(replace(config, trainer=trainer), store, run.say)
+        saving = {key.name: getattr(trainer, key.name) for key in fields(SavingConfig)}
+        changed = replace(config, trainer=replace(config.trainer, **saving))
+        run.resumed = find_resumed(changed, store, run.say)
     save_config(config, folder / "config.yaml")
 
     def export(target: Path) -> None:
@@ -181,8 +183,9 @@ def test_a_new_course_leaves_the_old_ones_checkpoints_aside(tmp_path: Path) -> N
     anew = start(tmp_path, resumed=True, save_freq=1, resume_mode="disable")
     assert anew.resume() == 0
     play(anew, 1, 1)
-    assert steps_in(tmp_path / "checkpoints") == [1] and steps_in(tmp_path / "checkpoints-1") == [1, 2, 3]
-    path = str(tmp_path / "checkpoints-1" / "step-2")
+    earlier = tmp_path / "earlier_runs" / "1" / "checkpoints"
+    assert steps_in(tmp_path / "checkpoints") == [1] and steps_in(earlier) == [1, 2, 3]
+    path = str(earlier / "step-2")
     other = start(tmp_path / "other", resumed=True, resume_mode="path", resume_from_path=path)
     assert other.resume() == 2
     other.run.store.close()
@@ -195,7 +198,7 @@ def test_a_course_from_elsewhere_leaves_earlier_steps_aside_too(tmp_path: Path) 
     path = str(tmp_path / "one" / "checkpoints" / "step-3")
     run = start(tmp_path / "other", resumed=True, resume_mode="path", resume_from_path=path)
     assert run.resume() == 3 and steps_in(tmp_path / "other" / "checkpoints") == []
-    assert steps_in(tmp_path / "other" / "checkpoints-1") == [1, 2]
+    assert steps_in(tmp_path / "other" / "earlier_runs" / "1" / "checkpoints") == [1, 2]
     run.run.store.close()
 
 
@@ -370,3 +373,16 @@ def test_other_errors_of_ranks_are_not_taken_for_a_full_disk(tmp_path: Path) -> 
     with pytest.raises(WorkerFailed):
         checkpoints.after(1, {}, last=False)
     checkpoints.run.store.close()
+
+
+def test_a_checkpoint_after_the_last_step_is_refused(tmp_path: Path) -> None:
+    """With fewer steps than were made nothing could be trained, and an older model would be exported as this one."""
+    play(start(tmp_path, save_freq=1), 1, 3)
+    config = resolve(load_config(SFTConfig, None, [*RECIPE, f"trainer.default_local_dir={tmp_path}"]))
+    said: list[str] = []
+    with open_store(SavingConfig(), tmp_path / "checkpoints", print) as store:
+        with pytest.raises(ValueError, match=r"is of step 3, and the run ends with step 2 \(trainer\.total"):
+            find_resumed(config, store, said.append, 2)
+        assert steps_in(tmp_path / "checkpoints") == [1, 2, 3] and said == []
+        assert find_resumed(config, store, said.append, 3).step == 3
+    assert said[0] == "all 3 steps are made: nothing is left to train, and the model is exported again"

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
+from megarl.config import TrainConfig
+from megarl.config.load import load_config
 from megarl.packages import PURPOSES, requirements
+from megarl.trainer.doctor import examine
 from megarl.trainer.doctor_checks import FAILURE, GIB, OK, WARNING, Finding, judge_nodes
 from megarl.trainer.doctor_facts import Gpu, NodeFacts
 from megarl.trainer.doctor_probe import bus_bandwidth
@@ -154,6 +157,19 @@ def test_a_configuration_that_cannot_be_is_told_before_anything_starts(task: Pat
     assert "ppo_mini_batch_size" in result.stdout and not (tmp_path / "run").exists()
     unknown = megarl("doctor", *PPO, "trainer.no_such_key=1")
     assert unknown.returncode == 2 and "no_such_key" in unknown.stderr
+
+
+def test_a_response_that_the_model_cannot_hold_is_told_before_anything_starts(
+    task: Path, tmp_path: Path
+) -> None:
+    recipe, *keys = PPO
+    keys += [*on(task, tmp_path / "run"), "data.max_response_length=2000"]
+    ok, failure = examine(load_config(TrainConfig, recipe, keys))
+    assert (ok.level, failure.level) == (OK, FAILURE) and not (tmp_path / "run").exists()
+    assert (
+        "data.max_prompt_length=48 + data.max_response_length=2000 = 2048 tokens do not fit" in failure.found
+    )
+    assert "1024 (max_position_embeddings in its config.json)" in failure.found
 
 
 def test_a_run_folder_that_cannot_be_written(task: Path, tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.config import DataConfig
+from megarl.config import DataConfig, EvalConfig, TrainConfig
 from megarl.config.data_sections import MixtureConfig, SamplerConfig
+from megarl.config.load import load_config
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.models.tiny import train_tokenizer
-from megarl.trainer.prompt_data import read_prompts, training_prompts
+from megarl.trainer.prompt_data import may_lack, read_prompts, training_prompts
 from tests.data.shared import prompt_row
+
+MODEL = "reward_model"
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +112,61 @@ def test_prompts_that_a_run_cannot_use(folder, tokenizer, streaming):
         list(
             training_prompts(config(folder, streaming=streaming, max_prompt_length=100), tokenizer, refuse)[0]
         )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_without_the_columns(folder, tokenizer, streaming, tmp_path):
+    """Before a row is read, with data.streaming too; keys that name the columns read them."""
+    rows = [{"question": "Tom has 3 pens.", "answer": str(row)} for row in range(20)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    data = config(tmp_path, streaming=streaming)
+    with pytest.raises(
+        ValueError, match=r"^\S+/x\.parquet: no column 'prompt', .*\(columns: question, answer\)[^\n]*$"
+    ):
+        training_prompts(data, tokenizer, lambda table: None)
+    mixture = {name: MixtureConfig(files=data.train_files, weight=1) for name in "ab"}
+    with pytest.raises(ValueError, match=r"^\S+/x\.parquet: no column 'prompt', [^\n]*$"):
+        training_prompts(
+            config(tmp_path, mixture=mixture, streaming=streaming), tokenizer, lambda table: None
+        )
+    named = replace(data, prompt_key="question", answer_key="answer")
+    loader, _ = training_prompts(named, tokenizer, lambda table: None, ["data_source"])
+    found = [row for batch in loader for row in batch.to_pylist()]
+    assert sorted(int(row["ground_truth"]) for row in found) == list(range(20))
+    assert {row["data_source"] for row in found} == {"unknown"}
+
+
+@pytest.mark.parametrize(
+    "keys, columns",
+    [
+        ([], set()),
+        (["custom_reward_function.path=r.py"], {"data_source"}),
+        (["reward.rule=gsm8k"], {"data_source"}),
+        (["reward.gsm8k_rule_reward=true"], {"data_source"}),
+        ([f"{MODEL}.enable=true"], {"data_source", "reward_model.ground_truth"}),
+        ([f"{MODEL}.enable=true", f"{MODEL}.rule_weight=0.5"], set()),
+        ([f"{MODEL}.enable=true", f"{MODEL}.rule_weight=0.5", "reward.rule=gsm8k"], {"data_source"}),
+        ([f"{MODEL}.enable=true", "actor_rollout_ref.rollout.multi_turn.enable=true"], {"data_source"}),
+    ],
+)
+def test_columns_that_no_reward_reads(keys, columns):
+    needed = [
+        "data.train_files=x",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=9",
+        "data.max_response_length=9",
+    ]
+    needed += ["actor_rollout_ref.model.path=m", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    needed += ["actor_rollout_ref.actor.optim.lr=1e-6"]
+    assert may_lack(load_config(TrainConfig, None, [*needed, *keys])) == columns
+
+
+def test_columns_that_an_evaluation_does_not_read():
+    needed = ["model.path=m", "data.val_files=x", "data.max_prompt_length=9", "data.max_response_length=9"]
+    assert may_lack(load_config(EvalConfig, None, needed)) == set()
+    assert may_lack(load_config(EvalConfig, None, [*needed, "custom_reward_function.path=r.py"])) == {
+        "data_source"
+    }
 
 
 def test_held_out_prompts(folder, tokenizer):

@@ -18,12 +18,19 @@ from megarl.config import MegatronConfig, RewardModelConfig
 from megarl.config.reward_sections import RewardModelPathConfig
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.data.trajectories import TEMPLATE_KWARGS
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.models.tiny import make_tiny_model
 from megarl.trainer.dispatch import MicroBatching
 from megarl.trainer.nonfinite import NotFinite
-from megarl.trainer.reward_model import ModelScores, RewardModelInputs, load_reward_model, score_with_model
+from megarl.trainer.reward_model import (
+    ModelScores,
+    RewardModelInputs,
+    load_reward_model,
+    score_with_model,
+    texts_of,
+)
 from megarl.trainer.reward_normalization import FILE, RewardNormalization
 from megarl.trainer.reward_worker import RewardModelWorker
 from megarl.trainer.roles import Role
@@ -173,6 +180,20 @@ def test_chats_are_rendered_anew_for_another_tokenizer(folders: dict[str, Path])
     ]
     assert found.scores.tolist() == [len(own(own.decode(text))["input_ids"]) for text in group.texts]
     assert own("Tom has 12 pens")["input_ids"] != policy("Tom has 12 pens")["input_ids"]
+
+
+def test_tools_of_a_row_reach_the_reward_models_own_template(folders: dict[str, Path]) -> None:
+    """Other keywords are of the policy's template."""
+    policy, own = load_tokenizer(folders["policy"]), load_tokenizer(folders["other"])
+    own.chat_template = (
+        "{% for t in tools or [] %}{{ t.name }};{% endfor %}{{ style }}{{ messages[-1].content }}"
+    )
+    given = [{"tools": [{"name": "f"}, {"name": "g"}], "style": "s"}, {"style": "s"}]
+    batch = chats().append_column("response_ids", pa.array([[5], [6]], pa.list_(pa.int32())))
+    batch = batch.append_column(TEMPLATE_KWARGS, pa.array([json.dumps(keywords) for keywords in given]))
+    inputs = RewardModelInputs(read_model_config(str(folders["other"])), policy, own, max_length=40)
+    texts = [own.decode(ids) for ids in texts_of(batch, inputs)]
+    assert texts == ["f;g;" + policy.decode([5]), policy.decode([6])]
 
 
 def test_scores_are_shifted_and_scaled_as_the_folder_says(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import ragged, read_trajectories
 from megarl.memory.training import BUCKET, SLOTS
+from megarl.trainer.earlier_runs import ENTRIES
 from megarl.trainer.logger import read_metrics
 from tests.data.shared import SHARED_DATA
 from tests.trainer.conftest import PPO, TWO_STEPS, on, steps, succeed
@@ -67,6 +68,15 @@ def test_everything_is_logged_and_said(ppo_run):
     assert "tp2 x pp2" in printed and "step 2/2" in printed and str(out) in printed
 
 
+def entries_of_a_run(folder):
+    return {path.name for pattern in ENTRIES for path in folder.glob(pattern)}
+
+
+def test_all_that_a_run_writes_would_be_kept_from_a_later_one(ppo_run):
+    _, out, _ = ppo_run
+    assert {path.name for path in out.iterdir()} == entries_of_a_run(out) | {"checkpoints"}
+
+
 def test_what_is_not_healthy_is_said_once(ppo_run):
     """Every gradient is over the bound; it is reported with what to do, and not again in the next step."""
     _, out, printed = ppo_run
@@ -104,6 +114,7 @@ def test_the_export_answers_as_the_engine_does(ppo_run, tmp_path):
         f"data.val_files={task}/data/test.parquet", f"trainer.default_local_dir={tmp_path}",
     )  # fmt: skip
     assert "16 of 16" in succeed("verify", out / "hf", tmp_path / "trajectories.parquet")
+    assert {path.name for path in tmp_path.iterdir()} == entries_of_a_run(tmp_path)
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["score/mean"] == steps(out)[1]["val/score/mean"] and scores["num_problems"] == 16
 

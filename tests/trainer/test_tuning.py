@@ -71,7 +71,7 @@ class Ranks:
 
 def play(folder: Path, num_steps: int = 7, **keys):
     """Run steps whose validation losses are `LOSSES`; the model that is written is the number of its updates."""
-    trainer = TuningTrainerConfig(test_freq=1, **keys)
+    trainer = TuningTrainerConfig(default_local_dir=str(folder), test_freq=1, **keys)
     config = resolve(load_config(SFTConfig, None, RECIPE))
     done: list[Any] = []
 

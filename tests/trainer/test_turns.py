@@ -16,6 +16,7 @@ from megarl.data.tokenizer import load_tokenizer, render_prompt
 from megarl.data.trajectories import (
     MESSAGES,
     PROMPT_SCHEMA,
+    TEMPLATE_KWARGS,
     TRAJECTORY_SCHEMA,
     environment_notes,
     expand_prompts,
@@ -137,7 +138,11 @@ def test_the_environment_is_told_of_the_task(model):
     (task,) = worker.players.tasks(
         expand_prompts(table.append_column(MESSAGES, pa.array([json.dumps(chat)])), 1)
     )
-    assert task.messages == chat
+    assert task.messages == chat and task.template_kwargs is None
+    keywords = {"tools": [{"name": "f"}]}
+    given = table.append_column(TEMPLATE_KWARGS, pa.array([json.dumps(keywords)]))
+    (task,) = worker.players.tasks(expand_prompts(given, 1))
+    assert task.template_kwargs == keywords
 
 
 def test_the_configuration_says_how_far_it_goes(model, tmp_path):

@@ -120,6 +120,7 @@ def compare_adapters(a: str, b: str) -> Comparison:
             values = [getattr(reader.facts, fact) for reader in (first, second)]
             if values[0] != values[1]:
                 different.append(Difference(fact, *map(str, values), None))
+        different += _scalings(first, second)
         shared = sorted(first.names & second.names)
         tensors = [_difference(name, first.read(name), second.read(name)) for name in shared]
         return Comparison(
@@ -128,6 +129,17 @@ def compare_adapters(a: str, b: str) -> Comparison:
             tuple(sorted(first.names - second.names)),
             tuple(sorted(second.names - first.names)),
         )
+
+
+def _scalings(first: PeftReader, second: PeftReader) -> list[Difference]:
+    """What the outputs of single adapters are multiplied with, where that is no difference of all."""
+    a, b = first.scalings(), second.scalings()
+    every = (first.facts.scaling, second.facts.scaling)
+    return [
+        Difference(f"{name} (scaling)", str(a[name]), str(b[name]), None)
+        for name in a.keys() & b.keys()
+        if a[name] != b[name] and (a[name], b[name]) != every
+    ]
 
 
 def _as_hf(path: str, companions: str | None, adapter: str | None = None) -> Moves:

@@ -6,9 +6,11 @@ import torch
 
 from megarl.dcp import DCPReader, StoredTensor
 from megarl.files import whole_folder
+from megarl.hybrid_engine.convert.moves import narrow_into
 from megarl.hybrid_engine.convert.sources import MegatronSource, Source
 from megarl.hybrid_engine.hf_folder import save_tensors
-from megarl.hybrid_engine.peft_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, PeftReader
+from megarl.hybrid_engine.peft_facts import CONFIG_FILE
+from megarl.hybrid_engine.peft_files import PREFIX, WEIGHTS_FILE, PeftReader
 from megarl.layout import Box
 from megarl.models.lora import IN_CHECKPOINTS
 
@@ -20,7 +22,8 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
         dtype: what they are written as; None: each keeps its own.
 
     Raises:
-        ValueError: a checkpoint without adapters, or whose adapters are not whole or not of its model.
+        ValueError: a checkpoint without adapters, or whose adapters are not whole, not of its model, or hold values that
+            `dtype` does not.
         OSError: the disk is full or not writable.
         In either case nothing is left of the target.
     """
@@ -32,24 +35,22 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
             f"checkpoint {source.path!r} has adapters, but no {CONFIG_FILE} that says what they are"
         )
     tensors = {
-        PREFIX + key.removeprefix(IN_CHECKPOINTS): _whole(source.reader, key, stored).to(
-            dtype or stored.dtype
-        )
+        PREFIX + key.removeprefix(IN_CHECKPOINTS): _whole(source.reader, key, stored, dtype or stored.dtype)
         for key, stored in source.adapters.items()
     }
     with whole_folder(target) as folder:
         save_tensors(tensors, folder / WEIGHTS_FILE)
         shutil.copyfile(facts, folder / CONFIG_FILE)
-        with PeftReader(str(folder)) as written:
-            written.check_base(source.config)
+        with PeftReader(str(folder), source.config) as written:
+            written.check_base()
     return tensors
 
 
-def _whole(reader: DCPReader, key: str, stored: StoredTensor) -> torch.Tensor:
+def _whole(reader: DCPReader, key: str, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor put together from its chunks."""
     if sum(chunk.box.numel for chunk in stored.chunks) != Box.whole(stored.shape).numel:
         raise ValueError(f"checkpoint {reader.folder}: {key} is not whole")
-    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    tensor = torch.empty(stored.shape, dtype=dtype)
     for chunk in stored.chunks:
-        tensor[chunk.box.slices] = reader.load(chunk)
+        narrow_into(tensor[chunk.box.slices], reader.load(chunk), f"checkpoint {reader.folder}", key)
     return tensor

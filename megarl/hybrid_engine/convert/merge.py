@@ -34,8 +34,8 @@ class MergedSource:
         self.base, self.adapter, self.path = base, adapter, base.path
         self.companions, self.config, self.layout = base.companions, base.config, base.layout
         self.head, self.mtp = base.head, base.mtp
-        with PeftReader(adapter) as reader:
-            self._modules = frozenset(reader.check_base(base.config))
+        with PeftReader(adapter, base.config) as reader:
+            self._modules = frozenset(reader.check_base())
             self._has_head = VALUE_HEAD in reader.names
         if self._has_head and self.head != "value":
             raise ValueError(
@@ -50,7 +50,7 @@ class MergedSource:
         return self.base.dtype(local)
 
     def read(self, copies: Sequence[Copy]) -> Iterator[Part]:
-        with PeftReader(self.adapter) as reader:
+        with PeftReader(self.adapter, self.config) as reader:
             for part in self.base.read(copies):
                 tensor, box = part.copy.tensor, part.copy.box
                 assert part.box == part.copy.target_box, "a Hugging Face folder is read copy by copy"
@@ -71,13 +71,21 @@ def merge_rows(weight: torch.Tensor, reader: PeftReader, module: str, box: Box) 
         box: which of the weight's rows; with DoRA it has all columns.
 
     Returns: [*box.size], float32.
+
+    Raises:
+        ValueError: values of the adapter, or of finite weights with it, are not finite.
     """
     (row, column), (rows, columns) = box
-    a = reader.read(module + A, Box((0, column), (reader.facts.rank, columns))).float()
-    b = reader.read(module + B, Box((row, 0), (rows, reader.facts.rank))).float()
-    merged = torch.addmm(weight.float(), b, a, alpha=reader.facts.scaling)
+    rank = reader.rank(module)
+    a = reader.read(module + A, Box((0, column), (rank, columns))).float()
+    b = reader.read(module + B, Box((row, 0), (rows, rank))).float()
+    merged = torch.addmm(weight.float(), b, a, alpha=reader.scaling(module))
     if reader.facts.use_dora:
         assert columns == reader.shape(module + A)[1], f"{module}: a row is read in parts"
         m = reader.read(module + MAGNITUDE, Box((row,), (rows,))).float()
         merged *= (m / torch.linalg.vector_norm(merged, dim=1))[:, None]
+    if not merged.isfinite().all() and weight.isfinite().all():
+        raise ValueError(
+            f"adapter {reader.path!r}: with it {module}.weight has values that are no finite numbers"
+        )
     return merged

@@ -84,10 +84,26 @@ class Moves:
             padded = sum(copy.box.numel for copy in self._copies[item]) < item.box.numel
             make = torch.zeros if padded else torch.empty
             tensors[item] = make(item.box.size, dtype=self.dtypes[item.local])
+        where = f"checkpoint {self.source.path}"
         for part in self.source.read([copy for item in items for copy in self._copies[item]]):
             local = part.copy.target_local
             item = self._places[local, part.box.start[: self.target.num_leading(local)]]
             place = part.box.inside(item.box, Box.whole(item.box.size))
-            tensors[item][place.slices].copy_(part.values.reshape(place.size))
+            narrow_into(tensors[item][place.slices], part.values.reshape(place.size), where, part.copy.tensor)
             del part  # before the source reads the next
         return tensors
+
+
+def narrow_into(target: torch.Tensor, values: torch.Tensor, where: str, name: str) -> None:
+    """Copy values into a tensor of another type, perhaps.
+
+    Raises:
+        ValueError: a value is beyond the largest of that type, and would become infinite: of the tensor `name`, in `where`.
+    """
+    target.copy_(values)
+    most = torch.finfo(target.dtype).max
+    if most < torch.finfo(values.dtype).max and (lost := values.isfinite() & ~target.isfinite()).any():
+        raise ValueError(
+            f"{where}: {name} has values up to {values[lost].abs().max():g}, "
+            f"{str(target.dtype).removeprefix('torch.')} holds none above {most:g}; choose another --dtype"
+        )

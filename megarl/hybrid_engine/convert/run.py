@@ -59,7 +59,8 @@ def convert(
 
     Raises:
         ValueError: a wrong argument; a source with anything missing, left over or of another shape than its config
-            makes it; tensors of different types that one tensor is to hold; an adapter that is not of this model.
+            makes it; tensors of different types that one tensor is to hold; a value beyond the largest of `dtype`; an
+            adapter that is not of this model, or not finite.
         OSError: the disk is full or not writable.
         In either case nothing is left of the target.
     """

@@ -1,6 +1,5 @@
 """What a conversion reads: a Hugging Face folder, or a Megatron distributed checkpoint saved from any layout."""
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megarl.dcp import Chunk, DCPReader
+from megarl.files import read_json_object
 from megarl.hybrid_engine.convert.megatron_layout import (
     VOCAB_TENSORS,
     MegatronCheckpoint,
@@ -21,7 +21,9 @@ from megarl.hybrid_engine.load import HFReader
 from megarl.hybrid_engine.peft_files import is_adapter
 from megarl.layout import Box, Copy, Layout
 from megarl.models import ModelConfig, read_model_config
+from megarl.models.fields import short
 from megarl.models.lora import IN_CHECKPOINTS
+from megarl.models.weight_files import some
 
 COMPANIONS = (
     "hf"  # the folder within a Megatron checkpoint that keeps config, tokenizer and generation config
@@ -99,9 +101,18 @@ def open_source(path: str, companions: str | None = None, mtp: bool = True) -> S
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{path!r} is neither a Hugging Face folder (it has no config.json) nor a Megatron distributed "
-            "checkpoint (it has no metadata.json and no latest_checkpointed_iteration.txt)"
+            f"checkpoint (it has no metadata.json and no latest_checkpointed_iteration.txt){_within(folder)}"
         )
     return HFSource(path, mtp)
+
+
+def _within(folder: Path) -> str:
+    """Which checkpoints a folder holds that is none itself: a run's are in `step-<n>/<role>`."""
+    for pattern in ("*", "step-*/*"):
+        found = sorted(file.parent for file in folder.glob(f"{pattern}/metadata.json"))
+        if found:
+            return f"; it holds checkpoints: {some([str(place) for place in found])}"
+    return ""
 
 
 def _megatron_folder(folder: Path) -> Path | None:
@@ -110,11 +121,13 @@ def _megatron_folder(folder: Path) -> Path | None:
         tracker = folder / "latest_checkpointed_iteration.txt"
         if not tracker.is_file():
             return None
-        latest = tracker.read_text().strip()
+        latest = tracker.read_bytes().decode(errors="replace").strip()
+        if not re.fullmatch(r"[\w.-]*\w", latest):
+            raise ValueError(f"{tracker} should name an iteration or release, found {short(latest)}")
         folder = folder / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
         if not (folder / "metadata.json").is_file():
             raise ValueError(f"{tracker} names {latest!r}, but {folder} is no distributed checkpoint")
-    backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
+    backend = read_json_object(folder / "metadata.json").get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(f"{folder}/metadata.json: checkpoint format {backend!r}; supported: 'torch_dist'")
     return folder
@@ -131,17 +144,17 @@ class HFSource:
         self.config = read_model_config(path)
         self.mtp = mtp and self.config.num_mtp_layers > 0
         with HFReader(path) as reader:
-            self.head = "value" if "score.weight" in reader.files else "lm"
+            self.head = "value" if "score.weight" in reader.tensors else "lm"
             whole = hf_layout(self.config, self.head, self.mtp).pieces(0)
             # what MTP layers repeat of the model is not read
             pieces = [piece for piece in whole if piece.local == piece.tensor]
             names = {piece.local for piece in whole}
-            self._dtypes = {name: reader.dtype(name) for name in reader.files if name in names}
+            self._dtypes = {name: reader.dtype(name) for name in reader.tensors if name in names}
         self.layout = Layout.by_rank("Hugging Face checkpoint", 1, lambda rank: pieces)
 
     def check(self) -> None:
         with HFReader(self.path) as reader:
-            if {"score.weight", "lm_head.weight"} <= reader.files.keys():
+            if {"score.weight", "lm_head.weight"} <= reader.tensors.keys():
                 raise ValueError(
                     f"checkpoint {self.path} has both lm_head.weight and score.weight; one is left over"
                 )
@@ -207,6 +220,8 @@ class MegatronSource:
             if found is None:
                 wrong.append(f"{key} is missing")
                 continue
+            if not found.dtype.is_floating_point:
+                wrong.append(f"{key} is of type {found.dtype}, which no weight has")
             shape = tensor.shape
             if key in VOCAB_TENSORS and found.shape[0] >= self.config.vocab_size:
                 shape = (found.shape[0], *shape[1:])

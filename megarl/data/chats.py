@@ -1,0 +1,204 @@
+"""Chats as rows of data hold them: messages, the tools that they may call, and keywords of the chat template.
+
+A message keeps every field that it has (`tool_calls`, `reasoning_content`, `name`, `tool_call_id`, ...), because the chat
+template decides what it reads. `content` may be a text, null (OpenAI's form of a message that only calls tools) or
+a list of texts as parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.check_data import OWN_TEMPLATE_KEYS
+from megarl.data.files import Column, find
+
+Message = dict[str, Any]
+TOOLS_KEY = "tools"
+TEMPLATE_KWARGS_KEY = "chat_template_kwargs"  # the column that TRL's data sets have
+
+
+@dataclass(frozen=True)
+class ChatKeywords:
+    """What the chat templates of a data set are given besides the messages.
+
+    Attributes:
+        tools_key: the column of a row's tools, dotted or not; None: no row has any.
+        config: what `data.apply_chat_template_kwargs` says; a row's own tools and keywords win.
+    """
+
+    tools_key: str | None = TOOLS_KEY
+    config: Mapping[str, Any] | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read of a row, as far as it has them."""
+        return [key for key in (self.tools_key, TEMPLATE_KWARGS_KEY) if key is not None]
+
+    @property
+    def needed(self) -> list[Column]:
+        """Those that a Parquet file must have: the tools', where the configuration names it otherwise than usual."""
+        if self.tools_key in (None, TOOLS_KEY):
+            return []
+        return [Column(self.tools_key, "data.tools_key (null: rows have none)", by_row=True)]
+
+    def of_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row's keywords: those of the configuration, with the row's own in their place.
+
+        Raises:
+            ValueError: the tools are no list of objects, or the keywords no object.
+        """
+        return {**(self.config or {}), **self.own(row)}
+
+    def own(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row's own keywords and, as `tools`, its tools. ValueError: as `of_row`."""
+        own: dict[str, Any] = {}
+        keywords = _from_json(row.get(TEMPLATE_KWARGS_KEY))
+        if keywords is not None:
+            if not isinstance(keywords, Mapping):
+                raise ValueError(f"{TEMPLATE_KWARGS_KEY!r} must be an object, found {_brief(keywords)}")
+            for name in keywords:
+                if name in OWN_TEMPLATE_KEYS:
+                    raise ValueError(f"{TEMPLATE_KWARGS_KEY!r}: megarl itself says {name}; leave it out")
+            own.update(keywords)
+        tools = _from_json(find(dict(row), self.tools_key)) if self.tools_key is not None else None
+        if tools:
+            if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+                raise ValueError(
+                    f"{self.tools_key!r} must be a list of objects (JSON schemas of functions), found {_brief(tools)}; "
+                    "data.tools_key=null reads no tools"
+                )
+            own["tools"] = tools
+        return own
+
+
+def read_chat(value: Any) -> Any:
+    """A chat that a column holds as JSON text, as the list that it is; any other value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            messages = json.loads(value)
+        except ValueError:
+            return value
+        if isinstance(messages, list) and all(isinstance(item, dict) and "role" in item for item in messages):
+            return messages
+    return value
+
+
+def check_messages(messages: Any, key: str) -> list[Message]:
+    """Check a chat: a non-empty list of messages, or such a list as JSON text.
+
+    Returns:
+        The messages with all their fields but null ones (`content` may be null) and empty lists of calls; calls that are
+        given as JSON text are lists.
+
+    Raises:
+        ValueError: naming the message that is wrong.
+    """
+    messages = read_chat(messages)
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{key!r} must be a non-empty list of {{role, content}}, found {_brief(messages)}")
+    return [_message(message, f"{key!r} message {position}") for position, message in enumerate(messages)]
+
+
+def prompt_messages(prompt: Any, key: str) -> list[Message]:
+    """A prompt as chat messages: it is a list of them (or JSON text of one), or the text of one message, the user's.
+
+    Raises:
+        ValueError: it is neither, or an empty text.
+    """
+    prompt = read_chat(prompt)
+    if prompt == "":
+        raise ValueError(f"{key!r} is an empty text")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return check_messages(prompt, key)
+
+
+def _message(message: Any, place: str) -> Message:
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{place} needs the string 'role', found {_brief(message)}")
+    kept = {name: value for name, value in message.items() if value is not None or name == "content"}
+    calls = _calls(kept.pop("tool_calls", []), place)
+    if calls:  # some templates take an empty list for a message that calls
+        kept["tool_calls"] = calls
+    content = kept.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise ValueError(
+                f"{place}: 'content' has parts that are no texts, {_brief(content)}; only {{type: text, text: ...}} can "
+                "be read"
+            )
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"{place} needs the string 'content', found {_brief(message)}")
+    elif content is None and not _may_lack_content(kept):
+        raise ValueError(
+            f"{place} needs the string 'content', found {_brief(message)}: only an assistant's message with tool_calls or "
+            "reasoning may have none"
+        )
+    return kept
+
+
+def _may_lack_content(message: Message) -> bool:
+    """Whether a message says something without content. Fields of reasoning have several names, so that any counts."""
+    others = {name for name, value in message.items() if value and name not in ("role", "content", "name")}
+    return message["role"] == "assistant" and bool(others)
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """The calls of a message. A template that is given a text would take each of its characters for a call."""
+    found = _from_json(calls) or []
+    if not isinstance(found, list) or not all(isinstance(call, Mapping) for call in found):
+        raise ValueError(f"{place}: 'tool_calls' must be a list of calls, found {_brief(calls)}")
+    for call in found:
+        function = function_of(call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+            try:
+                json.loads(arguments)
+            except ValueError as error:
+                raise ValueError(
+                    f"{place}: the arguments of the call of {function.get('name')!r} are no valid JSON: {error}"
+                ) from None
+    return [dict(call) for call in found]
+
+
+def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where name and arguments of a call are: in its `function` (OpenAI's form), or in itself."""
+    function = call.get("function")
+    return function if isinstance(function, Mapping) else call
+
+
+def lost_call(message: Mapping[str, Any], text: str) -> str | None:
+    """The name of a call of the message that is not in a rendering of it; None: all are."""
+    names = [function_of(call).get("name") for call in message.get("tool_calls") or ()]
+    return next((name for name in names if isinstance(name, str) and name not in text), None)
+
+
+def check_calls_shown(message: Mapping[str, Any], text: str, name: str) -> None:
+    """ValueError: the rendering of a message that is to be learnt, `name`, lacks a call of it."""
+    lost = lost_call(message, text)
+    if lost is not None:
+        raise ValueError(
+            f"the chat template does not write the tool_calls of {name} (a call of {lost!r}), so that it would teach a "
+            "turn without them; use a template that does, or write the call into the content"
+        )
+
+
+def _from_json(value: Any) -> Any:
+    """What a JSON text says; other values, and texts that are no JSON, as they are. An empty text says nothing."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

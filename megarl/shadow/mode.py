@@ -1,0 +1,128 @@
+"""The dispatch mode of a shadow run: sees every operation of torch, after fake tensors have given it its shapes.
+
+To be entered above a fake tensor mode:
+
+    with FakeMode(), Shadow() as shadow, shadow.tracker.phase("update"): ...
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megarl.shadow.collectives import Collective, describe, pass_on
+from megarl.shadow.tracker import Tracker, line_of_code
+from megarl.shadow.values import follow, positions, sized_by_values, value_of
+
+aten = torch.ops.aten
+_INDEXING = (aten.index, aten.index_put_, aten.index_put)
+
+
+class FakeMode(FakeTensorMode):
+    """torch's fake tensors, for a device that cannot be initialised."""
+
+    avoid_device_init = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+
+class Shadow(TorchDispatchMode):
+    """What a rank does: bytes on its device, operations, collectives, values.
+
+    Attributes:
+        received: the shape that a pipeline stage is told by the one before it.
+        flops: floating point operations, by phase and kernel.
+        log: the collectives of the rank in their order.
+        assumed: what was not known and how often it was asked for, in words.
+    """
+
+    def __init__(self, received: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.received = received
+        self.tracker = Tracker()
+        self.flops: dict[str, Counter[str]] = defaultdict(Counter)
+        self.log: list[Collective] = []
+        self.assumed: Counter[str] = Counter()
+        self.num_operations = 0
+
+    def assume(self, what: str) -> None:
+        self.assumed[f"{what}, at {line_of_code()}"] += 1
+
+    def count_flops(self, kernel: str, number: float) -> None:
+        self.flops[self.tracker.name][kernel] += int(number)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.num_operations += 1
+        if func in _ANSWERED:
+            return _ANSWERED[func](self, *args)
+        if func._overloadpacket in _INDEXING and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        ):
+            args = (args[0], positions(args[1]), *args[2:])
+        found = sized_by_values(func, args, kwargs)
+        if found is None:
+            found = self._execute(func, args, kwargs)
+        self._note(found, str(func))
+        return found
+
+    def _execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        space, _, operation = func._schema.name.partition("::")
+        if space == "c10d":
+            return self._communicate(func, operation, args, kwargs)
+        out = func(*args, **kwargs)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.count_flops(str(func._overloadpacket), count(*args, **kwargs, out_val=out))
+        follow(func, args, kwargs, out, self.assume)
+        return out
+
+    def _communicate(self, func: Any, operation: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "coalesced" in operation:  # torch 2.13 has no shapes for these
+            from torch._C._distributed_c10d import FakeWork
+
+            out = FakeWork().boxed()
+        else:
+            out = func(*args, **kwargs)
+        call = describe(operation, args)
+        self.log.append(call)
+        with unset_fake_temporarily(), torch.no_grad():
+            pass_on(operation, args, len(call.group) or 1, self.received)
+        return out
+
+    def _note(self, out: Any, operation: str) -> None:
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+                self.tracker.note(tensor.untyped_storage(), operation)
+
+
+def _scalar(shadow: Shadow, tensor: torch.Tensor) -> Any:
+    value = value_of(tensor)
+    if value is not None:
+        return value.item()
+    shadow.assume(f"a {str(tensor.dtype).removeprefix('torch.')} is 1")
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _equal(shadow: Shadow, one: torch.Tensor, other: torch.Tensor) -> bool:
+    a, b = value_of(one), value_of(other)
+    if a is not None and b is not None:
+        return bool((a == b).all())
+    shadow.assume("tensors of one shape are equal")
+    return one.shape == other.shape
+
+
+# Operations that fake tensors cannot answer.
+_ANSWERED = {
+    aten._pin_memory.default: lambda shadow, tensor, *rest: tensor.clone(),
+    aten.is_pinned.default: lambda shadow, *rest: False,
+    aten._local_scalar_dense.default: _scalar,
+    aten.equal.default: _equal,
+}

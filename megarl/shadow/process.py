@@ -1,0 +1,67 @@
+"""The process of shadow ranks: `python -m megarl.shadow.process`, with a request as JSON on its standard input.
+
+The device comes before torch, so this module imports nothing heavy before it has it. Its answer, a JSON object a line and rank, goes to
+the file that the request names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megarl.shadow import device
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which ranks of a recipe to run, one after the other.
+
+    Attributes:
+        ranks: (role, rank).
+        out: the file for the reports.
+        transformer_engine: whether its layers are used, as on a machine where it is installed; else megarl's own in torch.
+    """
+
+    recipe: str
+    overrides: list[str]
+    ranks: list[tuple[str, int]]
+    out: str
+    micro_batches: int | None = None
+    transformer_engine: bool = True
+    card: dict[str, object] = field(default_factory=dict)
+
+
+def main() -> None:
+    request = Request(**json.load(sys.stdin))
+    device.load()
+
+    from megarl.shadow import cuda, transformer_engine
+
+    running: list[object] = []  # the runner, once it is there
+
+    def current():
+        return running[0].shadow if running else None
+
+    cuda.install(cuda.Card(**request.card), current)
+    if request.transformer_engine:
+        transformer_engine.install(current)
+    else:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its import fails, as where it is not installed
+
+    from megarl.shadow.rank import Runner
+    from megarl.trainer.memory_command import read_inputs
+
+    config, inputs = read_inputs(request.recipe, request.overrides, check=False)
+    runner = Runner(*([transformer_engine.forget_workspaces] if request.transformer_engine else []))
+    running.append(runner)
+    with Path(request.out).open("w", encoding="utf-8") as file:
+        for role, rank in request.ranks:
+            report = runner.run(config, inputs, role, rank, request.micro_batches)
+            file.write(json.dumps(asdict(report)) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()

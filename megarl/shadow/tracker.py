@@ -1,0 +1,118 @@
+"""Bytes of the tensors on the device: by the phase, the operation and the line that made them, at the peak of each phase."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 512  # bytes: torch's caching allocator gives multiples of it
+LIBRARIES = ("megarl.", "megatron.core.", "transformer_engine.", "sglang.")
+
+
+class Made(NamedTuple):
+    """Where a tensor comes from."""
+
+    phase: str
+    operation: str
+    line: str  # "<module>:<line> <function>"
+
+
+@dataclass
+class Phase:
+    """What happened in a phase of a shadow run; bytes.
+
+    Attributes:
+        before: on the device when it began. peak: at most. after: when it ended.
+        at_peak: what was on the device at the peak, or up to a hundredth below it, by what made it.
+    """
+
+    before: int
+    peak: int
+    after: int = 0
+    at_peak: dict[Made, int] = field(default_factory=dict)
+
+
+class Tracker:
+    """Counts storages on the device from their first tensor on until nobody refers to them."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.phases: dict[str, Phase] = {}
+        self._name = "start"
+        self._live: dict[int, tuple[int, Made]] = {}
+        self._noted = 0  # bytes of the last account of a peak
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Count as phase `name`; a phase of the same name before is forgotten."""
+        outer, self._name, self._noted = self._name, name, 0
+        found = self.phases[name] = Phase(self.current, self.current)
+        try:
+            yield found
+        finally:
+            found.after = self.current
+            self._name = outer
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def note(self, storage: torch.UntypedStorage, operation: str) -> None:
+        """A storage that a tensor on the device has; counted once."""
+        key = storage._cdata
+        if key in self._live:
+            return
+        size = _rounded(storage.nbytes())
+        self._live[key] = size, Made(self._name, operation, line_of_code())
+        weakref.finalize(storage, self._free, key)
+        self._grow(size)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage was given another size in place."""
+        if storage._cdata in self._live:
+            before, made = self._live[storage._cdata]
+            size = _rounded(storage.nbytes())
+            self._live[storage._cdata] = size, made
+            self._grow(size - before)
+
+    def live(self) -> dict[Made, int]:
+        """Bytes on the device now, by what made them, largest first."""
+        total: Counter[Made] = Counter()
+        for size, made in self._live.values():
+            total[made] += size
+        return dict(total.most_common())
+
+    def _free(self, key: int) -> None:
+        size, _ = self._live.pop(key)
+        self.current -= size
+
+    def _grow(self, size: int) -> None:
+        self.current += size
+        phase = self.phases.get(self._name)
+        if phase is not None and self.current > phase.peak:
+            phase.peak = self.current
+            # An account of every new peak would take longer than the run: only of those that are a hundredth higher.
+            if self.current > self._noted + self._noted // 100:
+                phase.at_peak, self._noted = self.live(), self.current
+
+
+def line_of_code() -> str:
+    """The innermost line of the libraries that a rank's code is of: "<module>:<line> <function>"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(LIBRARIES) and not module.startswith("megarl.shadow."):
+            return f"{module}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
+
+
+def _rounded(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK

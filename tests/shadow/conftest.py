@@ -1,0 +1,63 @@
+"""Shadow ranks of tiny models, run once for all tests of a process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.models.tiny import make_tiny_model
+from megarl.shadow import device
+from megarl.shadow.dry_run import run_ranks
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart_ppo.yaml"
+
+
+@pytest.fixture(scope="session")
+def machine() -> None:
+    """Skips where no shadow can run, and says why."""
+    problem = device.missing()
+    if problem is not None:
+        pytest.skip(problem)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shadow") / "model"
+    make_tiny_model(folder, ["two words"], hidden_size=128, ffn_hidden_size=384, num_layers=4)
+    return folder
+
+
+def overrides(model: Path) -> list[str]:
+    """TP2 x PP2 of actor and reference, PP2 x DP2 of the critic, over the recipe."""
+    return [f"actor_rollout_ref.model.path={model}", "trainer.test_freq=-1", "data.val_files=null"]
+
+
+@pytest.fixture(scope="session")
+def reports(machine: None, model: Path) -> Iterator[dict[tuple[str, int], dict]]:
+    """By role and rank: all four ranks of the actor, and one of each stage of the critic."""
+    ranks = [*(("actor", rank) for rank in range(4)), ("critic", 0), ("critic", 2)]
+    found = run_ranks(str(RECIPE), overrides(model), ranks, micro_batches=3, num_processes=1)
+    yield {(report["role"], report["rank"]): report for report in found}
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DeepSeek-V3's kind of model, with values that are narrower than queries, as its own are."""
+    fields = {
+        **{"q_lora_rank": 64, "kv_lora_rank": 64},
+        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    }
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 4, "num_attention_heads": 8}
+    folder = tmp_path_factory.mktemp("shadow-experts") / "model"
+    make_tiny_model(folder, ["two words"], family="deepseek_v3", fields=fields, **sizes)
+    return folder
+
+
+def expert_overrides(model: Path) -> list[str]:
+    """GRPO, TP2 EP2."""
+    megatron = "actor_rollout_ref.actor.megatron"
+    return [
+        *overrides(model),
+        *("critic=null", "algorithm.adv_estimator=grpo"),
+        *(f"{megatron}.pipeline_model_parallel_size=1", f"{megatron}.expert_model_parallel_size=2"),
+    ]

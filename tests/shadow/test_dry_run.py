@@ -1,0 +1,65 @@
+"""`megarl plan memory --dry-run`: which ranks it runs, what it refuses, what it prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.shadow import device
+from megarl.shadow.dry_run import Comparison, chosen_ranks
+from megarl.trainer.memory_command import read_inputs
+from tests.shadow.conftest import RECIPE, overrides
+
+ROOT = RECIPE.parents[1]
+DEEPSEEK = ROOT / "recipes" / "deepseek_v3_grpo_512x80gb.yaml"
+
+
+def test_a_rank_of_each_class_is_chosen(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    config, inputs = read_inputs(str(DEEPSEEK), [], check=False)
+    assert chosen_ranks(config, inputs, "classes") == [("actor", 0), ("actor", 256), ("actor", 480)]
+    config, inputs = read_inputs(str(RECIPE), overrides(model), check=False)
+    assert chosen_ranks(config, inputs, "classes") == [
+        ("actor", 0), ("actor", 2), ("critic", 0), ("critic", 2),
+    ]  # fmt: skip
+    assert chosen_ranks(config, inputs, "1,3") == [("actor", 1), ("actor", 3), ("critic", 1), ("critic", 3)]
+    with pytest.raises(ValueError, match="ranks 0 to 3, not 4"):
+        chosen_ranks(config, inputs, "0,4")
+    with pytest.raises(ValueError, match="give classes or numbers"):
+        chosen_ranks(config, inputs, "first")
+
+
+def test_a_plan_that_is_too_small_is_negative() -> None:
+    assert Comparison("actor 0", "actor_working", "update", 90, 100).difference == pytest.approx(-0.1)
+    assert Comparison("actor 0", "actor_working", "update", 5, 0).difference == 1.0
+    assert Comparison("actor 0", "actor_working", "update", 0, 0).difference == 0.0
+
+
+def test_what_a_machine_lacks_is_said(
+    machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "PACKAGES", tmp_path)
+        assert main(["plan", "memory", str(RECIPE), "--dry-run"]) == 2
+    assert f"pip install --no-deps --target {tmp_path} triton==3.7.1" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["plan", "memory", str(RECIPE), "--dry-run"]) == 2
+    assert "--dry-run: a shadow run compiles its device once, with g++" in capsys.readouterr().err
+
+
+def test_the_packages_are_those_of_the_requirements() -> None:
+    lines = (ROOT / "requirements" / "shadow.txt").read_text().splitlines()
+    assert tuple(line for line in lines if not line.startswith("#")) == device.REQUIREMENTS
+
+
+def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None:
+    arguments = ["plan", "memory", str(RECIPE), *overrides(model), "--dry-run", "--ranks", "3", "--json"]
+    assert main(arguments) in (0, 1)
+    printed = json.loads(capsys.readouterr().out)
+    assert {row["owner"] for row in printed["comparisons"]} >= {
+        "actor_weights",
+        "critic_optimizer",
+        "ref_weights",
+    }
+    assert [report["rank"] for report in printed["ranks"]] == [3, 3]

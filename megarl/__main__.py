@@ -1,8 +1,6 @@
 """`python -m megarl`: the `megarl` command."""
 
-import sys
-
-from megarl.cli import main
+from megarl.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,8 +35,9 @@ from megarl.config.foreign import COMMANDS, flag_advice
 from megarl.config.hub import fetch_models
 from megarl.config.load import load_with_origins
 from megarl.config.notes import notes, said_here
+from megarl.config.problems import did_you_mean
 from megarl.config.reference import reference
-from megarl.config.show import resolved_keys, yaml_text
+from megarl.config.show import changed_keys, resolved_keys, yaml_text
 from megarl.packages import require, requirements
 from megarl.plugins import load_plugins
 from megarl.signals import JOB_SIGNALS
@@ -52,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in COMMANDS:
         print(f"error: megarl has no command {arguments[0]!r}: {COMMANDS[arguments[0]]}", file=sys.stderr)
         return 2
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in RUNNERS:
+        hint = did_you_mean(arguments[0], RUNNERS) or f"; there are {', '.join(RUNNERS)}"
+        print(f"error: megarl has no command {arguments[0]!r}{hint}", file=sys.stderr)
+        return 2
     if " ".join(arguments[:2]) in (PLAN_MEMORY, PLAN_STEP):
         arguments[:2] = [" ".join(arguments[:2])]
     parser = make_parser(__version__, RUNNERS)
@@ -63,7 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice]))
     try:
         with ending_at_once() if options.run in (_train, _sft, _rm, _dpo) else nullcontext():
-            return options.run(options) or 0
+            code = options.run(options) or 0
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError as error:
+        if not _reader_is_gone():
+            print(f"error: {_plain_words(error)}", file=sys.stderr)
+            return 1
+        return 128 + signal.SIGPIPE
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -76,6 +89,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_is_gone() -> bool:
+    """Whether who read what is printed has ended, as in `megarl config ... | head`; nothing is printed any more then."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    gone = any(events & select.POLLERR for _, events in poll.poll(0))
+    if gone:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what Python still has to write at its end
+    return gone
+
+
+def _write_out() -> None:
+    """Write what is still to be printed, as long as somebody reads it; Python itself would complain at its end."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _reader_is_gone()
 
 
 def _plain_words(error: OSError) -> str:
@@ -114,7 +147,8 @@ def _config(options: argparse.Namespace) -> None:
     if options.recipe is None:
         raise ValueError("megarl config needs a recipe, key=value, or --reference")
     config, origins = _read(SCHEMAS[options.command], options)
-    keys, remarks = resolved_keys(config, origins), notes(config, said_here(origins, options.recipe))
+    keys = changed_keys(config, origins) if options.changed else resolved_keys(config, origins)
+    remarks = notes(config, said_here(origins, options.recipe))
     if options.json:
         values = {key: {"value": value, "from": origin} for key, (value, origin) in keys.items()}
         print(json.dumps({"keys": values, "notes": remarks}, indent=2))
@@ -299,7 +333,10 @@ RUNNERS = {
 def program() -> NoReturn:
     """The command `megarl`: `main`, and the process ends with its exit code whatever signals come on the way out."""
     try:
-        sys.exit(main())
+        try:
+            sys.exit(main())
+        finally:
+            _write_out()
     finally:  # Python takes a second to end; a job's signal would make a failure of a run that is whole
         for number in JOB_SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl import __version__
-from megarl.cli import main
+from megarl.cli import SCHEMAS, main
+from megarl.config.load import load_with_origins
 from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.models.tiny import make_tiny_model
 
@@ -87,15 +88,50 @@ def test_a_signal_on_the_way_out_changes_nothing(number: signal.Signals) -> None
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["train", PPO, "--fast"]])
+@pytest.mark.parametrize("arguments", [[], ["train"], ["train", PPO, "--fast"]])
 def test_a_command_that_is_none_gets_the_usage(arguments) -> None:
     result = megarl(*arguments)
     assert result.returncode == 2 and result.stderr.startswith("usage: megarl ")
     assert "Traceback" not in result.stderr
 
 
-def test_an_unknown_command_gets_the_known_ones() -> None:
-    assert "invalid choice: 'trian' (choose from " in megarl("trian").stderr
+def test_an_unknown_command_gets_the_one_that_was_meant_or_all(capsys) -> None:
+    assert main(["trian", PPO]) == 2
+    assert capsys.readouterr().err == "error: megarl has no command 'trian'; did you mean train?\n"
+    assert main(["xyz"]) == 2
+    assert (
+        "megarl has no command 'xyz'; there are train, sft, rm, dpo, eval, config, "
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["sft"], ["rm"], ["dpo"], ["eval"], ["doctor"]])
+def test_help_shows_a_command_that_works_and_where_the_keys_are(command, capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, "--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 120 and "docs/config.md" in text
+    shown = [line.split("  ")[1].split() for line in text.splitlines() if line.startswith("  megarl ")]
+    assert shown, text
+    for program, name, *rest in shown:
+        schema = {"doctor": "train"}.get(name, name)
+        if schema in SCHEMAS:  # what follows the columns of words is what is said of it
+            assert program == "megarl" and rest[0].startswith("recipe:")
+            load_with_origins(SCHEMAS[schema], rest[0], [word for word in rest[1:] if "=" in word])
+        else:
+            assert rest == ["outputs/demo"]
+
+
+@pytest.mark.parametrize(("arguments", "code"), [("config --reference", 141), ("--help", 0)])
+def test_a_reader_that_stops_is_no_error(arguments: str, code: int) -> None:
+    """As `megarl config RECIPE | head` does once it has its lines; 141 is the exit code of a process which SIGPIPE ends."""
+    command = f"{sys.executable} -m megarl.cli {arguments} | true; echo ${{PIPESTATUS[0]}}"
+    for unbuffered in ("", "1"):  # Python writes at its end, or at once
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        result = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert (result.stdout, result.stderr) == (f"{code}\n", "")
 
 
 def test_only_what_is_missing_is_said_to_be_missing() -> None:
@@ -131,6 +167,11 @@ def test_a_recipe_that_is_none(tmp_path, capsys, content, words) -> None:
         ("algorithm.kl_coef=0.1", ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef")),
         ("trainer.n_gpus_per_node=four", ('trainer.n_gpus_per_node: expected an integer, found "four"',)),
         ("algorithm.adv_estimator=gea", ("algorithm.adv_estimator='gea'", "did you mean gae?")),
+        ("algorithm.adv_estimator=ppo", ("algorithm.adv_estimator='ppo'", "did you mean gae?")),
+        ("algorithm.adv_estimator=PPO", ("algorithm.adv_estimator='PPO'", "did you mean gae?")),
+        (f"{ACTOR}.policy_loss.loss_mode=ppo", ("did you mean vanilla?",)),
+        (f"{ACTOR}.megatron.dtype=bf16", ("did you mean bfloat16?",)),
+        ("trainer.logger=tb", ("trainer.logger='tb' is unknown", "did you mean tensorboard?")),
         ("actor_rollout_ref.rollout.name=vllm", ("rollout.name=vllm: megarl generates with SGLang: write sglang",)),
         (
             f"{ACTOR}.ppo_mini_batch_size=48",

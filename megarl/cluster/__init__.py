@@ -17,7 +17,7 @@ in its own process only.
 Files: `cluster` starts or joins Ray, `pool` reserves devices, `worker` is the rank's process, `group` the
 controller's handle on all ranks of a role, `relay` calls many of them through a few, `failure` waits and explains, `errors` is what it raises, `watch` finds
 who hangs, `stuck` ends a controller that waits for a server of Ray that is gone, `stacks` tells where everybody is,
-`report` writes it down, `spans` collects what all processes did and when, `guard` cleans up after the dead, `nursery` makes their processes from one that has the imports done, `hosts` does small jobs on a given machine.
+`report` writes it down, `ray_log` keeps what Ray's servers say, `spans` collects what all processes did and when, `guard` cleans up after the dead, `nursery` makes their processes from one that has the imports done, `hosts` does small jobs on a given machine.
 """
 
 from megarl.cluster.cluster import (
@@ -42,6 +42,7 @@ from megarl.cluster.failure import stream, wait
 from megarl.cluster.group import WorkerGroup, rank_environment
 from megarl.cluster.nursery import Kind
 from megarl.cluster.pool import Device, ResourcePool
+from megarl.cluster.ray_log import ray_words_in
 from megarl.cluster.relay import group_kind
 from megarl.cluster.report import write_report
 from megarl.cluster.spans import SpanCollector
@@ -72,6 +73,7 @@ __all__ = [
     "group_kind",
     "open_premises",
     "rank_environment",
+    "ray_words_in",
     "start_cluster",
     "stop_cluster",
     "stream",

@@ -56,24 +56,32 @@ def rank_error(error: ray.exceptions.RayTaskError) -> RankError:
 
 
 class RunFailure(RuntimeError):
-    """A process of a run, or of Ray, does not do what it should. `report`: the file that says more, where there is one."""
+    """A process of a run, or of Ray, does not do what it should.
+
+    Attributes:
+        report: the file that says more, where there is one.
+        headline: who did what, in a line; empty: the message is as short.
+    """
 
     report: Path | None = None
+    headline: str = ""
 
     def name_report(self, path: Path) -> None:
-        """Add the report's path to the message."""
+        """Add the report's path to the message, and below what its log had to say once more who it was."""
         self.report = path
-        self.args = (f"{self}\nstacks and logs of all processes: {path}",)
+        last = [f"the run ended: {self.headline}"] if self.headline else []
+        self.args = ("\n".join([str(self), f"stacks and logs of all processes: {path}", *last]),)
 
 
 class RankFailure(RunFailure):
-    """The failure of one rank, `process`; `cause` in a line."""
+    """The failure of one rank, `process`; `cause` in a line. `headline` begins the message."""
 
-    def __init__(self, process: RankProcess, cause: str, message: str, log_tail: str) -> None:
+    def __init__(self, process: RankProcess, cause: str, headline: str, details: str, log_tail: str) -> None:
+        self.headline = headline.splitlines()[0]
         self.process, self.cause, self.log_tail = process, cause, log_tail
         self.role, self.rank, self.host, self.pid = process.role, process.rank, process.host, process.pid
         self.log_path = process.log_path
-        super().__init__(message)
+        super().__init__(headline + details)
 
 
 class WorkerLost(RankFailure):
@@ -84,16 +92,16 @@ class WorkerDied(WorkerLost):
     """A process ended that should not have."""
 
     def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
-        message = f"{process} died: {cause}{_log_part(process, log_tail)}{_others_part(others)}"
-        super().__init__(process, cause, message, log_tail)
+        details = _log_part(process, log_tail) + _others_part(others)
+        super().__init__(process, cause, f"{process} died: {cause}", details, log_tail)
 
 
 class WorkerHung(WorkerLost):
     """A process lives, but is stopped, or its call does not come to an end."""
 
     def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
-        message = f"{process} hangs: {cause}{_log_part(process, log_tail)}{_others_part(others)}"
-        super().__init__(process, cause, message, log_tail)
+        details = _log_part(process, log_tail) + _others_part(others)
+        super().__init__(process, cause, f"{process} hangs: {cause}", details, log_tail)
 
 
 class WorkerFailed(RankFailure):
@@ -101,11 +109,10 @@ class WorkerFailed(RankFailure):
 
     def __init__(self, process: RankProcess, error: RankError, others: Sequence[str] = ()) -> None:
         self.kind, self.message, self.remote_traceback = error.kind, error.message, error.remote_traceback
-        message = (
-            f"{process} raised {error}\n{_indent(error.remote_traceback)}"
-            f"{_log_part(process, error.log_tail)}{_others_part(others)}"
+        details = (
+            f"\n{_indent(error.remote_traceback)}{_log_part(process, error.log_tail)}{_others_part(others)}"
         )
-        super().__init__(process, f"raised {error}", message, error.log_tail)
+        super().__init__(process, f"raised {error}", f"{process} raised {error}", details, error.log_tail)
 
 
 class RayFailed(RunFailure):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from megarl.cluster import guard
 
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
+# As Python's `warnings` writes them: libraries' words to programmers, which tell nothing of an end.
+_WARNING = re.compile(r"\S+\.py:\d+: \w*Warning: ")
 # Outside Linux's ephemeral ports (32768-60999) and Ray's worker ports (10002-19999): from either, some other
 # process may take the port between the choice and its use seconds later.
 _PORTS = range(20000, 32768)
@@ -61,7 +64,7 @@ def reserve_port() -> socket.socket:
 
 
 def log_tail(path: str) -> tuple[str, str]:
-    """(the last TAIL_LINES lines of a rank's log, what its guard wrote about its end or "")."""
+    """(the last TAIL_LINES lines of a rank's log, without Python's warnings, and what its guard wrote about its end or "")."""
     if not Path(path).exists():
         return "", ""
     with open(path, "rb") as file:
@@ -70,7 +73,13 @@ def log_tail(path: str) -> tuple[str, str]:
     cause = next(
         (line.removeprefix(guard.ENDED) for line in reversed(lines) if line.startswith(guard.ENDED)), ""
     )
-    own = [line for line in lines if not line.startswith(guard.ENDED)]
+    own = [
+        line
+        for before, line in zip(["", *lines], lines, strict=False)
+        if not line.startswith(guard.ENDED)
+        and not _WARNING.match(line)
+        and not (_WARNING.match(before) and line.startswith("  "))  # the line of code that it is about
+    ]
     return "\n".join(own[-TAIL_LINES:]), cause
 
 

@@ -5,7 +5,6 @@ Everything here is for a configuration that `check_config` accepts; every divisi
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import overload
@@ -114,40 +113,44 @@ def resolve_batches(config: TrainConfig | TuningConfig) -> BatchPlan | TuningBat
 
 
 def batch_table(plan: BatchPlan | TuningBatchPlan) -> list[tuple[str, ...]]:
-    """The plan as rows of equal length to print: first the header, then a quantity and its value for each role."""
+    """Roles, their devices, layouts, optimizer steps of a step and sizes, as rows of equal length to print; the first is the
+    header."""
     if isinstance(plan, TuningBatchPlan):
-        columns = {"model": (plan.model, plan.update)}
-        rows = [*_role_rows(columns), *_update_rows(columns, plan.noun)]
-        return [("", "model"), ("longest example, tokens", str(plan.max_tokens_per_example)), *rows]
-    columns = {"actor": (plan.actor, plan.actor_update)}
-    if plan.critic is not None:
-        columns["critic"] = (plan.critic, plan.critic_update)
-    if plan.ref is not None:
-        columns["reference"] = (plan.ref, None)
-    engines = plan.rollout
-    step = (
-        ("prompts a step", plan.prompts_per_step),
-        ("responses a prompt", plan.responses_per_prompt),
-        ("trajectories a step", plan.trajectories_per_step),
-        ("longest trajectory, tokens", plan.max_tokens_per_trajectory),
+        noun, rows = plan.noun, [("model", *_role_cells(plan.model), *_update_cells(plan.update, plan.noun))]
+    else:
+        noun, rows = "trajectories", _train_rows(plan)
+    rows.insert(0, ("", "pool", "devices", "layout", f"updates x {noun}", "micro-batch"))
+    one_pool = len({row[1] for row in rows[1:]}) == 1
+    return [(row[0], *row[2:]) for row in rows] if one_pool else rows
+
+
+def batch_summary(plan: BatchPlan | TuningBatchPlan) -> str:
+    """What a step is of, such as "128 prompts x 4 responses = 512 trajectories of at most 1024 tokens"."""
+    if isinstance(plan, TuningBatchPlan):
+        text = "" if plan.noun == "examples" else ", each text"
+        return f"{plan.update.sequences_per_mini_batch} {plan.noun}{text} of at most {plan.max_tokens_per_example} tokens"
+    responses = "1 response" if plan.responses_per_prompt == 1 else f"{plan.responses_per_prompt} responses"
+    return (
+        f"{plan.prompts_per_step} prompts x {responses} = {plan.trajectories_per_step} trajectories of at most "
+        f"{plan.max_tokens_per_trajectory} tokens"
     )
-    evaluated = {}
+
+
+def _train_rows(plan: BatchPlan) -> list[tuple[str, ...]]:
+    noun, engines = "trajectories", plan.rollout
+    rows = [("actor", *_role_cells(plan.actor), *_update_cells(plan.actor_update, noun))]
+    if plan.critic is not None and plan.critic_update is not None:
+        rows.append(("critic", *_role_cells(plan.critic), *_update_cells(plan.critic_update, noun)))
     if plan.ref is not None:
-        tokens, sequences = plan.ref_micro_batch_tokens, plan.ref_micro_batch_sequences
-        evaluated["reference"] = f"{sequences} trajectories" if tokens is None else f"{tokens} tokens"
+        size = _micro_batch_size(plan.ref_micro_batch_tokens, plan.ref_micro_batch_sequences, noun)
+        rows.append(("reference", *_role_cells(plan.ref), "", f"max {size}"))
     if plan.reward_model is not None:
-        columns["reward model"] = (plan.reward_model, None)
-        evaluated["reward model"] = plan.reward_model_micro_batch
-    trained = [(*row, "") for row in _update_rows(columns, "trajectories")]
-    micro_batch = zip(("", *columns, ""), trained[-1], strict=True)
-    trained[-1] = tuple(evaluated.get(column, cell) for column, cell in micro_batch)
-    return [
-        ("", *columns, "rollout"),
-        *((name, *("" for _ in columns), str(value)) for name, value in step),
-        *((*row, cell) for row, cell in zip(_role_rows(columns), _rollout_cells(engines), strict=True)),
-        *trained,
-        ("trajectories an engine, at most", *("" for _ in columns), str(engines.trajectories_per_engine)),
-    ]
+        size = f"max {plan.reward_model_micro_batch}"
+        rows.append(("reward model", *_role_cells(plan.reward_model), "", size))
+    experts = f" (ep{engines.ep})" if engines.ep > 1 else ""
+    layout = f"{engines.engines} {'engine' if engines.engines == 1 else 'engines'} x tp{engines.tp}{experts}"
+    most = f"max {engines.trajectories_per_engine} an engine"
+    return [*rows, ("rollout", engines.pool, str(engines.devices), layout, most, "")]
 
 
 def save_batch_plan(plan: BatchPlan | TuningBatchPlan, folder: str | Path) -> Path:
@@ -252,21 +255,8 @@ def _update(section: ActorConfig | CriticConfig, role: RolePlan, config: TrainCo
     )
 
 
-_Columns = dict[str, tuple[RolePlan, UpdatePlan | None]]
-
-
-def _role_rows(columns: _Columns) -> list[tuple[str, ...]]:
-    roles = [role for role, _ in columns.values()]
-    return [
-        ("resource pool", *(role.pool for role in roles)),
-        ("devices", *(str(role.world) for role in roles)),
-        ("layout", *(_layout(role) for role in roles)),
-    ]
-
-
-def _rollout_cells(rollout: RolloutPlan) -> tuple[str, str, str]:
-    experts = f" (ep{rollout.ep})" if rollout.ep > 1 else ""
-    return rollout.pool, str(rollout.devices), f"{rollout.engines} engines x tp{rollout.tp}{experts}"
+def _role_cells(role: RolePlan) -> tuple[str, str, str]:
+    return role.pool, str(role.world), _layout(role)
 
 
 def _layout(role: RolePlan) -> str:
@@ -276,24 +266,11 @@ def _layout(role: RolePlan) -> str:
     return f"tp{role.tp} x pp{role.pp}{chunks} x cp{role.cp} x dp{role.dp}{shared}"
 
 
-def _update_rows(columns: _Columns, noun: str) -> list[tuple[str, ...]]:
-    updates = [update for _, update in columns.values()]
-
-    def row(name: str, value: Callable[[UpdatePlan], object]) -> tuple[str, ...]:
-        return (name, *("" if update is None else str(value(update)) for update in updates))
-
-    return [
-        row("mini-batches an epoch", lambda update: update.mini_batches_per_epoch),
-        row("epochs a step", lambda update: update.epochs),
-        row("optimizer steps a step", lambda update: update.updates_per_step),
-        row(f"{noun} a mini-batch", lambda update: update.sequences_per_mini_batch),
-        row(f"{noun} a mini-batch and dp rank", lambda update: update.sequences_per_dp_rank),
-        row("micro-batch, at most", lambda update: _micro_batch(update, noun)),
-    ]
-
-
-def _micro_batch(update: UpdatePlan, noun: str) -> str:
-    return _micro_batch_size(update.micro_batch_tokens, update.micro_batch_sequences, noun)
+def _update_cells(update: UpdatePlan, noun: str) -> tuple[str, str]:
+    epochs = "" if update.epochs == 1 else f"{update.epochs} epochs x "
+    steps = f"{epochs}{update.mini_batches_per_epoch} x {update.sequences_per_mini_batch}"
+    size = _micro_batch_size(update.micro_batch_tokens, update.micro_batch_sequences, noun)
+    return f"{steps} ({update.sequences_per_dp_rank} a dp rank)", f"max {size}"
 
 
 def _micro_batch_size(tokens: int | None, sequences: int | None, noun: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable, Mapping
 
 from megarl.config.launch_options import add_launch
@@ -10,6 +11,36 @@ from megarl.config.sections import DTYPES
 
 PLAN_MEMORY, PLAN_STEP = "plan memory", "plan step"  # commands of two words
 DOCTOR = "look at configuration, models, data and machines before a run of `megarl train`; exit code 1: it would fail"
+
+FIRST = """\
+first, in any folder, on any machine, without a GPU, in minutes:
+  megarl make-task outputs/demo                     a tiny model, and word problems for it
+  megarl sft recipe:quickstart_sft                  teaches it the format of answers
+  megarl train recipe:quickstart_ppo                PPO: its accuracy rises
+
+a recipe is a YAML file; every key may be given after it, over the recipe's value:
+  megarl train recipe:quickstart_ppo trainer.total_training_steps=3 trainer.seed=7
+
+docs: README.md; `megarl recipes` (one for each model and method); docs/config.md (every key, also printed by
+`megarl config --reference`); docs/launch.md (clusters); docs/planning.md (what fits on which GPUs)
+"""
+EXAMPLES = {
+    "train": """\
+examples:
+  megarl train recipe:quickstart_ppo                              on any machine (after make-task and sft)
+  megarl train recipe:qwen2.5_7b_ppo_gsm8k trainer.logger=wandb   on GPUs; each recipe's head says how many
+  megarl train recipe:quickstart_ppo trainer.save_freq=10         goes on from a checkpoint when started again
+  megarl doctor recipe:quickstart_ppo                             what would go wrong, before it does
+""",
+    "sft": "example:\n  megarl sft recipe:quickstart_sft optim.lr=1e-3\n",
+    "rm": "example:\n  megarl rm recipe:preference_rm trainer.total_epochs=1\n",
+    "dpo": "example:\n  megarl dpo recipe:three_stages_dpo_cpu dpo.beta=0.1\n",
+    "eval": "example:\n  megarl eval recipe:quickstart_eval model.path=outputs/demo/ppo/hf\n",
+    "doctor": "example:\n  megarl doctor recipe:quickstart_ppo\n",
+}
+KEYS = """
+keys: docs/config.md, or `megarl config --reference`; `megarl config RECIPE --changed` prints those that a recipe sets
+"""
 
 RECIPE = "YAML file, or recipe:NAME (see `megarl recipes`), or the first key=value, without a file"
 RECIPES = ("train", "sft", "rm", "dpo", "eval")
@@ -25,7 +56,10 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
         runners: by command, the function that its options are given to, as `run`.
     """
     parser = argparse.ArgumentParser(
-        prog="megarl", description="Reinforcement learning of large language models."
+        prog="megarl",
+        description="Reinforcement learning of large language models.",
+        epilog=FIRST,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megarl {version}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -37,7 +71,13 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
         ("eval", "accuracy of a model on held-out problems"),
         ("doctor", DOCTOR),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=textwrap.fill(text, 100),
+            epilog=EXAMPLES[name] + KEYS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         optional = "?" if name == "doctor" else None  # without one it looks at this machine
         command.add_argument("recipe", nargs=optional, help=RECIPE)
         command.add_argument(
@@ -119,6 +159,9 @@ def _add_config(commands: argparse._SubParsersAction, run: Runner) -> None:
         "--command", choices=RECIPES, default="train", help="whose recipe it is (default: train)"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "--changed", action="store_true", help="print only what was given and is not the default"
+    )
     command.add_argument(
         "--reference", action="store_true", help="print the page docs/config.md: all keys of all commands"
     )

@@ -28,14 +28,21 @@ class HealthConfig:
         True,
     )
     every: int = option("Steps for which a kind of finding is not reported again.", 10, ge=1)
-    patience: int = option("Steps in a row in which it must be so.", 2, ge=1)
+    patience: int = option(
+        "Steps in a row in which it must be so; on average over them, it must be beyond its threshold by two standard errors.",
+        5,
+        ge=1,
+    )
     ppo_kl_high: float | None = option(
         "ppo_kl_high: KL from the policy before the step, nats a token, over this (healthy: 0.01 to 0.03).",
         0.05,
         gt=0,
     )
     ppo_kl_low: float | None = option(
-        "ppo_kl_low: with a KL to the reference and several updates a step, under this.", 0.005, ge=0
+        "ppo_kl_low: the KL from the policy before the step, by the estimator k3, under this, with a KL to the reference, "
+        "several updates a step and at least half of optim.lr, while the scores of the last 10 steps are not over those of the first 10.",
+        1e-5,
+        ge=0,
     )
     grad_norm: float | None = option(
         "grad_norm: the actor's gradient, before clipping, over this (healthy: under 10).", 100.0, gt=0
@@ -57,7 +64,10 @@ class HealthConfig:
         gt=0,
         le=1,
     )
-    equal_rewards: bool = option("equal_rewards: all trajectories of the step have the same score.", True)
+    equal_rewards: bool = option(
+        "equal_rewards: all trajectories of the step have the same score, and these are 30 in a row or more.",
+        True,
+    )
     long_responses: float | None = option(
         "long_responses: share of responses that were cut at their longest length, over this.",
         0.5,
@@ -68,7 +78,9 @@ class HealthConfig:
         "mismatch: mean difference of engine's and trainer's log-probs, nats, over this.", 0.1, gt=0
     )
     stagnation: int | None = option(
-        "stagnation: validations in a row in which val/score/mean did not rise above its best.", 5, ge=1
+        "stagnation: validations in a row in which val/score/mean did not rise above its best, and which do not rise by their trend.",
+        5,
+        ge=1,
     )
     early_stop: tuple[str, ...] = option(
         "Findings that end the run, after its step; the model is exported.", (), choices=FINDINGS

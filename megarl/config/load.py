@@ -255,8 +255,12 @@ def _convert_to(kind: Any, entry: Entry) -> Any:
         return value
     if kind is str and number:
         return entry.text  # a name such as 2026 or 1e3: quotes cannot be asked for on a command line
-    if typing.get_origin(kind) is tuple and isinstance(value, list):
+    if typing.get_origin(kind) is tuple:
         kinds = typing.get_args(kind)
+        if Ellipsis in kinds and not isinstance(value, list):
+            return (_convert(kinds[0], entry),)  # trainer.logger=console: a list of one
+        if not isinstance(value, list):
+            raise TypeError
         kinds = (kinds[0],) * len(value) if Ellipsis in kinds else kinds
         if len(kinds) == len(value):
             return tuple(_convert(item_kind, item) for item_kind, item in zip(kinds, value, strict=True))

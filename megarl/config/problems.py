@@ -1,9 +1,26 @@
 """How the configuration's errors read: all of them in one ValueError, with the nearest valid names."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
 NUM_SUGGESTIONS = 3
+# What people call values that have another name here, for any key that takes one of these.
+VALUES: Mapping[str, tuple[str, ...]] = {
+    "ppo": ("gae", "vanilla"),
+    "reinforce": ("reinforce_plus_plus",),
+    "reinforce++": ("reinforce_plus_plus",),
+    "reinforce++_baseline": ("reinforce_plus_plus_baseline",),
+    "bf16": ("bfloat16",),
+    "fp16": ("float16",),
+    "half": ("float16",),
+    "fp32": ("float32",),
+    "tb": ("tensorboard",),
+    "stdout": ("console",),
+    "jsonl": ("file",),
+    "async": ("fully_async",),
+    "cos": ("cosine",),
+    "dpo": ("sigmoid",),
+}
 
 
 def raise_if_any(subject: str, problems: Sequence[str]) -> None:
@@ -38,8 +55,10 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
-    """`; did you mean x?` where a choice is near, else nothing."""
-    near = get_close_matches(value.lower(), list(choices), n=1, cutoff=0.5)
+    """`; did you mean x?` where others call a choice so, or a choice is near in spelling; else nothing."""
+    choices = list(choices)
+    near = [name for name in VALUES.get(value.lower(), ()) if name in choices]
+    near = near or get_close_matches(value.lower(), choices, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -18,13 +18,14 @@ _INTRODUCTION = """\
 Made by `megarl config --reference > docs/config.md` from the schema itself; not edited by hand.
 
 A run is described by a YAML file (a recipe) and by overrides on the command line, `megarl train RECIPE key=value ...`; later
-ones win, and a recipe may name another as its `base`. Values are YAML 1.2: `null`, `1e-6`, `[0.2, 0.3]`. Hydra's `+key=value`
-and `++key=value` mean `key=value`. `${trainer.seed}` stands for another key's value. A leading `~` in a path is expanded.
+ones win, and a recipe may name another as its `base`. Values are YAML 1.2: `null`, `1e-6`, `[0.2, 0.3]`; a single value
+stands for a list of one. Hydra's `+key=value` and `++key=value` mean `key=value`. `${trainer.seed}` stands for another key's value. A leading `~` in a path is expanded.
 
 Every key is read or refused: unknown keys with the nearest valid one, keys of verl and flags of slime with what to write
 instead, values out of range and values that do not fit each other, the files, the devices or the model: all in one message,
 before anything is started. `megarl config RECIPE key=value ...` prints the resolved configuration, with the file and line,
-the override, the default or the key that each value comes from, and names keys that have no effect.
+the override, the default or the key that each value comes from, and names keys that have no effect; with `--changed` it prints
+only what was given and is not the default.
 
 Batch sizes count over all devices; `_per_gpu` is for one device, which is a GPU or, on a machine without any, a process.
 `required` keys have no default. Where a model is asked for, a folder in Hugging Face format or an id on the Hugging Face Hub

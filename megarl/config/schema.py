@@ -225,8 +225,9 @@ class TrainerConfig(SavingConfig, TracingConfig):
     val_before_train: bool = option("Validate before the first step.", False)
     logger: tuple[str, ...] = option(LOGGER_HELP, DEFAULT_LOGGERS, choices=LOGGERS)
     log_val_generations: int = option(
-        "Answers of each validation that tensorboard, wandb, mlflow and swanlab are given to show; 0: none.",
-        0,
+        "Answers of each validation, and of the first step, that tensorboard, wandb, mlflow and swanlab are given to show; "
+        "console shows one of them; 0: none.",
+        1,
         ge=0,
     )
     on_nonfinite: str = option(

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from megarl.config.document import YamlDumper
-from megarl.config.options import field_types, is_free
+from megarl.config.load import plain_value
+from megarl.config.options import field_types, is_free, walk
 from megarl.config.resolve import resolve
 from megarl.config.schema import EvalConfig, TrainConfig
 from megarl.config.tuning_sections import TuningConfig
@@ -78,6 +79,18 @@ def resolved_keys(config: Config, origins: dict[str, str]) -> dict[str, tuple[An
     return {key: (value, _origin(key, value, before, origins)) for key, value in after.items()}
 
 
+def changed_keys(config: Config, origins: dict[str, str]) -> dict[str, tuple[Any, str]]:
+    """The keys that were given a value other than their default, as `resolved_keys` has them; what follows from them is left out."""
+    defaults = {key: plain_value(member.default) for key, member, _ in walk(type(config))}
+    flat = _flat(config)
+    found = {}
+    for key, value in flat.items():
+        given = _given(key, origins)
+        if given is not None and (key not in defaults or value != defaults[key]):
+            found[key] = value, given
+    return found
+
+
 def yaml_text(keys: dict[str, tuple[Any, str]]) -> str:
     """The keys as a YAML file, each with a comment that says where its value comes from."""
     lines: list[str] = []
@@ -103,11 +116,7 @@ def source_of(key: str) -> str | None:
 
 
 def _origin(key: str, value: Any, before: dict[str, Any], origins: dict[str, str]) -> str:
-    given = origins.get(key)
-    if given is None:  # an element of a free mapping, or of a section that was given as a whole
-        parts = key.split(".")
-        parents = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
-        given = next((origins[parent] for parent in parents if parent in origins), None)
+    given = _given(key, origins)
     if key in before and before[key] == value:
         return given or "default"
     source = _inherited(key, before) or str(source_of(key))
@@ -115,6 +124,14 @@ def _origin(key: str, value: Any, before: dict[str, Any], origins: dict[str, str
     if key in origins and before.get(key) is not None:
         return f"{source} ({_scalar(before[key])} in {given})"
     return source
+
+
+def _given(key: str, origins: dict[str, str]) -> str | None:
+    """Where a key was given, or what it is an element of, or (a free mapping) an element of it; None: nowhere."""
+    parts = key.split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    names += [name for name in origins if name.startswith(f"{key}.")]
+    return next((origins[name] for name in names if name in origins), None)
 
 
 def _inherited(key: str, before: dict[str, Any]) -> str | None:

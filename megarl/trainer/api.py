@@ -40,7 +40,9 @@ from megarl.trainer.groups import Groups
 from megarl.trainer.health import start_monitor, watch
 from megarl.trainer.inputs import ModelInputs, load_model_inputs
 from megarl.trainer.nonfinite import whole_step
+from megarl.trainer.opening import model_text
 from megarl.trainer.ppo import collect, epochs, learn
+from megarl.trainer.preemption import ending_at_once
 from megarl.trainer.ptx import load_ptx
 from megarl.trainer.reward_model import score_weights
 from megarl.trainer.roles import Roles, policy_checkpoints, start_roles
@@ -118,6 +120,8 @@ class DataCollector:
 class Trainer:
     """A run: its processes start with it and end with `close`, or at the end of its `with` block.
 
+    Until then SIGTERM and SIGUSR1 end the program (SystemExit, code 75: to be started again), unless it has handlers for them.
+
     It goes on from a checkpoint as `trainer.resume_mode` says (auto: from the newest of its run folder, if there is one).
 
     Attributes:
@@ -161,10 +165,15 @@ class Trainer:
         num_steps = self.config.trainer.total_training_steps
         assert num_steps is not None, "make_trainer_config sets it, _with_models checks it"
         function = None if reward_fn is None else cloudpickle.dumps(reward_fn)
+        told_to_end = "ending; started again, the program goes on from its last checkpoint, if there is one"
         with ExitStack() as stack:  # closes what was opened if something fails on the way
+            stack.enter_context(ending_at_once(told_to_end, keep_handlers=True))
             scorer = stack.enter_context(make_scorer(self.config, function))
             models = load_model_inputs(self.config)
-            self._run = stack.enter_context(open_run(self.config, total_steps=num_steps, signals=False))
+            facts = {"model": model_text(self.config.actor_rollout_ref.model.path, models.model)}
+            self._run = stack.enter_context(
+                open_run(self.config, total_steps=num_steps, facts=facts, signals=False)
+            )
             self._run.show_rewards(scorer)
             for warning in models.warnings:
                 self._run.say(warning)

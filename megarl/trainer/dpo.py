@@ -27,6 +27,7 @@ from megarl.models import read_model_config
 from megarl.trainer.adapters import check_adapters
 from megarl.trainer.dispatch import plan_rows, rows_to_share
 from megarl.trainer.export import export_hf
+from megarl.trainer.opening import tuning_facts
 from megarl.trainer.rankings import compared_chats, preference_keys
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.tuning import VAL_LOSS, Stages, run_steps, start_group
@@ -43,7 +44,8 @@ def train(config: DPOConfig, premises: Premises | None) -> str:
     training, validation = load_preferences(config)
     steps_of_epoch = len(TableLoader(training, data.train_batch_size, data.shuffle, data.seed))
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
-    with open_run(config, num_steps, premises) as run:
+    counts = training.table.num_rows, None if validation is None else validation.table.num_rows
+    with open_run(config, num_steps, premises, facts=tuning_facts(config, model, *counts)) as run:
         for warning in position_warnings(config, model):
             run.say(warning)
         if training.num_dropped:

@@ -19,6 +19,7 @@ from megarl.models import read_model_config
 from megarl.rewards.scorer import Scorer, make_scorer
 from megarl.trainer.devices import pools_of
 from megarl.trainer.earlier_runs import set_aside_earlier_run
+from megarl.trainer.full_disk import naming_keys
 from megarl.trainer.memory import DeviceMemory
 from megarl.trainer.prompt_data import may_lack, read_prompts
 from megarl.trainer.restarts import EngineRestarts
@@ -41,7 +42,7 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
     check_hf_weights(config.model.path, model)
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     folder, data, trainer = Path(config.trainer.default_local_dir), config.data, config.trainer
-    with make_scorer(config) as scorer:
+    with naming_keys({"trainer.default_local_dir": folder}), make_scorer(config) as scorer:
         sets = load_problems(config, tokenizer, scorer)
         set_aside_earlier_run(config, print)
         save_config(config, folder / "config.yaml")
@@ -73,12 +74,12 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
                     config.rollout.seed, None, "evaluation",
                 )  # fmt: skip
             seconds = time.perf_counter() - begun
-    for name, table in answers.items():
-        write_trajectories(table, folder / f"{FILES}{name.removeprefix('val')}.parquet")
-    num_tokens = sum(int(list_lengths(table, "response_ids").sum()) for table in answers.values())
-    result = {**scores, "num_problems": float(num_problems), "tokens_per_s": num_tokens / seconds}
-    with whole_file(folder / "scores.json") as temporary:
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
+        for name, table in answers.items():
+            write_trajectories(table, folder / f"{FILES}{name.removeprefix('val')}.parquet")
+        num_tokens = sum(int(list_lengths(table, "response_ids").sum()) for table in answers.values())
+        result = {**scores, "num_problems": float(num_problems), "tokens_per_s": num_tokens / seconds}
+        with whole_file(folder / "scores.json") as temporary:
+            temporary.write_text(json.dumps(result, indent=2) + "\n")
     return result
 
 

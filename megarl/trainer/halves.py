@@ -45,7 +45,8 @@ def generate_only(config: TrainConfig, premises: Premises | None) -> str:
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
         set_aside_earlier_run(config, print)
-        with open_run(config, inputs.num_steps, premises, resumable=False) as run:
+        facts = inputs.facts(config)
+        with open_run(config, inputs.num_steps, premises, facts=facts, resumable=False) as run:
             run.show_rewards(scorer)
             roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)
             rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config))

@@ -1,13 +1,13 @@
 """The health of a run: what its metrics and trajectories say, what to do about it, and what is done.
 
 Guarantees:
-- A finding is reported (printed, and as a line of `health.jsonl`) once it was so in `health.patience` steps in a row, and
-  its kind then for `health.every` steps not again.
+- A finding is reported (printed, and as a line of `health.jsonl`) once it was so in `health.patience` steps in a row and these
+  are more than noise (`findings.beyond_noise`), and its kind then for `health.every` steps not again.
 - Nothing is changed but with `health.auto_action`, nothing stopped but for `health.early_stop`; both are reported.
 
-The thresholds are rules of thumb: ppo_kl from 0.01 to 0.03 nats a token is usual, over 0.05 the KL coefficient should
-rise and under 0.005 fall; gradient norms are under 10, over 100 the learning rate is too high; where trajectories repeat
-each other the KL coefficient is doubled and the clip ratio set to 0.1.
+The thresholds are rules of thumb: ppo_kl up to 0.03 nats a token is usual, over 0.05 the KL coefficient should rise;
+gradient norms are under 10, over 100 the learning rate is too high; where trajectories repeat each other the KL coefficient
+is doubled and the clip ratio set to 0.1.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from megarl.config import TrainConfig
 from megarl.data.trajectories import ragged
 from megarl.files import naming
 from megarl.trainer.controls import Controls
-from megarl.trainer.findings import ACTOR, Finding, History, find, kl_coefficients
+from megarl.trainer.findings import ACTOR, Finding, History, beyond_noise, find, kl_coefficients
 from megarl.trainer.logger import keep_lines
 
 if TYPE_CHECKING:
     from megarl.trainer.run import Run
 
 HEALTH_FILE = "health.jsonl"
+MOST = 20  # steps in a row that are looked at together
 COLLAPSE = ("ppo_kl_high", "duplicate_responses", "ngram_repetition")  # what `auto_action` acts on
 
 
@@ -42,7 +43,7 @@ class HealthMonitor:
 
     Attributes:
         controls: what `auto_action` changes.
-        in_a_row: by kind, the steps in a row in which it was found.
+        in_a_row: by kind, what was found in the last steps in a row, at most `MOST` of them.
         reported: by kind, the step in which it was last reported.
         stop: why the run is to end after this step; None: it goes on.
     """
@@ -50,7 +51,7 @@ class HealthMonitor:
     config: TrainConfig
     controls: Controls
     history: History = field(default_factory=History)
-    in_a_row: dict[str, int] = field(default_factory=dict)
+    in_a_row: dict[str, list[Finding]] = field(default_factory=dict)
     reported: dict[str, int] = field(default_factory=dict)
     stop: str | None = None
 
@@ -63,12 +64,16 @@ class HealthMonitor:
         health = self.config.health
         self.history.add(step, metrics)
         found = {finding.kind: finding for finding in find(self.config, self.controls, metrics, self.history)}
-        self.in_a_row = {kind: self.in_a_row.get(kind, 0) + 1 for kind in found}
+        most = max(MOST, health.patience)
+        self.in_a_row = {
+            kind: [*self.in_a_row.get(kind, []), finding][-most:] for kind, finding in found.items()
+        }
         # Validations are some steps apart, and are counted where they are made.
         lasting = [
             finding
             for kind, finding in found.items()
-            if self.in_a_row[kind] >= health.patience or kind == "stagnation"
+            if kind == "stagnation"
+            or (len(self.in_a_row[kind]) >= health.patience and beyond_noise(self.in_a_row[kind]))
         ]
         for finding in lasting:
             if finding.kind in health.early_stop:
@@ -107,13 +112,18 @@ class HealthMonitor:
         """What it has seen so far, as JSON values; the controls, which it changes, have a state of their own."""
         return {
             "history": asdict(self.history),
-            "in_a_row": dict(self.in_a_row),
+            "in_a_row": {
+                kind: [asdict(finding) for finding in findings] for kind, findings in self.in_a_row.items()
+            },
             "reported": dict(self.reported),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.history = History(**state["history"])
-        self.in_a_row, self.reported = dict(state["in_a_row"]), dict(state["reported"])
+        self.in_a_row = {
+            kind: [Finding(**finding) for finding in findings] for kind, findings in state["in_a_row"].items()
+        }
+        self.reported = dict(state["reported"])
 
 
 def start_monitor(run: Run, config: TrainConfig, controls: Controls) -> HealthMonitor:
@@ -137,7 +147,8 @@ def watch(
     actions = monitor.act(findings)
     for finding in findings:
         run.say(f"health: step {step}: {finding.message}. {finding.advice}")
-        _write(run.folder, step, asdict(finding))
+        seen = {name: getattr(finding, name) for name in ("kind", "value", "message", "advice")}
+        _write(run.folder, step, seen)
     for action in actions:
         run.say(f"health: step {step}: changed {action} (health.auto_action)")
         _write(run.folder, step, {"kind": "action", "message": action})

@@ -18,6 +18,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Scorer
 from megarl.trainer.adapters import check_adapters
+from megarl.trainer.opening import Facts, data_text, model_text
 from megarl.trainer.prompt_data import may_lack, read_prompts, training_prompts
 from megarl.trainer.ptx import load_ptx
 from megarl.trainer.reward_model import RewardModelInputs, load_reward_model
@@ -43,6 +44,18 @@ class TrainInputs:
     num_steps: int
     num_filtered: int
     warnings: tuple[str, ...]
+
+    def facts(self, config: TrainConfig) -> Facts:
+        """What of it a run shows at its start."""
+        files, epochs = config.data.train_files, self.num_steps / steps_of_epoch(config, self.loader)
+        found = {
+            "model": model_text(config.actor_rollout_ref.model.path, self.model),
+            "data": f"{data_text(files, self.loader.num_rows, 'prompts')}, {epochs:.3g} epochs",
+        }
+        if self.validation:
+            number = sum(held_out.prompts.num_rows for held_out in self.validation)
+            found["validation"] = data_text(config.data.val_files or "data.val_sets", number, "prompts")
+        return found
 
 
 @dataclass(frozen=True)
@@ -119,8 +132,11 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
 
 def num_training_steps(config: TrainConfig, loader: BatchLoader) -> int:
     """The rollout steps of a run over the prompts of `loader`."""
-    steps_of_epoch = max(1, loader.num_rows // config.data.train_batch_size)
-    return config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
+    return config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch(config, loader)
+
+
+def steps_of_epoch(config: TrainConfig, loader: BatchLoader) -> int:
+    return max(1, loader.num_rows // config.data.train_batch_size)
 
 
 def check_names(config: TrainConfig) -> None:

@@ -4,9 +4,11 @@ Guarantees: after `log` returns, the step is on disk; a step is in `metrics.json
 from an earlier step than its last one; each line of it is strict JSON.
 """
 
+import io
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,20 +24,21 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megarl.files import naming, whole_file
+from megarl.trainer.pace import Pace
 from megarl.trainer.trackers import TRACKERS, TrackedRun, open_trackers
 
 METRICS_FILE = "metrics.jsonl"  # the sink "file"
 TENSORBOARD_FOLDER = "tensorboard"
 SINKS = ("console", "tensorboard", "file", *TRACKERS)
+SAMPLE_CHARACTERS = 300  # of a prompt or response on the console
 DEFAULT_SINKS = ("console", "tensorboard")
 
 
@@ -106,7 +109,10 @@ class RunLogger:
         assert tracked is not None or not trackers, f"{trackers} need to be told of the run"
         self._trackers = open_trackers(trackers, tracked, self.folder) if tracked is not None else []
         self._progress = _progress(self.console, enabled=self._to_console)
-        self._task = self._progress.add_task(description, total=total_steps, completed=max(last_kept, 0))
+        self._task = self._progress.add_task(
+            description, total=total_steps, completed=max(last_kept, 0), left=""
+        )
+        self._pace = Pace()
 
     def __enter__(self) -> "RunLogger":
         self._progress.start()
@@ -119,9 +125,6 @@ class RunLogger:
         traceback: TracebackType | None,
     ) -> None:
         self._progress.stop()
-        if self._events is not None:
-            with naming(self.folder / TENSORBOARD_FOLDER):
-                self._events.close()
         with ExitStack() as endings:  # each one's, whatever another's raises
             for tracker in self._trackers:
                 endings.callback(tracker.finish, error)
@@ -134,18 +137,20 @@ class RunLogger:
             "time": time.time(),
             **{name: _json_number(value) for name, value in values.items()},
         }
-        _append(self.folder / METRICS_FILE, json.dumps(line, allow_nan=False) + "\n")
+        _append(self.folder / METRICS_FILE, (json.dumps(line, allow_nan=False) + "\n").encode())
         if self._events is not None:
-            with naming(self.folder / TENSORBOARD_FOLDER):
-                _write_events(self._events, step, values)
+            _write_scalars(self._events, step, values)
         for tracker in self._trackers:
             tracker.log(step, values)
+        if step:  # what comes before the first one is no step
+            self._pace.ended(time.monotonic(), values.get("timing_s/step"))
         if self._to_console:
-            self._print_line(step, values)
-            self._progress.update(self._task, completed=step)
+            left = None if self._total_steps is None else self._pace.left(self._total_steps - step)
+            self._print_line(step, values, left)
+            self._progress.update(self._task, completed=step, left="" if left is None else f"{left} left")
 
     def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show some answers of a validation, all with the same columns, in TensorBoard and in the trackers.
+        """Show some answers, all with the same columns, in TensorBoard and in the trackers; the first one on the console, cut.
 
         To be called before `log` of the same step.
 
@@ -155,24 +160,41 @@ class RunLogger:
         if not rows:
             return
         if self._events is not None:
-            with naming(self.folder / TENSORBOARD_FOLDER):
-                _write_text(self._events, step, tag, _markdown(rows))
+            _write_text(self._events, step, tag, _markdown(rows))
         for tracker in self._trackers:
             tracker.log_samples(step, tag, rows)
+        if self._to_console:
+            self._say(f"step {step}: {tag}, one of them:")
+            for name, cell in rows[0].items():
+                self._say(f"  {name}: {cut(str(cell), SAMPLE_CHARACTERS)}")
 
     def print(self, *objects: Any) -> None:
         """Print something (text, a rich table), above the progress bar where there is one."""
         self._progress.console.print(*objects)
 
-    def _print_line(self, step: int, values: Mapping[str, float]) -> None:
+    def _say(self, line: str) -> None:
         # No markup, no highlighting, no wrapping: the line is the same in a terminal, a file and a scheduler's log.
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _print_line(self, step: int, values: Mapping[str, float], left: str | None) -> None:
         total = "" if self._total_steps is None else f"/{self._total_steps}"
         parts = [f"step {step}{total}"]
         for figure in self._figures:
             name = next((name for name in figure.metrics if name in values), None)
             if name is not None:
                 parts.append(f"{figure.label} {values[name]:{figure.format}}")
-        self._progress.console.print("  ".join(parts), markup=False, highlight=False, soft_wrap=True)
+        if left is not None:
+            parts.append(f"left {left}")
+        self._say("  ".join(parts))
+
+
+def cut(text: str, length: int) -> str:
+    """A text on one line: line breaks as they are written in Python, the middle left out where it is longer than `length`."""
+    text = text.strip().replace("\n", "\\n")
+    if len(text) <= length:
+        return text
+    half = (length - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
@@ -217,12 +239,12 @@ def _is_json(line: str) -> bool:
     return True
 
 
-def _append(path: Path, line: str) -> None:
-    """Append a whole line, or nothing where the disk is full."""
+def _append(path: Path, data: bytes) -> None:
+    """Append all of it, or nothing where the disk is full."""
     size = path.stat().st_size
     try:
-        with naming(path), path.open("a", encoding="utf-8") as file:
-            file.write(line)
+        with naming(path), path.open("ab") as file:
+            file.write(data)
     except OSError:
         os.truncate(path, size)
         raise
@@ -233,28 +255,41 @@ def _json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _open_events(folder: Path, first_step: int) -> EventFileWriter:
-    writer = EventFileWriter(str(folder / TENSORBOARD_FOLDER))
+def _open_events(folder: Path, first_step: int) -> Path:
+    """A new file of TensorBoard's events.
+
+    TensorBoard's own writer has a thread, which prints a traceback where the disk is full.
+    """
+    folder = folder / TENSORBOARD_FOLDER
+    # TensorBoard finds a file by the beginning of its name, and reads a folder's files in the order of their names.
+    path = folder / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+    with naming(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    _append_event(path, Event(wall_time=time.time(), file_version="brain.Event:2"))
     # TensorBoard drops what earlier files of the folder hold from this step on.
-    restart = Event(wall_time=time.time(), step=first_step, session_log=SessionLog(status=SessionLog.START))
-    writer.add_event(restart)
-    writer.flush()
-    return writer
+    restart = SessionLog(status=SessionLog.START)
+    _append_event(path, Event(wall_time=time.time(), step=first_step, session_log=restart))
+    return path
 
 
-def _write_events(writer: EventFileWriter, step: int, values: Mapping[str, float]) -> None:
+def _append_event(path: Path, event: Event) -> None:
+    record = io.BytesIO()
+    RecordWriter(record).write(event.SerializeToString())
+    _append(path, record.getvalue())
+
+
+def _write_scalars(path: Path, step: int, values: Mapping[str, float]) -> None:
     scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-    writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
-    writer.flush()
+    _append_event(path, Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
 
 
-def _write_text(writer: EventFileWriter, step: int, tag: str, text: str) -> None:
+def _write_text(path: Path, step: int, tag: str, text: str) -> None:
     """For TensorBoard's page of texts, which reads Markdown."""
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=TensorShapeProto())
     value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
-    writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
-    writer.flush()
+    _append_event(path, Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
 
 
 def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -270,7 +305,7 @@ def _progress(console: Console, enabled: bool) -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
         console=console,
         # Elsewhere than on a terminal a bar would be printed again and again: the lines alone are left.
         disable=not (enabled and console.is_terminal),

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
-
 from megarl.cluster import WorkerLost
+from megarl.files import whole_file
 from megarl.trainer.memory_phases import NEEDS, frees_engines, leaves, phase_needs, trained_parts
 
 if TYPE_CHECKING:
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from megarl.trainer.run import Run
 
 MIB = 1 << 20
+MEMORY_FILE = "memory.txt"
 ACCOUNT_EVERY = 10  # steps: asking all processes takes some 20 ms a phase
 Account = dict[str, dict["Device", int]]
 """Owner -> device -> bytes."""
@@ -63,7 +62,8 @@ class DeviceMemory:
     needs: dict[str, tuple[str, ...]] = field(default_factory=lambda: NEEDS)
     phases: dict[str, Account] = field(default_factory=dict)
     steps: int = 0
-    printed: list[list[str]] = field(default_factory=list)
+    written: list[list[str]] = field(default_factory=list)
+    most: str = ""  # MiB, as they were said
     recover: Recover = nothing_is_replaced
 
     def half(self, run: Run, groups: Collection[WorkerGroup], recover: Recover) -> DeviceMemory:
@@ -124,7 +124,8 @@ class DeviceMemory:
     def report(self) -> dict[str, float]:
         """At the end of a step: its account as metrics, in bytes: of the fullest device for each owner, and in all.
 
-        Prints it as a table where it is not that of the last time.
+        Writes it as a table into the run folder's `memory.txt` where it is not that of the last time, and says so where the
+        most that is ever there has changed.
         """
         self.steps += 1
         if not self.phases:
@@ -136,9 +137,15 @@ class DeviceMemory:
         for phase, account in self.phases.items():
             metrics |= {f"memory/{phase}/{name}": float(max(by.values())) for name, by in account.items()}
         rows = self._rows(totals)
-        if rows != self.printed:
-            self.printed = rows
-            self._print(rows)
+        if rows != self.written:
+            self.written = rows
+            self._write(rows)
+        phase, most = max(totals.items(), key=lambda item: item[1])
+        if f"{most / MIB:,.1f}" != self.most:
+            self.most = f"{most / MIB:,.1f}"
+            self.run.say(
+                f"device memory: {self.most} MiB on the fullest device, in {phase}; all phases: {self.run.folder / MEMORY_FILE}"
+            )
         self.phases = {}
         return metrics
 
@@ -202,19 +209,21 @@ class DeviceMemory:
             rows.append([name, *(_cell(account.get(name, {})) for account in self.phases.values())])
         return rows
 
-    def _print(self, rows: list[list[str]]) -> None:
-        header, *body = rows
-        table = Table(
-            title="device memory: the fullest device",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-        )
-        for index, name in enumerate(header):
-            table.add_column(name, justify="right" if index else "left")
-        for row in body:
-            table.add_row(*row)
-        self.run.console.print(table)
+    def _write(self, rows: list[list[str]]) -> None:
+        """Columns as wide as their longest cells; numbers to the right."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                [
+                    row[0].ljust(widths[0]),
+                    *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+                ]
+            )
+            for row in rows
+        ]
+        title = f"device memory after step {self.run.at_step}: the fullest device, by owner and phase"
+        with whole_file(self.run.folder / MEMORY_FILE) as temporary:
+            temporary.write_text("\n".join([title, "", *lines]) + "\n")
 
 
 def _cell(by_device: dict[Device, int]) -> str:

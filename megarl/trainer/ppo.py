@@ -34,7 +34,7 @@ def train(config: TrainConfig, premises: Premises | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
-        with open_run(config, inputs.num_steps, premises) as run:
+        with open_run(config, inputs.num_steps, premises, facts=inputs.facts(config)) as run:
             run.show_rewards(scorer)
             for warning in inputs.warnings:
                 run.say(warning)
@@ -68,6 +68,8 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
             with whole_step(run, config, controls, step, metrics):
                 collected = batches.of(step)
                 metrics |= collected.metrics
+                if step == done + 1:
+                    show_samples(config, run, inputs, step, "train", collected.table)
                 with batches.meanwhile(step) as learner:  # by trainer.mode others are collected
                     batch, learnt = learn(config, *learner, collected.table, controls, step, texts)
                 metrics |= learnt
@@ -181,8 +183,15 @@ def sync_and_validate(
         )  # fmt: skip
         for name, table in answers.items():
             run.save_trajectories(table, name, step)
-            samples = sample_rows(table, inputs.tokenizer, config.trainer.log_val_generations)
-            run.logger.log_samples(step, f"{name}/generations", samples)
+            show_samples(config, run, inputs, step, name, table)
     metrics = {f"val/{name}": value for name, value in metrics.items()}
     # A step reports the sync of its own rollouts; before the first there is none, and this is the run's first sync.
     return metrics if step else metrics | synced
+
+
+def show_samples(
+    config: TrainConfig, run: Run, inputs: TrainInputs, step: int, name: str, table: pa.Table
+) -> None:
+    """Show a few scored trajectories to people; `name` says which."""
+    samples = sample_rows(table, inputs.tokenizer, config.trainer.log_val_generations)
+    run.logger.log_samples(step, f"{name}/generations", samples)

@@ -56,26 +56,37 @@ def noting_signals() -> Iterator[Preemption]:
             signal.signal(number, handler)
 
 
+BEFORE_THE_FIRST_STEP = "ending before the first step, to be started again"
+
+
 @contextmanager
-def ending_at_once() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 end this process with REQUEUE meanwhile: for a run that reads and starts what it needs.
+def ending_at_once(why: str = BEFORE_THE_FIRST_STEP, *, keep_handlers: bool = False) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 end this process with REQUEUE meanwhile, and one line: for a run that reads and starts what it needs,
+    and for a program of the user's own. Otherwise Ray's handler would write stacks and abort.
 
     Where the main thread has no part in it nothing changes.
+
+    Args:
+        why: the line, after the signal's name.
+        keep_handlers: leave alone a signal for which the program has a handler of its own.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _end) for number in JOB_SIGNALS}
+
+    def end(number: int, frame: object) -> None:
+        _write(f"{signal.Signals(number).name}: {why}\n")
+        raise SystemExit(REQUEUE)
+
+    numbers = [
+        number for number in JOB_SIGNALS if not keep_handlers or signal.getsignal(number) is signal.SIG_DFL
+    ]
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _end(number: int, frame: object) -> None:
-    _write(f"{signal.Signals(number).name}: ending before the first step, to be started again\n")
-    raise SystemExit(REQUEUE)
 
 
 def _write(text: str) -> None:

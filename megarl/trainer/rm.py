@@ -29,6 +29,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.adapters import check_adapters
 from megarl.trainer.dispatch import MicroBatching, plan_rows
 from megarl.trainer.export import export_hf
+from megarl.trainer.opening import tuning_facts
 from megarl.trainer.rankings import compared_texts, preference_keys
 from megarl.trainer.reward_model import score_lists
 from megarl.trainer.reward_normalization import FILE, measure_normalization
@@ -61,7 +62,8 @@ def train(config: RMConfig, premises: Premises | None) -> str:
     data = config.data
     loader = TableLoader(inputs.training, data.train_batch_size, data.shuffle, data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    with open_run(config, num_steps, premises) as run:
+    counts = inputs.training.table.num_rows, None if inputs.validation is None else inputs.validation.num_rows
+    with open_run(config, num_steps, premises, facts=tuning_facts(config, inputs.model, *counts)) as run:
         for warning in position_warnings(config, inputs.model):
             run.say(warning)
         for number, done in (

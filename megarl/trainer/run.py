@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from megarl.checkpoints import Checkpoint, CheckpointStore
 from megarl.cluster import (
@@ -28,6 +26,7 @@ from megarl.cluster import (
     WorkerLost,
     abandon_cluster,
     ending_when_stuck,
+    ray_words_in,
     start_cluster,
     stop_cluster,
     stream,
@@ -35,12 +34,9 @@ from megarl.cluster import (
     write_report,
 )
 from megarl.config import (
-    BatchPlan,
     RolloutConfig,
     TrainConfig,
-    TuningBatchPlan,
     TuningConfig,
-    batch_table,
     resolve_batches,
     save_batch_plan,
     save_config,
@@ -51,8 +47,10 @@ from megarl.data.trajectories import write_trajectories
 from megarl.trainer.checkpoints import FOLDER as CHECKPOINTS
 from megarl.trainer.checkpoints import find_resumed, open_store
 from megarl.trainer.dispatch import Plans
+from megarl.trainer.full_disk import naming_keys
 from megarl.trainer.kinds import premises_of
 from megarl.trainer.logger import RunLogger
+from megarl.trainer.opening import Facts, opening_lines
 from megarl.trainer.preemption import REQUEUE, Preemption, noting_signals
 from megarl.trainer.supervision import not_again_once_told
 from megarl.trainer.timeline import STEP, Timeline
@@ -60,7 +58,7 @@ from megarl.trainer.trackers import TrackedRun
 
 if TYPE_CHECKING:
     from megarl.rewards.scorer import Scorer
-    from megarl.spans import Facts
+    from megarl.spans import Facts as SpanFacts
     from megarl.trainer.restarts import EngineRestarts, LaterRestarts
 
 PROFILES = "profiles"  # in the run folder: traces of torch's profiler
@@ -209,11 +207,11 @@ class Run:
         if self.timeline is not None:
             self.timeline.rewards = scorer.spans
 
-    def _noted(self, what: str, facts: Facts | None = None) -> AbstractContextManager[None]:
+    def _noted(self, what: str, facts: SpanFacts | None = None) -> AbstractContextManager[None]:
         return nullcontext() if self.timeline is None else self.timeline.span(what, facts or {})
 
     @contextmanager
-    def timed(self, phase: str, facts: Facts | None = None) -> Iterator[None]:
+    def timed(self, phase: str, facts: SpanFacts | None = None) -> Iterator[None]:
         """Count the seconds of a phase of the step. `facts`: what the timeline tells of it."""
         begun = time.perf_counter()
         self.phases.append(phase)
@@ -230,7 +228,7 @@ class Run:
         self.seconds.clear()
         metrics: dict[str, float] = {}
         self.at_step = step
-        facts: Facts = {"step": step}
+        facts: SpanFacts = {"step": step}
         with self._profiling(step), self.timed(STEP, facts):
             yield metrics
             facts |= {"tokens": metrics["perf/tokens"]} if "perf/tokens" in metrics else {}
@@ -277,6 +275,7 @@ def open_run(
     total_steps: int,
     premises: Premises | None = None,
     *,
+    facts: Facts | None = None,
     resumable: bool = True,
     signals: bool = True,
 ) -> Iterator[Run]:
@@ -285,6 +284,7 @@ def open_run(
     Args:
         config: resolved and checked.
         premises: of its cluster (`premises_of`); None: they are opened now.
+        facts: of what was read, to be shown; see opening.py.
         resumable: whether it can go on from a checkpoint; else it begins anew.
         signals: whether a loop of `total_steps` asks it for the signals that tell a job to end; a program may make more steps.
 
@@ -293,7 +293,11 @@ def open_run(
     """
     trainer, plan = config.trainer, resolve_batches(config)
     folder = Path(trainer.default_local_dir)
+    places = {"trainer.default_local_dir": folder}
+    if isinstance(config, TrainConfig):
+        places["trainer.rollout_data_dir"] = Path(trainer.rollout_data_dir)
     with ExitStack() as stack:
+        stack.enter_context(naming_keys(places))
         say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
         store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
         resumed = find_resumed(config, store, say, total_steps if signals else None) if resumable else None
@@ -308,8 +312,7 @@ def open_run(
         if resumable and signals:  # over the handler that Ray has put there
             run.preemption = stack.enter_context(noting_signals())
             stack.enter_context(not_again_once_told(run.preemption))
-        run.say((folder / "config.yaml").read_text())
-        print_plan(run.console, plan, total_steps)
+        run.say("\n".join(opening_lines(config, plan, total_steps, facts or {}, folder)))
         if isinstance(config, TrainConfig):
             run.trajectory_folder = Path(trainer.rollout_data_dir)
         run.profile_steps, run.profile_ranks = trainer.profile_steps, trainer.profile_ranks
@@ -360,6 +363,7 @@ def open_engine_run(
     run = Run(folder, Console(), phase_timeout=limits.phase)
     run.say(f"run folder: {folder}")
     with ExitStack() as stack:
+        stack.enter_context(ray_words_in(run.log_dir / "ray.log"))
         if address is None:  # also while the servers start
             stack.enter_context(ending_when_stuck(REQUEUE))
         cluster = start_cluster(address, num_devices, folder, premises=premises)
@@ -388,13 +392,3 @@ def _end(run: Run, cluster: Cluster) -> None:
     for pool in run.pools.values():
         pool.close()
     stop_cluster(cluster)
-
-
-def print_plan(console: Console, plan: BatchPlan | TuningBatchPlan, total_steps: int) -> None:
-    header, *rows = batch_table(plan)
-    table = Table(
-        *header, title=f"{total_steps} steps", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)

@@ -1,4 +1,4 @@
-"""Some answers of a validation as text, for people to read."""
+"""Some trajectories as text, for people to read."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from megarl.models import read_model_config
 from megarl.trainer.adapters import check_adapters
 from megarl.trainer.dispatch import plan_rows, rows_to_share
 from megarl.trainer.export import export_hf
+from megarl.trainer.opening import tuning_facts
 from megarl.trainer.run import Run, open_run
 from megarl.trainer.tuning import VAL_LOSS, Stages, run_steps, start_group
 
@@ -31,7 +32,8 @@ def train(config: SFTConfig, premises: Premises | None) -> str:
     training, validation = load_examples(config)
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
-    with open_run(config, num_steps, premises) as run:
+    counts = len(training), None if validation is None else len(validation)
+    with open_run(config, num_steps, premises, facts=tuning_facts(config, model, *counts)) as run:
         for warning in position_warnings(config, model):
             run.say(warning)
         if training.num_truncated:

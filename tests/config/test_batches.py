@@ -10,6 +10,7 @@ from megarl.config import (
     SFTConfig,
     TrainConfig,
     UpdatePlan,
+    batch_summary,
     batch_table,
     needs_reference,
     reference_in_actor,
@@ -68,40 +69,39 @@ def test_the_arithmetic_of_sft(sft: Callable[..., SFTConfig]) -> None:
     assert plan.update == UpdatePlan(1, 1, 1, 8, 4, 128, None)
 
 
-def test_the_table_has_a_value_for_each_role(train: Train, sft: Callable[..., SFTConfig]) -> None:
-    header, *rows = batch_table(resolve_batches(train("algorithm.use_kl_in_reward=true")))
-    assert header == ("", "actor", "critic", "reference", "rollout")
-    assert {len(row) for row in rows} == {5}
-    table = {row[0]: row[1:] for row in rows}
-    assert table["layout"] == (
-        "tp2 x pp2 x cp1 x dp1",
-        "tp1 x pp2 x cp1 x dp2",
-        "tp2 x pp2 x cp1 x dp1",
-        "2 engines x tp2",
-    )
-    assert table["trajectories a mini-batch and dp rank"] == ("24", "12", "", "")
-    assert table["micro-batch, at most"] == ("128 tokens", "128 tokens", "128 tokens", "")
-    assert table["trajectories a step"] == ("", "", "", "48")
+def test_the_table_has_a_row_for_each_role(train: Train, sft: Callable[..., SFTConfig]) -> None:
+    plan = resolve_batches(train("algorithm.use_kl_in_reward=true"))
+    assert batch_table(plan) == [
+        ("", "devices", "layout", "updates x trajectories", "micro-batch"),
+        ("actor", "4", "tp2 x pp2 x cp1 x dp1", "2 epochs x 2 x 24 (24 a dp rank)", "max 128 tokens"),
+        ("critic", "4", "tp1 x pp2 x cp1 x dp2", "2 epochs x 2 x 24 (12 a dp rank)", "max 128 tokens"),
+        ("reference", "4", "tp2 x pp2 x cp1 x dp1", "", "max 128 tokens"),
+        ("rollout", "4", "2 engines x tp2", "max 24 an engine", ""),
+    ]
+    assert batch_summary(plan) == "16 prompts x 3 responses = 48 trajectories of at most 64 tokens"
 
-    header, *rows = batch_table(
-        resolve_batches(
-            train("critic.megatron=null", f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2")
-        )
-    )
-    assert header == ("", "actor", "critic", "rollout")
-    assert {row[0]: row[1:] for row in rows}["layout"][:2] == ("tp2 x pp2 (vpp2) x cp1 x dp1",) * 2
+    chunks = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"
+    rows = batch_table(resolve_batches(train("critic.megatron=null", chunks)))
+    assert [row[2] for row in rows[1:3]] == ["tp2 x pp2 (vpp2) x cp1 x dp1"] * 2
 
     experts = "{expert_model_parallel_size: 2, expert_tensor_parallel_size: 2}"
-    header, *rows = batch_table(
+    rows = batch_table(
         resolve_batches(
             train(f"critic.megatron={experts}", "actor_rollout_ref.rollout.expert_parallel_size=2")
         )
     )
-    layout = {row[0]: row[1:] for row in rows}["layout"]
-    assert layout[1:] == ("tp1 x pp2 x cp1 x dp2 (ep2 etp2)", "2 engines x tp2 (ep2)")
+    assert [row[2] for row in rows[2:]] == ["tp1 x pp2 x cp1 x dp2 (ep2 etp2)", "2 engines x tp2 (ep2)"]
 
-    table = dict(batch_table(resolve_batches(sft())))
-    assert table["examples a mini-batch"] == "8" and table["longest example, tokens"] == "64"
+    plan = resolve_batches(sft())
+    assert len(batch_table(plan)) == 2 and batch_table(plan)[1][3].startswith("1 x 8 (")
+    assert batch_summary(plan) == "8 examples of at most 64 tokens"
+
+
+def test_the_table_names_pools_where_there_are_several(grpo: Train) -> None:
+    pools = ("resource_pools={a: {n_gpus_per_node: 4}, e: {n_gpus_per_node: 2}}", "trainer.n_gpus_per_node=6")
+    roles = (f"{ACTOR}.resource_pool=a", "actor_rollout_ref.rollout.resource_pool=e")
+    header, *rows = batch_table(resolve_batches(grpo(*pools, *roles)))
+    assert header[1] == "pool" and [row[:2] for row in rows] == [("actor", "a"), ("rollout", "e")]
 
 
 def test_the_plan_is_saved_as_json(train: Train, tmp_path: Path) -> None:

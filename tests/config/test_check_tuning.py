@@ -8,6 +8,7 @@ import pytest
 from megarl.config import (
     RMConfig,
     SFTConfig,
+    batch_summary,
     batch_table,
     check_config,
     load_config,
@@ -112,9 +113,8 @@ def test_the_arithmetic_counts_rankings(rm: Callable[..., RMConfig]) -> None:
     assert resolve(config).trainer.default_local_dir == "outputs/megarl/rm"
     plan = resolve_batches(config)
     assert (plan.model.dp, plan.update.sequences_per_mini_batch) == (2, 8)
-    table = {row[0]: row[1:] for row in batch_table(plan)}
-    assert table["rankings a mini-batch and dp rank"] == ("4",)
-    assert table["micro-batch, at most"] == ("128 tokens",)
+    assert batch_table(plan)[1][3:] == ("1 x 8 (4 a dp rank)", "max 128 tokens")
+    assert batch_summary(plan) == "8 rankings, each text of at most 64 tokens"
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,10 @@ def test_keys_of_an_unknown_section_are_each_reported(train: Train) -> None:
         ("data.shuffle=yes", 'data.shuffle: expected true or false, found "yes"'),
         ("data.shuffle=1", "data.shuffle: expected true or false, found 1"),
         ("algorithm.gamma=.nan", "algorithm.gamma: expected a number, found NaN"),
-        ("trainer.logger=console", 'trainer.logger: expected a list of texts, found "console"'),
+        ("trainer.logger={a: 1}", "trainer.logger: expected a list of texts, found a section of keys (a)"),
+        ("trainer.logger=true", "trainer.logger: expected a list of texts, found true"),
+        ("trainer.logger=null", "trainer.logger: expected a list of texts, found null"),
+        ("trainer.profile_steps=x", 'trainer.profile_steps: expected a list of integers, found "x"'),
         ("data.val_files=3.5.7", None),
         ("data.val_files=true", "data.val_files: expected text or a list of texts or null, found true"),
         ("critic.optim.betas=[0.9]", "critic.optim.betas: expected a list of 2 numbers, found [0.9]"),
@@ -183,6 +186,19 @@ def test_wrong_types(train: Train, override: str, problem: str | None) -> None:
         assert train(override).data.val_files == "3.5.7"
         return
     assert lines_of(lambda: train(override)) == [f"override '{override}': {problem}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("trainer.logger=console", "logger", ("console",)),  # as in verl's quickstart
+        ("trainer.logger=[console]", "logger", ("console",)),
+        ("trainer.profile_steps=3", "profile_steps", (3,)),
+        ("trainer.logger=[]", "logger", ()),
+    ],
+)
+def test_a_single_value_is_a_list_of_one(train: Train, override: str, name: str, value: tuple) -> None:
+    assert getattr(train(override).trainer, name) == value
 
 
 @pytest.mark.parametrize(

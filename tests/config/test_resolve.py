@@ -62,8 +62,9 @@ def test_the_reference_likewise(
 ) -> None:
     plan = resolve_batches(train("algorithm.use_kl_in_reward=true", *overrides))
     assert (plan.ref_micro_batch_tokens, plan.ref_micro_batch_sequences) == (tokens, trajectories)
-    row = next(row for row in batch_table(plan) if row[0] == "micro-batch, at most")
-    assert (f"{tokens} tokens" if trajectories is None else f"{trajectories} trajectories") in row
+    row = next(row for row in batch_table(plan) if row[0] == "reference")
+    size = f"{tokens} tokens" if trajectories is None else f"{trajectories} trajectories"
+    assert row[-1] == f"max {size}"
 
 
 @pytest.mark.parametrize(

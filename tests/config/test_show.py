@@ -90,6 +90,23 @@ def test_the_command_prints_yaml_with_comments_and_notes(
     assert load_with_origins(TrainConfig, again)[0] == resolve(config)
 
 
+def test_changed_keys_are_a_recipe_of_the_same_run(train_yaml: Path, capsys: pytest.CaptureFixture) -> None:
+    given = ["trainer.seed=7", "trainer.total_epochs=1", f"{ACTOR}.grad_clip=0.5", "trainer.logger=console",
+             "resource_pools={global: {n_gpus_per_node: 4}}", "data.apply_chat_template_kwargs={a: 1}"]  # fmt: skip
+    assert main(["config", str(train_yaml), *given, "--changed"]) == 0
+    text = capsys.readouterr().out
+    assert "  seed: 7  # override 'trainer.seed=7'\n" in text and "logger: [console]" in text
+    assert "total_epochs" not in text  # its default
+    assert "ppo_epochs: 2" in text and "clip_grad" not in text  # what follows from others is left out
+    assert len(text.splitlines()) < 60
+    again = train_yaml.parent / "again.yaml"
+    again.write_text(text)
+    config, _ = load_with_origins(TrainConfig, train_yaml, given)
+    assert load_with_origins(TrainConfig, again)[0] == config
+    assert main(["config", str(train_yaml), "--changed", "--json"]) == 0
+    assert "data.train_batch_size" in json.loads(capsys.readouterr().out)["keys"]
+
+
 def test_the_command_prints_json(train_yaml: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["config", "--json", str(train_yaml), "trainer.seed=7"]) == 0
     printed = json.loads(capsys.readouterr().out)

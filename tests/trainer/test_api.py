@@ -2,11 +2,11 @@
 
 import json
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -121,6 +121,23 @@ def test_arguments_that_are_wrong(arguments: dict[str, Any], words: str) -> None
 def test_a_trainer_that_cannot_be_made(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Trainer(make_trainer_config(), **arguments)
+
+
+def test_a_jobs_signal_ends_the_program_with_one_line(model: Path, monkeypatch, capfd) -> None:
+    """From the first thing on that a Trainer starts, until it is closed; nothing is started here."""
+
+    def told(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the program went on")
+
+    monkeypatch.setattr("megarl.trainer.api.make_scorer", told)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        Trainer(make_trainer_config(), actor_model=model, reward_fn=lambda *texts: 0.0)
+    assert ended.value.code == 75 and signal.getsignal(signal.SIGTERM) is before
+    assert capfd.readouterr().err == (
+        "SIGTERM: ending; started again, the program goes on from its last checkpoint, if there is one\n"
+    )
 
 
 def test_keys_that_only_the_loop_reads_are_refused() -> None:
@@ -309,20 +326,6 @@ def in_a_process(function: Callable[..., None], *arguments: Any) -> None:
         timeout=400,
     )
     assert result.returncode == 0, (result.stdout + result.stderr).decode()[-4000:]
-
-
-@pytest.mark.parametrize(("version", "step"), [(1, 1), (1, 0), (2, 2)])
-def test_data_are_used_once_with_the_weights_that_generated_them(version: int, step: int) -> None:
-    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=2))
-    with pytest.raises(ValueError, match=f"collect_data number {version}, of which there were 2"):
-        Trainer.update_policy(trainer, SimpleNamespace(version=version))
-
-
-@pytest.mark.parametrize(("version", "step"), [(0, 0), (2, 1)])
-def test_a_checkpoint_is_saved_after_an_update(version: int, step: int) -> None:
-    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=version))
-    with pytest.raises(ValueError, match="is saved after update_policy"):
-        Trainer.save_checkpoint(trainer)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -55,3 +56,17 @@ def test_the_page_names_what_there_is(page_run: tuple[Path, str]) -> None:
     table = pq.read_table(page_run[0] / "outputs/api/rollouts/step-000001.parquet")
     row = re.search(r"a `pyarrow.Table`: (.*), \.\.\.", PAGE)
     assert row is not None and set(re.findall(r"`(\w+)`", row[1])) <= set(table.column_names)
+
+
+@pytest.mark.parametrize(("version", "step"), [(1, 1), (1, 0), (2, 2)])
+def test_data_are_used_once_with_the_weights_that_generated_them(version: int, step: int) -> None:
+    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=2))
+    with pytest.raises(ValueError, match=f"collect_data number {version}, of which there were 2"):
+        Trainer.update_policy(trainer, SimpleNamespace(version=version))
+
+
+@pytest.mark.parametrize(("version", "step"), [(0, 0), (2, 1)])
+def test_a_checkpoint_is_saved_after_an_update(version: int, step: int) -> None:
+    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=version))
+    with pytest.raises(ValueError, match="is saved after update_policy"):
+        Trainer.save_checkpoint(trainer)

@@ -100,6 +100,10 @@ def test_a_killed_actor_rank(run, tmp_path):
     log = tmp_path / "run" / "logs" / "actor-rank1.log"
     assert "on 127.0.0.1) died: killed " in message
     assert f"log: {log} on 127.0.0.1, its last lines:\n  | " in message
+    # The last lines of all that is on the screen say it once more, and nobody else says anything.
+    last = message.splitlines()[-1]
+    assert last.startswith("the run ended: actor rank 1 (process ") and "on 127.0.0.1) died: killed " in last
+    assert "Warning" not in message and "(raylet)" not in (tmp_path / "stdout").read_text()
     (report,) = (tmp_path / "run" / "failures").iterdir()
     assert f"stacks and logs of all processes: {report}\n" in message
     text = report.read_text()
@@ -163,7 +167,8 @@ def test_a_full_disk(task, tmp_path):
         )  # fmt: skip
         assert result.returncode == 1
         assert result.stderr.startswith(f"error: {disk}/run/hf: ")
-        assert "No space left on device" in result.stderr and "Traceback" not in result.stderr
+        assert "No space left on device; set trainer.default_local_dir to a folder" in result.stderr
+        assert "Traceback" not in result.stderr
         assert "step 1/1" in result.stdout and "(raylet)" not in result.stdout
         assert [name for name in os.listdir(disk / "run") if name.startswith("hf")] == []
 

@@ -1,4 +1,4 @@
-"""What is found in metrics, when it is said, and what is done about it; numbers by hand."""
+"""When what is found is said, and what is done about it."""
 
 import io
 import json
@@ -10,147 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from megarl.config import TrainConfig, load_config, resolve
-from megarl.config.health_section import FINDINGS
 from megarl.trainer.controls import make_controls
-from megarl.trainer.findings import History, find
 from megarl.trainer.health import HealthMonitor, repetition_metrics, start_monitor, watch
-
-ACTOR = "actor_rollout_ref.actor"
-REQUIRED = [
-    "data.train_files=train.parquet",
-    "data.train_batch_size=16",
-    "data.max_prompt_length=24",
-    "data.max_response_length=40",
-    "actor_rollout_ref.model.path=model",
-    f"{ACTOR}.ppo_mini_batch_size=8",
-    f"{ACTOR}.ppo_max_token_len_per_gpu=128",
-    f"{ACTOR}.optim.lr=1e-6",
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4",
-]
-KL_LOSS = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.01")
-KL_REWARD = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.004")
-
-
-def configuration(*overrides: str) -> TrainConfig:
-    return resolve(load_config(TrainConfig, None, [*REQUIRED, *overrides]))
-
-
-def monitor(*overrides: str) -> HealthMonitor:
-    config = configuration(*overrides)
-    return HealthMonitor(config, make_controls(config, num_steps=100))
-
-
-def kinds(overrides: tuple[str, ...], metrics: dict[str, float], history: History | None = None) -> list[str]:
-    config = configuration(*overrides)
-    return [
-        finding.kind for finding in find(config, make_controls(config, 100), metrics, history or History())
-    ]
-
-
-HEALTHY = {
-    "actor/ppo_kl": 0.02,
-    "actor/grad_norm": 3.0,
-    "actor/entropy": 0.5,
-    "actor/pg_clipfrac": 0.1,
-    "health/duplicate_responses": 0.2,
-    "health/ngram_repetition": 0.1,
-    "critic/score/min": 0.0,
-    "critic/score/max": 1.0,
-    "response_length/clip_ratio": 0.1,
-    "training/rollout_log_prob_diff_mean": 0.01,
-    "val/score/mean": 0.4,
-}
-
-
-def test_a_healthy_step_has_no_findings() -> None:
-    assert kinds(KL_LOSS, HEALTHY, History(first_entropy=0.6, best_score=0.4, best_step=3)) == []
-    assert kinds(KL_LOSS, {}) == []
-    assert kinds(KL_LOSS, dict.fromkeys(HEALTHY, math.nan)) == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "changed"),
-    [
-        ("ppo_kl_high", {"actor/ppo_kl": 0.051}),
-        ("ppo_kl_low", {"actor/ppo_kl": -0.004}),
-        ("grad_norm", {"actor/grad_norm": 101.0}),
-        ("entropy", {"actor/entropy": 0.009}),
-        ("entropy", {"actor/entropy": 0.05}),  # of the first step's 0.6 less than a tenth
-        ("clip_fraction", {"actor/pg_clipfrac": 0.41}),
-        ("duplicate_responses", {"health/duplicate_responses": 0.91}),
-        ("ngram_repetition", {"health/ngram_repetition": 0.51}),
-        ("equal_rewards", {"critic/score/max": 0.0}),
-        ("long_responses", {"response_length/clip_ratio": 0.51}),
-        ("mismatch", {"training/rollout_log_prob_diff_mean": 0.11}),
-    ],
-)
-def test_each_threshold(kind: str, changed: dict[str, float]) -> None:
-    history = History(first_entropy=0.6)
-    assert kinds(KL_LOSS, {**HEALTHY, **changed}, history) == [kind]
-    off = f"health.{kind}=null"
-    switches = {
-        "entropy": ("health.entropy_min=null", "health.entropy_ratio=null"),
-        "equal_rewards": ("health.equal_rewards=false",),
-    }
-    assert kinds((*KL_LOSS, *switches.get(kind, (off,))), {**HEALTHY, **changed}, history) == []
-
-
-def test_every_kind_can_be_found() -> None:
-    metrics = {
-        **HEALTHY,
-        "actor/ppo_kl": 0.06,
-        "actor/grad_norm": 200.0,
-        "actor/entropy": 0.0,
-        "actor/pg_clipfrac": 0.9,
-        "health/duplicate_responses": 1.0,
-        "health/ngram_repetition": 1.0,
-        "critic/score/max": 0.0,
-        "response_length/clip_ratio": 1.0,
-        "training/rollout_log_prob_diff_mean": 1.0,
-    }
-    found = kinds(KL_LOSS, metrics, History(0.5, 0.4, 1, validations=5))
-    assert found == [kind for kind in FINDINGS if kind != "ppo_kl_low"]
-
-
-def test_a_low_ppo_kl_means_nothing_without_a_kl_or_with_one_update() -> None:
-    low = {"actor/ppo_kl": 0.0}
-    assert kinds((), low) == []
-    assert kinds((*KL_LOSS, f"{ACTOR}.ppo_mini_batch_size=16"), low) == []
-    assert kinds((*KL_LOSS, f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ppo_epochs=2"), low) == [
-        "ppo_kl_low"
-    ]
-
-
-def test_a_step_off_the_difference_is_also_what_was_learnt_meanwhile() -> None:
-    advice = []
-    for mode in ("sync", "one_step_off"):
-        config = configuration(f"trainer.mode={mode}")
-        metrics = {"training/rollout_log_prob_diff_mean": 0.11}
-        (found,) = find(config, make_controls(config, 100), metrics, History())
-        advice.append(f"lower {ACTOR}.optim.lr (responses are a step older)" in found.advice)
-    assert advice == [False, True]
-
-
-def test_advice_has_keys_and_values() -> None:
-    config = configuration(*KL_LOSS, *KL_REWARD)
-    controls = make_controls(config, 100)
-    (high,) = find(config, controls, {"actor/ppo_kl": 0.08}, History())
-    assert high.message == "actor/ppo_kl is 0.08 nats, over 0.05: the policy moves too far in one step"
-    assert high.advice == (
-        "Do: raise algorithm.kl_ctrl.kl_coef from 0.004 to 0.008 and raise actor_rollout_ref.actor.kl_loss_coef from 0.01 "
-        "to 0.02; or set actor_rollout_ref.actor.target_kl=0.05, or lower actor_rollout_ref.actor.optim.lr from 1e-06"
-    )
-    # What is in force counts, not what the run began with.
-    controls.kl_loss.scale(4.0)
-    (high,) = find(config, controls, {"actor/ppo_kl": 0.08}, History())
-    assert "kl_loss_coef from 0.04 to 0.08" in high.advice
-    plain = configuration()
-    (high,) = find(plain, make_controls(plain, 100), {"actor/ppo_kl": 0.08}, History())
-    assert high.advice.startswith(
-        "Do: add a KL to the reference policy (actor_rollout_ref.actor.use_kl_loss=true"
-    )
+from tests.trainer.healthy import ACTOR, KL_LOSS, KL_REWARD, configuration, monitor
 
 
 def said(watcher: HealthMonitor, values: list[float], name: str = "actor/grad_norm") -> list[int]:
@@ -188,6 +50,15 @@ def test_stagnation_counts_validations() -> None:
         found += [(step, finding.message) for finding in watcher.check(step, metrics)]
     assert found == [(6, "val/score/mean has not risen above 0.6 (step 2) in 2 validations")]
     assert watcher.stop is not None and watcher.stop.endswith("(health.early_stop has stagnation)")
+
+
+def test_a_resumed_monitor_goes_on_counting() -> None:
+    first, metrics = monitor("health.patience=3"), {"actor/grad_norm": 500.0, "actor/entropy": 0.4}
+    assert first.check(1, metrics) == first.check(2, metrics) == []
+    second = monitor("health.patience=3")
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.history == first.history
+    assert [finding.kind for finding in second.check(3, metrics)] == ["grad_norm"]
 
 
 def test_only_named_findings_stop() -> None:

@@ -41,7 +41,7 @@ def test_a_step_goes_to_all_places(tmp_path: Path) -> None:
         (row,) = read_metrics(tmp_path)
     assert {name: row[name] for name in metrics} == metrics and row["step"] == 1
     assert text.getvalue() == (
-        "step 1/10  reward 0.500  kl 1.25e-03  entropy 1.500  lr 1.00e-06  tokens/s 12,346  seconds 2.5\n"
+        "step 1/10  reward 0.500  kl 1.25e-03  entropy 1.500  lr 1.00e-06  tokens/s 12,346  seconds 2.5  left 0:22\n"
     )
 
 
@@ -71,6 +71,44 @@ def test_the_file_is_written_in_any_case(tmp_path: Path) -> None:
         with RunLogger(tmp_path, sinks) as logger:
             logger.log(1, {"a": 1.0})
         assert [row["a"] for row in read_metrics(tmp_path)] == [1.0]
+
+
+def test_the_console_shows_one_answer_in_a_few_lines(tmp_path: Path) -> None:
+    out, text = console()
+    rows = [
+        {"prompt": "1+1\n=", "response": "a" * 1000 + "z", "score": 1.0},
+        {"prompt": "b", "response": "c", "score": 0.0},
+    ]
+    with RunLogger(tmp_path, ["console"], console=out) as logger:
+        logger.log_samples(2, "val/generations", rows)
+        logger.log_samples(2, "val/generations", [])
+    first, prompt, response, score = text.getvalue().splitlines()
+    assert (first, prompt, score) == (
+        "step 2: val/generations, one of them:",
+        "  prompt: 1+1\\n=",
+        "  score: 1.0",
+    )
+    assert response.startswith("  response: aaa") and response.endswith("aaaz") and len(response) <= 12 + 300
+    out, text = console()
+    with RunLogger(tmp_path, ["file"], console=out) as logger:
+        logger.log_samples(2, "val/generations", rows)
+    assert text.getvalue() == ""
+
+
+def test_the_time_left_is_in_the_line_and_beside_the_bar(tmp_path: Path) -> None:
+    (out, lines), (terminal, bar) = console(), console(terminal=True)
+    for printed in (out, terminal):
+        with RunLogger(tmp_path, ["console"], 3, console=printed) as logger:
+            logger.log(0, {"timing_s/step": 50.0})  # the validation before the first step
+            logger.log(1, {"timing_s/step": 60.0})
+            logger._progress.refresh()
+            assert "2:00 left" in bar.getvalue() or printed is out
+            logger.log(3, {"timing_s/step": 60.0})
+    assert lines.getvalue().splitlines() == [
+        "step 0/3  seconds 50.0",
+        "step 1/3  seconds 60.0  left 2:00",
+        "step 3/3  seconds 60.0",
+    ]
 
 
 def test_tensorboard_shows_answers_of_a_validation(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """What moves to and from the devices between the phases of a step, and how it is accounted for."""
 
 import contextlib
-import io
 import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from megarl.cluster import WorkerDied, WorkerLost
 from megarl.config import ActorConfig, OptimConfig
@@ -44,8 +43,13 @@ class Group:
 
 @dataclass
 class FakeRun:
-    console: Console
+    folder: Path | None = None  # None: nothing is written
+    at_step: int = 1
+    said: list[str] = field(default_factory=list)
     seconds: list[str] = field(default_factory=list)
+
+    def say(self, text):
+        self.said.append(text)
 
     def wait(self, refs):
         return refs
@@ -74,8 +78,8 @@ def make(movable=True, critic_devices=("d0", "d1")):
         for part in parts:
             name = "ref_weights" if part == "reference" else f"{role}_{part}"
             owners.append(Owner(name, group, part, movable, resident=role != "rollout" or not movable))
-    text = io.StringIO()
-    return DeviceMemory(FakeRun(Console(file=text, width=120)), owners), log, text
+    run = FakeRun()
+    return DeviceMemory(run, owners), log, run
 
 
 def test_never_both_copies_and_both_caches():
@@ -214,8 +218,9 @@ def test_only_those_who_train_are_given_room():
     assert memory.turns(["critic"]) == [("update_critic", ("critic",))]
 
 
-def test_the_account_is_of_the_fullest_device():
-    memory, _, text = make(critic_devices=("d1", "d2"))
+def test_the_account_is_of_the_fullest_device(tmp_path):
+    memory, _, run = make(critic_devices=("d1", "d2"))
+    run.folder = tmp_path
     with memory.phase("sync"):
         pass
     with memory.phase("evaluate_models"):
@@ -228,18 +233,30 @@ def test_the_account_is_of_the_fullest_device():
     assert metrics["memory/sync/rollout_kv_cache"] == metrics["memory/sync/actor_optimizer"] == 0
     assert metrics["memory/sync/actor_on_host"] == 7  # counted, but not on the device
     assert memory.run.seconds.count("sync") == 1
-    rows = {line.split()[0]: line.split()[1:] for line in text.getvalue().splitlines() if line.strip()}
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in (tmp_path / "memory.txt").read_text().splitlines()[1:]
+        if line
+    }
     assert rows["actor_weights"] == ["8.0", "8.0"] and rows["ref_weights"] == ["0.0", "8.0"]
     assert rows["all"] == ["of", "these", "16.0", "20.0"]
 
 
-def test_the_account_is_taken_now_and_then_and_printed_when_it_changes():
-    memory, _, text = make()
-    taken = []
+def test_the_account_is_taken_now_and_then_and_written_when_it_changes(tmp_path):
+    memory, _, run = make()
+    run.folder, taken, written = tmp_path, [], []
     for step in range(1, 22):
+        run.at_step = step
         with memory.held("sync" if step < 20 else "generate"):
             pass
         if memory.report():
             taken.append(step)
+        written.append((tmp_path / "memory.txt").read_text().split(":")[0])
     assert taken == [1, 2, 10, 20]
-    assert text.getvalue().count("device memory") == 2
+    assert written == [f"device memory after step {1 if step < 20 else 20}" for step in range(1, 22)]
+    # d1 has the second parts of the weights, then of the cache, too.
+    path = tmp_path / "memory.txt"
+    assert run.said == [
+        f"device memory: 16.0 MiB on the fullest device, in sync; all phases: {path}",
+        f"device memory: 108.0 MiB on the fullest device, in generate; all phases: {path}",
+    ]

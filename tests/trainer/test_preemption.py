@@ -34,3 +34,19 @@ def test_before_the_first_step_the_first_signal_ends_the_run_and_asks_for_anothe
     assert ended.value.code == REQUEUE
     assert signal.getsignal(number) is before
     assert capfd.readouterr().err.startswith(f"{signal.Signals(number).name}: ending before the first step")
+
+
+def test_a_program_of_the_users_own_ends_with_one_line_unless_it_has_handlers(capfd):
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    noted = []
+    others = signal.signal(signal.SIGUSR1, lambda number, frame: noted.append(number))
+    try:
+        with pytest.raises(SystemExit) as ended, ending_at_once("ending", keep_handlers=True):
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGTERM)
+        assert (ended.value.code, noted) == (REQUEUE, [signal.SIGUSR1])
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert capfd.readouterr().err == "SIGTERM: ending\n"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGUSR1, others)

@@ -65,6 +65,9 @@ def test_everything_is_logged_and_said(ppo_run):
     plan = json.loads((out / "batch_plan.json").read_text())
     assert (plan["trajectories_per_step"], plan["actor"]["tp"], plan["critic"]["dp"]) == (8, 2, 2)
     assert "kl_coef: 0.001" in (out / "config.yaml").read_text()
+    opening, _, _ = printed.partition("starting models")
+    assert len(opening.splitlines()) <= 25 and "64 prompts" in opening and "config.yaml" in opening
+    assert "actor_weights" in (out / "memory.txt").read_text() and "actor_weights" not in printed
     assert "tp2 x pp2" in printed and "step 2/2" in printed and str(out) in printed
 
 

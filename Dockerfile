@@ -4,7 +4,7 @@
 #   docker build -t megarl .
 #   docker build -t megarl --build-arg CUDA_ARCHS="9.0" --build-arg MAX_JOBS=32 .
 #   docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 -v "$PWD:/workspace" megarl \
-#       megarl train RECIPE                                  (megarl's own recipes are in /opt/megarl/recipes)
+#       megarl train RECIPE                                  (`megarl recipes` lists those that come with it)
 #
 # --ipc=host: Ray's object store and NCCL share memory between processes, and docker's default of 64 MB is too small.
 # --network=host: NCCL and Ray open ports of their own choice between hosts.

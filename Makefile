@@ -15,7 +15,7 @@ install: $(STAMP)
 # finished, though pip would take it for installed: it is installed again. A .venv with a working pip keeps its Python (`make clean` makes
 # room for another), any other is made anew. --no-warn-conflicts: a later run would list, as errors, the CUDA packages
 # that SGLang misses on purpose.
-$(STAMP): requirements/runtime.txt requirements/no_deps.txt requirements/dev.txt requirements/dev_no_deps.txt \
+$(STAMP): requirements/runtime.txt requirements/cpu.txt requirements/dev.txt requirements/dev_no_deps.txt \
     requirements/shadow.txt setup.py
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	    "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -27,7 +27,7 @@ $(STAMP): requirements/runtime.txt requirements/no_deps.txt requirements/dev.txt
 	@echo '=== Installing into $(VENV) (once): about 2 GB where the package index has a CPU build of torch, else 6 GB; minutes'
 	$(PIP) --no-warn-conflicts -r requirements/runtime.txt -r requirements/dev.txt
 	@echo '=== Megatron-core and SGLang without the CUDA packages that they ask for, and megarl itself'
-	$(PIP) --quiet --no-deps --ignore-requires-python -r requirements/no_deps.txt -r requirements/dev_no_deps.txt
+	$(PIP) --quiet --no-deps --ignore-requires-python -r requirements/cpu.txt -r requirements/dev_no_deps.txt
 	$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@echo '=== Python code of the CUDA branch, for shadow runs of it (tests/shadow)'
 	$(PIP) --quiet --no-deps --upgrade --target $(VENV)/shadow-packages -r requirements/shadow.txt

@@ -1,16 +1,37 @@
-"""Packaging of megarl: `pip install -e '.[core,rollout,dev]'` (a GPU machine adds `gpu`).
+"""Packaging of megarl. The wheel has, beside the package, what a user needs of the clone: recipes, launch files, requirements.
 
-Pins that work together are in requirements/; the extras below name what each part needs at
-those versions. `rollout` is for machines with a GPU: SGLang's metadata pins CUDA packages, so on a
-CPU it is installed with --no-deps from requirements/no_deps.txt (see the Makefile).
+`pip install .` brings what `import megarl`, planning and `make-task` need. Megatron-core and SGLang come in one of two ways:
+
+- without a GPU: requirements/cpu.txt, with --no-deps, since SGLang's metadata pins CUDA packages (README.md has the command);
+- on a GPU: the pins of requirements/gpu.txt, which the Dockerfile installs; the extra `rollout` is SGLang with all that it pins.
 """
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+SHIPPED = ("launch", "recipes", "requirements")  # megarl/shipped.py finds them
+
+
+class BuildWithShipped(build_py):
+    """Copies the folders of SHIPPED into the package; an editable installation finds them in the clone."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for name in SHIPPED:
+                target = Path(self.build_lib, "megarl", "share", name)
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def get_source_files(self) -> list[str]:
+        """Of a source distribution, which has to have them, too."""
+        own = [path for name in SHIPPED for path in (ROOT / name).rglob("*") if path.is_file()]
+        return [*super().get_source_files(), *(str(path.relative_to(ROOT)) for path in own)]
 
 
 def version() -> str:
@@ -22,7 +43,7 @@ def version() -> str:
 CORE = [
     "torch==2.13.0",
     # 0.19.2 declares Python >= 3.12; on 3.11 its cp311 wheel works and is installed with
-    # --ignore-requires-python (requirements/no_deps.txt), because pip would take 0.16.1.
+    # --ignore-requires-python (requirements/cpu.txt), because pip would take 0.16.1.
     "megatron-core==0.19.2; python_version >= '3.12'",
     "psutil==7.2.2",  # megatron-core needs it and does not declare it
     "ray==2.60.0",
@@ -39,26 +60,55 @@ CORE = [
     "latex2sympy2-extended[antlr4-13-2]==1.11.0",  # the reward rules for mathematics read formulas by it ...
     "sympy==1.14.0",  # ... and compare them
     "httpx==0.28.1",  # the reward rule that asks a judge
+    # Imported beside the above, which bring them, at versions of their choice.
+    "PyYAML",
+    "fsspec",
+    "grpcio",
+    "huggingface_hub",
+    "protobuf",
+    "sentencepiece",
 ]
 ROLLOUT = ["sglang==0.5.21"]
-GPU = [
-    # NVIDIA's apex is not on the package index (the `apex` there is another project):
-    # the Dockerfile builds it from source.
-    "transformer-engine[pytorch]>=2.8",
-    "flash-attn>=2.8",
-    "torch_memory_saver>=0.0.9.post1",
-]
 DEV = ["ruff==0.17.5", "pytest==9.2.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15"]
 
 setup(
     name="megarl",
     version=version(),
     description="Reinforcement learning of very large language models on Megatron-core, SGLang and Ray",
-    license="Apache-2.0",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The megarl authors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=[
+        "reinforcement learning",
+        "RLHF",
+        "PPO",
+        "GRPO",
+        "large language models",
+        "Megatron",
+        "SGLang",
+        "Ray",
+    ],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    include_package_data=True,
-    extras_require={"core": CORE, "rollout": ROLLOUT, "gpu": GPU, "dev": DEV},
+    package_data={"megarl": ["py.typed"]},
+    cmdclass={"build_py": BuildWithShipped},
+    install_requires=CORE,
+    extras_require={"rollout": ROLLOUT, "dev": DEV},
     entry_points={
         "console_scripts": ["megarl = megarl.cli:program"],
         # What SGLang's wheel lacks on a machine without a GPU; both are inert elsewhere.

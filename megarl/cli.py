@@ -1,5 +1,5 @@
 """The `megarl` command: `train`, `sft`, `rm`, `dpo`, `eval`, `doctor`, `replay`, `config`, `make-task`, `verify`, `convert`, `plan`,
-`launch`, `report`.
+`launch`, `report`, `recipes`, `requirements`.
 
 A mistake of the user's ends in one message without a traceback and exit code 2; a run that fails in one that
 names the process, with exit code 1. A run that has saved its state and is to be started again ends with 75.
@@ -38,6 +38,7 @@ from megarl.config.notes import notes, said_here
 from megarl.config.problems import did_you_mean
 from megarl.config.reference import reference
 from megarl.config.show import changed_keys, resolved_keys, yaml_text
+from megarl.packages import require, requirements
 from megarl.plugins import load_plugins
 from megarl.signals import JOB_SIGNALS
 from megarl.trainer.preemption import ending_at_once
@@ -138,6 +139,7 @@ def _configured(schema: type[C], options: argparse.Namespace) -> C:
     config, chosen = with_chosen_size(config)
     for note in (*remarks, *chosen):
         print(f"note: {note}")
+    require(["megatron-core"] if isinstance(config, TuningConfig) else ["megatron-core", "sglang"])
     if not isinstance(config, TuningConfig):
         load_plugins(config.plugins)
     return fetch_models(resolve(config))
@@ -273,10 +275,10 @@ def _plan_step(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    config, _ = _read(TrainConfig, options)
-    from megarl.trainer.doctor import examine, print_findings
+    config = None if options.recipe is None else _read(TrainConfig, options)[0]
+    from megarl.trainer.doctor import examine, examine_here, print_findings
 
-    return print_findings(examine(config))
+    return print_findings(examine_here() if config is None else examine(config))
 
 
 def _replay(options: argparse.Namespace) -> None:
@@ -301,6 +303,16 @@ def _launch(options: argparse.Namespace) -> int:
     return launch(options, RUNNERS)
 
 
+def _recipes(options: argparse.Namespace) -> None:
+    from megarl.config.recipes_command import run
+
+    run(options)
+
+
+def _requirements(options: argparse.Namespace) -> None:
+    print(requirements(options.name))
+
+
 RUNNERS = {
     "train": _train,
     "sft": _sft,
@@ -318,6 +330,8 @@ RUNNERS = {
     "replay": _replay,
     "report": _report,
     "launch": _launch,
+    "recipes": _recipes,
+    "requirements": _requirements,
 }
 
 

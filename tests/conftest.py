@@ -13,8 +13,8 @@ from tests.ranks import RankPool
 TESTS = Path(__file__).parent
 # Of several processes (`pytest -n 2`) one gets all of these rooms' files, whose tests share an engine or a cluster.
 ONE_PROCESS = ("rollout", "cluster")
-# Long tests come first, so that all processes end at about the same time.
-LONGEST_FIRST = ("rollout", "trainer", "faults", "launch", "cluster", "megatron")
+# Long tests come first (rooms, and a file), so that all processes end at about the same time.
+LONGEST_FIRST = ("rollout", "trainer", "faults", "launch", "test_wheel.py", "cluster", "megatron")
 
 
 class ByFileOrRoom(LoadFileScheduling):

@@ -116,8 +116,8 @@ def test_help_shows_a_command_that_works_and_where_the_keys_are(command, capsys)
     for program, name, *rest in shown:
         schema = {"doctor": "train"}.get(name, name)
         if schema in SCHEMAS:  # what follows the columns of words is what is said of it
-            assert program == "megarl" and rest[0].startswith("recipes/")
-            load_with_origins(SCHEMAS[schema], ROOT / rest[0], [word for word in rest[1:] if "=" in word])
+            assert program == "megarl" and rest[0].startswith("recipe:")
+            load_with_origins(SCHEMAS[schema], rest[0], [word for word in rest[1:] if "=" in word])
         else:
             assert rest == ["outputs/demo"]
 

@@ -116,7 +116,7 @@ def test_each_pip_line_of_the_image_takes_what_is_pinned(index: None) -> None:
     lines[3].remove("gpu.txt")  # the pins themselves: the test above
     for line in lines[:-1]:
         takes(resolve("-c", "gpu.txt", "-", given="\n".join(line)))
-    takes(resolve("-c", "gpu.txt", "../setup.py", "--extra", "core", "--extra", "rollout"))
+    takes(resolve("-c", "gpu.txt", "../setup.py", "--extra", "rollout"))
 
 
 def takes(found: subprocess.CompletedProcess[str]) -> None:

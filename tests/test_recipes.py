@@ -35,7 +35,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipes' paths are relative to it."""
+    """The paths of this file are relative to it."""
     monkeypatch.chdir(ROOT)
 
 
@@ -58,7 +58,7 @@ def report(capsys: pytest.CaptureFixture, *arguments: str) -> dict:
 def test_the_header_names_hardware_and_the_command(recipe: str) -> None:
     text = header(recipe)
     assert "Hardware: " in text
-    command = re.search(r"Run: +megarl (\w+) recipes/(\S+)\.yaml", text)
+    command = re.search(r"Run: +megarl (\w+) recipe:(\S+)", text)
     assert command is not None and command[2] == recipe
     assert resolve(load_config(SCHEMAS[command[1]], f"recipes/{recipe}.yaml"))
 
@@ -76,7 +76,7 @@ def written_before(recipe: str) -> set[str]:
     """The folders of the commands that the header says come before the recipe, and those before them."""
     before = header(recipe).partition("Before: ")[2].partition("Run: ")[0]
     folders = set(re.findall(r"(?:make-task|--out) (\S+)", before))
-    return folders.union(*map(written_before, re.findall(r"recipes/(\w+)\.yaml", before)))
+    return folders.union(*map(written_before, re.findall(r"recipe:(\w+)", before)))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

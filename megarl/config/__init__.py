@@ -5,7 +5,7 @@ unknown key (with the nearest valid one), wrong type and missing value; `check_c
 that do not fit each other, the devices or the files, `check_models` for layouts that do not fit the model;
 `resolve` and `resolve_batches` derive what follows from it, so that no other room does.
 
-    config = load_config(TrainConfig, "recipes/quickstart_ppo.yaml", ["trainer.total_epochs=2"])
+    config = load_config(TrainConfig, "recipe:quickstart_ppo", ["trainer.total_epochs=2"])
     check_config(config)
     config = resolve(config)
     plan = resolve_batches(config)

@@ -13,35 +13,36 @@ PLAN_MEMORY, PLAN_STEP = "plan memory", "plan step"  # commands of two words
 DOCTOR = "look at configuration, models, data and machines before a run of `megarl train`; exit code 1: it would fail"
 
 FIRST = """\
-first, in the repository's folder, on any machine, without a GPU, in minutes:
+first, in any folder, on any machine, without a GPU, in minutes:
   megarl make-task outputs/demo                     a tiny model, and word problems for it
-  megarl sft recipes/quickstart_sft.yaml            teaches it the format of answers
-  megarl train recipes/quickstart_ppo.yaml          PPO: its accuracy rises
+  megarl sft recipe:quickstart_sft                  teaches it the format of answers
+  megarl train recipe:quickstart_ppo                PPO: its accuracy rises
 
 a recipe is a YAML file; every key may be given after it, over the recipe's value:
-  megarl train recipes/quickstart_ppo.yaml trainer.total_training_steps=3 trainer.seed=7
+  megarl train recipe:quickstart_ppo trainer.total_training_steps=3 trainer.seed=7
 
-docs: README.md; recipes/README.md (a recipe for each model and method); docs/config.md (every key, also printed by
+docs: README.md; `megarl recipes` (one for each model and method); docs/config.md (every key, also printed by
 `megarl config --reference`); docs/launch.md (clusters); docs/planning.md (what fits on which GPUs)
 """
 EXAMPLES = {
     "train": """\
 examples:
-  megarl train recipes/quickstart_ppo.yaml                              on any machine (after make-task and sft)
-  megarl train recipes/qwen2.5_7b_ppo_gsm8k.yaml trainer.logger=wandb   on GPUs; each recipe's head says how many
-  megarl train recipes/quickstart_ppo.yaml trainer.save_freq=10         goes on from a checkpoint when started again
-  megarl doctor recipes/quickstart_ppo.yaml                             what would go wrong, before it does
+  megarl train recipe:quickstart_ppo                              on any machine (after make-task and sft)
+  megarl train recipe:qwen2.5_7b_ppo_gsm8k trainer.logger=wandb   on GPUs; each recipe's head says how many
+  megarl train recipe:quickstart_ppo trainer.save_freq=10         goes on from a checkpoint when started again
+  megarl doctor recipe:quickstart_ppo                             what would go wrong, before it does
 """,
-    "sft": "example:\n  megarl sft recipes/quickstart_sft.yaml optim.lr=1e-3\n",
-    "rm": "example:\n  megarl rm recipes/preference_rm.yaml trainer.total_epochs=1\n",
-    "dpo": "example:\n  megarl dpo recipes/three_stages_dpo_cpu.yaml dpo.beta=0.1\n",
-    "eval": "example:\n  megarl eval recipes/quickstart_eval.yaml model.path=outputs/demo/ppo/hf\n",
-    "doctor": "example:\n  megarl doctor recipes/quickstart_ppo.yaml\n",
+    "sft": "example:\n  megarl sft recipe:quickstart_sft optim.lr=1e-3\n",
+    "rm": "example:\n  megarl rm recipe:preference_rm trainer.total_epochs=1\n",
+    "dpo": "example:\n  megarl dpo recipe:three_stages_dpo_cpu dpo.beta=0.1\n",
+    "eval": "example:\n  megarl eval recipe:quickstart_eval model.path=outputs/demo/ppo/hf\n",
+    "doctor": "example:\n  megarl doctor recipe:quickstart_ppo\n",
 }
 KEYS = """
 keys: docs/config.md, or `megarl config --reference`; `megarl config RECIPE --changed` prints those that a recipe sets
 """
 
+RECIPE = "YAML file, or recipe:NAME (see `megarl recipes`), or the first key=value, without a file"
 RECIPES = ("train", "sft", "rm", "dpo", "eval")
 
 Runner = Callable[[argparse.Namespace], int | None]
@@ -77,7 +78,8 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
             epilog=EXAMPLES[name] + KEYS,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument("recipe", help="YAML file (or the first key=value, without a file)")
+        optional = "?" if name == "doctor" else None  # without one it looks at this machine
+        command.add_argument("recipe", nargs=optional, help=RECIPE)
         command.add_argument(
             "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
         )
@@ -92,7 +94,23 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
     _add_plan_memory(commands, runners[PLAN_MEMORY])
     _add_plan_step(commands, runners[PLAN_STEP])
     add_launch(commands, RECIPES, runners["launch"])
+    _add_recipes(commands, runners["recipes"])
+    _add_requirements(commands, runners["requirements"])
     return parser
+
+
+def _add_recipes(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = "list the recipes that come with megarl, or print one; every command takes one as recipe:NAME"
+    command = commands.add_parser("recipes", help=text, description=text)
+    command.add_argument("name", nargs="?", help="of the one to print")
+    command.set_defaults(run=run)
+
+
+def _add_requirements(commands: argparse._SubParsersAction, run: Runner) -> None:
+    text = "print the path of a requirements file: cpu, for pip install --no-deps --ignore-requires-python -r; or gpu, pins"
+    command = commands.add_parser("requirements", help=text, description=text)
+    command.add_argument("name", choices=("cpu", "gpu"), help="of machines without GPUs, or with them")
+    command.set_defaults(run=run)
 
 
 def _add_replay(commands: argparse._SubParsersAction, run: Runner) -> None:
@@ -133,7 +151,7 @@ def _add_report(commands: argparse._SubParsersAction, run: Runner) -> None:
 def _add_config(commands: argparse._SubParsersAction, run: Runner) -> None:
     text = "print the resolved configuration: every key, its value, and where that comes from; start nothing"
     command = commands.add_parser("config", help=text, description=text)
-    command.add_argument("recipe", nargs="?", help="YAML file (or the first key=value, without a file)")
+    command.add_argument("recipe", nargs="?", help=RECIPE)
     command.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
     )
@@ -163,7 +181,7 @@ def _add_make_task(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument("--num-test", type=int, default=300, help="held-out problems")
     command.add_argument("--hidden-size", type=int, default=128)
     command.add_argument("--num-layers", type=int, default=2)
-    text = "the sft rows get chats with a calculator, too (recipes/calculator_cpu.yaml)"
+    text = "the sft rows get chats with a calculator, too (recipe:calculator_cpu)"
     command.add_argument("--calculator", action="store_true", help=text)
     text = "demonstrations, ranked answers and plain texts instead (tools/three_stages.py)"
     command.add_argument("--preferences", action="store_true", help=text)
@@ -234,12 +252,16 @@ def _add_plan(commands: argparse._SubParsersAction, run: Runner) -> None:
     )
     command = commands.add_parser("plan", help=text, description=f"{text} ({others})")
     command.add_argument(
-        "recipe", nargs="?", help="YAML file of `megarl train`; or --model, --train, --rollout, --devices"
+        "recipe",
+        nargs="?",
+        help="of `megarl train`: YAML file, or recipe:NAME; or --model, --train, --rollout, --devices",
     )
     command.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
     )
-    command.add_argument("--model", metavar="PATH", help="Hugging Face folder, or its config.json")
+    command.add_argument(
+        "--model", metavar="PATH", help="Hugging Face folder, or its config.json, or recipe:models/NAME"
+    )
     command.add_argument(
         "--train", metavar="SIZES", help="such as tp8-pp16-ep8-first3-last2 (also vpp, cp, etp)"
     )
@@ -267,9 +289,7 @@ def _add_plan(commands: argparse._SubParsersAction, run: Runner) -> None:
 def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
     text = "what a job will hold on each GPU in each phase of a step, term by term, and whether it fits"
     command = commands.add_parser(PLAN_MEMORY, help=text, description=text)
-    command.add_argument(
-        "recipe", help="YAML file of `megarl train` (or the first key=value, without a file)"
-    )
+    command.add_argument("recipe", help=f"of `megarl train`: {RECIPE}")
     command.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
     )
@@ -296,9 +316,7 @@ def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
 def _add_plan_step(commands: argparse._SubParsersAction, run: Runner) -> None:
     text = "memory, weight sync, pipeline and estimated seconds of a step of `megarl train` on stated GPUs; --search: layouts for them"
     command = commands.add_parser(PLAN_STEP, help=text, description=text)
-    command.add_argument(
-        "recipe", help="YAML file of `megarl train` (or the first key=value, without a file)"
-    )
+    command.add_argument("recipe", help=f"of `megarl train`: {RECIPE}")
     command.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
     )

@@ -14,6 +14,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.config.recipes import PREFIX, meant_recipe, recipe_path
+
 BASE_KEY = "base"
 UNRESOLVED = object()  # the value of an entry that has been reported already
 
@@ -89,33 +91,38 @@ class YamlDumper(yaml.SafeDumper):
 def read_file(path: Path, _chain: tuple[Path, ...] = ()) -> Tree:
     """The tree of a YAML file, merged over that of the file named by its key `base` (relative to the file).
 
+    Either may be `recipe:NAME`, one that comes with megarl.
+
     Raises:
         ValueError: no such file, not YAML, a key twice, bases in a circle.
     """
-    path = path.expanduser()
+    given, path = path.expanduser(), recipe_path(path.expanduser())
     if path.resolve() in _chain:
         circle = " -> ".join(str(link) for link in (*_chain, path.resolve()))
         raise ValueError(f"the configuration's base files form a circle: {circle}")
     if not path.is_file():
         named_by = f" (the base of {_chain[-1]})" if _chain else ""
         raise ValueError(
-            f"configuration file {path}{named_by} does not exist (working directory {Path.cwd()})"
+            f"configuration file {given}{named_by} does not exist (working directory {Path.cwd()}){meant_recipe(given)}"
         )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"configuration file {path} is no UTF-8 text: {error}") from None
-    tree = parse(text, str(path), with_lines=True)
+        raise ValueError(f"configuration file {given} is no UTF-8 text: {error}") from None
+    tree = parse(text, str(given), with_lines=True)
     if isinstance(tree, Entry):
         if tree.value is not None:
-            raise ValueError(f"configuration file {path} must hold a mapping of keys, found {tree.text!r}")
+            raise ValueError(f"configuration file {given} must hold a mapping of keys, found {tree.text!r}")
         tree = {}
     base = tree.pop(BASE_KEY, None)
     if base is None:
         return tree
     if not isinstance(base, Entry) or not isinstance(base.value, str):
-        raise ValueError(f"configuration file {path}: the key base must be the path of one file")
-    return merge(read_file(path.parent / Path(base.value).expanduser(), (*_chain, path.resolve())), tree)
+        raise ValueError(f"configuration file {given}: the key base must be the path of one file")
+    below = Path(base.value).expanduser()
+    if not base.value.startswith(PREFIX):
+        below = path.parent / below
+    return merge(read_file(below, (*_chain, path.resolve())), tree)
 
 
 def parse(text: str, where: str, *, with_lines: bool = False) -> Tree | Entry:

@@ -378,7 +378,7 @@ COMMANDS: Mapping[str, str] = {
     "main_generation": "use megarl eval",
     "main_eval": "use megarl eval",
     "fsdp_sft_trainer": "use megarl sft",
-    "preprocess": "use tools/preprocess_gsm8k.py, or Parquet files of any columns, as data.prompt_key and data.answer_key say",
+    "preprocess": "use `python -m megarl.data.gsm8k`, or Parquet files of any columns, as data.prompt_key and data.answer_key say",
 }
 
 

@@ -35,7 +35,7 @@ def add_launch(
     )
     for name, (text, schema) in TARGETS.items():
         target = targets.add_parser(name, help=text, description=f"Run a recipe {text}.")
-        target.add_argument("recipe", help="YAML file")
+        target.add_argument("recipe", help="YAML file, or recipe:NAME (see `megarl recipes`)")
         target.add_argument(
             "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
         )

@@ -40,6 +40,7 @@ from megarl.config.options import (
     walk,
 )
 from megarl.config.problems import nearest_keys, raise_if_any
+from megarl.config.recipes import PREFIX, recipe_path
 from megarl.files import whole_file
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[st
 
     Args:
         schema: the dataclass of the command, such as TrainConfig.
-        path: the file; None: overrides alone.
+        path: the file, or `recipe:NAME`, one that comes with megarl; None: overrides alone.
         overrides: `a.b.c=value` each, later ones win; the value is YAML. Hydra's `+` and `++` before the key change
             nothing.
 
@@ -174,7 +175,13 @@ class _Builder:
         if converted in refused:
             self._problems.append(f"{value.where}: {key}={value.text}: {refused[converted]}")
             return None
-        return _expand(converted) if member.metadata.get("is_path") else converted
+        if not member.metadata.get("is_path"):
+            return converted
+        try:
+            return _expand(converted)
+        except ValueError as error:
+            self._problems.append(f"{value.where}: {key}: {error}")
+            return None
 
     def _table(self, schema: type, tree: Tree, prefix: str) -> dict[str, Any]:
         table = {}
@@ -265,9 +272,12 @@ def _is_whole(value: float) -> bool:
 
 
 def _expand(value: Any) -> Any:
+    """Paths with `~` and `recipe:` replaced by what they stand for. ValueError: there is no such recipe."""
     if isinstance(value, tuple):
         return tuple(_expand(item) for item in value)
-    return os.path.expanduser(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return str(recipe_path(value)) if value.startswith(PREFIX) else os.path.expanduser(value)
 
 
 def _show(entry: Entry) -> str:

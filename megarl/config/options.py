@@ -28,7 +28,7 @@ def option(
     """A key: what it means (with its unit), its default (without one it is required), and its valid values.
 
     Bounds and choices hold for each element of a list; null, where the type allows it, is always valid.
-    `is_path`: a leading `~` is expanded when the configuration is read.
+    `is_path`: a leading `~`, and `recipe:NAME` (megarl/config/recipes.py), are expanded when the configuration is read.
     `formula`: what is computed with the key, for the reference page.
     `refused`: values that other trainers have and megarl refuses while it reads them, each with what to do instead.
     """

@@ -1,12 +1,15 @@
 """GSM8K as prompt files, from the Hugging Face Hub, local Parquet or JSON lines."""
 
+import argparse
 import importlib.util
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from megarl.data.files import RowErrors, iter_rows, write_parquet
 
@@ -158,3 +161,27 @@ def _open_hub(source: str) -> dict[str, _Rows]:
         split: ((Path(f"{source}/{split}"), number, row) for number, row in enumerate(splits[split]))
         for split in SPLITS
     }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m megarl.data.gsm8k`: write the files of both splits; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Write GSM8K as prompt files for training.")
+    parser.add_argument(
+        "--source",
+        default="openai/gsm8k",
+        help="Hub id (needs the datasets library), or a local file or folder: Parquet or JSON lines",
+    )
+    parser.add_argument("--out", required=True, help="folder for train.parquet and test.parquet")
+    arguments = parser.parse_args(argv)
+    try:
+        written = convert_gsm8k(arguments.source, arguments.out)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for split, path in written.items():
+        print(f"{split}: {pq.read_metadata(path).num_rows} rows in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

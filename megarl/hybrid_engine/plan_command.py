@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from rich.table import Table
 from megarl.config import TrainConfig, check_config, load_config, resolve
 from megarl.config.hub import fetch_models
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
+from megarl.config.recipes import recipe_path
 from megarl.config.sections import MegatronConfig, PoolConfig, RolloutConfig
 from megarl.hybrid_engine.layouts import EngineLayout, sglang_layout
 from megarl.hybrid_engine.plan_report import PlanReport, WayCost, best_places, pool_places, report
@@ -116,7 +116,7 @@ def _from_options(options: argparse.Namespace) -> SyncPlan:
     if missing:
         raise ValueError(
             f"{', '.join(missing)} missing: give a recipe, or --model, --train, --rollout and --devices, such as "
-            "--model recipes/models/deepseek-v3 --train tp8-pp16-ep8-first3-last2 --rollout tp32-ep32 --devices 512"
+            "--model recipe:models/deepseek-v3 --train tp8-pp16-ep8-first3-last2 --rollout tp32-ep32 --devices 512"
         )
     for name in ("devices", "devices_per_node", "engines"):
         size = getattr(options, name)
@@ -153,7 +153,7 @@ def _from_options(options: argparse.Namespace) -> SyncPlan:
 
 
 def _read_model(path: str) -> ModelConfig:
-    file = Path(path).expanduser()
+    file = _named("--model", path, lambda: recipe_path(path)).expanduser()
     if file.is_file() and file.name != "config.json":
         raise ValueError(f"--model {path} is a file; a Hugging Face folder or its config.json is needed")
     return _named("--model", path, lambda: read_model_config(str(file.parent if file.is_file() else file)))

@@ -17,6 +17,7 @@ from megarl.config.document import YamlDumper, merge, parse_override, plain, rea
 from megarl.config.launch_sections import LaunchConfig
 from megarl.config.load import load_config, load_with_origins
 from megarl.config.problems import raise_if_any
+from megarl.config.recipes import recipe_path
 
 SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
 
@@ -32,6 +33,7 @@ class Job:
 
     Attributes:
         command: of megarl: train, sft, rm, dpo or eval.
+        recipe: the file; that of `recipe:NAME` is part of this installation of megarl.
         overrides: the user's, and those that the launch options add.
         run_folder: trainer.default_local_dir as the recipe has it.
         checkpoint_url: trainer.checkpoint_url, which has what another start goes on from, whatever became of the run folder.
@@ -101,7 +103,8 @@ def make_job(
         if sizes[name] != has:
             overrides.append(f"trainer.{key}={asked}")
     config = load_config(SCHEMAS[command], recipe, overrides)
-    launch = replace(launch, **sizes, name=launch.name or name_of(recipe))
+    file = recipe_path(recipe)
+    launch = replace(launch, **sizes, name=launch.name or name_of(file.name))
     raise_if_any("recipe", [*_layout_problems(config)])
     raise_if_any("job", [*_job_problems(launch, config)])
     folder = resolve(config).trainer.default_local_dir
@@ -110,7 +113,7 @@ def make_job(
     if not isinstance(config, EvalConfig):
         url = config.trainer.checkpoint_url
         saves = config.trainer.save_freq > 0 or config.trainer.save_minutes is not None
-    return Job(command, Path(recipe), tuple(overrides), folder, url, saves, launch)
+    return Job(command, file, tuple(overrides), folder, url, saves, launch)
 
 
 def name_of(recipe: str) -> str:

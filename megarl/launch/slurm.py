@@ -8,8 +8,9 @@ from pathlib import Path
 
 from megarl.launch.environment import read_variables
 from megarl.launch.job import Job
+from megarl.shipped import shipped
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = shipped()
 
 
 def sbatch_arguments(job: Job) -> list[str]:
@@ -71,11 +72,6 @@ def _script_options(job: Job) -> list[str]:
 
 def _check(job: Job) -> None:
     launch, slurm = job.launch, job.launch.slurm
-    if not (ROOT / "launch/slurm/train.sbatch").is_file():
-        raise ValueError(
-            f"{ROOT}/launch/slurm/train.sbatch is not there: megarl launch slurm needs megarl's checkout, installed with pip "
-            "install -e, on a file system that the nodes share"
-        )
     if slurm.container == "none" and launch.image is not None:
         raise ValueError(f"image={launch.image} needs slurm.container: pyxis or apptainer (--container)")
     if slurm.container != "none" and launch.image is None:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.imports import without_collection
+from megarl.packages import KNOWN
 from megarl.rollout import adapters
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.receiver import LOADER
 from megarl.rollout.sglang_model import config_overrides
 
 logger = logging.getLogger(__name__)
-KNOWN_VERSIONS = ("0.5.21",)
 CPU_CACHE_TOKENS = 65536
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
 NAMES = ".shared-memory"  # as in cluster/guard.py: ends the names of files that name such
@@ -38,9 +38,9 @@ def check_version(allow_unknown: bool) -> None:
         ValueError: it is another one, and `allow_unknown` is not set.
     """
     found = version("sglang")
-    if found in KNOWN_VERSIONS:
+    if found in KNOWN["sglang"]:
         return
-    known = ", ".join(KNOWN_VERSIONS)
+    known = ", ".join(KNOWN["sglang"])
     if not allow_unknown:
         raise ValueError(
             f"sglang {found} is installed; megarl is known to work with {known}. Install one of these, or set "

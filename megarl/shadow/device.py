@@ -16,20 +16,10 @@ import sys
 from pathlib import Path
 
 from megarl.files import whole_file
+from megarl.packages import requirements
 
 SOURCE = Path(__file__).with_name("device.cpp")
 PACKAGES = Path(sys.prefix) / "shadow-packages"
-# What the CUDA branch imports: Triton (megatron-core), Transformer Engine's Python code and what that imports.
-REQUIREMENTS = (
-    "triton==3.7.1",
-    "transformer-engine==2.18.0",
-    "nvdlfw-inspect==0.2.2",
-    "einops==0.8.2",
-    "onnx==1.23.2",
-    "onnx-ir==1.1.0",
-    "onnxscript==0.7.2",
-    "ml-dtypes==0.6.0",
-)
 
 
 def missing() -> str | None:
@@ -46,7 +36,7 @@ def missing() -> str | None:
         # In the environment itself the meta package of Transformer Engine would end megatron-core's import on a CPU.
         return (
             "a shadow run needs the Python code of Triton and Transformer Engine in a folder of their own: "
-            f"pip install --no-deps --target {PACKAGES} {' '.join(REQUIREMENTS)}"
+            f"pip install --no-deps --target {PACKAGES} -r {requirements('shadow')}"
         )
     return None
 

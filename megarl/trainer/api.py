@@ -10,8 +10,9 @@
             print(trainer.step, results["reward"])
         trainer.save("policy")
 
-It is `megarl train` cut in two: the same configuration, processes and stages, in the same order. With trainer.save_freq (or
-`save_checkpoint`) the same program, started again after whatever ended it, goes on from its last checkpoint, bit for bit.
+docs/api.md has a complete program, and all types. It is `megarl train` cut in two: the same configuration, processes and stages, in the
+same order. With trainer.save_freq (or `save_checkpoint`) the same program, started again after whatever ended it, goes on from its
+last checkpoint, bit for bit.
 """
 
 from __future__ import annotations

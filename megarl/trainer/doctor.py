@@ -1,7 +1,8 @@
 """`megarl doctor`: what can be known of a job before it is paid for, or waited for in a queue.
 
 It reads the configuration, the models' files and the data as the run would; looks at every machine; and lets all devices
-talk to each other once, over the same process groups as the run's. Nothing of it is left behind.
+talk to each other once, over the same process groups as the run's. Nothing of it is left behind. Without a recipe it looks at this
+machine alone.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from megarl.config import TrainConfig, resolve, resolve_batches
 from megarl.config.hub import fetch_models
 from megarl.hybrid_engine.layouts import logical_tensors
 from megarl.models import read_model_config
+from megarl.packages import PURPOSES
 from megarl.rewards.scorer import make_scorer
 from megarl.trainer.devices import check_devices
-from megarl.trainer.doctor_checks import FAILURE, GIB, OK, WARNING, Finding, judge_nodes
+from megarl.trainer.doctor_checks import FAILURE, GIB, OK, WARNING, Finding, judge_node, judge_nodes
 from megarl.trainer.doctor_facts import NodeFacts, node_facts
 from megarl.trainer.doctor_probe import bus_bandwidth
 from megarl.trainer.dumped import count_steps
@@ -49,9 +51,16 @@ RANK_BYTES, ENGINE_BYTES = 400 << 20, 1200 << 20
 CHECKPOINT_BYTES_PER_PARAMETER = 16
 
 
+def examine_here() -> list[Finding]:
+    """What can be told of this machine without a recipe: packages, GPUs, and what is free of it."""
+    node = node_facts(".", PROBE_FILE)
+    return judge_node(node, len(node.gpus) or None, {})
+
+
 def examine(config: TrainConfig) -> list[Finding]:
     """Everything that is found, in the order in which it is looked at; `config` is unresolved."""
-    found = list(_inputs(config))
+    found = [finding for finding in examine_here() if finding.what in PURPOSES and finding.level == FAILURE]
+    found += _inputs(config)
     if any(finding.level == FAILURE for finding in found):
         return found  # nothing is started for a job that cannot begin
     config = resolve(config)
@@ -197,6 +206,8 @@ def print_findings(findings: list[Finding]) -> int:
         level = f"[{STYLES[finding.level]}]{finding.level}[/]"
         table.add_row(level, *map(escape, (finding.what, finding.found, finding.advice)))
     console.print(table)
+    for command in dict.fromkeys(finding.command for finding in findings if finding.command):
+        console.print(command, soft_wrap=True, highlight=False, markup=False)
     counts = {level: sum(finding.level == level for finding in findings) for level in (FAILURE, WARNING)}
     console.print(f"{counts[FAILURE]} failures, {counts[WARNING]} warnings")
     return 1 if counts[FAILURE] else 0

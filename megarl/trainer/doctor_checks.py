@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megarl.rollout.sglang_start import KNOWN_VERSIONS
+from megarl.packages import KNOWN, PURPOSES, install_command
 from megarl.trainer.doctor_facts import SHARED_MEMORY, NodeFacts
 
 GIB = 1 << 30
 OK, WARNING, FAILURE = "ok", "warning", "failure"
-# Tried together (requirements/). Of SGLang the engine refuses any other itself.
-KNOWN: dict[str, tuple[str, ...]] = {
-    "torch": ("2.13.", "2.11."),
-    "megatron-core": ("0.19.2",),
-    "sglang": KNOWN_VERSIONS,
-    "ray": ("2.60.",),
+# Each of them is in requirements/gpu.txt.
+GPU_PACKAGES = {
+    "transformer-engine": "fused layers, float8",
+    "sglang-kernel": "SGLang's kernels",
+    "torch-memory-saver": "an engine's memory is free while models train",
 }
-REQUIRED = ("torch", "megatron-core", "sglang", "ray", "transformers", "pyarrow")
-GPU_PACKAGES = ("transformer-engine", "sgl-kernel", "torch-memory-saver")
+# The oldest driver for each major version of CUDA ("CUDA minor version compatibility" in the toolkit's release notes).
+LEAST_DRIVERS = {"12": 525, "13": 580}
 OPEN_FILES = 4096  # Ray's raylet and object store hold hundreds of sockets for each process of a node
 CLOCK_SECONDS = 5.0
 BUSY_GPU = 0.05
@@ -33,12 +32,14 @@ class Finding:
         what: what was looked at.
         found: what it is.
         advice: what to do; empty where all is well.
+        command: that does it, where a command can.
     """
 
     level: str
     what: str
     found: str
     advice: str = ""
+    command: str = ""
 
 
 def judge_nodes(
@@ -52,11 +53,20 @@ def judge_nodes(
     """
     found = list(_between(nodes))
     for node in nodes:
-        found += _packages(node, gpus_per_node is not None)
-        found += _gpus(node, gpus_per_node)
-        found += _room(node, needed)
-        found += _system(node)
+        found += judge_node(node, gpus_per_node, needed)
     return found
+
+
+def judge_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> list[Finding]:
+    """What can be told of one machine by itself; arguments as of `judge_nodes`."""
+    on_gpus = gpus is not None
+    return [
+        *_packages(node, on_gpus),
+        *_gpus(node, gpus),
+        *(_drivers(node) if on_gpus else ()),
+        *_room(node, needed),
+        *_system(node),
+    ]
 
 
 def _between(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
@@ -90,26 +100,24 @@ def _between(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def _packages(node: NodeFacts, on_gpus: bool) -> Iterator[Finding]:
-    for name in REQUIRED:
+    advice, command = "install it as below", install_command(on_gpus)
+    for name, purpose in PURPOSES.items():
         version = node.versions.get(name)
         if version is None:
-            yield Finding(
-                FAILURE, name, f"not installed on {node.host}", "pip install -r requirements/runtime.txt"
-            )
+            yield Finding(FAILURE, name, f"not installed on {node.host}: {purpose}", advice, command)
         elif name in KNOWN and not version.startswith(KNOWN[name]):
             known = " or ".join(KNOWN[name])
             yield Finding(WARNING, name, f"{version} on {node.host}", f"megarl was tried with {known}")
         else:
             yield Finding(OK, name, f"{version} on {node.host}")
+    others = [name for name in node.missing if name not in PURPOSES]
+    if others:
+        what = f"not installed on {node.host}: {', '.join(others)}"
+        yield Finding(FAILURE, "what these import", what, advice, command)
     if on_gpus:
-        for name in GPU_PACKAGES:
+        for name, purpose in GPU_PACKAGES.items():
             if name not in node.versions:
-                yield Finding(
-                    WARNING,
-                    name,
-                    f"not installed on {node.host}",
-                    "see the Dockerfile; without it GPUs are slower",
-                )
+                yield Finding(WARNING, name, f"not installed on {node.host}: {purpose}", advice, command)
 
 
 def _gpus(node: NodeFacts, wanted: int | None) -> Iterator[Finding]:
@@ -130,6 +138,23 @@ def _gpus(node: NodeFacts, wanted: int | None) -> Iterator[Finding]:
                 f"GPU {number}",
                 f"{gpu.used / GIB:.1f} of {gpu.memory / GIB:.0f} GiB in use on {node.host}",
                 "end what runs there (nvidia-smi)",
+            )
+
+
+def _drivers(node: NodeFacts) -> Iterator[Finding]:
+    """Whether torch finds the GPUs."""
+    if "torch" in node.versions and node.cuda is None:
+        what = f"torch on {node.host} is built without it"
+        yield Finding(FAILURE, "CUDA", what, "install another torch, as below", install_command(on_gpus=True))
+    least = LEAST_DRIVERS.get((node.cuda or "").split(".")[0])
+    for driver in sorted({gpu.driver for gpu in node.gpus}):
+        if least is not None and int(driver.split(".")[0]) < least:
+            # A warning: with NVIDIA's cuda-compat libraries, which images have, GPUs of data centers run nonetheless.
+            yield Finding(
+                WARNING,
+                "GPU driver",
+                f"{driver} on {node.host}, and torch is built for CUDA {node.cuda}",
+                f"install driver {least} or newer (or, for GPUs of data centers, the package cuda-compat)",
             )
 
 

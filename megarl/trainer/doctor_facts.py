@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from megarl.packages import installed, pinned, requirements
+
 PACKAGES = (
     "torch", "megatron-core", "sglang", "ray", "transformers", "pyarrow", "safetensors", "tensorboard",
-    "transformer-engine", "flash-attn", "sgl-kernel", "torch-memory-saver", "py-spy",
+    "transformer-engine", "flash-attn", "sglang-kernel", "torch-memory-saver", "py-spy",
 )  # fmt: skip
 SHARED_MEMORY = "/dev/shm"
 
@@ -39,6 +41,8 @@ class NodeFacts:
 
     Attributes:
         versions: of installed packages, by name.
+        missing: packages of requirements/cpu.txt that are not installed; that of GPUs has them, too.
+        cuda: the version that torch is built for; None: a build without CUDA, or no torch.
         address: what the host's own name resolves to; None: nothing.
         clock: seconds since the epoch.
         shared_memory, disk: free bytes of /dev/shm (None: there is none) and of the run folder's file system.
@@ -49,6 +53,8 @@ class NodeFacts:
     address: str | None
     python: str
     versions: dict[str, str]
+    missing: tuple[str, ...]
+    cuda: str | None
     gpus: tuple[Gpu, ...]
     cores: int
     memory: int
@@ -73,7 +79,9 @@ def node_facts(folder: str, probe: str) -> NodeFacts:
         host=socket.gethostname(),
         address=_resolved(socket.gethostname()),
         python=platform.python_version(),
-        versions=_versions(PACKAGES),
+        versions={name: found for name in PACKAGES if (found := installed(name)) is not None},
+        missing=tuple(name for name in pinned(requirements("cpu")) if installed(name) is None),
+        cuda=_cuda(),
         gpus=gpus_here(),
         cores=len(os.sched_getaffinity(0)),
         memory=memory.total,
@@ -86,14 +94,14 @@ def node_facts(folder: str, probe: str) -> NodeFacts:
     )
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def _cuda() -> str | None:
+    """As torch's version.py says, without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b.*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found[1] if found is not None else None
 
 
 def _resolved(host: str) -> str | None:

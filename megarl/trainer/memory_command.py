@@ -13,6 +13,7 @@ from rich.table import Table
 from megarl.config import TrainConfig, check_config, load_config, resolve
 from megarl.config.hub import fetch_models
 from megarl.config.model_fit import check_models
+from megarl.config.recipes import shown
 from megarl.models import read_model_config
 from megarl.trainer.memory_fit import fit, layout_keys
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs, plan_memory
@@ -97,7 +98,7 @@ def print_plan(console: Console, config: TrainConfig, plan: MemoryPlan, keys: li
     devices = {name: pool.nnodes * pool.n_gpus_per_node for name, pool in plan.pools.items()}
     policy = config.actor_rollout_ref
     lines = [
-        f"{policy.model.path}: {', '.join(f'{count} devices in pool {name}' for name, count in devices.items())}; GiB of the "
+        f"{shown(policy.model.path)}: {', '.join(f'{count} devices in pool {name}' for name, count in devices.items())}; GiB of the "
         "fullest device",
         *keys,
     ]

@@ -22,7 +22,7 @@ def published_template(name: str) -> str:
         files = metadata.files("trl") or []
     except metadata.PackageNotFoundError:
         pytest.skip(
-            "trl, which brings the published chat templates, is not installed (requirements/no_deps.txt)"
+            "trl, which brings the published chat templates, is not installed (requirements/dev_no_deps.txt)"
         )
     (path,) = [file for file in files if file.match(f"chat_templates/{name}.jinja")]
     return path.read_text()

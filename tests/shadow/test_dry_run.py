@@ -42,15 +42,11 @@ def test_what_a_machine_lacks_is_said(
     with monkeypatch.context() as patch:
         patch.setattr(device, "PACKAGES", tmp_path)
         assert main(["plan", "memory", str(RECIPE), "--dry-run"]) == 2
-    assert f"pip install --no-deps --target {tmp_path} triton==3.7.1" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"pip install --no-deps --target {tmp_path} -r {ROOT}/requirements/shadow.txt" in told
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["plan", "memory", str(RECIPE), "--dry-run"]) == 2
     assert "--dry-run: a shadow run compiles its device once, with g++" in capsys.readouterr().err
-
-
-def test_the_packages_are_those_of_the_requirements() -> None:
-    lines = (ROOT / "requirements" / "shadow.txt").read_text().splitlines()
-    assert tuple(line for line in lines if not line.startswith("#")) == device.REQUIREMENTS
 
 
 def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None:

@@ -1,4 +1,4 @@
-"""The Python API: its configuration, its prompts, and one real run."""
+"""The Python API: its configuration, its prompts, what it refuses; and, slow, real runs. test_api_page.py has another."""
 
 import json
 import pickle
@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 import megarl
@@ -319,15 +317,7 @@ def real_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_real_run(model: Path, real_run: Path) -> None:
-    before, after = load_file(model / "model.safetensors"), load_file(real_run / "policy/model.safetensors")
-    assert before.keys() == after.keys()
-    assert any((before[name] != after[name]).any() for name in before)
-    assert [line["step"] for line in steps(real_run)] == [1, 2, 3]
-    assert all(line["timing_s/step"] > line["timing_s/generate"] > 0 for line in steps(real_run))
-    assert pq.read_table(real_run / "rollouts/step-000003.parquet").num_rows == 8
-
-
+@pytest.mark.slow
 def test_the_policy_is_saved_merged_and_as_adapters(model: Path, real_run: Path) -> None:
     ids = torch.arange(3, 40)[None]
     merged = AutoModelForCausalLM.from_pretrained(real_run / "policy")

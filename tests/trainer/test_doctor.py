@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cli import main
 from megarl.config import TrainConfig
 from megarl.config.load import load_config
+from megarl.packages import PURPOSES, requirements
 from megarl.trainer.doctor import examine
 from megarl.trainer.doctor_checks import FAILURE, GIB, OK, WARNING, Finding, judge_nodes
 from megarl.trainer.doctor_facts import Gpu, NodeFacts
@@ -17,11 +19,11 @@ from tests.trainer.conftest import PPO, megarl, on
 
 VERSIONS = {
     "torch": "2.13.0", "megatron-core": "0.19.2", "sglang": "0.5.21", "ray": "2.60.0", "transformers": "5.12.1",
-    "pyarrow": "26.0.0", "transformer-engine": "2.5", "sgl-kernel": "0.3", "torch-memory-saver": "0.0.9",
+    "pyarrow": "26.0.0", "transformer-engine": "2.5", "sglang-kernel": "0.4.7", "torch-memory-saver": "0.0.9",
 }  # fmt: skip
 NODE = NodeFacts(
-    host="a", address="10.0.0.1", python="3.11.9", versions=VERSIONS, gpus=(Gpu("H200", "550", 140 * GIB, 0),) * 8,
-    cores=64, memory=1000 * GIB, available=900 * GIB, shared_memory=500 * GIB, disk=2000 * GIB, open_files=1 << 20,
+    host="a", address="10.0.0.1", python="3.11.9", versions=VERSIONS, missing=(), cuda="13.0",
+    gpus=(Gpu("H200", "580.65.06", 140 * GIB, 0),) * 8, cores=64, memory=1000 * GIB, available=900 * GIB, shared_memory=500 * GIB, disk=2000 * GIB, open_files=1 << 20,
     clock=1000.0, probe=True,
 )  # fmt: skip
 
@@ -44,8 +46,15 @@ def test_a_good_node_is_good() -> None:
     "changes, expected",
     [
         ({"versions": {**VERSIONS, "torch": "2.9.0"}}, (WARNING, "torch")),
+        ({"versions": {**VERSIONS, "torch": "2.11.0"}}, (WARNING, "torch")),  # SGLang asks for 2.13.0
+        ({"missing": ("fastapi", "sglang")}, (FAILURE, "what these import")),
+        ({"cuda": None}, (FAILURE, "CUDA")),
+        ({"gpus": (*NODE.gpus[:7], replace(NODE.gpus[0], driver="575.57.08"))}, (WARNING, "GPU driver")),
         ({"versions": {k: v for k, v in VERSIONS.items() if k != "sglang"}}, (FAILURE, "sglang")),
-        ({"versions": {k: v for k, v in VERSIONS.items() if k != "sgl-kernel"}}, (WARNING, "sgl-kernel")),
+        (
+            {"versions": {k: v for k, v in VERSIONS.items() if k != "sglang-kernel"}},
+            (WARNING, "sglang-kernel"),
+        ),
         ({"gpus": NODE.gpus[:7]}, (FAILURE, "GPUs")),
         ({"gpus": (*NODE.gpus[:7], replace(NODE.gpus[0], used=8 * GIB))}, (FAILURE, "GPU 7")),
         ({"open_files": 1024}, (WARNING, "open files")),
@@ -70,11 +79,44 @@ def test_room_is_judged_by_what_the_job_needs() -> None:
         assert (finding.found, finding.advice) == ("5.0 GiB free on a", "the job needs about 6.0 GiB there")
 
 
+@pytest.mark.parametrize(
+    ("cuda", "driver", "found"),
+    [("13.0", "580.65.06", []), ("13.0", "570.1", ["GPU driver"]), ("12.9", "570.1", []), ("12.9", "520.61", ["GPU driver"])],
+)  # fmt: skip
+def test_drivers_are_judged_by_the_cuda_that_torch_is_built_for(
+    cuda: str, driver: str, found: list[str]
+) -> None:
+    """As NVIDIA's release notes of CUDA 13 have it: 12.x runs on driver 525 and newer, 13.x on 580."""
+    gpus = (replace(NODE.gpus[0], driver=driver),) * 8
+    assert [finding.what for finding in judged(cuda=cuda, gpus=gpus) if finding.level != OK] == found
+
+
+def test_what_is_missing_comes_with_its_purpose_and_a_command() -> None:
+    bare = {name: version for name, version in VERSIONS.items() if name not in ("megatron-core", "sglang")}
+    node = replace(
+        NODE, gpus=(), cuda=None, versions=bare, missing=("megatron-core", "sglang", "fastapi", "orjson")
+    )
+    found = [finding for finding in judge_nodes([node], None, {}) if finding.level != OK]
+    assert [(finding.level, finding.what, finding.found) for finding in found] == [
+        (FAILURE, "megatron-core", "not installed on a: models in their parallel layouts"),
+        (FAILURE, "sglang", "not installed on a: rollouts, evaluation"),
+        (FAILURE, "what these import", "not installed on a: fastapi, orjson"),
+    ]  # fmt: skip
+    (command,) = {finding.command for finding in found}
+    assert command.endswith(f"-m pip install --no-deps --ignore-requires-python -r {requirements('cpu')}")
+
+
+def test_without_a_recipe_it_looks_at_this_machine(capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in PURPOSES) and "0 failures" in said
+
+
 def test_without_gpus_none_are_asked_for() -> None:
     bare = {
         name: version
         for name, version in VERSIONS.items()
-        if name not in ("sgl-kernel", "transformer-engine")
+        if name not in ("sglang-kernel", "transformer-engine")
     }
     assert bad(judge_nodes([replace(NODE, gpus=(), versions=bare)], None, {})) == []
 

@@ -33,6 +33,7 @@ CORE = [
     "pyarrow==26.0.1",
     "omegaconf==2.4.0",
     "Jinja2==3.1.6",
+    "plotly==7.1.0",  # its JavaScript draws the charts of `megarl report`; MIT, no network needed
     "rich==15.0.0",
     "tensorboard==2.21.0",
     "isal==1.9.1",
@@ -58,6 +59,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
     include_package_data=True,
+    package_data={"megarl.report": ["templates/*"]},
     extras_require={"core": CORE, "rollout": ROLLOUT, "gpu": GPU, "dev": DEV},
     entry_points={
         "console_scripts": ["megarl = megarl.cli:program"],

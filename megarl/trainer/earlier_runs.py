@@ -23,6 +23,7 @@ MARKS = ("config.yaml", "metrics.jsonl")
 ENTRIES = (
     *MARKS,
     "batch_plan.json",
+    "run.json",
     "health.jsonl",
     "reward_errors.jsonl",
     "timeline.json",

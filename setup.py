@@ -54,6 +54,7 @@ CORE = [
     "pyarrow==26.0.1",
     "omegaconf==2.4.0",
     "Jinja2==3.1.6",
+    "plotly==7.1.0",  # its JavaScript draws the charts of `megarl report`; MIT, no network needed
     "rich==15.0.0",
     "tensorboard==2.21.0",
     "isal==1.9.1",
@@ -105,7 +106,7 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["py.typed"]},
+    package_data={"megarl": ["py.typed"], "megarl.report": ["templates/*"], "megarl.shadow": ["device.cpp"]},
     cmdclass={"build_py": BuildWithShipped},
     install_requires=CORE,
     extras_require={"rollout": ROLLOUT, "dev": DEV},

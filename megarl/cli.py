@@ -269,9 +269,10 @@ def _plan_memory(options: argparse.Namespace) -> int | None:
 
 
 def _plan_step(options: argparse.Namespace) -> None:
+    from megarl.report.plan_page import page
     from megarl.trainer.plan_command import run
 
-    run(options)
+    run(options, page)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -292,7 +293,7 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from megarl.trainer.report_command import run
+    from megarl.report.command import run
 
     run(options)
 

@@ -42,6 +42,7 @@ FLOORS = {
     "memory": 6,
     "trainer": 7,
     "shadow": 8,
+    "report": 8,
     "cli": 9,
     "__main__": 10,
 }
@@ -72,6 +73,7 @@ FORBIDDEN = {
     "rollout": {"ray", "megatron"},
     "hybrid_engine": {"ray"},
     "cluster": {"megatron", "sglang"},
+    "report": HEAVY,
     "cli": HEAVY,
 }
 

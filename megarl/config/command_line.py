@@ -141,10 +141,16 @@ def _add_replay(commands: argparse._SubParsersAction, run: Runner) -> None:
 
 
 def _add_report(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = "write a run as one HTML page: curves, seconds by phase, who worked when, trajectories, weight syncs, memory, failures"
+    text = (
+        "write a run, or several on the same charts, as one HTML page: final numbers, curves, where the time goes, memory, weight "
+        "syncs, trajectories, failures, configuration"
+    )
     command = commands.add_parser("report", help=text, description=text)
-    command.add_argument("folder", help="the run folder, also of a run that is still going")
-    command.add_argument("--output", metavar="FILE", help="default: report.html in the run folder")
+    command.add_argument(
+        "folders", nargs="+", metavar="folder", help="a run folder, also of a run that is still going"
+    )
+    text = "default: report.html in the run folder, of several runs in the current folder"
+    command.add_argument("--output", metavar="FILE", help=text)
     command.set_defaults(run=run)
 
 

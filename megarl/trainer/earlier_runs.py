@@ -24,6 +24,7 @@ ENTRIES = (
     *MARKS,
     "batch_plan.json",
     "memory.txt",
+    "run.json",
     "health.jsonl",
     "reward_errors.jsonl",
     "timeline.json",

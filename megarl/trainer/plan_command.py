@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -19,15 +20,17 @@ from megarl.memory.hardware import find_hardware, read_assumptions
 from megarl.memory.speed import Machine
 from megarl.trainer.memory_command import print_plan, read_inputs
 from megarl.trainer.memory_plan import GIB, PlanInputs, plan_memory
-from megarl.trainer.plan_advice import as_words, changes
+from megarl.trainer.plan_advice import Change, as_words, changes
 from megarl.trainer.plan_job import NOTE, JobPlan, as_json, assumed_text, assumed_words, plan_job
-from megarl.trainer.plan_page import page
 from megarl.trainer.plan_search import Search
 from megarl.trainer.plan_seconds import bubbles
 
+Page = Callable[[JobPlan, str, Sequence[Change]], str]
+"""Makes the HTML page of a plan: the job, what the recipe is called, what would help a job that does not fit."""
 
-def run(options: argparse.Namespace) -> None:
-    """Print the report, or what the search found.
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Print the report, or what the search found; with --html write the page.
 
     Raises:
         ValueError: names the option or key, and what would be right.

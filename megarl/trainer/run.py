@@ -38,8 +38,6 @@ from megarl.config import (
     TrainConfig,
     TuningConfig,
     resolve_batches,
-    save_batch_plan,
-    save_config,
     to_dict,
 )
 from megarl.data.gather import Blocks
@@ -52,6 +50,7 @@ from megarl.trainer.logger import RunLogger
 from megarl.trainer.opening import Facts, opening_lines
 from megarl.trainer.preemption import REQUEUE, Preemption, noting_signals
 from megarl.trainer.resumed import FOLDER as CHECKPOINTS
+from megarl.trainer.run_facts import recorded
 from megarl.trainer.supervision import not_again_once_told
 from megarl.trainer.timeline import STEP, Timeline
 from megarl.trainer.trackers import TrackedRun
@@ -301,8 +300,7 @@ def open_run(
         say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
         store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
         resumed = find_resumed(config, store, say, total_steps if signals else None) if resumable else None
-        save_config(config, folder / "config.yaml")
-        save_batch_plan(plan, folder)
+        stack.enter_context(recorded(config, plan, folder))
         if premises is None:
             premises = stack.enter_context(premises_of(config))
         run = stack.enter_context(

@@ -23,7 +23,14 @@ def sft(folder: Path, *overrides: str) -> SFTConfig:
 def written(folder: Path, *names: str) -> dict[str, bytes]:
     """Files as a run writes them, with their contents."""
     contents = {}
-    for name in ("config.yaml", "metrics.jsonl", "logs/sft-rank0.log", "hf/model.safetensors", *names):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "logs/sft-rank0.log",
+        "hf/model.safetensors",
+        "run.json",
+        *names,
+    ):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"step": 1, "of": name}) + "\n")

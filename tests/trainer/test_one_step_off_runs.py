@@ -19,8 +19,8 @@ from megarl.checkpoints import find_damage, read_checkpoint, steps_in
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.trajectories import TRAJECTORY_SCHEMA, read_trajectories
 from megarl.models.tiny import make_tiny_model
+from megarl.report.timeline import Recorded, read_timeline
 from megarl.spans import Span
-from megarl.trainer.report_timeline import Recorded, read_timeline
 from tests.trainer.conftest import (
     PPO,
     REPOSITORY,

@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,13 @@ from megarl.memory.speed import Machine
 from megarl.trainer.memory_command import read_inputs
 from megarl.trainer.memory_plan import GIB, plan_memory
 from megarl.trainer.plan_job import plan_job
+from tests.report.folders import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 PPO, LORA, MOE, DEEPSEEK = (
     str(ROOT / f"recipes/{name}.yaml")
     for name in ("qwen2.5_7b_ppo_gsm8k", "qwen2.5_72b_grpo_lora", "qwen3_30b_a3b_grpo", "deepseek_v3_grpo")
 )
-VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 @pytest.fixture(autouse=True)
@@ -168,49 +167,27 @@ def test_what_does_not_fit_gets_advice_that_holds(capsys) -> None:
     assert "does not fit, " in out and f"would help: {plan['advice'][0]['keys'][0]}" in out
 
 
-class Page(HTMLParser):
-    """Fails for what is not closed in turn; notes what a browser would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.found, self.fetched = [], [], []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-        self.fetched += [(name, value) for name, value in attrs if name in ("src", "href", "srcset")]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
-
-
 def test_the_page_is_one_whole_file(tmp_path: Path, capsys) -> None:
     file = tmp_path / "deep" / "plan.html"
     arguments = ["plan", "step", DEEPSEEK, "--hardware", "H200", "--without-sync", "--html", str(file)]
     assert main(arguments) == 0
     table, text = capsys.readouterr().out, file.read_text()
-    page = Page()
-    page.feed(text)
-    page.close()
+    page = Page(text)
     assert page.open == [] and text.startswith("<!DOCTYPE html>")
-    assert page.fetched == [] and "url(" not in text and "@import" not in text
-    assert "prefers-color-scheme: dark" in text
+    assert all(address.startswith("#") for address in page.addresses)
     for kind in ("tensor parallel, 8", "pipeline stage, 16", "expert parallel, 8", "engine, 16"):
         assert f"Pool global: {kind}" in text
     assert "context parallel" not in text and "data parallel," not in text  # of one
-    cells = [attrs for tag, attrs in page.found if tag == "rect" and attrs.get("class") == "frame"]
-    assert len(cells) == 128 * 5  # four kinds of groups, and the memory
+    assert len(re.findall(r'<span class="gpu', text)) == 128 * 5  # four kinds of groups, and the memory
     assert (
-        len(re.findall(r"<text class=\"in\"[^>]*>15</text>", text)) == 8 + 8
+        len(re.findall(r'<span class="gpu[^>]*>15</span>', text)) == 8 + 8
     )  # of the last stage, of the last engine
     (step,) = re.findall(r"^ +step +([\d.]+)", table, re.MULTILINE)
     assert f"<td>step</td><td>{step}</td>" in text
-    lengths = re.findall(r'<rect x="[\d.]+" y="\d+" width="([\d.]+)" height="22"', text)
-    assert all(float(length) > 0 for length in lengths)
+    bars = page.chart("Memory by phase")
+    sums = [sum(values) for values in zip(*(part["values"] for part in bars["parts"]), strict=True)]
+    assert sums == pytest.approx(bars["totals"], abs=0.01) and min(sums) > 0
+    assert bars["limit"] == pytest.approx(140 - 6)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megarl.cli import main
-from megarl.trainer.report_timeline import Recorded, read_timeline
+from megarl.report.timeline import Recorded, read_timeline
 from megarl.trainer.trace_file import TIMELINE
 from tests.trainer.conftest import steps
 

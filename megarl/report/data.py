@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ import yaml
 from megarl.cluster.report import FOLDER as FAILURES
 from megarl.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from megarl.data.trajectories import list_lengths, read_trajectories
+from megarl.report.timeline import Recorded, read_timeline
 from megarl.trainer.dumped import step_file
 from megarl.trainer.health import HEALTH_FILE
 from megarl.trainer.logger import METRICS_FILE, read_metrics
-from megarl.trainer.report_timeline import Recorded, read_timeline
 from megarl.trainer.resumed import CONFIG_FILE
+from megarl.trainer.run_facts import RunFacts, read_facts
 from megarl.trainer.scoring import ERRORS_FILE
 
+SCORES_FILE, EVALUATION_FILE = "scores.json", "trajectories.parquet"  # of `megarl eval`
 _LONGEST_TEXT = 2000  # characters of a prompt or a response that are shown
 _NUM_SAMPLES = 3  # of a step: the best, one in the middle, the worst
 
@@ -42,7 +45,9 @@ class RunRecord:
     """Everything that the report shows of a run.
 
     Attributes:
-        steps: the metrics of each step.
+        name: what tells it from the other runs of the page.
+        facts: None: a run of a version that did not write them, or an evaluation.
+        steps: the metrics of each step, in order, each step once.
         lengths: by step of which the trajectories were read, by column ("prompt", "response"), tokens of each.
         findings: what health reported. failures: the first lines of each file in failures/, by key.
         reward_errors: how many rewards failed.
@@ -50,7 +55,10 @@ class RunRecord:
     """
 
     folder: Path
+    name: str
+    facts: RunFacts | None
     config_text: str
+    config: Mapping[str, Any]
     steps: list[dict[str, float]]
     lengths: dict[int, dict[str, list[int]]]
     samples: list[Sample]
@@ -59,33 +67,72 @@ class RunRecord:
     reward_errors: int
     timeline: Recorded | None
 
-    def series(self, metric: str) -> list[tuple[float, float]]:
+    @property
+    def is_evaluation(self) -> bool:
+        return (self.folder / SCORES_FILE).is_file()
+
+    @property
+    def total_steps(self) -> int | None:
+        """`trainer.total_training_steps`; None: as many as its epochs have."""
+        return (self.config.get("trainer") or {}).get("total_training_steps")
+
+    @cached_property
+    def columns(self) -> dict[str, list[tuple[int, float]]]:
+        """By metric (step, value) of the steps that have it."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for step in self.steps:
+            number = int(step["step"])
+            for name, value in step.items():
+                found.setdefault(name, []).append((number, value))
+        return found
+
+    def series(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) of the steps that have it."""
-        return [(step["step"], step[metric]) for step in self.steps if metric in step]
+        return self.columns.get(metric, [])
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read a run folder, also of a run that is still going, or was killed.
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """Read run folders; runs whose folders have the same name are named by as much of their paths as it takes.
 
     Raises:
-        ValueError: it is none, or no step has ended yet; says what was found.
+        ValueError: as `read_run`; a folder that is given twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ValueError(f"{path} is given twice")
+    parts = 1
+    while len({path.parts[-parts:] for path in paths}) < len(paths):
+        parts += 1
+    return [
+        read_run(folder, "/".join(path.parts[-parts:])) for folder, path in zip(folders, paths, strict=True)
+    ]
+
+
+def read_run(folder: Path, name: str | None = None) -> RunRecord:
+    """Read a run folder, also of a run that is still going, was killed, or failed before its first step ended.
+
+    Raises:
+        ValueError: it is none; says what was found.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
-    if not (folder / METRICS_FILE).is_file():
-        raise ValueError(f"{folder} is not the folder of a run that trains: it has no {METRICS_FILE}")
-    steps = read_metrics(folder)
-    if not steps:
-        failed = f"; why it ended is in {folder / FAILURES}" if (folder / FAILURES).is_dir() else ""
-        raise ValueError(f"no step of the run in {folder} has ended yet{failed}")
+    failures = sorted((folder / FAILURES).glob("*.txt"))
+    if not any((folder / file).is_file() for file in (METRICS_FILE, SCORES_FILE)) and not failures:
+        raise ValueError(
+            f"{folder} is not a run folder: it has neither {METRICS_FILE} (of train, sft, rm and dpo) nor {SCORES_FILE} (of eval)"
+        )
+    steps = _steps(folder)
     path = folder / CONFIG_FILE
     config_text = path.read_text(encoding="utf-8") if path.is_file() else ""
     config = yaml.safe_load(config_text) or {}
     tables = _tables(folder, config, [int(step["step"]) for step in steps])
-    errors = folder / ERRORS_FILE
     return RunRecord(
         folder=folder,
+        name=name or folder.resolve().name,
+        facts=read_facts(folder),
         config_text=config_text,
+        config=config,
         steps=steps,
         lengths={
             step: {name: list_lengths(table, f"{name}_ids").tolist() for name in ("prompt", "response")}
@@ -93,14 +140,30 @@ def read_run(folder: Path) -> RunRecord:
         },
         samples=_samples(tables, config),
         findings=_json_lines(folder / HEALTH_FILE),
-        failures=[_head(file) for file in sorted((folder / FAILURES).glob("*.txt"))],
-        reward_errors=len(_json_lines(errors)),
+        failures=[_head(file) for file in failures],
+        reward_errors=len(_json_lines(folder / ERRORS_FILE)),
         timeline=read_timeline(folder),
     )
 
 
+def _steps(folder: Path) -> list[dict[str, float]]:
+    """The metrics of a run by step; of a step that was logged twice, before and after a resume, the later ones. An
+    evaluation is one step."""
+    if (folder / METRICS_FILE).is_file():
+        by_step = {int(step["step"]): step for step in read_metrics(folder)}
+        return [by_step[number] for number in sorted(by_step)]
+    if (folder / SCORES_FILE).is_file():
+        scores = json.loads((folder / SCORES_FILE).read_text(encoding="utf-8"))
+        numbers = {f"val/{name}": value for name, value in scores.items() if isinstance(value, int | float)}
+        return [{"step": 0, **numbers}]
+    return []
+
+
 def _tables(folder: Path, config: Mapping[str, Any], steps: list[int]) -> dict[int, pa.Table]:
-    """The trajectories of the first and the last step that have a file."""
+    """The trajectories of the first and the last step that have a file; of an evaluation its only ones."""
+    answers = folder / EVALUATION_FILE
+    if answers.is_file():
+        return {0: read_trajectories(answers, finite=False)}
     trainer = config.get("trainer", {})
     rollouts = Path(trainer.get("rollout_data_dir") or folder / "rollouts")
     if not rollouts.is_dir():  # the run folder was moved here from elsewhere
@@ -115,7 +178,7 @@ def _tables(folder: Path, config: Mapping[str, Any], steps: list[int]) -> dict[i
 def _samples(tables: Mapping[int, pa.Table], config: Mapping[str, Any]) -> list[Sample]:
     if not tables:
         return []
-    model = config.get("actor_rollout_ref", {}).get("model", {})
+    model = config.get("actor_rollout_ref", config).get("model", {})
     path = model.get("tokenizer_path") or model.get("path")
     read = _reader(path)
     found = []

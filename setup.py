@@ -65,6 +65,7 @@ CORE = [
     "PyYAML",
     "fsspec",
     "grpcio",
+    "MarkupSafe",
     "huggingface_hub",
     "protobuf",
     "sentencepiece",

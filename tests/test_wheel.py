@@ -99,7 +99,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def task(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder outside of the clone with the demo's task, made there."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    sizes = ("--num-sft", 64, "--num-train", 64, "--num-test", 16)
+    sizes = ("--num-sft", 64, "--num-train", 128, "--num-test", 16)
     made = run(environment / "megarl", "make-task", "outputs/demo", *sizes, cwd=folder)
     assert made.returncode == 0, made.stdout + made.stderr
     return folder

@@ -91,8 +91,8 @@ def test_the_report_of_a_real_run(ppo_run, tmp_path):
     assert main(["report", str(ppo_run[1]), "--output", str(out)]) == 0
     text = out.read_text()
     for words in (
-        "Steps 1 to 2", "actor/grad_norm is", "update_policy", "actor 3", "MiB on the fullest device", "rollout_kv_cache",
-        "step 2: tokens of each response", "kl_coef: 0.001",
+        "of steps 1 to 2", "actor/grad_norm is", "update_policy", "actor 3", "Device memory in step 2", "rollout_kv_cache",
+        "Step 2, rank by rank", "kl_coef: 0.001",
     ):  # fmt: skip
         assert words in text, words
     assert "token ids:" not in text  # the model's tokenizer was there

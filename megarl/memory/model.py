@@ -147,8 +147,9 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
 
 
 def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> int:
-    """Of a training step, an upper estimate: the largest linear layer's inputs and outputs with their gradients, or a chunk of logits
-    and the hidden states that it is made from; and the weights of the largest layer that is in float8."""
+    """Of a training step, an upper estimate: the largest linear layer's inputs and outputs with their gradients, what experts' forward
+    pass has beside what is kept of it, or a chunk of logits and the hidden states that it is made from; and the weights of
+    the largest layer that is in float8."""
     config, item = use.config, use.itemsize
     routed = _routed(use, tokens)
     widest = 0
@@ -160,7 +161,11 @@ def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> i
     head = _head(use, tokens) + tokens * config.hidden_size * item if last and use.head == "lm" else 0
     if head and not use.lora.rank:  # the output weight's own gradient
         head += _vocabulary_share(use) * config.hidden_size * (4 + item)
-    return max(2 * widest, head) + _exact(use, tensors)
+    experts = 0
+    if routed and any(EXPERTS in tensor.name for tensor in tensors.weights):
+        # Permuted and exchanged tokens and the outputs before and after they are put in order; sorted ones are kept.
+        experts = (4 * routed + 5 * _own(use, tokens)) * config.hidden_size * item
+    return max(2 * widest, experts, head) + _exact(use, tensors)
 
 
 def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> int:
@@ -170,8 +175,7 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -
     called it: as shadow runs of Megatron-core 0.19.2 with Transformer Engine have them (tests/shadow).
     """
     config, item = use.config, use.itemsize
-    own = tokens // use.layout.tp if use.layout.sp else tokens
-    hidden = own * config.hidden_size * item
+    hidden = _own(use, tokens) * config.hidden_size * item
     names = [tensor.name for tensor in tensors.weights]
     parts = (
         [_evaluated_attention(use, tokens) + 2 * hidden]
@@ -219,9 +223,13 @@ def _vocabulary_share(use: ModelUse) -> int:
 
 def _routed(use: ModelUse, tokens: int) -> int:
     """Tokens that the experts of a rank have, if all are given equally many."""
-    layout, moe = use.layout, use.config.moe
-    own = tokens // layout.tp if layout.sp else tokens
-    return 0 if moe is None else own * moe.top_k * layout.etp
+    moe = use.config.moe
+    return 0 if moe is None else _own(use, tokens) * moe.top_k * use.layout.etp
+
+
+def _own(use: ModelUse, tokens: int) -> int:
+    """Tokens between the tensor parallel parts."""
+    return tokens // use.layout.tp if use.layout.sp else tokens
 
 
 def _exact(use: ModelUse, tensors: StageTensors) -> int:

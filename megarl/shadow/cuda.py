@@ -6,6 +6,7 @@ Written against torch 2.13.0's CPU build; each patch says what fails without it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -46,6 +47,7 @@ def install(card: Card, current: Callable[[], Shadow | None]) -> None:
     _storages_resized(current)
     _attention_kernels()
     _pinned_memory()
+    _compiled_functions(current)
     read_values(lambda: shadow.assume if (shadow := current()) is not None else None)
 
 
@@ -274,3 +276,23 @@ def _pinned_memory() -> None:
         self.clone() if isinstance(self, FakeTensor) else self
     )
     torch.Tensor.is_pinned = lambda self, *args, **kwargs: False
+
+
+def _compiled_functions(current: Callable[[], Shadow | None]) -> None:
+    """Functions for `torch.compile` are executed operation by operation, but none of their intermediate tensors counts."""
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        if model is None:  # a decorator with options
+            return lambda function: compile(function, **options)
+        if not callable(model) or isinstance(model, torch.nn.Module):
+            return model
+
+        @functools.wraps(model)
+        def fused(*args: Any, **kwargs: Any) -> Any:
+            shadow = current()
+            with contextlib.nullcontext() if shadow is None else shadow.tracker.fused():
+                return model(*args, **kwargs)
+
+        return fused
+
+    torch.compile = compile

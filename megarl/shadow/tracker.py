@@ -48,6 +48,7 @@ class Tracker:
         self._name = "start"
         self._live: dict[int, tuple[int, Made]] = {}
         self._noted = 0  # bytes of the last account of a peak
+        self._in_fused = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -59,6 +60,19 @@ class Tracker:
         finally:
             found.after = self.current
             self._name = outer
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        """Of what is allocated meanwhile only that counts which is still there at the end: a compiled function has no other."""
+        if self._in_fused:
+            yield
+            return
+        self._in_fused = True
+        try:
+            yield
+        finally:
+            self._in_fused = False
+            self._grow(0)
 
     @property
     def name(self) -> str:
@@ -96,7 +110,7 @@ class Tracker:
     def _grow(self, size: int) -> None:
         self.current += size
         phase = self.phases.get(self._name)
-        if phase is not None and self.current > phase.peak:
+        if phase is not None and self.current > phase.peak and not self._in_fused:
             phase.peak = self.current
             # An account of every new peak would take longer than the run: only of those that are a hundredth higher.
             if self.current > self._noted + self._noted // 100:

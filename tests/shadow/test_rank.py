@@ -41,7 +41,7 @@ def test_passes_take_no_more_than_was_planned(reports, model: Path) -> None:
     rows = peaks(reports.values(), overrides(model))
     assert len(rows) == 2 * len(reports)
     for row in rows:
-        assert -0.02 < row.difference < 0.3, row
+        assert -0.02 < row.difference < 0.4, row
 
 
 def peaks(reports: Iterable[dict], keys: list[str]) -> list[Comparison]:

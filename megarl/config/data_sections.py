@@ -14,6 +14,10 @@ REWARD_FN_KEY_HELP = (
     "Column of the data source, by which a reward rule is chosen. Rows may lack the column data_source where nothing is "
     "chosen by it: with reward.rule, custom_reward_function.path, or a reward model alone. They are then of the source unknown."
 )
+TOOLS_KEY_HELP = (
+    "Column of a row's tools, a list of JSON schemas (or JSON text) that the chat template is given; null: rows have none. "
+    "Parquet files may lack a column of the usual name, but not one that is named otherwise."
+)
 ANSWER_KEY_HELP = (
     "Column of the ground truth, which rewards are given: a text, or what becomes JSON text. null: rows have none, and "
     "rewards are given an empty text. Rows may lack the column reward_model.ground_truth where a reward model alone scores."
@@ -115,11 +119,7 @@ class DataConfig:
     prompt_key: str = option("Column of the prompt: chat messages, or a text (the user's message).", "prompt")
     reward_fn_key: str = option(REWARD_FN_KEY_HELP, "data_source")
     answer_key: str | None = option(ANSWER_KEY_HELP, "reward_model.ground_truth")
-    tools_key: str | None = option(
-        "Column of a row's tools, a list of JSON schemas (or JSON text) that the chat template is given; null: rows have none. "
-        "Parquet files may lack a column of the usual name, but not one that is named otherwise.",
-        "tools",
-    )
+    tools_key: str | None = option(TOOLS_KEY_HELP, "tools")
     apply_chat_template_kwargs: dict[str, Any] | None = option(
         "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
         "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.algorithm_sections import KL_KINDS, LOSS_AGG_MODES, AlgorithmConfig, PolicyLossConfig
-from megarl.config.data_sections import ANSWER_KEY_HELP, REWARD_FN_KEY_HELP, DataConfig
+from megarl.config.data_sections import ANSWER_KEY_HELP, REWARD_FN_KEY_HELP, TOOLS_KEY_HELP, DataConfig
 from megarl.config.foreign import NO_HYBRID_ENGINE, NO_OTHER_STRATEGY, NO_PADDING
 from megarl.config.health_section import HealthConfig
 from megarl.config.lora_section import LoraConfig
@@ -320,11 +320,7 @@ class EvalDataConfig:
     prompt_key: str = option("Column of the prompt: chat messages, or a text (the user's message).", "prompt")
     reward_fn_key: str = option(REWARD_FN_KEY_HELP, "data_source")
     answer_key: str | None = option(ANSWER_KEY_HELP, "reward_model.ground_truth")
-    tools_key: str | None = option(
-        "Column of a row's tools, a list of JSON schemas (or JSON text) that the chat template is given; null: rows have none. "
-        "Parquet files may lack a column of the usual name, but not one that is named otherwise.",
-        "tools",
-    )
+    tools_key: str | None = option(TOOLS_KEY_HELP, "tools")
     apply_chat_template_kwargs: dict[str, Any] | None = option(
         "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
         "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place.",

@@ -60,6 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if " ".join(arguments[:2]) in (PLAN_MEMORY, PLAN_STEP):
         arguments[:2] = [" ".join(arguments[:2])]
+    elif arguments[:1] == ["plan"] and len(arguments) > 1 and not Path(arguments[1]).exists():
+        words = [command.removeprefix("plan ") for command in (PLAN_MEMORY, PLAN_STEP)]
+        if arguments[1].isalpha() and (hint := did_you_mean(arguments[1], words)):
+            print(f"error: megarl plan has no command and no file {arguments[1]!r}{hint}", file=sys.stderr)
+            return 2
     parser = make_parser(__version__, RUNNERS)
     options, unknown = parser.parse_known_args(arguments)
     if "overrides" in options and all("=" in text and not text.startswith("-") for text in unknown):

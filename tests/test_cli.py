@@ -98,6 +98,11 @@ def test_a_command_that_is_none_gets_the_usage(arguments) -> None:
 def test_an_unknown_command_gets_the_one_that_was_meant_or_all(capsys) -> None:
     assert main(["trian", PPO]) == 2
     assert capsys.readouterr().err == "error: megarl has no command 'trian'; did you mean train?\n"
+    assert main(["plan", "memry", "recipe:quickstart_ppo"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: megarl plan has no command and no file 'memry'; did you mean memory?\n"
+    )
     assert main(["xyz"]) == 2
     assert (
         "megarl has no command 'xyz'; there are train, sft, rm, dpo, eval, config, "

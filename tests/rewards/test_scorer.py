@@ -159,13 +159,17 @@ def test_whatever_goes_wrong_costs_its_own_sample(plain):
     assert failed["no GIL given back"].error.startswith("no result within 1 s")
 
 
-def test_workers_are_used_again_and_replaced_when_they_die(plain):
-    before = {score.score for score in scored(plain, *["pid"] * 8)}
-    assert {score.score for score in scored(plain, *["pid"] * 8)} <= before
-    assert len(before) <= 2
-    scored(plain, "exit", "exit")
-    after = {score.score for score in scored(plain, *["pid"] * 8)}
-    assert not before & after
+def test_a_worker_is_used_again_and_replaced_when_it_dies(file):
+    with Scorer(RewardSpec(custom_path=file), num_workers=1, timeout=60.0) as scorer:
+        (before,) = {score.score for _ in range(2) for score in scored(scorer, *["pid"] * 4)}
+        assert scored(scorer, "exit")[0].error == "its process ended with exit code 3"
+        (after,) = {score.score for score in scored(scorer, *["pid"] * 4)}
+    assert None not in (before, after)
+    assert before != after
+
+
+def test_there_are_no_more_workers_than_asked_for(plain):
+    assert len({score.score for score in scored(plain, *["pid"] * 8)}) <= 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -99,10 +99,7 @@ def test_an_unknown_command_gets_the_one_that_was_meant_or_all(capsys) -> None:
     assert main(["trian", PPO]) == 2
     assert capsys.readouterr().err == "error: megarl has no command 'trian'; did you mean train?\n"
     assert main(["plan", "memry", "recipe:quickstart_ppo"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: megarl plan has no command and no file 'memry'; did you mean memory?\n"
-    )
+    assert "has no command and no file 'memry'; did you mean memory?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert (
         "megarl has no command 'xyz'; there are train, sft, rm, dpo, eval, config, "
@@ -375,8 +372,8 @@ def test_overrides_alone_need_no_recipe(capsys) -> None:
 def test_several_copies_by_torchrun_are_refused(refuse, monkeypatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    message = refuse("train")
-    assert "run it once, without torchrun; trainer.nnodes and trainer.n_gpus_per_node say how many" in message
+    words = "run it once, without torchrun; trainer.nnodes and trainer.n_gpus_per_node say how many"
+    assert words in refuse("train")
 
 
 def test_notes_and_plugins_come_before_the_run(refuse, task, tmp_path, capsys) -> None:
@@ -394,12 +391,10 @@ def test_notes_and_plugins_come_before_the_run(refuse, task, tmp_path, capsys) -
     )
     assert "cli_test_estimator" not in message  # the prompts are too long: the next thing that is looked at
     (tmp_path / "bad.py").write_text("1 / 0\n")
-    message = refuse("train", f"plugins=[{tmp_path}/bad.py]")
-    assert "importing it failed with ZeroDivisionError" in message
+    assert "importing it failed with ZeroDivisionError" in refuse("train", f"plugins=[{tmp_path}/bad.py]")
 
 
 def test_python_dash_m() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "megarl", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-m", "megarl", "--version"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, f"megarl {__version__}\n")

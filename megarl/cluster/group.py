@@ -10,6 +10,7 @@ Guarantees:
 - `shutdown` returns when the processes, and on this machine all their descendants and scratch folders, are gone.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any
 
 import ray
 
+from megarl import nccl
 from megarl.cluster.errors import RankProcess, RayFailed
 from megarl.cluster.failure import Part, wait
 from megarl.cluster.guard import kill_marked, parent_of, remove_scratch
@@ -392,4 +394,4 @@ def rank_environment(gpu_ids: tuple[str, ...], single_machine: bool) -> dict[str
         env["OMP_NUM_THREADS"] = "1"
     if single_machine:
         env["GLOO_SOCKET_IFNAME"] = "lo"
-    return env
+    return env | nccl.asked_for(os.environ)

@@ -1,4 +1,4 @@
-"""Which layers models are made of on this machine: Transformer Engine's, or their doubles in torch.
+"""Which layers models are made of on this machine: Transformer Engine's, or their doubles in torch; and what the former keep.
 
 Megatron-core 0.19.2 takes any ImportError of Transformer Engine for its absence, without a word (extensions/transformer_engine.py). An
 installation that is broken, such as by a flash-attn-4 that its attention does not know, would then train several times
@@ -42,6 +42,13 @@ def layers_text() -> str:
         f"Transformer Engine ({_version()}) can be imported now, but could not when megatron-core was: what megatron-core imports of "
         "it is not all there"
     )
+
+
+def drop_dummy_gradients() -> None:
+    """Free what Transformer Engine (2.18, module/base.py) keeps for each shape of a weight, once its products add to the float32
+    gradients: a tensor as large as the weight, which autograd is given in a gradient's place. The next step makes them anew."""
+    if has_transformer_engine():
+        importlib.import_module(f"{PACKAGE}.pytorch.module.base")._dummy_wgrads.clear()
 
 
 def _version() -> str:

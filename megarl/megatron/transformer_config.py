@@ -51,8 +51,9 @@ def transformer_config(
         "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": platform.is_cuda()
-        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        # Weights' gradients are added to the float32 ones within the matrix product. Megatron's own layers need apex for it.
+        "gradient_accumulation_fusion": fused
+        or (platform.is_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None),
         # The fused kernel for grouped-query attention leaves out yarn's factor on sine and cosine; the one for
         # latent attention is yarn's.
         "apply_rope_fusion": fused and (config.mla is not None) == _is_yarn(config),

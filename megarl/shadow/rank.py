@@ -36,7 +36,7 @@ from megarl.trainer.updates import policy_update
 
 ROLES = ("actor", "critic")
 NUM_STEPS = 100  # of the run that the rank would be of; schedules need one
-LARGEST_LINES = 12
+LARGEST_LINES = 40
 
 
 @dataclass(frozen=True)

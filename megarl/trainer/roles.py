@@ -30,7 +30,14 @@ from megarl.trainer.export import export_hf
 from megarl.trainer.lora_sync import engine_adapters, served_adapters
 from megarl.trainer.memory import DeviceMemory, device_memory, gpu_pools
 from megarl.trainer.memory_phases import frees_engines
-from megarl.trainer.model_roles import Role, start_actor, start_critic, start_reference, start_reward_model
+from megarl.trainer.model_roles import (
+    Role,
+    say_layers,
+    start_actor,
+    start_critic,
+    start_reference,
+    start_reward_model,
+)
 from megarl.trainer.restarts import EngineRestarts
 from megarl.trainer.run import Run
 from megarl.trainer.sync import SyncFacts, connect, sync_weights
@@ -84,6 +91,7 @@ def start_roles(
         engines = start_synced() if last else engines
         reward_model = start_reward_model(config, run) if config.reward_model.enable else None
         run.wait([ref for group in run.groups for ref in group.started])
+    say_layers(run, actor.group, actor_pool)
     timeout, skip = config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
     join = partial(connect, run, actor.group, engines, sync, timeout, skip)
     facts = join()
@@ -108,6 +116,7 @@ def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
     with run.status("starting models"):
         actor, critic, ref = _start_models(config, run, num_steps)
         run.wait([ref for group in run.groups for ref in group.started])
+    say_layers(run, actor.group, run.pools[config.actor_rollout_ref.actor.resource_pool])
     memory = device_memory(config, run, actor, None, critic, ref, None)
     return Roles(actor, None, None, critic, ref, None, memory, None)
 

@@ -130,3 +130,11 @@ def test_adapters_train_on_a_base_in_float8(machine, model: Path) -> None:
             "algorithm.adv_estimator=grpo"]  # fmt: skip
     (report,) = run_ranks(str(RECIPE), keys, [("actor", 0)], num_processes=1)
     assert report["parts"]["adapters"] > 0 and report["phases"]["update"]["left"] == 0
+
+
+def test_weights_gradients_are_added_to_the_float32_ones_within_the_products(reports) -> None:
+    """Transformer Engine then gives autograd a dummy in a gradient's place, one for each shape of a weight; it leaves with the
+    gradients (`test_a_released_rank_leaves_nothing_but_workspaces`)."""
+    for report in reports.values():
+        lines = [line for (_, _, line), _ in report["phases"]["update"]["largest"]]
+        assert any("get_dummy_wgrad" in line for line in lines), lines

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from math import log, prod, sqrt
 from pathlib import Path
 
 from published_rows import MODELS, NOT_EXPRESSED, ROWS, Row
@@ -20,6 +21,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from megarl.memory.decoding import spread
 from megarl.memory.flops import model_flops
 from megarl.memory.hardware import TABLE, Assumptions
 from megarl.memory.speed import Machine
@@ -27,9 +29,16 @@ from megarl.models import logical_tensors
 from megarl.trainer.memory_command import read_inputs
 from megarl.trainer.memory_plan import GIB, PlanInputs, plan_memory
 from megarl.trainer.plan_job import JobPlan, plan_job
+from megarl.trainer.plan_seconds import Part, lengths
 
 BASE = "recipe:bases/math_grpo"
 RESERVE = 6 * GIB
+# Seconds of a tensor that is gathered from its ranks, handed over and loaded: NeMo-RL's pull request 3294 has 9.67 s for the 18,867
+# of Qwen3-30B-A3B and 18.4 s for the 36,661 of Qwen3-235B-A22B (B200).
+GATHERED = 5e-4
+PAGEABLE = (
+    4.5  # times as long as page-locked: DeepSpeed's pull request 5301 has 4 to 5 on a node of eight GPUs
+)
 CLOSE, FAR = 1.5, 2.0  # factors
 
 
@@ -78,25 +87,64 @@ def compare(row: Row, folders: dict[str, str]) -> Compared:
         assumed = replace(assumed, prompt=row.prompt / config.data.max_prompt_length)
     if row.response is not None:
         assumed = replace(assumed, response=row.response / config.data.max_response_length)
+    if row.eager:
+        assumed = replace(assumed, kernel=assumed.dispatch)
+    if row.pageable:
+        assumed = replace(assumed, host=assumed.host / PAGEABLE)
     gpu = TABLE[row.gpu]
     machine = Machine(gpu, assumed, config.trainer.n_gpus_per_node)
     memory = plan_memory(config, inputs, round(gpu.memory_gib * GIB), RESERVE)
-    job = plan_job(config, inputs, machine, memory, sync=False)
+    job = plan_job(config, inputs, machine, memory, sync=False, fused=row.fused)
+    if row.gathers:
+        job = _gathering(job, inputs)
+    if not row.balanced:
+        job = _straggling(job)
     return Compared(row, _planned(row, job, inputs), {phase.name: phase.seconds for phase in job.phases})
+
+
+def _gathering(job: JobPlan, inputs: PlanInputs) -> JobPlan:
+    """The same with a weight sync in which every rank gets every tensor whole, one after the other."""
+    shapes = logical_tensors(inputs.model)
+    size = 2 * sum(map(prod, shapes.values()))
+    seconds = size / job.machine.ring(job.devices, 1) + len(shapes) * GATHERED
+    first = job.phases[0]
+    parts = (replace(first.parts[0], seconds=seconds), *first.parts[1:])
+    return replace(job, phases=[replace(first, parts=parts), *job.phases[1:]])
+
+
+def _straggling(job: JobPlan) -> JobPlan:
+    """The same where each rank takes its next texts for a mini-batch, whatever their lengths: the fullest of d ranks with n texts each
+    has sqrt(2 ln d / n) standard deviations of a length more than the mean."""
+    texts, ranks = lengths(job.config, job.machine), job.actor_layout.dp
+    own = (
+        job.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        * job.config.actor_rollout_ref.rollout.n
+        / ranks
+    )
+    over = 1 + spread(texts.response, texts.longest) * texts.response / texts.whole * sqrt(
+        2 * log(ranks) / own
+    )
+
+    def longer(part: Part) -> Part:
+        return replace(part, seconds=part.seconds * over) if part.name == "actor updates" else part
+
+    return replace(job, phases=[replace(each, parts=tuple(map(longer, each.parts))) for each in job.phases])
 
 
 def _planned(row: Row, job: JobPlan, inputs: PlanInputs) -> float:
     phases = {phase.name: phase for phase in job.phases}
-    updates = [part.seconds for part in phases["update"].parts if part.name == "actor updates"]
+    update = next(part for part in phases["update"].parts if part.name == "actor updates")
     if row.measures == "step":
         return job.seconds
     if row.measures == "rollout":
         return phases["generate"].seconds
     if row.measures == "sync":
-        return phases["sync"].seconds
+        return phases["sync"].parts[0].seconds
     if row.measures == "update":
-        return sum(updates)
-    return _mfu(job, inputs, sum(updates))
+        return update.seconds
+    if row.measures == "update, gap":
+        return update.seconds + job.machine.assumed.phase
+    return _mfu(job, inputs, update.seconds)
 
 
 def _mfu(job: JobPlan, inputs: PlanInputs, seconds: float) -> float:

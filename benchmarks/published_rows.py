@@ -29,6 +29,16 @@ _QWEN3 = {
 MODELS: dict[str, dict[str, object]] = {
     "qwen3-0.6b": _QWEN3
     | {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28},
+    "qwen3-4b": _QWEN3
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_hidden_layers": 36},
+    "qwen3-32b": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+        "tie_word_embeddings": False,
+    },
 }
 """config.json of models that no recipe has: the fields that are read, as their makers published them."""
 
@@ -38,8 +48,7 @@ class Row:
     """A published measurement.
 
     Attributes:
-        measures: "step" (seconds), "rollout" (seconds of generation), "update" (seconds of the optimizer steps; "update, gap": with what the
-            controller and workers take between two), "mfu" (part of the
+        measures: "step" (seconds), "rollout" (seconds of generation), "update" (seconds of the optimizer steps), "mfu" (part of the
             peak, of the optimizer steps), "sync" (seconds of the weight sync).
         low, high: what was measured; the same where one number was published.
         model: a folder of recipes/models, or one of MODELS. keys: over recipes/bases/math_grpo.yaml.
@@ -48,7 +57,6 @@ class Row:
         fused: whether norms, rotations and gated units are one kernel each in the trainer (by torch.compile or hand).
         pageable: what leaves the GPUs goes to memory that is not page-locked (`.to("cpu")`).
         balanced: whether rows of each mini-batch, not only those of the step, are levelled over ranks.
-        held_out: added after the terms were fixed.
     """
 
     name: str
@@ -66,7 +74,6 @@ class Row:
     fused: bool = True
     pageable: bool = False
     balanced: bool = True
-    held_out: bool = False
 
     @property
     def measured(self) -> float:
@@ -138,79 +145,79 @@ def apart(train: int, serve: int) -> list[str]:
 
 PLAIN, FULL = f"{_MEGATRON}.recompute_granularity=null", f"{_MEGATRON}.recompute_granularity=full"
 REFERENCE = f"{_ACTOR}.use_kl_loss=true"  # NeMo-RL's recipes have a KL to the first policy in the loss
-DEEPSEEK = dict(first=3, last=2)  # of 61 layers
+DEEPSEEK = {"first": 3, "last": 2}  # of 61 layers
 
 # OpenMathInstruct-2: problems of some 120 tokens with the instruction; a sequence has at most so many tokens in all.
-_PROMPT = 128
+PROMPT = 128
 
 
-def _nemo(name, gpus, measured, model, keys, mean, **how) -> Row:
+def nemo(name, gpus, measured, model, keys, mean, **how) -> Row:
     return Row(
         f"NeMo-RL {name}, {gpus} H100",
-        NEMO,
+        how.pop("source", NEMO),
         "H100",
         "step",
         measured,
         measured,
         model,
         (*keys, REFERENCE),
-        _PROMPT,
-        mean - _PROMPT,
+        PROMPT,
+        mean - PROMPT,
         gathers=True,
         pageable=True,
         **how,
     )
 
 
-_30B = batch(64, 32, 16, 2 * _PROMPT, 4096 - _PROMPT, 4224)
-_235B = batch(16, 32, 16, 2 * _PROMPT, 8192 - _PROMPT, 8320)
-_DEEPSEEK = batch(32, 16, 32, 2 * _PROMPT, 1536 - _PROMPT, 1664)
+BATCH_30B = batch(64, 32, 16, 2 * PROMPT, 4096 - PROMPT, 4224)
+BATCH_235B = batch(16, 32, 16, 2 * PROMPT, 8192 - PROMPT, 8320)
+BATCH_DEEPSEEK = batch(32, 16, 32, 2 * PROMPT, 1536 - PROMPT, 1664)
 
 ROWS: list[Row] = [
-    _nemo(
+    nemo(
         "30B-A3B",
         32,
         192,
         "qwen3-30b-a3b",
-        ["trainer.nnodes=4", *_30B, *layout(ep=8), *engines(2, 0.6), PLAIN],
+        ["trainer.nnodes=4", *BATCH_30B, *layout(ep=8), *engines(2, 0.6), PLAIN],
         3203,
     ),
-    _nemo(
+    nemo(
         "30B-A3B one step off",
         32,
         152,
         "qwen3-30b-a3b",
-        [*apart(2, 2), *_30B, *layout(pp=2, ep=8), *engines(2, 0.8), PLAIN],
+        [*apart(2, 2), *BATCH_30B, *layout(pp=2, ep=8), *engines(2, 0.8), PLAIN],
         3201,
     ),
-    _nemo(
+    nemo(
         "235B-A22B",
         128,
         395,
         "qwen3-235b-a22b",
         [
             "trainer.nnodes=16",
-            *_235B,
+            *BATCH_235B,
             *layout(tp=2, cp=2, ep=16, pp=8, first=11, last=11),
             *engines(16, 0.6),
             FULL,
         ],
         5698,
     ),
-    _nemo(
+    nemo(
         "DeepSeek-V3",
         256,
         134,
         "deepseek-v3",
-        ["trainer.nnodes=32", *_DEEPSEEK, *layout(ep=16, pp=16, **DEEPSEEK), *engines(32, 0.6), FULL],
+        ["trainer.nnodes=32", *BATCH_DEEPSEEK, *layout(ep=16, pp=16, **DEEPSEEK), *engines(32, 0.6), FULL],
         701,
     ),
-    _nemo(
+    nemo(
         "DeepSeek-V3 one step off",
         512,
         64.1,
         "deepseek-v3",
-        [*apart(32, 32), *_DEEPSEEK, *layout(ep=16, pp=16, **DEEPSEEK), *engines(32, 0.8), FULL],
+        [*apart(32, 32), *BATCH_DEEPSEEK, *layout(ep=16, pp=16, **DEEPSEEK), *engines(32, 0.8), FULL],
         710,
     ),
 ]
@@ -291,48 +298,50 @@ _GSM8K = Row(
 )
 
 
-def _prime(name: str, measured: float, tokens: int) -> Row:
-    """Two micro-batches of one text each, and an optimizer step. Tokens/s are those of the whole loop: of RL's they leave 0.75 s a step
-    between two of the steps that the same files time (1.99 and 12.18 s), of SFT's nothing (1.28 s)."""
+def prime(name: str, measured: float, tokens: int, gpus: int = 1, model: str = "qwen3-0.6b", **how) -> Row:
+    """Two micro-batches of one text each for every GPU, and an optimizer step. The same files' tokens/s count what is between two steps,
+    too: of RL 0.75 s, in which the loop writes the weights out for its engines."""
+    gpu = how.pop("gpu", "H100")
     return Row(
-        f"prime-rl {name}, {tokens:,} tokens, one H100",
+        f"prime-rl {name}, {tokens:,} tokens, {gpus} {gpu}",
         PRIME,
-        "H100",
-        "update, gap" if name.startswith("RL") else "update",
+        gpu,
+        "update",
         measured,
         measured,
-        "qwen3-0.6b",
+        model,
         (
             "trainer.nnodes=1",
-            "trainer.n_gpus_per_node=1",
-            *batch(2, 1, 2, 1, tokens - 1, tokens),
+            f"trainer.n_gpus_per_node={gpus}",
+            *batch(2 * gpus, 1, 2 * gpus, 1, tokens - 1, tokens),
             *engines(1, 0.5),
-            f"{_ROLLOUT}.num_engines=1",
+            f"{_ROLLOUT}.num_engines={gpus}",
             FULL,
         ),
         1,
         tokens - 1,
+        **how,
     )
 
 
 ROWS += [
     _GSM8K,
-    _prime("RL of Qwen3-0.6B", 2 * 16384 / 11896, 16384),
-    _prime("RL of Qwen3-0.6B", 2 * 65536 / 10147, 65536),
-    _prime("SFT of Qwen3-0.6B", 2 * 16384 / 25486, 16384),
+    prime("RL of Qwen3-0.6B", 1.99, 16384),
+    prime("RL of Qwen3-0.6B", 12.18, 65536),
+    prime("SFT of Qwen3-0.6B", 1.28, 16384),
 ]
 
 
-def _sync(name: str, source: str, low: float, high: float, model: str, keys: list[str], **how) -> Row:
+def sync(name: str, source: str, low: float, high: float, model: str, keys: list[str], **how) -> Row:
     return Row(f"sync of {name}", source, "H100", "sync", low, high, model, tuple(keys), 100, 1000, **how)
 
 
 _TWO, _SMALL = apart(2, 2), batch(128, 8, 32, 256, 3840, 4096)
 ROWS += [
-    _sync("30B-A3B, TP2 PP2 EP4 to TP4", RESHARD, 0.48, 0.52, "qwen3-30b-a3b", [*_TWO, *_SMALL, *layout(tp=2, pp=2, ep=4), *engines(4, 0.7)]),
-    _sync("30B-A3B, PP2 EP8 to TP8", RESHARD_FINAL, 0.74, 1.00, "qwen3-30b-a3b", [*_TWO, *_SMALL, *layout(pp=2, ep=8), *engines(8, 0.7)]),
-    _sync("30B-A3B, PP2 EP8 to TP2", RESHARD_FINAL, 1.21, 1.52, "qwen3-30b-a3b", [*_TWO, *_SMALL, *layout(pp=2, ep=8), *engines(2, 0.9)]),
-    _sync(
+    sync("30B-A3B, TP2 PP2 EP4 to TP4", RESHARD, 0.48, 0.52, "qwen3-30b-a3b", [*_TWO, *_SMALL, *layout(tp=2, pp=2, ep=4), *engines(4, 0.7)]),
+    sync("30B-A3B, PP2 EP8 to TP8", RESHARD_FINAL, 0.74, 1.00, "qwen3-30b-a3b", [*_TWO, *_SMALL, *layout(pp=2, ep=8), *engines(8, 0.7)]),
+    sync("30B-A3B, PP2 EP8 to TP2", RESHARD_FINAL, 1.21, 1.52, "qwen3-30b-a3b", [*_TWO, *_SMALL, *layout(pp=2, ep=8), *engines(2, 0.9)]),
+    sync(
         "235B-A22B, TP4 PP8 EP16 to TP8",
         RESHARD,
         4.56,
@@ -340,7 +349,7 @@ ROWS += [
         "qwen3-235b-a22b",
         [*apart(16, 16), *_SMALL, *layout(tp=4, pp=8, ep=16, first=11, last=11), *engines(8, 0.9)],
     ),
-    _sync(
+    sync(
         "DeepSeek-V3, PP16 EP16 to TP32",
         RESHARD,
         7.65,

@@ -23,7 +23,7 @@ from megarl.config import TrainConfig
 from megarl.megatron.parallel import destroy_parallel
 from megarl.memory.model import ModelUse
 from megarl.shadow import collectives
-from megarl.shadow.collectives import Collective
+from megarl.shadow.collectives import Alike, Collective
 from megarl.shadow.mode import FakeMode, Shadow
 from megarl.shadow.tracker import Made
 from megarl.trainer.actor import ActorWorker
@@ -102,7 +102,7 @@ class Runner:
     def __init__(self, forget: Callable[[], None] = lambda: None) -> None:
         self.shadow: Shadow | None = None
         self._forget = forget
-        collectives.leave_no_other_backend()
+        collectives.leave_no_other_backend(lambda: self.shadow)
 
     def run(
         self, config: TrainConfig, inputs: PlanInputs, role: str, rank: int, micro_batches: int | None = None
@@ -143,7 +143,8 @@ def _run(
     with tracker.phase("build"):
         worker = _worker(config, role, rank, use.layout.world)
     batches = Batches(config, use)
-    shadow.received = _stage_input(worker, batches)
+    if isinstance(shadow.peers, Alike):
+        shadow.peers.received = _stage_input(worker, batches)
     update = _update(config, worker, batches)
     steps: dict[str, Callable[[], Any]] = {
         "evaluate": lambda: _evaluate(worker, batches.of(micro_batches)),
@@ -175,7 +176,7 @@ def _run(
         released=released,
         kept_by=kept_by,
         flops={name: sum(counts.values()) for name, counts in shadow.flops.items()},
-        log=shadow.log,
+        log=shadow.log.calls(),
         assumed=dict(shadow.assumed),
         num_operations=shadow.num_operations,
         seconds=time.process_time() - begun,

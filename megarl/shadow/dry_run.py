@@ -120,13 +120,17 @@ def run_ranks(
     transformer_engine: bool = True,
     card: Mapping[str, object] | None = None,
     num_processes: int | None = None,
+    together: bool = False,
 ) -> list[dict]:
     """The reports (`rank.RankReport` as JSON) of shadow ranks, in their order; as many processes as the machine has cores.
+
+    Args:
+        together: the ranks of a role run at the same time, as `together.run` says, one role after the other.
 
     Raises:
         RuntimeError: a rank failed; with the end of what its process printed.
     """
-    count = min(len(ranks), num_processes or os.cpu_count() or 1)
+    count = 1 if together else min(len(ranks), num_processes or os.cpu_count() or 1)
     shares = [list(ranks[number::count]) for number in range(count)]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
@@ -138,7 +142,14 @@ def run_ranks(
         for number, share in enumerate(shares):
             out = Path(folder, f"{number}.jsonl")
             request = Request(
-                recipe, list(overrides), share, str(out), micro_batches, transformer_engine, dict(card or {})
+                recipe,
+                list(overrides),
+                share,
+                str(out),
+                micro_batches,
+                transformer_engine,
+                together,
+                dict(card or {}),
             )
             started.append((out, _start(request, Path(folder, f"{number}.log"))))
         try:

@@ -21,6 +21,7 @@ class Request:
     Attributes:
         ranks: (role, rank).
         out: the file for the reports.
+        together: whether the ranks of a role run at the same time, with uneven data, and receive what their peers send.
         transformer_engine: whether its layers are used, as on a machine where it is installed; else megarl's own in torch.
     """
 
@@ -30,6 +31,7 @@ class Request:
     out: str
     micro_batches: int | None = None
     transformer_engine: bool = True
+    together: bool = False
     card: dict[str, object] = field(default_factory=dict)
 
 
@@ -50,6 +52,7 @@ def main() -> None:
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its import fails, as where it is not installed
 
+    from megarl.shadow import together
     from megarl.shadow.rank import Runner
     from megarl.trainer.memory_command import read_inputs
 
@@ -57,6 +60,10 @@ def main() -> None:
     runner = Runner(*([transformer_engine.forget_workspaces] if request.transformer_engine else []))
     running.append(runner)
     with Path(request.out).open("w", encoding="utf-8") as file:
+        if request.together:
+            for report in together.run(runner, config, inputs, request.ranks, request.micro_batches):
+                file.write(json.dumps(report) + "\n")
+            return
         for role, rank in request.ranks:
             report = runner.run(config, inputs, role, rank, request.micro_batches)
             file.write(json.dumps(asdict(report)) + "\n")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 
 from megarl.algorithms.aggregate import LossCounts
 from megarl.cluster.worker import RankInfo
@@ -23,9 +24,10 @@ from megarl.config import TrainConfig
 from megarl.megatron.parallel import destroy_parallel
 from megarl.memory.model import ModelUse
 from megarl.shadow import collectives
-from megarl.shadow.collectives import Collective
+from megarl.shadow.collectives import Alike, Collective, Log, Peers
 from megarl.shadow.mode import FakeMode, Shadow
 from megarl.shadow.tracker import Made
+from megarl.shadow.values import choose_unevenly
 from megarl.trainer.actor import ActorWorker
 from megarl.trainer.controls import make_controls
 from megarl.trainer.critic import CriticWorker
@@ -101,8 +103,10 @@ class Runner:
 
     def __init__(self, forget: Callable[[], None] = lambda: None) -> None:
         self.shadow: Shadow | None = None
+        self.peers: Peers | None = None  # None: alike, and so is their data
+        self.log = Log(Alike())  # of the latest rank
         self._forget = forget
-        collectives.leave_no_other_backend()
+        collectives.leave_no_other_backend(lambda: self.shadow)
 
     def run(
         self, config: TrainConfig, inputs: PlanInputs, role: str, rank: int, micro_batches: int | None = None
@@ -126,12 +130,19 @@ class Runner:
 
     @contextmanager
     def _running(self) -> Iterator[Shadow]:
-        self.shadow = Shadow()
+        self.shadow = _shadow(self.peers)
+        self.log = self.shadow.log
         try:
             with FakeMode(), self.shadow:
                 yield self.shadow
         finally:
             self.shadow = None
+
+
+def _shadow(peers: Peers | None) -> Shadow:
+    if peers is None:
+        return Shadow()
+    return Shadow(peers, choose_unevenly(seed=dist.get_rank()))
 
 
 def _run(
@@ -142,8 +153,9 @@ def _run(
     tracker, phases = shadow.tracker, {}
     with tracker.phase("build"):
         worker = _worker(config, role, rank, use.layout.world)
-    batches = Batches(config, use)
-    shadow.received = _stage_input(worker, batches)
+    batches = Batches(config, use, uneven=not isinstance(shadow.peers, Alike))
+    if isinstance(shadow.peers, Alike):
+        shadow.peers.received = _stage_input(worker, batches)
     update = _update(config, worker, batches)
     steps: dict[str, Callable[[], Any]] = {
         "evaluate": lambda: _evaluate(worker, batches.of(micro_batches)),
@@ -175,7 +187,7 @@ def _run(
         released=released,
         kept_by=kept_by,
         flops={name: sum(counts.values()) for name, counts in shadow.flops.items()},
-        log=shadow.log,
+        log=shadow.log.calls(),
         assumed=dict(shadow.assumed),
         num_operations=shadow.num_operations,
         seconds=time.process_time() - begun,
@@ -233,10 +245,15 @@ def _update(config: TrainConfig, worker: ModelWorker, batches: Batches) -> Calla
 
 @dataclass(frozen=True)
 class Batches:
-    """Trajectories that fill micro-batches: as many of the longest as go into one, all of one length."""
+    """Trajectories that fill micro-batches: as many of the longest as go into one, all of one length.
+
+    Attributes:
+        uneven: each data parallel rank has trajectories of its own, of lengths from an eighth on.
+    """
 
     config: TrainConfig
     use: ModelUse
+    uneven: bool = False
 
     @property
     def per_micro_batch(self) -> int:
@@ -259,16 +276,24 @@ class Batches:
     def counts(self, micro_batches: int) -> LossCounts:
         """Of a mini-batch of all data parallel ranks, which have equal shares."""
         rows = micro_batches * self.per_micro_batch * self.use.layout.dp
-        return LossCounts(rows * self.response, rows)
+        return LossCounts(sum(self._responses(rows)), rows)
+
+    def _responses(self, rows: int) -> list[int]:
+        """Lengths."""
+        if not self.uneven:
+            return [self.response] * rows
+        random = np.random.default_rng(1)
+        return random.integers(max(1, self.response // 8), self.response + 1, rows).tolist()
 
     def of(self, micro_batches: int) -> tuple[pa.Table, list[Share]]:
-        """A table for one data parallel rank, and the share of each: they are given the same rows."""
+        """A table, and the share of each data parallel rank: they are given the same rows, uneven ones their own."""
         each, random = self.per_micro_batch, np.random.default_rng(0)
-        rows = micro_batches * each
+        parts = self.use.layout.dp if self.uneven else 1
+        responses = self._responses(parts * micro_batches * each)
         vocabulary = min(1000, self.use.config.vocab_size)
 
-        def column(make: Callable[[], np.ndarray]) -> pa.Array:
-            return pa.array([make() for _ in range(rows)])
+        def column(make: Callable[[int], np.ndarray]) -> pa.Array:
+            return pa.array([make(length) for length in responses])
 
         floats = (
             *("old_log_probs", "ref_log_probs", "advantages", "values", "returns"),
@@ -276,14 +301,15 @@ class Batches:
         )
         table = pa.table(
             {
-                "prompt_ids": column(lambda: random.integers(0, vocabulary, self._prompt)),
-                "response_ids": column(lambda: random.integers(0, vocabulary, self.response)),
-                "response_mask": column(lambda: np.ones(self.response, bool)),
+                "prompt_ids": column(lambda length: random.integers(0, vocabulary, self._prompt)),
+                "response_ids": column(lambda length: random.integers(0, vocabulary, length)),
+                "response_mask": column(lambda length: np.ones(length, bool)),
                 **{
-                    name: column(lambda: random.normal(size=self.response).astype(np.float32))
+                    name: column(lambda length: random.normal(size=length).astype(np.float32))
                     for name in floats
                 },
             }
         )
-        share = [list(range(number * each, (number + 1) * each)) for number in range(micro_batches)]
-        return table, [share] * self.use.layout.dp
+        micro = [list(range(number * each, (number + 1) * each)) for number in range(parts * micro_batches)]
+        shares = [micro[part * micro_batches : (part + 1) * micro_batches] for part in range(parts)]
+        return table, shares if self.uneven else shares * self.use.layout.dp

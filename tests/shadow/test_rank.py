@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.shadow.collectives import Collective, disagreements
 from megarl.shadow.dry_run import Comparison, compare, run_ranks
 from megarl.trainer.memory_command import read_inputs
 from megarl.trainer.memory_plan import GIB, plan_memory
@@ -75,38 +74,6 @@ def test_a_released_rank_leaves_nothing_but_workspaces(reports) -> None:
         workspaces = sum(size for (_, _, line), size in report["kept_by"] if line.startswith(WORKSPACE))
         assert workspaces == 32 * 1024**2 + 1024, (role, rank)
         assert report["released"] - workspaces < 1024**2, (role, rank, report["kept_by"])
-
-
-def logs(reports) -> dict[int, list[Collective]]:
-    return {
-        rank: [
-            Collective(name, tuple(group), peer, tuple(map(tuple, sizes)), size)
-            for name, group, peer, sizes, size in report["log"]
-        ]
-        for (role, rank), report in reports.items()
-        if role == "actor"
-    }
-
-
-def test_the_collectives_of_all_ranks_fit_together(reports) -> None:
-    compared, found = disagreements(logs(reports))
-    assert found == [] and compared >= 9
-
-
-@pytest.mark.parametrize("operation", ["_allgather_base_", "allreduce_", "send"])
-def test_a_collective_that_a_rank_leaves_out_is_found_and_named(reports, operation: str) -> None:
-    found = logs(reports)
-    victim = next(
-        rank for rank, log in found.items() if any(c.operation == operation and len(c.group) > 1 for c in log)
-    )
-    calls = [n for n, call in enumerate(found[victim]) if call.operation == operation and len(call.group) > 1]
-    lost = found[victim].pop(calls[len(calls) // 2])
-    _, differences = disagreements(found)
-    assert differences and all(str(victim) in text for text in differences)
-    if lost.peer is None:
-        assert f"their group {list(lost.group)}" in differences[0]
-    else:
-        assert f"rank {victim} sends rank {lost.peer}" in differences[0]
 
 
 def test_layers_in_torch_run_on_the_cuda_branch_too(machine, model: Path) -> None:

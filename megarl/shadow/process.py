@@ -13,6 +13,8 @@ from pathlib import Path
 
 from megarl.shadow import device
 
+SHARED = "critic_"  # before the steps and parts of a critic in the actor's processes
+
 
 @dataclass(frozen=True)
 class Request:
@@ -21,6 +23,7 @@ class Request:
     Attributes:
         ranks: (role, rank).
         out: the file for the reports.
+        command: whose recipe it is; None: what its keys say.
         transformer_engine: whether its layers are used, as on a machine where it is installed; else megarl's own in torch.
     """
 
@@ -31,6 +34,7 @@ class Request:
     micro_batches: int | None = None
     transformer_engine: bool = True
     card: dict[str, object] = field(default_factory=dict)
+    command: str | None = None
 
 
 def main() -> None:
@@ -51,9 +55,9 @@ def main() -> None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its import fails, as where it is not installed
 
     from megarl.shadow.rank import Runner
-    from megarl.trainer.memory_command import read_inputs
+    from megarl.trainer.memory_command import read_planned
 
-    config, inputs = read_inputs(request.recipe, request.overrides, check=False)
+    config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
     runner = Runner(*([transformer_engine.forget_workspaces] if request.transformer_engine else []))
     running.append(runner)
     with Path(request.out).open("w", encoding="utf-8") as file:

@@ -295,10 +295,12 @@ def _add_plan(commands: argparse._SubParsersAction, run: Runner) -> None:
 def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
     text = "what a job will hold on each GPU in each phase of a step, term by term, and whether it fits"
     command = commands.add_parser(PLAN_MEMORY, help=text, description=text)
-    command.add_argument("recipe", help=f"of `megarl train`: {RECIPE}")
+    command.add_argument("recipe", help=f"of `megarl train`, `sft`, `rm` or `dpo`: {RECIPE}")
     command.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
     )
+    text = "whose recipe it is, where its keys do not say"
+    command.add_argument("--command", choices=[name for name in RECIPES if name != "eval"], help=text)
     text = "of a GPU; default: 79 (as sold: 80 GB)"
     command.add_argument("--gpu-memory", type=float, default=79.0, metavar="GIB", help=text)
     text = "of it that is not planned with: CUDA, NCCL, fragments; default: 6"

@@ -21,12 +21,13 @@ from rich.measure import Measurement
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megarl.config import TrainConfig
+from megarl.config import TrainConfig, TuningConfig
 from megarl.config.model_fit import check_models
 from megarl.shadow import device
-from megarl.shadow.process import Request
-from megarl.trainer.memory_command import read_inputs
-from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs, model_use, plan_memory
+from megarl.shadow.process import SHARED, Request
+from megarl.trainer.memory_command import plan_of, read_planned
+from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
+from megarl.trainer.model_uses import model_use, roles_of
 
 CLASSES = "classes"
 NUM_LINES = 5
@@ -66,12 +67,12 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             "--dry-run runs the recipe's own layout; --fit looks for another: use them one after the other"
         )
-    config, inputs = read_inputs(options.recipe, options.overrides)
+    config, inputs = read_planned(options.recipe, options.overrides, options.command)
     check_models(config, inputs.model, inputs.critic, inputs.reward)
     ranks = chosen_ranks(config, inputs, options.ranks)
     card = {"memory": round(options.gpu_memory * GIB)}
-    plan = plan_memory(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
-    reports = run_ranks(options.recipe, options.overrides, ranks, card=card)
+    plan = plan_of(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
+    reports = run_ranks(options.recipe, options.overrides, ranks, card=card, command=options.command)
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]
     if options.json:
@@ -81,18 +82,14 @@ def run(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def chosen_ranks(config: TrainConfig, inputs: PlanInputs, ranks: str) -> list[tuple[str, int]]:
+def chosen_ranks(config: TrainConfig | TuningConfig, inputs: PlanInputs, ranks: str) -> list[tuple[str, int]]:
     """(role, rank) of "classes" or of numbers such as "0,8", which are of every role.
 
     Raises:
         ValueError: --ranks is neither, or a role has no such rank.
     """
-    roles = [
-        "actor",
-        *(["critic"] if config.critic is not None and not config.critic.model.share_base else []),
-    ]
     chosen = []
-    for role in roles:
+    for role in roles_of(config):
         layout = model_use(config, inputs, role).layout
         if ranks == CLASSES:
             stages = sorted({0, layout.pp // 2, layout.pp - 1})
@@ -119,6 +116,7 @@ def run_ranks(
     micro_batches: int | None = None,
     transformer_engine: bool = True,
     card: Mapping[str, object] | None = None,
+    command: str | None = None,
     num_processes: int | None = None,
     together: bool = False,
 ) -> list[dict]:
@@ -150,6 +148,7 @@ def run_ranks(
                 transformer_engine,
                 together,
                 dict(card or {}),
+                command,
             )
             started.append((out, _start(request, Path(folder, f"{number}.log"))))
         try:
@@ -197,19 +196,25 @@ def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
     """What a rank held and took, beside the plan of its stage."""
     role, stage, parts, phases = report["role"], report["stage"], report["parts"], report["phases"]
     name = f"{role} {report['rank']} (stage {stage})"
-    planned = {
-        owner.name: owner.stages[stage] for owner in plan.owners if owner.name.startswith((role, "ref_"))
-    }
-    for part in ("weights", "adapters", "gradients", "optimizer"):
-        if f"{role}_{part}" in planned:
-            yield Comparison(name, f"{role}_{part}", "always", planned[f"{role}_{part}"], parts.get(part, 0))
+    owners = {owner.name: owner.stages for owner in plan.owners}
+    shared = SHARED if f"{SHARED}update" in phases else None  # a critic in the actor's processes
+    for prefix, of in ((role, ""), *([("critic", shared)] if shared else [])):
+        for part in ("weights", "adapters", "gradients", "optimizer"):
+            if f"{prefix}_{part}" in owners:
+                found = parts.get(f"{of}{part}", 0)
+                yield Comparison(name, f"{prefix}_{part}", "always", owners[f"{prefix}_{part}"][stage], found)
     if "reference" in parts:
-        yield Comparison(name, "ref_weights", "always", planned["ref_weights"], parts["reference"])
-    # What stays of the first pass are workspaces that libraries keep: they are a line of their own.
-    evaluating = phases["evaluate"]["peak"] - phases["evaluate"]["left"]
-    yield Comparison(name, f"{role}_evaluating", "evaluate", planned[f"{role}_evaluating"], evaluating)
-    update = planned[f"{role}_activations"] + planned[f"{role}_working"]
-    yield Comparison(name, f"{role}_activations + working", "update", update, phases["update"]["peak"])
+        yield Comparison(name, "ref_weights", "always", owners["ref_weights"][stage], parts["reference"])
+    for prefix, of in ((role, ""), *([("critic", shared)] if shared else [])):
+        if f"{of}evaluate" in phases:
+            # What stays of the first pass are workspaces that libraries keep: they are a line of their own.
+            took = phases[f"{of}evaluate"]["peak"] - phases[f"{of}evaluate"]["left"]
+            evaluating = owners[f"{prefix}_evaluating"][stage]
+            yield Comparison(name, f"{prefix}_evaluating", f"{of}evaluate", evaluating, took)
+        if f"{of}update" in phases:
+            update = owners[f"{prefix}_activations"][stage] + owners[f"{prefix}_working"][stage]
+            took = phases[f"{of}update"]["peak"]
+            yield Comparison(name, f"{prefix}_activations + working", f"{of}update", update, took)
 
 
 def print_comparison(
@@ -234,12 +239,13 @@ def print_comparison(
 
 def _details(report: Mapping) -> Iterator[str]:
     layers = "Transformer Engine's" if report["transformer_engine"] else "megarl's own in torch"
+    last = "update" if "update" in report["phases"] else "evaluate"
     yield (
         f"{report['role']} rank {report['rank']} of {report['world_size']}: layers {layers}; {report['num_operations']:,} operations, "
-        f"{report['flops']['update'] / 1e12:,.2f} TFLOP and {len(report['log']):,} collectives; {report['seconds']:.0f} s of a processor"
+        f"{report['flops'][last] / 1e12:,.2f} TFLOP and {len(report['log']):,} collectives; {report['seconds']:.0f} s of a processor"
     )
-    yield "  largest at the peak of the update:"
-    for (phase, _, line), size in report["phases"]["update"]["largest"][:NUM_LINES]:
+    yield f"  largest at the peak of the {last}:"
+    for (phase, _, line), size in report["phases"][last]["largest"][:NUM_LINES]:
         yield f"    {_size(size)}  {line} ({phase})"
     yield f"  stays when everything is released: {_size(report['released'])}"
     for (_, _, line), size in report["kept_by"][:NUM_LINES]:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from megarl.shadow import device
 
+SHARED = "critic_"  # before the steps and parts of a critic in the actor's processes
+
 
 @dataclass(frozen=True)
 class Request:
@@ -22,6 +24,7 @@ class Request:
         ranks: (role, rank).
         out: the file for the reports.
         together: whether the ranks of a role run at the same time, with uneven data, and receive what their peers send.
+        command: whose recipe it is; None: what its keys say.
         transformer_engine: whether its layers are used, as on a machine where it is installed; else megarl's own in torch.
     """
 
@@ -33,6 +36,7 @@ class Request:
     transformer_engine: bool = True
     together: bool = False
     card: dict[str, object] = field(default_factory=dict)
+    command: str | None = None
 
 
 def main() -> None:
@@ -54,9 +58,9 @@ def main() -> None:
 
     from megarl.shadow import together
     from megarl.shadow.rank import Runner
-    from megarl.trainer.memory_command import read_inputs
+    from megarl.trainer.memory_command import read_planned
 
-    config, inputs = read_inputs(request.recipe, request.overrides, check=False)
+    config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
     runner = Runner(*([transformer_engine.forget_workspaces] if request.transformer_engine else []))
     running.append(runner)
     with Path(request.out).open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""One rank of a recipe's actor or critic as a shadow: build it, evaluate, update twice, release its memory and take it back.
+"""One rank of a recipe's role as a shadow: build it, evaluate, update twice, release its memory and take it back.
 
 The rank's own classes run as they are, but for what they read: no weight is loaded from a file.
 """
@@ -8,36 +8,23 @@ from __future__ import annotations
 import gc
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-import pyarrow as pa
-import torch
 import torch.distributed as dist
 
-from megarl.algorithms.aggregate import LossCounts
-from megarl.cluster.worker import RankInfo
-from megarl.config import TrainConfig
+from megarl.config import TrainConfig, TuningConfig
 from megarl.megatron.parallel import destroy_parallel
-from megarl.memory.model import ModelUse
 from megarl.shadow import collectives
 from megarl.shadow.collectives import Alike, Collective, Log, Peers
 from megarl.shadow.mode import FakeMode, Shadow
+from megarl.shadow.roles import build_worker, steps_of
 from megarl.shadow.tracker import Made
 from megarl.shadow.values import choose_unevenly
-from megarl.trainer.actor import ActorWorker
-from megarl.trainer.controls import make_controls
-from megarl.trainer.critic import CriticWorker
-from megarl.trainer.memory_plan import PlanInputs, model_use
-from megarl.trainer.model_specs import actor_arguments, critic_spec
-from megarl.trainer.model_worker import ModelWorker, Share
-from megarl.trainer.updates import policy_update
+from megarl.trainer.memory_plan import PlanInputs
+from megarl.trainer.model_uses import model_use
 
-ROLES = ("actor", "critic")
-NUM_STEPS = 100  # of the run that the rank would be of; schedules need one
 LARGEST_LINES = 40
 
 
@@ -83,18 +70,6 @@ class RankReport:
     host_peak: int
 
 
-class _WithoutWeights:
-    """A rank whose tensors nobody fills."""
-
-    def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None: ...
-
-
-class ShadowActor(_WithoutWeights, ActorWorker): ...
-
-
-class ShadowCritic(_WithoutWeights, CriticWorker): ...
-
-
 class Runner:
     """Runs ranks one after the other in this process, whose device is installed.
 
@@ -109,21 +84,25 @@ class Runner:
         collectives.leave_no_other_backend(lambda: self.shadow)
 
     def run(
-        self, config: TrainConfig, inputs: PlanInputs, role: str, rank: int, micro_batches: int | None = None
+        self,
+        config: TrainConfig | TuningConfig,
+        inputs: PlanInputs,
+        role: str,
+        rank: int,
+        micro_batches: int | None = None,
     ) -> RankReport:
         """
         Args:
             config: resolved, with the facts of its models in `inputs`.
             rank: of the role.
-            micro_batches: of the second update; None: as many as the pipeline has stages.
+            micro_batches: of evaluations and the second update; None: as many as the pipeline has stages.
         """
         begun = time.process_time()
-        use = model_use(config, inputs, role)
-        world_size = use.layout.world
+        world_size = model_use(config, inputs, role).layout.world
         collectives.join(rank, world_size)
         try:
             with self._running() as shadow:
-                return _run(config, shadow, use, role, rank, micro_batches or use.layout.pp, begun)
+                return _run(config, inputs, shadow, role, rank, world_size, micro_batches, begun)
         finally:
             destroy_parallel()
             self._forget()
@@ -146,29 +125,30 @@ def _shadow(peers: Peers | None) -> Shadow:
 
 
 def _run(
-    config: TrainConfig, shadow: Shadow, use: ModelUse, role: str, rank: int, micro_batches: int, begun: float
+    config: TrainConfig | TuningConfig,
+    inputs: PlanInputs,
+    shadow: Shadow,
+    role: str,
+    rank: int,
+    world_size: int,
+    micro_batches: int | None,
+    begun: float,
 ) -> RankReport:
     from megarl.megatron.transformer_config import has_transformer_engine
 
     tracker, phases = shadow.tracker, {}
     with tracker.phase("build"):
-        worker = _worker(config, role, rank, use.layout.world)
-    batches = Batches(config, use, uneven=not isinstance(shadow.peers, Alike))
-    if isinstance(shadow.peers, Alike):
-        shadow.peers.received = _stage_input(worker, batches)
-    update = _update(config, worker, batches)
-    steps: dict[str, Callable[[], Any]] = {
-        "evaluate": lambda: _evaluate(worker, batches.of(micro_batches)),
-        "first_update": lambda: update(1),  # makes the optimizer's states
-        "update": lambda: update(micro_batches),
-    }
-    for name, step in steps.items():
+        worker = build_worker(config, role, rank, world_size)
+    uneven = not isinstance(shadow.peers, Alike)
+    for step in steps_of(config, inputs, worker, role, micro_batches, uneven):
+        if isinstance(shadow.peers, Alike):
+            shadow.peers.received = step.received
         gc.collect()
-        with tracker.phase(name) as phase:
-            step()
+        with tracker.phase(step.name) as phase:
+            step.run()
             gc.collect()
         largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:LARGEST_LINES]
-        phases[name] = PhaseReport(phase.peak - phase.before, tracker.current - phase.before, largest)
+        phases[step.name] = PhaseReport(phase.peak - phase.before, tracker.current - phase.before, largest)
     (parts,) = worker.memory()
     with tracker.phase("release"):
         worker.release_memory(list(worker.parts))
@@ -179,7 +159,7 @@ def _run(
     return RankReport(
         role=role,
         rank=rank,
-        world_size=use.layout.world,
+        world_size=world_size,
         stage=stage,
         transformer_engine=has_transformer_engine(),
         parts=parts,
@@ -193,123 +173,3 @@ def _run(
         seconds=time.process_time() - begun,
         host_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     )
-
-
-def _worker(config: TrainConfig, role: str, rank: int, world_size: int) -> ModelWorker:
-    info = RankInfo(rank, world_size, 0, "127.0.0.1", 1, role, "", ("0",), "")
-    if role == "critic":
-        return ShadowCritic(info, _unread(critic_spec(config, NUM_STEPS)))
-    arguments = actor_arguments(config, NUM_STEPS)
-    return ShadowActor(info, **{**arguments, "spec": _unread(arguments["spec"])})
-
-
-def _stage_input(worker: ModelWorker, batches: Batches) -> tuple[int, int, int]:
-    """The shape of the hidden states that pipeline stages send each other: [tokens, 1, hidden]."""
-    table, shares = batches.of(1)
-    (packed,) = worker.pack_share(table, shares[0])
-    layout = worker.layout
-    return packed.num_tokens // (layout.tp if layout.sp else 1), 1, worker.config.hidden_size
-
-
-def _unread(spec: Any) -> Any:
-    """A spec whose adapters begin anew: no file of them is read."""
-    return replace(spec, lora=replace(spec.lora, adapter_path=None), plugins=())
-
-
-def _evaluate(worker: ModelWorker, batch: tuple[pa.Table, list[Share]]) -> None:
-    if isinstance(worker, CriticWorker):
-        worker.compute_values(*batch)
-    else:
-        assert isinstance(worker, ActorWorker)
-        worker.compute_log_probs(*batch, "old_log_probs")
-
-
-def _update(config: TrainConfig, worker: ModelWorker, batches: Batches) -> Callable[[int], Any]:
-    """An optimizer step on so many micro-batches."""
-    how = policy_update(config, make_controls(config, NUM_STEPS), seed=0)
-
-    def update(number: int) -> Any:
-        table, shares = batches.of(number)
-        plan, counts = [shares], [batches.counts(number)]
-        if isinstance(worker, CriticWorker):
-            critic = config.critic
-            assert critic is not None
-            return worker.update_values(
-                table, plan, counts, how.aggregation, critic.cliprange_value, critic.vf_coef
-            )
-        assert isinstance(worker, ActorWorker)
-        return worker.update_policy(table, plan, counts, how)
-
-    return update
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Trajectories that fill micro-batches: as many of the longest as go into one, all of one length.
-
-    Attributes:
-        uneven: each data parallel rank has trajectories of its own, of lengths from an eighth on.
-    """
-
-    config: TrainConfig
-    use: ModelUse
-    uneven: bool = False
-
-    @property
-    def per_micro_batch(self) -> int:
-        return max(
-            1, self.use.tokens // (self.config.data.max_prompt_length + self.config.data.max_response_length)
-        )
-
-    @property
-    def response(self) -> int:
-        return self._length - self._prompt
-
-    @property
-    def _length(self) -> int:
-        return self.use.tokens // self.per_micro_batch
-
-    @property
-    def _prompt(self) -> int:
-        return min(self.config.data.max_prompt_length, self._length // 2)
-
-    def counts(self, micro_batches: int) -> LossCounts:
-        """Of a mini-batch of all data parallel ranks, which have equal shares."""
-        rows = micro_batches * self.per_micro_batch * self.use.layout.dp
-        return LossCounts(sum(self._responses(rows)), rows)
-
-    def _responses(self, rows: int) -> list[int]:
-        """Lengths."""
-        if not self.uneven:
-            return [self.response] * rows
-        random = np.random.default_rng(1)
-        return random.integers(max(1, self.response // 8), self.response + 1, rows).tolist()
-
-    def of(self, micro_batches: int) -> tuple[pa.Table, list[Share]]:
-        """A table, and the share of each data parallel rank: they are given the same rows, uneven ones their own."""
-        each, random = self.per_micro_batch, np.random.default_rng(0)
-        parts = self.use.layout.dp if self.uneven else 1
-        responses = self._responses(parts * micro_batches * each)
-        vocabulary = min(1000, self.use.config.vocab_size)
-
-        def column(make: Callable[[int], np.ndarray]) -> pa.Array:
-            return pa.array([make(length) for length in responses])
-
-        floats = (
-            *("old_log_probs", "ref_log_probs", "advantages", "values", "returns"),
-            *("rollout_log_probs", "rollout_is_weights"),
-        )
-        table = pa.table(
-            {
-                "prompt_ids": column(lambda length: random.integers(0, vocabulary, self._prompt)),
-                "response_ids": column(lambda length: random.integers(0, vocabulary, length)),
-                "response_mask": column(lambda length: np.ones(length, bool)),
-                **{
-                    name: column(lambda length: random.normal(size=length).astype(np.float32))
-                    for name in floats
-                },
-            }
-        )
-        micro = [list(range(number * each, (number + 1) * each)) for number in range(parts * micro_batches)]
-        shares = [micro[part * micro_batches : (part + 1) * micro_batches] for part in range(parts)]
-        return table, shares if self.uneven else shares * self.use.layout.dp

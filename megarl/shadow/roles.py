@@ -1,0 +1,289 @@
+"""The worker of a role as a shadow, and the steps that it takes: its own class and its own calls, but that no weight is read from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from megarl.cluster.worker import RankInfo
+from megarl.config import (
+    TrainConfig,
+    TuningConfig,
+    full_kl_in_reward,
+    needs_old_log_probs,
+    needs_ref_log_probs,
+    reference_in_actor,
+)
+from megarl.config.resolve import least_tokens
+from megarl.memory.model import ModelUse
+from megarl.shadow.batches import Batch, Fill, examples, rankings, trajectories
+from megarl.shadow.process import SHARED
+from megarl.trainer.actor import ActorWorker
+from megarl.trainer.controls import make_controls
+from megarl.trainer.critic import CriticWorker
+from megarl.trainer.dpo_worker import DPOWorker
+from megarl.trainer.memory_plan import PlanInputs
+from megarl.trainer.model_specs import actor_arguments, critic_spec, reference_spec, reward_model_spec
+from megarl.trainer.model_uses import model_use, tuned_role
+from megarl.trainer.model_worker import ModelWorker
+from megarl.trainer.ptx import PtxUpdate
+from megarl.trainer.reward_worker import RewardModelWorker
+from megarl.trainer.rm_worker import RMWorker
+from megarl.trainer.sft_worker import SFTWorker
+from megarl.trainer.shared_critic import ActorCriticWorker
+from megarl.trainer.specs import ModelSpec
+from megarl.trainer.updates import policy_update
+
+NUM_STEPS = 100  # of the run that the rank would be of; schedules need one
+UNKNOWN = 1  # what a number is taken for that no operation of a shadow knows (`Shadow.assume`)
+
+Config = TrainConfig | TuningConfig
+
+
+class _WithoutWeights:
+    """A rank whose tensors nobody fills."""
+
+    def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None: ...
+
+
+class ShadowActor(_WithoutWeights, ActorWorker): ...
+
+
+class ShadowActorCritic(_WithoutWeights, ActorCriticWorker): ...
+
+
+class ShadowCritic(_WithoutWeights, CriticWorker): ...
+
+
+class ShadowRewardModel(_WithoutWeights, RewardModelWorker): ...
+
+
+class ShadowSFT(_WithoutWeights, SFTWorker): ...
+
+
+class ShadowRM(_WithoutWeights, RMWorker): ...
+
+
+class ShadowDPO(_WithoutWeights, DPOWorker): ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of a rank, with one batch.
+
+    Attributes:
+        name: "evaluate", "first_update" (which makes the optimizer's states) or "update"; of a critic in the actor's processes
+            with `SHARED` before it.
+        received: the shape of the hidden states that pipeline stages send each other meanwhile: [tokens, 1, hidden].
+    """
+
+    name: str
+    run: Callable[[], Any]
+    received: tuple[int, int, int]
+
+
+def build_worker(config: Config, role: str, rank: int, world_size: int) -> ModelWorker:
+    info = RankInfo(rank, world_size, 0, "127.0.0.1", 1, role, "", ("0",), "")
+    if isinstance(config, TuningConfig):
+        spec = _unread(_tuning_spec(config))
+        if role == "rm":
+            return ShadowRM(info, spec, config.model.head_init)
+        return (ShadowSFT if role == "sft" else ShadowDPO)(info, spec)
+    if role == "critic":
+        return ShadowCritic(info, _unread(critic_spec(config, NUM_STEPS)))
+    if role == "ref":
+        temperature = config.actor_rollout_ref.rollout.temperature
+        return ShadowActor(info, _unread(reference_spec(config)), temperature)
+    if role == "reward_model":
+        return ShadowRewardModel(info, _unread(reward_model_spec(config)))
+    arguments = actor_arguments(config, NUM_STEPS)
+    specs = {name: _unread(arguments[name]) for name in ("spec", "critic") if name in arguments}
+    return (ShadowActorCritic if "critic" in specs else ShadowActor)(info, **{**arguments, **specs})
+
+
+def _tuning_spec(config: TuningConfig) -> ModelSpec:
+    return ModelSpec(
+        path=config.model.path,
+        head="value" if tuned_role(config) == "rm" else "lm",
+        megatron=config.megatron,
+        optim=config.optim,
+        num_updates=NUM_STEPS,
+        timeout=config.trainer.collective_timeout,
+        lora=config.model.lora,
+    )
+
+
+def _unread(spec: ModelSpec) -> ModelSpec:
+    """A spec whose adapters begin anew: no file of them is read."""
+    return replace(spec, lora=replace(spec.lora, adapter_path=None), plugins=())
+
+
+def steps_of(
+    config: Config,
+    inputs: PlanInputs,
+    worker: ModelWorker,
+    role: str,
+    micro_batches: int | None,
+    uneven: bool = False,
+) -> Iterator[Step]:
+    """What a rank does, one after the other.
+
+    Args:
+        micro_batches: of evaluations and the second update; None: as many as the pipeline has stages.
+        uneven: whether data parallel ranks have trajectories of their own, of several lengths.
+    """
+    use = model_use(config, inputs, role)
+    number = micro_batches or use.layout.pp
+    if isinstance(config, TuningConfig):
+        yield from _tuning_steps(config, worker, use, number)
+    elif isinstance(worker, RewardModelWorker):
+        fill = Fill(use.tokens, config.reward_model.max_length or use.tokens, use.layout.dp)
+        yield _scores(worker, fill, number)
+    elif isinstance(worker, CriticWorker):
+        yield from _critic_steps(config, worker, worker, use, number, uneven)
+    elif role == "ref":
+        assert isinstance(worker, ActorWorker)
+        batch, _ = trajectories(config, _fill(config, use.evaluated, use, uneven), number)
+        yield Step(
+            "evaluate",
+            lambda: worker.compute_log_probs(batch.table, batch.shares, "ref_log_probs"),
+            _received(worker, worker.pack_share, batch),
+        )
+    else:
+        assert isinstance(worker, ActorWorker)
+        yield from _actor_steps(config, worker, use, number, uneven)
+        if isinstance(worker, ActorCriticWorker):
+            use = model_use(config, inputs, "critic")
+            for step in _critic_steps(config, worker, worker.critic, use, number, uneven):
+                yield replace(step, name=f"{SHARED}{step.name}")
+
+
+def _fill(config: TrainConfig, tokens: int, use: ModelUse, uneven: bool) -> Fill:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return Fill(tokens, longest, use.layout.dp, uneven=uneven)
+
+
+def _received(
+    worker: ModelWorker, pack: Callable[[pa.Table, list[list[int]]], list[Any]], batch: Batch
+) -> tuple[int, int, int]:
+    (packed,) = pack(batch.table, batch.shares[0][:1])
+    layout = worker.layout
+    return packed.num_tokens // (layout.tp if layout.sp else 1), 1, worker.config.hidden_size
+
+
+def _actor_steps(
+    config: TrainConfig, worker: ActorWorker, use: ModelUse, number: int, uneven: bool
+) -> Iterator[Step]:
+    how = policy_update(config, make_controls(config, NUM_STEPS), seed=0)
+    batch, _ = trajectories(config, _fill(config, use.evaluated, use, uneven), number)
+    yield Step(
+        "evaluate",
+        lambda: _evaluate_actor(config, worker, batch),
+        _received(worker, worker.pack_share, batch),
+    )
+    for name, count in (("first_update", 1), ("update", number)):
+        update, counts = trajectories(config, _fill(config, use.tokens, use, uneven), count)
+        texts = _texts_beside(config, use)
+        call = (update.table, [update.shares], [counts], how, *texts)
+        yield Step(
+            name, lambda call=call: worker.update_policy(*call), _received(worker, worker.pack_share, update)
+        )
+
+
+def _evaluate_actor(config: TrainConfig, worker: ActorWorker, batch: Batch) -> None:
+    """What a step computes before its updates, of the policy and of a reference in its processes; where that is nothing, the
+    policy's log-probs."""
+    table, shares = batch.table, batch.shares
+    reference = worker.reference is not None and needs_ref_log_probs(config) and reference_in_actor(config)
+    if full_kl_in_reward(config) and worker.reference is not None:
+        worker.compute_full_kl(table, shares, "old_log_probs")
+    elif reference and needs_old_log_probs(config):
+        worker.compute_both_log_probs(table, shares, shares)
+    elif reference:
+        worker.compute_ref_log_probs(table, shares, "ref_log_probs")
+    else:
+        worker.compute_log_probs(table, shares, "old_log_probs")
+
+
+def _texts_beside(config: TrainConfig, use: ModelUse) -> tuple[pa.Table, PtxUpdate] | tuple[()]:
+    """A micro-batch of the texts that the policy goes on learning, where there are any."""
+    ptx = config.data.ptx
+    if ptx is None:
+        return ()
+    batch = examples(Fill(use.tokens, ptx.max_length, use.layout.dp), 1)
+    return batch.table, PtxUpdate([batch.shares], [UNKNOWN], config.actor_rollout_ref.actor.ptx_coef)
+
+
+def _critic_steps(
+    config: TrainConfig,
+    worker: CriticWorker | ActorCriticWorker,
+    critic: CriticWorker,
+    use: ModelUse,
+    number: int,
+    uneven: bool,
+) -> Iterator[Step]:
+    """`worker`: the one that is called, which is the actor where the critic is on its model."""
+    section = config.critic
+    assert section is not None
+    aggregation = policy_update(config, make_controls(config, NUM_STEPS), seed=0).aggregation
+    batch, _ = trajectories(config, _fill(config, use.evaluated, use, uneven), number)
+    received = _received(critic, critic.pack_share, batch)
+    yield Step("evaluate", lambda: worker.compute_values(batch.table, batch.shares), received)
+    for name, count in (("first_update", 1), ("update", number)):
+        update, counts = trajectories(config, _fill(config, use.tokens, use, uneven), count)
+        call = (
+            update.table,
+            [update.shares],
+            [counts],
+            aggregation,
+            section.cliprange_value,
+            section.vf_coef,
+        )
+        yield Step(
+            name,
+            lambda call=call: worker.update_values(*call),
+            _received(critic, critic.pack_share, update),
+        )
+
+
+def _scores(worker: RewardModelWorker, fill: Fill, number: int) -> Step:
+    batch = examples(fill, number)
+    received = _received(worker, worker.pack_texts, batch)
+    return Step("evaluate", lambda: worker.score_texts(batch.table, batch.shares), received)
+
+
+def _tuning_steps(config: TuningConfig, worker: ModelWorker, use: ModelUse, number: int) -> Iterator[Step]:
+    texts = Fill(use.tokens, config.data.max_length, use.layout.dp)
+    alone = examples(texts, number)
+    if isinstance(worker, RMWorker):
+        yield _scores(worker, texts, number)
+    elif isinstance(worker, DPOWorker):
+        received = _received(worker, worker.pack_examples, alone)
+        yield Step("evaluate", lambda: worker.token_log_probs(alone.table, alone.shares), received)
+    elif config.data.val_files is not None:
+        assert isinstance(worker, SFTWorker)
+        received = _received(worker, worker.pack_examples, alone)
+        yield Step("evaluate", lambda: worker.sum_losses(alone.table, alone.shares), received)
+    compared = least_tokens(config) // config.data.max_length
+    fill = replace(texts, of=compared)
+    for name, count in (("first_update", 1), ("update", number)):
+        batch = examples(fill, count) if isinstance(worker, SFTWorker) else rankings(fill, count)
+        yield Step(
+            name,
+            lambda batch=batch: _fit(config, worker, batch),
+            _received(worker, worker.pack_examples, examples(fill, 1)),
+        )
+
+
+def _fit(config: TuningConfig, worker: ModelWorker, batch: Batch) -> None:
+    if isinstance(worker, SFTWorker):
+        worker.train_examples(batch.table, batch.shares, UNKNOWN)
+    elif isinstance(worker, RMWorker):
+        worker.train_rankings(batch.table, batch.shares)
+    else:
+        assert isinstance(worker, DPOWorker)
+        worker.train_preferences(batch.table, batch.shares, config.dpo)

@@ -162,6 +162,8 @@ def _run(
         "first_update": lambda: update(1),  # makes the optimizer's states
         "update": lambda: update(micro_batches),
     }
+    if batches.uneven:
+        del steps["first_update"]  # makes the calls of the other
     for name, step in steps.items():
         gc.collect()
         with tracker.phase(name) as phase:

@@ -5,6 +5,7 @@ Data are uneven: trajectories of data parallel ranks have lengths of their own, 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -60,6 +61,7 @@ def run_forked(ranks: Sequence[int], work: Callable[[int, Connection], dict]) ->
     """
     connections: dict[int, Connection] = {}
     children = []
+    gc.freeze()  # ranks collect garbage often, and none of it is older than they are
     for rank in ranks:
         mine, theirs = Pipe()
         child = os.fork()

@@ -315,6 +315,8 @@ def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument("--dry-run", action="store_true", help=text)
     text = "with --dry-run: classes (first, middle and last stage of each role) or numbers such as 0,8; default: classes"
     command.add_argument("--ranks", default="classes", metavar="N,M", help=text)
+    text = "with --dry-run: run all ranks of each role together as well, on uneven data, and say whether their collectives fit"
+    command.add_argument("--agree", action="store_true", help=text)
     text = "with --dry-run: exit code 1 where the plan is too small by more; default: 5"
     command.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help=text)
     command.add_argument("--json", action="store_true", help="print JSON, in bytes")

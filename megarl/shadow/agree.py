@@ -28,12 +28,14 @@ class Agreement:
         matched: collectives, and pairs of a send and a receive, that were made by more than one of these ranks.
         open_ended: calls that some members, which are not among these ranks, were taken to join.
         problems: in words; empty where all ranks come to their ends.
+        unequal: the problem is a call that is not the same on its ranks, not one that is waited for.
     """
 
     ranks: list[int]
     matched: int = 0
     open_ended: int = 0
     problems: list[str] = field(default_factory=list)
+    unequal: bool = False
 
     @property
     def summary(self) -> str:
@@ -154,6 +156,7 @@ class _Walk:
         if difference is not None:
             number = self._number(first)
             text = f"call {number} of {_group(calls[present[0]])} is not the same on its ranks: {difference}"
+            self.found.unequal = True
             self.found.problems = [text, *self._left_out(calls[present[0]], present)]
             return []
         self.found.matched += len(present) > 1
@@ -180,6 +183,7 @@ class _Walk:
                     if met.sizes != call.sizes:
                         pair = sorted((call, met), key=lambda one: one.operation != SEND)
                         source, target = pair[1].peer, pair[0].peer
+                        self.found.unequal = True
                         self.found.problems = [
                             f"rank {source} sends {_what(pair[0])} to rank {target}, which expects {_what(pair[1])}"
                         ]

@@ -98,6 +98,7 @@ class Log:
         self.reduction = ""
         self._calls: list[Collective] = []
         self._until: dict[int, int] = {}
+        self._running: set[int] = set()  # not waited for yet
         self._works: list[_Work] = []  # kept: c10d would forget their Python side
         self._batches = 0
         self._in_batch = False
@@ -112,6 +113,7 @@ class Log:
         """The number of a call that is made now."""
         batch = self._batches if self._in_batch else None
         self._calls.append(call._replace(phase=phase, line=line_of_code(), batch=batch))
+        self._running.add(len(self._calls) - 1)
         return len(self._calls) - 1
 
     def work(self, number: int) -> _Work:
@@ -124,9 +126,10 @@ class Log:
     def wait(self, number: int) -> None:
         """The rank waits for a call before it goes on."""
         self._until.setdefault(number, len(self._calls))
+        self._running.discard(number)
 
     def wait_for_all(self) -> None:
-        for number in range(len(self._calls)):
+        for number in list(self._running):
             self.wait(number)
 
     @contextmanager
@@ -176,6 +179,14 @@ def leave_no_other_backend(current: Callable[[], Rank | None]) -> None:
     def without_traffic(
         ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **rest: Any
     ) -> Any:
+        rank = current()
+        if (
+            rank is not None
+            and not isinstance(rank.log.peers, Alike)
+            and not rest.get("use_local_synchronization")
+        ):
+            # All ranks take part, in the same order: communicators are numbered by it.
+            note("new_group", None, f"of ranks {'all' if ranks is None else ranks_text(ranks)}")
         return new_group(ranks, timeout, "fake", **rest)
 
     def note(operation: str, group: Any, detail: str = "") -> tuple[Collective, Callable[[], None], Peers]:

@@ -24,6 +24,7 @@ from rich.table import Table
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.model_fit import check_models
 from megarl.shadow import device
+from megarl.shadow.agreement import agreements, all_ranks, lines
 from megarl.shadow.process import SHARED, Request
 from megarl.trainer.memory_command import plan_of, read_planned
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
@@ -55,7 +56,7 @@ class Comparison:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the ranks, print the table; exit code 1 where the plan is too small by more than the tolerance.
+    """Run the ranks, print the table; exit code 1 where the plan is too small by more than the tolerance, or collectives do not fit.
 
     Raises:
         ValueError: names the option or key, or what this machine lacks for it.
@@ -70,16 +71,27 @@ def run(options: argparse.Namespace) -> int:
     config, inputs = read_planned(options.recipe, options.overrides, options.command)
     check_models(config, inputs.model, inputs.critic, inputs.reward)
     ranks = chosen_ranks(config, inputs, options.ranks)
+    roles = list(dict.fromkeys(role for role, _ in ranks))
+    together = all_ranks(config, inputs, roles) if options.agree else []
     card = {"memory": round(options.gpu_memory * GIB)}
     plan = plan_of(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
     reports = run_ranks(options.recipe, options.overrides, ranks, card=card, command=options.command)
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]
+    fit = agreements(reports)
+    if together:
+        of_all = run_ranks(
+            options.recipe, options.overrides, together, card=card, command=options.command, together=True
+        )
+        fit = agreements(of_all)
     if options.json:
-        print(json.dumps({"comparisons": [asdict(row) for row in found], "ranks": reports}, indent=2))
+        agreed = {role: asdict(agreement) for role, agreement in fit.items()}
+        told = {"comparisons": [asdict(row) for row in found], "agreement": agreed, "ranks": reports}
+        print(json.dumps(told, indent=2))
     else:
         print_comparison(Console(), found, reports, options.tolerance)
-    return 1 if wrong else 0
+        print("\n".join(lines(fit)))
+    return 1 if wrong or any(agreement.problems for agreement in fit.values()) else 0
 
 
 def chosen_ranks(config: TrainConfig | TuningConfig, inputs: PlanInputs, ranks: str) -> list[tuple[str, int]]:

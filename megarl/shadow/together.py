@@ -5,6 +5,7 @@ Data are uneven: trajectories of data parallel ranks have lengths of their own, 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe
 
-from megarl.config import TrainConfig
+from megarl.config import TrainConfig, TuningConfig
 from megarl.shadow.peers import StoppedError, Together, end, serve
 from megarl.shadow.rank import Runner
 from megarl.trainer.memory_plan import PlanInputs
@@ -21,7 +22,7 @@ from megarl.trainer.memory_plan import PlanInputs
 
 def run(
     runner: Runner,
-    config: TrainConfig,
+    config: TrainConfig | TuningConfig,
     inputs: PlanInputs,
     ranks: Sequence[tuple[str, int]],
     micro_batches: int | None,
@@ -60,6 +61,7 @@ def run_forked(ranks: Sequence[int], work: Callable[[int, Connection], dict]) ->
     """
     connections: dict[int, Connection] = {}
     children = []
+    gc.freeze()  # ranks collect garbage often, and none of it is older than they are
     for rank in ranks:
         mine, theirs = Pipe()
         child = os.fork()

@@ -199,6 +199,13 @@ def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
     yield Comparison(name, f"{role}_evaluating", "evaluate", planned[f"{role}_evaluating"], evaluating)
     update = planned[f"{role}_activations"] + planned[f"{role}_working"]
     yield Comparison(name, f"{role}_activations + working", "update", update, phases["update"]["peak"])
+    if "sync" in phases:
+        sending = planned[f"{role}_sync_buffers"] + planned.get(f"{role}_merging", 0)
+        yield Comparison(name, f"{role}_sync_buffers", "sync", sending, phases["sync"]["peak"])
+    for part, moved in report["moved"].items():
+        owner = "ref_weights" if part == "reference" else f"{role}_{part}"
+        if planned.get(owner):
+            yield Comparison(name, owner, "release", planned[owner], moved["freed"])
 
 
 def print_comparison(
@@ -230,6 +237,8 @@ def _details(report: Mapping) -> Iterator[str]:
     yield "  largest at the peak of the update:"
     for (phase, _, line), size in report["phases"]["update"]["largest"][:NUM_LINES]:
         yield f"    {_size(size)}  {line} ({phase})"
+    for phase in (phase for phase in ("save", "load") if phase in report["phases"]):
+        yield f"  takes to {phase} a checkpoint: {_size(report['phases'][phase]['peak'])}"
     yield f"  stays when everything is released: {_size(report['released'])}"
     for (_, _, line), size in report["kept_by"][:NUM_LINES]:
         if size >= report["released"] / 100:

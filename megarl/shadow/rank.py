@@ -22,10 +22,11 @@ from megarl.cluster.worker import RankInfo
 from megarl.config import TrainConfig
 from megarl.megatron.parallel import destroy_parallel
 from megarl.memory.model import ModelUse
-from megarl.shadow import collectives
+from megarl.shadow import collectives, transfers
 from megarl.shadow.collectives import Collective
 from megarl.shadow.mode import FakeMode, Shadow
-from megarl.shadow.tracker import Made
+from megarl.shadow.tracker import Made, Phase
+from megarl.shadow.transfers import Moved
 from megarl.trainer.actor import ActorWorker
 from megarl.trainer.controls import make_controls
 from megarl.trainer.critic import CriticWorker
@@ -59,6 +60,7 @@ class RankReport:
     Attributes:
         stage: of the pipeline.
         parts: bytes on the device by owner ("weights", "gradients", "optimizer", ...), after an update.
+        moved: by part, as it left the device and came back.
         released: bytes that stay when all parts have left the device; `kept_by` says which lines made them.
         seconds: of a processor. host_peak: bytes of this process.
         assumed: what was not known, and how often it was asked for.
@@ -71,6 +73,7 @@ class RankReport:
     transformer_engine: bool
     parts: dict[str, int]
     phases: dict[str, PhaseReport]
+    moved: dict[str, Moved]
     released: int
     kept_by: list[tuple[Made, int]]
     flops: dict[str, int]
@@ -155,14 +158,16 @@ def _run(
         with tracker.phase(name) as phase:
             step()
             gc.collect()
-        largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:LARGEST_LINES]
-        phases[name] = PhaseReport(phase.peak - phase.before, tracker.current - phase.before, largest)
+        phases[name] = _phase_report(phase)
     (parts,) = worker.memory()
-    with tracker.phase("release"):
-        worker.release_memory(list(worker.parts))
-        gc.collect()
-        released, kept_by = tracker.current, list(tracker.live().items())[:LARGEST_LINES]
-        worker.resume_memory(list(worker.parts))
+    if worker.spec.optim is not None:
+        transfers.save_and_load(worker, tracker)
+    if isinstance(worker, ActorWorker):
+        transfers.send(config, use.config, worker, tracker)
+    for name in ("save", "load", "sync"):
+        if name in tracker.phases:
+            phases[name] = _phase_report(tracker.phases[name])
+    released = transfers.release_and_resume(worker, tracker)
     stage = worker.coords.pp
     return RankReport(
         role=role,
@@ -172,8 +177,9 @@ def _run(
         transformer_engine=has_transformer_engine(),
         parts=parts,
         phases=phases,
-        released=released,
-        kept_by=kept_by,
+        moved=released.parts,
+        released=sum(released.stays.values()),
+        kept_by=list(released.stays.items())[:LARGEST_LINES],
         flops={name: sum(counts.values()) for name, counts in shadow.flops.items()},
         log=shadow.log,
         assumed=dict(shadow.assumed),
@@ -181,6 +187,11 @@ def _run(
         seconds=time.process_time() - begun,
         host_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     )
+
+
+def _phase_report(phase: Phase) -> PhaseReport:
+    largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:LARGEST_LINES]
+    return PhaseReport(phase.peak - phase.before, phase.after - phase.before, largest)
 
 
 def _worker(config: TrainConfig, role: str, rank: int, world_size: int) -> ModelWorker:

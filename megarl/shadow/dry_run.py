@@ -140,7 +140,7 @@ def run_ranks(
             request = Request(
                 recipe, list(overrides), share, str(out), micro_batches, transformer_engine, dict(card or {})
             )
-            started.append((out, _start(request, Path(folder, f"{number}.log"))))
+            started.append((out, start([request], Path(folder, f"{number}.log"))))
         try:
             for number, (_, process) in enumerate(started):
                 if process.wait():
@@ -158,7 +158,8 @@ def run_ranks(
     return sorted(reports, key=lambda report: order[report["role"], report["rank"]])
 
 
-def _start(request: Request, log: Path) -> subprocess.Popen:
+def start(requests: Sequence[Request], log: Path) -> subprocess.Popen:
+    """A process that runs the ranks of all requests, one after the other."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -170,7 +171,7 @@ def _start(request: Request, log: Path) -> subprocess.Popen:
             text=True,
         )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(asdict(request)))
+    process.stdin.write(json.dumps([asdict(request) for request in requests]))
     process.stdin.close()
     return process
 

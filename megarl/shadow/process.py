@@ -1,4 +1,4 @@
-"""The process of shadow ranks: `python -m megarl.shadow.process`, with a request as JSON on its standard input.
+"""The process of shadow ranks: `python -m megarl.shadow.process`, with a list of requests as JSON on its standard input.
 
 The device comes before torch, so this module imports nothing heavy before it has it. Its answer, a JSON object a line and rank, goes to
 the file that the request names.
@@ -34,7 +34,8 @@ class Request:
 
 
 def main() -> None:
-    request = Request(**json.load(sys.stdin))
+    requests = [Request(**request) for request in json.load(sys.stdin)]
+    first = requests[0]  # the process has one card, and Transformer Engine or not, for all
     device.load()
 
     from megarl.shadow import cuda, transformer_engine
@@ -44,8 +45,8 @@ def main() -> None:
     def current():
         return running[0].shadow if running else None
 
-    cuda.install(cuda.Card(**request.card), current)
-    if request.transformer_engine:
+    cuda.install(cuda.Card(**first.card), current)
+    if first.transformer_engine:
         transformer_engine.install(current)
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its import fails, as where it is not installed
@@ -53,14 +54,15 @@ def main() -> None:
     from megarl.shadow.rank import Runner
     from megarl.trainer.memory_command import read_inputs
 
-    config, inputs = read_inputs(request.recipe, request.overrides, check=False)
-    runner = Runner(*([transformer_engine.forget_workspaces] if request.transformer_engine else []))
+    runner = Runner(*([transformer_engine.forget_workspaces] if first.transformer_engine else []))
     running.append(runner)
-    with Path(request.out).open("w", encoding="utf-8") as file:
-        for role, rank in request.ranks:
-            report = runner.run(config, inputs, role, rank, request.micro_batches)
-            file.write(json.dumps(asdict(report)) + "\n")
-            file.flush()
+    for request in requests:
+        config, inputs = read_inputs(request.recipe, request.overrides, check=False)
+        with Path(request.out).open("w", encoding="utf-8") as file:
+            for role, rank in request.ranks:
+                report = runner.run(config, inputs, role, rank, request.micro_batches)
+                file.write(json.dumps(asdict(report)) + "\n")
+                file.flush()
 
 
 if __name__ == "__main__":

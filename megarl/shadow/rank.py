@@ -117,6 +117,8 @@ class Runner:
             micro_batches: of the second update; None: as many as the pipeline has stages.
         """
         begun = time.process_time()
+        gc.collect()
+        gc.freeze()  # the modules' own objects are no garbage: each later collection would look at all of them
         use = model_use(config, inputs, role)
         world_size = use.layout.world
         collectives.join(rank, world_size)
@@ -150,7 +152,8 @@ def _run(
     update = _update(config, worker, batches)
     steps: dict[str, Callable[[], Any]] = {
         "evaluate": lambda: _evaluate(worker, batches.of(micro_batches)),
-        "first_update": lambda: update(1),  # makes the optimizer's states
+        # It makes the optimizer's states; virtual stages take turns with as many micro-batches as there are stages.
+        "first_update": lambda: update(use.layout.pp if use.layout.vpp else 1),
         "update": lambda: update(micro_batches),
     }
     for name, step in steps.items():

@@ -166,13 +166,12 @@ def release_and_resume(worker: ModelWorker, tracker: Tracker) -> Released:
         for part in worker.parts:
             before = tracker.current
             worker.release_memory([part])
-            gc.collect()
             freed[part] = before - tracker.current
+        gc.collect()
         stays = tracker.live()
     with tracker.phase("resume"):
         for part in worker.parts:
             before = tracker.current
             worker.resume_memory([part])
-            gc.collect()
             back[part] = tracker.current - before
     return Released({part: Moved(freed[part], back[part]) for part in freed}, stays)

@@ -162,7 +162,7 @@ def run_ranks(
                 dict(card or {}),
                 command,
             )
-            started.append((out, _start(request, Path(folder, f"{number}.log"))))
+            started.append((out, start([request], Path(folder, f"{number}.log"))))
         try:
             for number, (_, process) in enumerate(started):
                 if process.wait():
@@ -180,7 +180,8 @@ def run_ranks(
     return sorted(reports, key=lambda report: order[report["role"], report["rank"]])
 
 
-def _start(request: Request, log: Path) -> subprocess.Popen:
+def start(requests: Sequence[Request], log: Path) -> subprocess.Popen:
+    """A process that runs the ranks of all requests, one after the other."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -192,7 +193,7 @@ def _start(request: Request, log: Path) -> subprocess.Popen:
             text=True,
         )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(asdict(request)))
+    process.stdin.write(json.dumps([asdict(request) for request in requests]))
     process.stdin.close()
     return process
 
@@ -227,6 +228,14 @@ def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
             update = owners[f"{prefix}_activations"][stage] + owners[f"{prefix}_working"][stage]
             took = phases[f"{of}update"]["peak"]
             yield Comparison(name, f"{prefix}_activations + working", f"{of}update", update, took)
+    if "sync" in phases:
+        merging = owners[f"{role}_merging"][stage] if f"{role}_merging" in owners else 0
+        sending = owners[f"{role}_sync_buffers"][stage] + merging
+        yield Comparison(name, f"{role}_sync_buffers", "sync", sending, phases["sync"]["peak"])
+    for part, moved in report["moved"].items():
+        owner = "ref_weights" if part == "reference" else part if part in owners else f"{role}_{part}"
+        if owner in owners and owners[owner][stage]:
+            yield Comparison(name, owner, "release", owners[owner][stage], moved["freed"])
 
 
 def print_comparison(
@@ -259,6 +268,8 @@ def _details(report: Mapping) -> Iterator[str]:
     yield f"  largest at the peak of the {last}:"
     for (phase, _, line), size in report["phases"][last]["largest"][:NUM_LINES]:
         yield f"    {_size(size)}  {line} ({phase})"
+    for phase in (phase for phase in ("save", "load") if phase in report["phases"]):
+        yield f"  takes to {phase} a checkpoint: {_size(report['phases'][phase]['peak'])}"
     yield f"  stays when everything is released: {_size(report['released'])}"
     for (_, _, line), size in report["kept_by"][:NUM_LINES]:
         if size >= report["released"] / 100:

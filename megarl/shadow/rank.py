@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 from megarl.config import TrainConfig, TuningConfig
 from megarl.megatron.parallel import destroy_parallel
-from megarl.shadow import collectives
+from megarl.shadow import collectives, transfers
 from megarl.shadow.collectives import Alike, Collective, Log, Peers
 from megarl.shadow.mode import FakeMode, Shadow
 from megarl.shadow.roles import build_worker, steps_of
-from megarl.shadow.tracker import Made
+from megarl.shadow.tracker import Made, Phase
+from megarl.shadow.transfers import Moved
 from megarl.shadow.values import choose_unevenly
+from megarl.trainer.actor import ActorWorker
 from megarl.trainer.memory_plan import PlanInputs
 from megarl.trainer.model_uses import model_use
 
@@ -48,6 +50,7 @@ class RankReport:
     Attributes:
         stage: of the pipeline.
         parts: bytes on the device by owner ("weights", "gradients", "optimizer", ...), after an update.
+        moved: by part, as it left the device and came back.
         released: bytes that stay when all parts have left the device; `kept_by` says which lines made them.
         seconds: of a processor. host_peak: bytes of this process.
         assumed: what was not known, and how often it was asked for.
@@ -60,6 +63,7 @@ class RankReport:
     transformer_engine: bool
     parts: dict[str, int]
     phases: dict[str, PhaseReport]
+    moved: dict[str, Moved]
     released: int
     kept_by: list[tuple[Made, int]]
     flops: dict[str, int]
@@ -98,6 +102,8 @@ class Runner:
             micro_batches: of evaluations and the second update; None: as many as the pipeline has stages.
         """
         begun = time.process_time()
+        gc.collect()
+        gc.freeze()  # the modules' own objects are no garbage: each later collection would look at all of them
         world_size = model_use(config, inputs, role).layout.world
         collectives.join(rank, world_size)
         try:
@@ -149,14 +155,17 @@ def _run(
         with tracker.phase(step.name) as phase:
             step.run()
             gc.collect()
-        largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:LARGEST_LINES]
-        phases[step.name] = PhaseReport(phase.peak - phase.before, tracker.current - phase.before, largest)
+        phases[step.name] = _phase_report(phase)
     (parts,) = worker.memory()
-    with tracker.phase("release"):
-        worker.release_memory(list(worker.parts))
-        gc.collect()
-        released, kept_by = tracker.current, list(tracker.live().items())[:LARGEST_LINES]
-        worker.resume_memory(list(worker.parts))
+    if worker.spec.optim is not None and not uneven:
+        transfers.save_and_load(worker, tracker)
+        if isinstance(worker, ActorWorker):
+            assert isinstance(config, TrainConfig)
+            transfers.send(config, inputs.model, worker, tracker)
+    for name in ("save", "load", "sync"):
+        if name in tracker.phases:
+            phases[name] = _phase_report(tracker.phases[name])
+    released = transfers.release_and_resume(worker, tracker)
     stage = worker.coords.pp
     return RankReport(
         role=role,
@@ -166,8 +175,9 @@ def _run(
         transformer_engine=has_transformer_engine(),
         parts=parts,
         phases=phases,
-        released=released,
-        kept_by=kept_by,
+        moved=released.parts,
+        released=sum(released.stays.values()),
+        kept_by=list(released.stays.items())[:LARGEST_LINES],
         flops={name: sum(counts.values()) for name, counts in shadow.flops.items()},
         log=shadow.log.calls(),
         assumed=dict(shadow.assumed),
@@ -175,3 +185,8 @@ def _run(
         seconds=time.process_time() - begun,
         host_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     )
+
+
+def _phase_report(phase: Phase) -> PhaseReport:
+    largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:LARGEST_LINES]
+    return PhaseReport(phase.peak - phase.before, phase.after - phase.before, largest)

@@ -175,6 +175,11 @@ def _received(
     return packed.num_tokens // (layout.tp if layout.sp else 1), 1, worker.config.hidden_size
 
 
+def _updates(use: ModelUse, number: int) -> tuple[tuple[str, int], ...]:
+    """Names and micro-batches: virtual stages take turns with as many as there are stages."""
+    return ("first_update", use.layout.pp if use.layout.vpp else 1), ("update", number)
+
+
 def _actor_steps(
     config: TrainConfig, worker: ActorWorker, use: ModelUse, number: int, uneven: bool
 ) -> Iterator[Step]:
@@ -185,7 +190,7 @@ def _actor_steps(
         lambda: _evaluate_actor(config, worker, batch),
         _received(worker, worker.pack_share, batch),
     )
-    for name, count in (("first_update", 1), ("update", number)):
+    for name, count in _updates(use, number):
         update, counts = trajectories(config, _fill(config, use.tokens, use, uneven), count)
         texts = _texts_beside(config, use)
         call = (update.table, [update.shares], [counts], how, *texts)
@@ -233,7 +238,7 @@ def _critic_steps(
     batch, _ = trajectories(config, _fill(config, use.evaluated, use, uneven), number)
     received = _received(critic, critic.pack_share, batch)
     yield Step("evaluate", lambda: worker.compute_values(batch.table, batch.shares), received)
-    for name, count in (("first_update", 1), ("update", number)):
+    for name, count in _updates(use, number):
         update, counts = trajectories(config, _fill(config, use.tokens, use, uneven), count)
         call = (
             update.table,
@@ -270,7 +275,7 @@ def _tuning_steps(config: TuningConfig, worker: ModelWorker, use: ModelUse, numb
         yield Step("evaluate", lambda: worker.sum_losses(alone.table, alone.shares), received)
     compared = least_tokens(config) // config.data.max_length
     fill = replace(texts, of=compared)
-    for name, count in (("first_update", 1), ("update", number)):
+    for name, count in _updates(use, number):
         batch = examples(fill, count) if isinstance(worker, SFTWorker) else rankings(fill, count)
         yield Step(
             name,

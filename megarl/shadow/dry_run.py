@@ -23,7 +23,7 @@ from rich.table import Table
 
 from megarl.config import TrainConfig
 from megarl.config.model_fit import check_models
-from megarl.shadow import device
+from megarl.shadow import device, engine
 from megarl.shadow.process import Request
 from megarl.trainer.memory_command import read_inputs
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs, model_use, plan_memory
@@ -68,17 +68,19 @@ def run(options: argparse.Namespace) -> int:
         )
     config, inputs = read_inputs(options.recipe, options.overrides)
     check_models(config, inputs.model, inputs.critic, inputs.reward)
-    ranks = chosen_ranks(config, inputs, options.ranks)
+    ranks = [*chosen_ranks(config, inputs, options.ranks), engine.FIRST]
     card = {"memory": round(options.gpu_memory * GIB)}
     plan = plan_memory(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
-    reports = run_ranks(options.recipe, options.overrides, ranks, card=card)
+    reports = run_ranks(
+        options.recipe, options.overrides, ranks, card=card, engine_environment=engine.environment(config)
+    )
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]
     if options.json:
         print(json.dumps({"comparisons": [asdict(row) for row in found], "ranks": reports}, indent=2))
     else:
         print_comparison(Console(), found, reports, options.tolerance)
-    return 1 if wrong else 0
+    return 1 if wrong or any(report.get("problems") for report in reports) else 0
 
 
 def chosen_ranks(config: TrainConfig, inputs: PlanInputs, ranks: str) -> list[tuple[str, int]]:
@@ -120,27 +122,37 @@ def run_ranks(
     transformer_engine: bool = True,
     card: Mapping[str, object] | None = None,
     num_processes: int | None = None,
+    engine_environment: Mapping[str, str] | None = None,
 ) -> list[dict]:
-    """The reports (`rank.RankReport` as JSON) of shadow ranks, in their order; as many processes as the machine has cores.
+    """The reports (`rank.RankReport` or `sglang.EngineReport` as JSON) of shadow ranks, in their order.
+
+    As many processes as the machine has cores run the ranks of models; each rank of an engine has one of its own.
+
+    Args:
+        engine_environment: what a process of an engine's rank is started with.
 
     Raises:
         RuntimeError: a rank failed; with the end of what its process printed.
     """
-    count = min(len(ranks), num_processes or os.cpu_count() or 1)
-    shares = [list(ranks[number::count]) for number in range(count)]
+    models = [rank for rank in ranks if rank[0] != engine.ROLE]
+    count = min(len(models), num_processes or os.cpu_count() or 1)
+    shares = [list(models[number::count]) for number in range(count)]
+    shares += [[rank] for rank in ranks if rank[0] == engine.ROLE]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory() as folder,
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
     ):
-        progress.add_task(f"running {len(ranks)} shadow ranks in {count} processes", total=None)
+        progress.add_task(f"running {len(ranks)} shadow ranks in {len(shares)} processes", total=None)
         started = []
         for number, share in enumerate(shares):
             out = Path(folder, f"{number}.jsonl")
             request = Request(
                 recipe, list(overrides), share, str(out), micro_batches, transformer_engine, dict(card or {})
             )
-            started.append((out, _start(request, Path(folder, f"{number}.log"))))
+            of_engine = share[0][0] == engine.ROLE
+            module, more = (engine.MODULE, engine_environment) if of_engine else ("megarl.shadow.process", {})
+            started.append((out, _start(request, Path(folder, f"{number}.log"), module, more or {})))
         try:
             for number, (_, process) in enumerate(started):
                 if process.wait():
@@ -158,11 +170,11 @@ def run_ranks(
     return sorted(reports, key=lambda report: order[report["role"], report["rank"]])
 
 
-def _start(request: Request, log: Path) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+def _start(request: Request, log: Path, module: str, more: Mapping[str, str]) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **more}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.shadow.process"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -184,6 +196,11 @@ def _failure(share: Sequence[tuple[str, int]], out: Path, log: Path) -> str:
 
 def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
     """What a rank held and took, beside the plan of its stage."""
+    if report["role"] == engine.ROLE:
+        planned = {owner.name: max(owner.stages) for owner in plan.owners}
+        for row in engine.sizes(planned, report):
+            yield Comparison(f"{report['role']} {report['rank']}", *row)
+        return
     role, stage, parts, phases = report["role"], report["stage"], report["parts"], report["phases"]
     name = f"{role} {report['rank']} (stage {stage})"
     planned = {
@@ -218,7 +235,8 @@ def print_comparison(
     console.width = max(console.width, wide)  # names are never cut
     console.print(table)
     for report in reports:
-        console.print("\n".join(_details(report)), highlight=False, markup=False, soft_wrap=True)
+        lines = engine.details(report) if report["role"] == engine.ROLE else _details(report)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def _details(report: Mapping) -> Iterator[str]:

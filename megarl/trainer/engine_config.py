@@ -9,6 +9,9 @@ from megarl.trainer.determinism import is_deterministic
 from megarl.trainer.lora_sync import engine_adapters, served_adapters
 from megarl.trainer.memory_phases import frees_engines
 
+# Seconds: on a GPU the first start of a model compiles its kernels and captures graphs.
+_START_TIMEOUTS = {"cpu": 300.0, "cuda": 1800.0}
+
 
 def engine_config(
     rollout: RolloutConfig,
@@ -42,7 +45,7 @@ def engine_config(
         allow_unknown_version=rollout.allow_unknown_version,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         seed=rollout.seed,
-        start_timeout=rollout.start_timeout,
+        start_timeout=rollout.start_timeout or _START_TIMEOUTS[device],
         request_timeout=rollout.request_timeout,
         stop_token_ids=rollout.stop_token_ids,
         adapters=adapters,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 # Packages of compiled kernels; deep_gemm comes with sgl_kernel's own wheel, or by itself.
-KERNELS = ("sgl_kernel", "deep_gemm", "flashinfer", "flash_attn", "quack", "cutlass")
+KERNELS = ("sgl_kernel", "deep_gemm", "flashinfer", "flash_attn", "quack", "cutlass", "cuda")
 VERSION = "99.0.0"  # newer than what SGLang asks for
 
 

@@ -19,9 +19,9 @@ from megarl.hybrid_engine.layouts import EngineLayout, sglang_layout
 from megarl.hybrid_engine.quantize import dtype_in_fp8, with_scales
 from megarl.layout.boxes import Box
 from megarl.models import ModelConfig, logical_tensors, sglang_keeps_float32, sglang_padding
+from megarl.rollout.binding import RefusedError, check_complete, named_weights, place, weights_of
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.packets import Slice
-from megarl.rollout.receiver import RefusedError, check_complete, named_weights, place, weights_of
 from megarl.rollout.sglang_model import read_model
 from megarl.rollout.sglang_start import server_arguments
 from megarl.shadow import collectives

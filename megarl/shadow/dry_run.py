@@ -23,7 +23,7 @@ from rich.table import Table
 
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.model_fit import check_models
-from megarl.shadow import device
+from megarl.shadow import device, engine
 from megarl.shadow.agreement import agreements, all_ranks, lines
 from megarl.shadow.process import SHARED, Request
 from megarl.trainer.memory_command import plan_of, read_planned
@@ -31,6 +31,7 @@ from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
 from megarl.trainer.model_uses import model_use, roles_of
 
 CLASSES = "classes"
+MODULE = "megarl.shadow.process"
 NUM_LINES = 5
 MIB = 1 << 20
 
@@ -75,7 +76,15 @@ def run(options: argparse.Namespace) -> int:
     together = all_ranks(config, inputs, roles) if options.agree else []
     card = {"memory": round(options.gpu_memory * GIB)}
     plan = plan_of(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
-    reports = run_ranks(options.recipe, options.overrides, ranks, card=card, command=options.command)
+    engines = isinstance(config, TrainConfig)
+    reports = run_ranks(
+        options.recipe,
+        options.overrides,
+        [*ranks, engine.FIRST] if engines else ranks,
+        card=card,
+        command=options.command,
+        engine_environment=engine.environment(config) if engines else None,
+    )
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]
     fit = agreements(reports)
@@ -91,7 +100,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_comparison(Console(), found, reports, options.tolerance)
         print("\n".join(lines(fit)))
-    return 1 if wrong or any(agreement.problems for agreement in fit.values()) else 0
+    agree = not any(agreement.problems for agreement in fit.values())
+    return 1 if wrong or not agree or any(report.get("problems") for report in reports) else 0
 
 
 def chosen_ranks(config: TrainConfig | TuningConfig, inputs: PlanInputs, ranks: str) -> list[tuple[str, int]]:
@@ -131,23 +141,29 @@ def run_ranks(
     command: str | None = None,
     num_processes: int | None = None,
     together: bool = False,
+    engine_environment: Mapping[str, str] | None = None,
 ) -> list[dict]:
-    """The reports (`rank.RankReport` as JSON) of shadow ranks, in their order; as many processes as the machine has cores.
+    """The reports (`rank.RankReport` or `sglang.EngineReport` as JSON) of shadow ranks, in their order.
+
+    As many processes as the machine has cores run the ranks of models; each rank of an engine has one of its own.
 
     Args:
+        engine_environment: what a process of an engine's rank is started with.
         together: the ranks of a role run at the same time, as `together.run` says, one role after the other.
 
     Raises:
         RuntimeError: a rank failed; with the end of what its process printed.
     """
-    count = 1 if together else min(len(ranks), num_processes or os.cpu_count() or 1)
-    shares = [list(ranks[number::count]) for number in range(count)]
+    models = [rank for rank in ranks if rank[0] != engine.ROLE]
+    count = 1 if together else min(len(models), num_processes or os.cpu_count() or 1)
+    shares = [list(models[number::count]) for number in range(count)]
+    shares += [[rank] for rank in ranks if rank[0] == engine.ROLE]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory() as folder,
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
     ):
-        progress.add_task(f"running {len(ranks)} shadow ranks in {count} processes", total=None)
+        progress.add_task(f"running {len(ranks)} shadow ranks in {len(shares)} processes", total=None)
         started = []
         for number, share in enumerate(shares):
             out = Path(folder, f"{number}.jsonl")
@@ -162,7 +178,9 @@ def run_ranks(
                 dict(card or {}),
                 command,
             )
-            started.append((out, start([request], Path(folder, f"{number}.log"))))
+            of_engine = share[0][0] == engine.ROLE
+            module, more = (engine.MODULE, engine_environment) if of_engine else (MODULE, {})
+            started.append((out, start([request], Path(folder, f"{number}.log"), module, more or {})))
         try:
             for number, (_, process) in enumerate(started):
                 if process.wait():
@@ -180,12 +198,14 @@ def run_ranks(
     return sorted(reports, key=lambda report: order[report["role"], report["rank"]])
 
 
-def start(requests: Sequence[Request], log: Path) -> subprocess.Popen:
-    """A process that runs the ranks of all requests, one after the other."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+def start(
+    requests: Sequence[Request], log: Path, module: str = MODULE, more: Mapping[str, str] | None = None
+) -> subprocess.Popen:
+    """A process that runs the ranks of all requests, one after the other; `more`: of its environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(more or {})}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.shadow.process"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -207,6 +227,11 @@ def _failure(share: Sequence[tuple[str, int]], out: Path, log: Path) -> str:
 
 def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
     """What a rank held and took, beside the plan of its stage."""
+    if report["role"] == engine.ROLE:
+        planned = {owner.name: max(owner.stages) for owner in plan.owners}
+        for row in engine.sizes(planned, report):
+            yield Comparison(f"{report['role']} {report['rank']}", *row)
+        return
     role, stage, parts, phases = report["role"], report["stage"], report["parts"], report["phases"]
     name = f"{role} {report['rank']} (stage {stage})"
     owners = {owner.name: owner.stages for owner in plan.owners}
@@ -255,7 +280,8 @@ def print_comparison(
     console.width = max(console.width, wide)  # names are never cut
     console.print(table)
     for report in reports:
-        console.print("\n".join(_details(report)), highlight=False, markup=False, soft_wrap=True)
+        lines = engine.details(report) if report["role"] == engine.ROLE else _details(report)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def _details(report: Mapping) -> Iterator[str]:

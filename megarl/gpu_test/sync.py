@@ -45,7 +45,7 @@ def sync_versions(folder: Path, model: str, device: str, transport: str) -> Iter
     try:
         tensors = {
             name: torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
-            for name, shape in _shapes(sync.plan.target).items()
+            for name, shape in shapes(sync.plan.target).items()
         }
         address = told.get(timeout=SECONDS)
         receiver = Receiver(
@@ -88,19 +88,19 @@ def _send(model: str, folder: str, device: str, told: Any, results: Any) -> None
     (share,), _ = sync.shares()
     outbox = Outbox(share, folder, "127.0.0.1", device, SECONDS)
     told.put(outbox.address)
-    shapes = _shapes(sync.plan.source)
+    known = shapes(sync.plan.source)
     for version in range(1, NUM_VERSIONS + 1):
-        parameters = {name: _values(name, shape, version).to(device) for name, shape in shapes.items()}
+        parameters = {name: _values(name, shape, version).to(device) for name, shape in known.items()}
         results.put(version)
         outbox.send(version, parameters)
 
 
 def _differences(sync: SyncPlan, tensors: dict[str, torch.Tensor], version: int) -> list[str]:
     """The tensors with an element that is not what was sent."""
-    shapes, sources, wrong = _shapes(sync.plan.source), {}, []
+    known, sources, wrong = shapes(sync.plan.source), {}, []
     for copy in sync.plan.copies:
         if copy.source_local not in sources:
-            sources[copy.source_local] = _values(copy.source_local, shapes[copy.source_local], version)
+            sources[copy.source_local] = _values(copy.source_local, known[copy.source_local], version)
         found = tensors[copy.target_local][copy.target_box.slices].cpu()
         if not torch.equal(found, sources[copy.source_local][copy.source_box.slices].view(found.shape)):
             wrong.append(copy.target_local)
@@ -113,14 +113,14 @@ def _values(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
     return torch.randint(-1 << 15, 1 << 15, shape, dtype=torch.int16, generator=generator).bfloat16()
 
 
-def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     """The local tensors of the layout's only rank, as large as its pieces need them."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {}
     for piece in layout.pieces(0):
         ends = [first + size for first, size in zip(piece.local_box.start, piece.local_box.size, strict=True)]
-        known = shapes.get(piece.local, tuple(ends))
-        shapes[piece.local] = tuple(max(pair) for pair in zip(known, ends, strict=True))
-    return shapes
+        known = found.get(piece.local, tuple(ends))
+        found[piece.local] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+    return found
 
 
 class _Tensors(torch.nn.Module):

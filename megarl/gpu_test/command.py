@@ -21,7 +21,9 @@ def run(options: argparse.Namespace) -> int:
         ValueError: names the option that is wrong.
     """
     if options.recipe is not None or options.overrides:
-        raise ValueError("--gpu tests this machine with models of its own; it takes no recipe and no key=value")
+        raise ValueError(
+            "--gpu tests this machine with models of its own; it takes no recipe and no key=value"
+        )
     steps, machine = chosen(options.steps), machine_here()
     reasons = {step.name: obstacle(step, machine) for step in steps}
     _announce(steps, machine, reasons)
@@ -41,7 +43,9 @@ def run(options: argparse.Namespace) -> int:
             # After each step: what has been found is not lost with the machine.
             facts, today = facts_of(machine), date.today().isoformat()
             file = file_of(folder, today, facts)
-            files = write(file, merged(file, Record(today, facts, tuple(results))), [one.name for one in STEPS])
+            files = write(
+                file, merged(file, Record(today, facts, tuple(results))), [one.name for one in STEPS]
+            )
     print(f"written: {files[0]} and {files[1]}")
     return exit_code(results, by_name=options.steps is not None)
 
@@ -60,7 +64,9 @@ def _announce(steps: Sequence[Step], machine: Machine, reasons: dict[str, str | 
         print("training only: there is no SGLang for this torch that megarl knows, so nothing generates here")
     common = set(reasons.values())
     if len(common) == 1 and None not in common:
-        print(f"nothing can run here: {common.pop()}. What would run, {SECONDS / 60:.0f} minutes at most each:")
+        print(
+            f"nothing can run here: {common.pop()}. What would run, {SECONDS / 60:.0f} minutes at most each:"
+        )
         for step in steps:
             print(f"  {step.name:10} {step.what}{_needs(step)}")
         return

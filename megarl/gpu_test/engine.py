@@ -65,7 +65,9 @@ def use(
         engine.release_memory(TAGS)
         yield Check("what it held", all(held[tag] > 0 for tag in TAGS), _sizes(held), held)
         (left,) = engine.memory()
-        yield Check("what it says it holds after release", all(left[tag] == 0 for tag in TAGS), _sizes(left), left)
+        yield Check(
+            "what it says it holds after release", all(left[tag] == 0 for tag in TAGS), _sizes(left), left
+        )
         if free is not None:
             yield from _freed(sum(held[tag] for tag in TAGS), before, started, free())
         engine.resume_memory(["weights"])
@@ -76,7 +78,10 @@ def use(
         if free is not None:
             lost = started - free()
             yield Check(
-                "memory after resume", lost < 256 * MIB, f"{lost / MIB:,.0f} MiB more in use than before", {"more": lost}
+                "memory after resume",
+                lost < 256 * MIB,
+                f"{lost / MIB:,.0f} MiB more in use than before",
+                {"more": lost},
             )
     finally:
         engine.shutdown()
@@ -114,7 +119,11 @@ def _same(first: Sequence[Generation], again: Sequence[Generation]) -> Check:
     different, tokens, largest = 0, 0, 0.0
     for one, other in zip(first, again, strict=True):
         same = next(
-            (place for place, pair in enumerate(zip(one.response_ids, other.response_ids, strict=False)) if pair[0] != pair[1]),
+            (
+                place
+                for place, pair in enumerate(zip(one.response_ids, other.response_ids, strict=False))
+                if pair[0] != pair[1]
+            ),
             len(one.response_ids),
         )
         different += same < len(one.response_ids)
@@ -139,7 +148,10 @@ def _freed(held: int, before: int, started: int, released: int) -> Iterator[Chec
     )
     stays = before - released
     yield Check(
-        "what stays during training", None, f"{stays / GIB:.2f} GiB: context, graphs, workspaces", {"bytes": stays}
+        "what stays during training",
+        None,
+        f"{stays / GIB:.2f} GiB: context, graphs, workspaces",
+        {"bytes": stays},
     )
 
 

@@ -101,7 +101,9 @@ def _nvidia_smi() -> Check:
 def _layers() -> Check:
     """Megatron-core turns any error of Transformer Engine's import into "is not there"."""
     code = "from megarl.megatron.transformer_config import has_transformer_engine as has; print('has', has())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS
+    )
     there = "transformer-engine" in machine_here().versions
     if done.returncode:
         return Check("layers of models", False, done.stderr.strip().splitlines()[-1])

@@ -48,7 +48,10 @@ def _commit(checkout: Path | None) -> dict[str, Any]:
     if checkout is None or not (checkout / ".git").exists():
         return {}
     told = []
-    for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "megarl", "recipes", "benchmarks/*.py"]):
+    for command in (
+        ["rev-parse", "HEAD"],
+        ["status", "--porcelain", "--", "megarl", "recipes", "benchmarks/*.py"],
+    ):
         done = subprocess.run(["git", *command], cwd=checkout, capture_output=True, text=True, check=False)
         if done.returncode:
             return {}
@@ -95,7 +98,9 @@ def write(file: Path, record: Record, order: Sequence[str]) -> tuple[Path, Path]
 
 def page(record: Record) -> str:
     facts = record.facts
-    cards = ", ".join(f"{gpu['name']} ({gpu['gib']:.0f} GiB, driver {gpu['driver']})" for gpu in facts["gpus"])
+    cards = ", ".join(
+        f"{gpu['name']} ({gpu['gib']:.0f} GiB, driver {gpu['driver']})" for gpu in facts["gpus"]
+    )
     lines = [
         f"# GPU test of {record.date}",
         "",
@@ -117,7 +122,9 @@ def page(record: Record) -> str:
             lines += [result.reason, ""]
         if result.checks:
             lines += ["| check | | found |", "|---|---|---|"]
-            lines += [f"| {_cell(check.name)} | {_mark(check)} | {_cell(check.found)} |" for check in result.checks]
+            lines += [
+                f"| {_cell(check.name)} | {_mark(check)} | {_cell(check.found)} |" for check in result.checks
+            ]
         if result.log:
             lines += ["", "```", result.log.replace("```", "'''"), "```"]
     return "\n".join(lines) + "\n"

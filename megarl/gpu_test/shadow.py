@@ -42,7 +42,9 @@ CASES = (
     Case("qwen2.5_0.5b_ppo_single_gpu", "actor", 0),
     Case("qwen2.5_0.5b_ppo_single_gpu", "critic", 0),
     Case("qwen2.5_7b_ppo_gsm8k", "actor", 3),
-    Case("qwen3_30b_a3b_grpo", "actor", 0, ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",)),
+    Case(
+        "qwen3_30b_a3b_grpo", "actor", 0, ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",)
+    ),
 )
 
 
@@ -71,7 +73,9 @@ def run(folder: Path) -> Iterator[Check]:
 
     runner, known = LoneRunner(cuda_meter(), "cuda"), json.loads(FILE.read_text(encoding="utf-8"))
     versions = known["versions"]
-    yield Check("the shadow's versions", None, ", ".join(f"{name} {version}" for name, version in versions.items()))
+    yield Check(
+        "the shadow's versions", None, ", ".join(f"{name} {version}" for name, version in versions.items())
+    )
     for case, shadow in zip(CASES, known["ranks"], strict=True):
         yield from compare_case(case, shadow, run_case(case, runner))
 
@@ -87,7 +91,9 @@ def run_case(case: Case, runner: Any) -> dict[str, Any]:
 
 def compare_case(case: Case, shadow: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Check]:
     for row in rows(shadow, found):
-        yield Check(f"{case.name}: {row.name}", row.ok, row.text(), {"shadow": row.shadow, "found": row.found})
+        yield Check(
+            f"{case.name}: {row.name}", row.ok, row.text(), {"shadow": row.shadow, "found": row.found}
+        )
     if shadow["transformer_engine"] != found["transformer_engine"]:
         yield Check(f"{case.name}: layers", False, "Transformer Engine's are in one of the two only")
 

@@ -24,7 +24,9 @@ def run(folder: Path) -> Iterator[Check]:
 
 def run_trainer(folder: Path) -> Iterator[Check]:
     for case, published in CASES.items():
-        yield from measure(folder / f"{case}.json", [f"--steps={NUM_STEPS}", f"--case={case}"], published, "update")
+        yield from measure(
+            folder / f"{case}.json", [f"--steps={NUM_STEPS}", f"--case={case}"], published, "update"
+        )
 
 
 def measure(out: Path, options: Sequence[str], published: Published, phase: str) -> Iterator[Check]:
@@ -46,7 +48,9 @@ def figures(name: str, report: Mapping[str, Any], published: Published, phase: s
         rate = f", {found['tokens_per_s']:,.0f} tokens/s" if found["tokens_per_s"] else ""
         used = f", MFU {found['mfu']:.1%}" if found["mfu"] else ""
         yield Check(kind, None, f"{found['seconds']:.3f} s{rate}{used}", dict(found))
-    yield Check("peak memory", None, f"{report['peak_mib']:,.0f} MiB {report['peak_of']}", {"mib": report["peak_mib"]})
+    yield Check(
+        "peak memory", None, f"{report['peak_mib']:,.0f} MiB {report['peak_of']}", {"mib": report["peak_mib"]}
+    )
     compared = report["phases"][phase]
     text = beside(published, compared["tokens_per_s"], compared["seconds"], compared["mfu"])
     if phase == "step" and "generate" not in report["phases"]:

@@ -9,7 +9,15 @@ from tests.gpu_test.test_steps import TWO
 
 ONE = Result("sync", "a sync", PASSED, "", 3.0, [Check("same bytes", True, "1 | 2", {"gb_per_s": 200.0})])
 TWO_RESULTS = (
-    Result("engine", "an engine", FAILED, "wrong: memory", 61.4, [Check("memory", False, "3 GiB stay")], "bad\n```"),
+    Result(
+        "engine",
+        "an engine",
+        FAILED,
+        "wrong: memory",
+        61.4,
+        [Check("memory", False, "3 GiB stay")],
+        "bad\n```",
+    ),
     Result("nccl", "pairs", IMPOSSIBLE, "needs 2 GPUs, here is 1", 0.0),
 )
 
@@ -34,7 +42,9 @@ def test_a_step_that_is_run_alone_joins_the_record_of_the_day(tmp_path: Path) ->
 
 def test_the_page_says_what_a_reader_must_know(tmp_path: Path) -> None:
     facts = facts_of(TWO)
-    file, page = write(tmp_path / "r.json", Record("2026-11-25", facts, (*TWO_RESULTS, ONE)), ["engine", "sync"])
+    file, page = write(
+        tmp_path / "r.json", Record("2026-11-25", facts, (*TWO_RESULTS, ONE)), ["engine", "sync"]
+    )
     text = page.read_text()
     for part in (
         "NVIDIA H100 80GB HBM3 (80 GiB, driver 580.95.05)", "CUDA 13.0", "sglang 0.5.21",

@@ -48,7 +48,9 @@ def test_an_older_torch_trains_only() -> None:
 
 
 def test_what_is_not_installed_is_named() -> None:
-    versions = {name: version for name, version in VERSIONS.items() if name not in ("sglang-kernel", "pytest")}
+    versions = {
+        name: version for name, version in VERSIONS.items() if name not in ("sglang-kernel", "pytest")
+    }
     found = obstacles(replace(TWO, versions=versions))
     assert found["engine"] == "not installed: sglang-kernel" and found["tests"] == "not installed: pytest"
 

@@ -16,7 +16,9 @@ def model(tmp_path: Path) -> str:
     fields = json.loads(Path(config_folder(), "config.json").read_text())
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    Path(tmp_path, "config.json").write_text(json.dumps({**fields, **sizes, **heads, "layer_types": ["full_attention"] * 2}))
+    Path(tmp_path, "config.json").write_text(
+        json.dumps({**fields, **sizes, **heads, "layer_types": ["full_attention"] * 2})
+    )
     return str(tmp_path)
 
 
@@ -26,9 +28,7 @@ def test_versions_arrive_as_they_were_sent(tmp_path: Path, model: str) -> None:
     assert checks[1].figures["bytes"] > 100_000 and checks[1].figures["seconds"] > 0
 
 
-def test_what_came_otherwise_is_named(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_came_otherwise_is_named(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = sync._values
     monkeypatch.setattr(sync, "_values", lambda name, shape, version: values(name, shape, version + 1))
     checks = list(sync.sync_versions(tmp_path, model, "cpu", IPC))

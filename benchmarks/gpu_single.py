@@ -60,7 +60,7 @@ QWEN3 = {
 # Of a trainer alone, as others publish figures of it: one update a step, everything recomputed, no critic and no reference.
 TRAINER = (
     "critic=null",
-    "algorithm.adv_estimator=grpo",
+    "algorithm.adv_estimator=reinforce_plus_plus",
     "algorithm.use_kl_in_reward=false",
     "actor_rollout_ref.actor.megatron.recompute_granularity=full",
 )

@@ -11,7 +11,7 @@ from megarl.packages import KNOWN, installed
 from megarl.trainer.doctor_facts import Gpu, node_facts
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "triton", "apex", "nvidia-nccl-cu13")
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "triton", "apex", "nvidia-nccl-cu13")
 
 
 @dataclass(frozen=True)

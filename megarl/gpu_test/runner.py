@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.gpu_test.steps import Step
+from megarl.rollout.environment import sglang_environment
 
 PASSED, FAILED, IMPOSSIBLE = "passed", "failed", "impossible"
 LAST_LINES = 30
@@ -63,7 +64,12 @@ def run_step(step: Step, folder: Path, limit: float) -> Result:
     begun = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(sglang_environment("cuda", 1) if step.engine else {})},
         )
         with _ended_with_its_group(process):
             try:
@@ -114,10 +120,8 @@ def _ended_with_its_group(process: subprocess.Popen) -> Iterator[None]:
     try:
         yield
     finally:
-        try:
+        with suppress(ProcessLookupError):  # all of them may have ended
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # all of them have ended
-            pass
         process.wait()
 
 

@@ -13,7 +13,7 @@ from megarl.trainer.doctor_facts import Gpu
 CARD = Gpu("NVIDIA H100 80GB HBM3", "580.95.05", 80 << 30, 0)
 VERSIONS = {
     "torch": "2.13.0", "sglang": "0.5.21", "sglang-kernel": "0.4.7", "torch-memory-saver": "0.0.10",
-    "pytest": "9.2.0", "pytest-timeout": "2.4.0", "pytest-xdist": "3.8.0", "hypothesis": "6.170.15",
+    "pytest": "9.2.0", "pytest-timeout": "2.4.0", "pytest-xdist": "3.8.0",
 }  # fmt: skip
 TWO = Machine((CARD, CARD), VERSIONS, "13.0", "3.12.3", 1 << 40, 16, Path("."))
 

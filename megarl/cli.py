@@ -282,6 +282,10 @@ def _plan_step(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.gpu:
+        from megarl.gpu_test.command import run
+
+        return run(options)
     config = None if options.recipe is None else _read(TrainConfig, options)[0]
     from megarl.trainer.doctor import examine, examine_here, print_findings
 

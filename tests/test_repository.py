@@ -44,8 +44,9 @@ FLOORS = {
     "trainer": 7,
     "shadow": 8,
     "report": 8,
-    "cli": 9,
-    "__main__": 10,
+    "gpu_test": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 HEAVY = {"torch", "transformers", "ray", "megatron", "sglang"}
 # What a room must not know, wherever in a file the import stands.

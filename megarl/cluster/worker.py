@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
+from megarl.cluster.affinity import use_cores
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
 from megarl.cluster.spans import facts_of_call
@@ -131,6 +133,9 @@ class Worker:
         if os.getpgrp() != os.getpid():  # so unless the cluster was started with it disabled
             os.setpgid(0, 0)
         os.environ.update(KEEP_ENVIRON | env)
+        if env.get("CUDA_VISIBLE_DEVICES"):
+            num_gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+            os.environ.update(use_cores(env, num_gpus))
         token = secrets.token_hex(8)
         os.environ[_MARK_NAME] = token
         mark = f"{_MARK_NAME}={token}"

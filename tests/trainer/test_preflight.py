@@ -1,6 +1,7 @@
 """What is told of a run before any of its processes starts, all at once."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -259,3 +260,21 @@ def test_what_a_checkpoint_cannot_go_on_with_is_told_with_the_rest(
     assert any(line.startswith(f"{ROLLOUT}.tensor_model_parallel_size=3 ") for line in found)
     (folder / "manifest.json").unlink()  # it is no checkpoint any more
     assert train("data.seed=17") == []
+
+
+def test_context_parallelism_on_gpus_needs_transformer_engine(
+    train: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "actor_rollout_ref.actor.megatron.context_parallel_size=2"
+    keys = (
+        key,
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
+    )
+    before = train(*keys)
+    monkeypatch.setattr("megarl.trainer.preflight.gpus_here", lambda: (Gpu("H100", "580", 80 << 30, 0),))
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as where it is not installed
+    (line,) = [problem for problem in train(*keys) if problem not in before]
+    assert line.startswith(
+        f"{key}: context parallelism on GPUs needs Transformer Engine, which is not installed"
+    )

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from megarl import nccl
+from megarl.cluster.affinity import use_cores
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
 from megarl.cluster.spans import facts_of_call
@@ -134,6 +136,9 @@ class Worker:
             os.setpgid(0, 0)
         os.environ.update(KEEP_ENVIRON | env)
         nccl.complete(os.environ)
+        if env.get("CUDA_VISIBLE_DEVICES"):
+            num_gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+            os.environ.update(use_cores(env, num_gpus))
         token = secrets.token_hex(8)
         os.environ[_MARK_NAME] = token
         mark = f"{_MARK_NAME}={token}"

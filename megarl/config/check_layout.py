@@ -118,6 +118,17 @@ def _roles(config: TrainConfig | TuningConfig) -> list[_Role]:
     return roles
 
 
+def split_sequences(config: TrainConfig | TuningConfig) -> list[str]:
+    """The keys, with their values, by which models of a resolved configuration have context parallelism."""
+    return list(
+        dict.fromkeys(
+            f"{role.megatron_key}.context_parallel_size={role.megatron.context_parallel_size}"
+            for role in _roles(config)
+            if role.megatron.context_parallel_size > 1
+        )
+    )
+
+
 def layout_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     """Of a resolved configuration: every role's layout fits itself and the devices of its pool."""
     first, *others = _roles(config)

@@ -6,6 +6,9 @@ splitting; of each sequence rank r of c context parallel ranks holds parts r and
 ("zigzag", so that causal work is even).
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -62,6 +65,16 @@ class PackedAttention(MegatronModule):
         shared = getattr(packed_seq_params, "shared", None)
         if shared is not None:
             return attend_shared(self._attend, query, key, value, lengths, shared).flatten(1)
+        if cp == 1 and _fits_varlen(query, value) and (attend := _varlen()) is not None:
+            # The bounds are those of the batch, on the device.
+            return attend(
+                *(query, key, value),
+                *(packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv),
+                *(max(lengths), max(lengths)),
+                scale=self.scale,
+                window_size=(-1, 0),  # causal
+                enable_gqa=True,
+            ).flatten(1)
         if cp == 1:
             # Neighbours of one length by one call: short sequences take less time than a call of their own.
             counts = [len(list(equal)) for _, equal in groupby(lengths)]
@@ -129,6 +142,30 @@ class PackedAttention(MegatronModule):
         return sequences
 
 
+def _fits_varlen(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's flash attention of packed sequences takes these: one kernel for all sequences of a layer."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1] <= 256
+    )
+
+
+@functools.cache
+def _varlen() -> Callable[..., torch.Tensor] | None:
+    """Torch's flash attention of packed sequences, None in a version of torch whose takes no grouped queries.
+
+    Its module imports dynamo, which takes seconds: it is imported where it is used.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
+
+
 def _padded_lengths(packed: PackedSeqParams) -> list[int]:
+    """Lengths of the sequences; where the batch does not have them on the host, the device is asked and waited for."""
+    lengths = getattr(packed, "lengths", None)
+    if lengths is not None:
+        return lengths
     cumulative = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
     return (cumulative[1:] - cumulative[:-1]).tolist()

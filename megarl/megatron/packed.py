@@ -1,6 +1,6 @@
 """Packed (THD) micro-batches: ragged sequences laid end to end, sharded over context-parallel ranks.
 
-Promises:
+`megarl.megatron.packing` makes them. Promises:
 - No padding but alignment. With context parallelism every sequence is lengthened to a multiple of 2*cp; with
   sequence parallelism the last sequence is lengthened further, until every rank's tokens divide by tp. Added
   tokens have id 0, a false mask and zero fields; `PackedBatch.num_padding` counts them. Attention is causal,
@@ -12,19 +12,13 @@ Promises:
 - `unpack` inverts it: one array a sequence, in the order in which the sequences were packed.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
-
-from megarl import platform
-from megarl.data.plan_figures import aligned_lengths
-from megarl.data.shared_prompts import shared_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +36,11 @@ class OtherHead:
 
 @dataclass
 class PackedBounds(PackedSeqParams):
-    """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; and what
-    sequences share (`PackedBatch.shared`)."""
+    """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; the lengths of the aligned
+    sequences, which layers would otherwise have to ask the device for; and what sequences share (`PackedBatch.shared`)."""
 
     live: Tensor | None = None
+    lengths: list[int] | None = None
     shared: list[int] | None = None
 
 
@@ -59,7 +54,9 @@ class PackedBatch:
         mask: bool [tokens]; where the predicted token counts in losses.
         live: int64; the positions where `mask` is true (known here without asking the device).
         fields: what else belongs to predicted tokens, float32 or bool [tokens], by column name.
-        cu_seqlens: int32 [sequences + 1]; bounds of the aligned sequences over all context-parallel ranks.
+        cu_seqlens: int32 [sequences + 1]; bounds of the aligned sequences over all context-parallel ranks. Its attribute `positions` is
+            `position_ids` [tokens], since Megatron hands its rotary embedding these bounds and nothing else of a batch.
+        aligned: int64 [sequences]; lengths of the aligned sequences, on the host.
         max_seqlen: tokens of the longest aligned sequence.
         lengths: int64 [sequences]; true lengths.
         first, counts: int64 [sequences]; sequence i's predicted tokens belong to the `counts[i]` packed
@@ -77,6 +74,7 @@ class PackedBatch:
     live: Tensor
     fields: dict[str, Tensor]
     cu_seqlens: Tensor
+    aligned: np.ndarray
     max_seqlen: int
     lengths: np.ndarray
     first: np.ndarray
@@ -115,6 +113,7 @@ class PackedBatch:
             max_seqlen_kv=self.max_seqlen,
             pad_between_seqs=False,
             live=self.live if live_only else None,
+            lengths=self.aligned.tolist(),
             shared=None if self.shared is None else self.shared.tolist(),
         )
 
@@ -124,128 +123,6 @@ class PackedBatch:
             return hidden
         assert hidden.shape[0] == self.num_tokens, (hidden.shape, self.num_tokens)
         return hidden.index_select(0, self.live)
-
-
-def pack_trajectories(
-    table: pa.Table,
-    rows: Sequence[int],
-    fields: Sequence[str] = (),
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    cp_rank: int = 0,
-    sequence_parallel: bool = False,
-    share_prompts: bool = False,
-    device: torch.device | None = None,
-) -> PackedBatch:
-    """Pack the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
-
-    Args:
-        table: columns `prompt_ids`, `response_ids`, `response_mask` and those in `fields`, one list a row.
-        fields: names of columns with one value a response token.
-        share_prompts: pack a prompt once for all neighbours that have it (`shared_tokens`).
-        device: where the tensors are put; None: this process's device.
-
-    Raises:
-        ValueError: a column is missing, has nulls, or does not fit the responses; an empty prompt (its first
-            response token would have no position that predicts it).
-    """
-    prompts, prompt_lengths = _ragged(table, rows, "prompt_ids")
-    responses, counts = _ragged(table, rows, "response_ids")
-    if not prompt_lengths.all():
-        raise ValueError(f"row {rows[int(np.argmin(prompt_lengths))]} has an empty prompt_ids")
-    shared = None
-    if share_prompts:
-        shared = shared_tokens(prompts, prompt_lengths)
-        ends = np.cumsum(prompt_lengths)
-        prompt_lengths = prompt_lengths - shared
-        prompts = prompts[_spans(ends - prompt_lengths, prompt_lengths)]
-    places = _place(prompt_lengths + counts, prompt_lengths - 1, counts, tp, cp, sequence_parallel)
-    ids = np.zeros(places.size, np.int64)
-    ids[_spans(places.starts, prompt_lengths)] = prompts
-    ids[_spans(places.starts + prompt_lengths, counts)] = responses
-    where = _spans(places.first, counts)
-    columns = {}
-    for name in ("response_mask", *fields):
-        values, lengths = _ragged(table, rows, name)
-        if not np.array_equal(lengths, counts):
-            row = int(np.argmax(lengths != counts))
-            raise ValueError(
-                f"row {rows[row]}: column {name!r} has {lengths[row]} values for {counts[row]} response tokens"
-            )
-        columns[name] = np.zeros(places.size, bool if values.dtype == bool else np.float32)
-        columns[name][where] = values
-    mask = columns.pop("response_mask").astype(bool)
-    return _shard(ids, mask, columns, places, cp, cp_rank, device, shared)
-
-
-def pack_sequences(
-    table: pa.Table,
-    rows: Sequence[int],
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    cp_rank: int = 0,
-    sequence_parallel: bool = False,
-    device: torch.device | None = None,
-) -> PackedBatch:
-    """Pack the sequences `rows` of `table`; position t predicts token t+1, whose `loss_mask` is its mask.
-
-    Args:
-        table: columns `input_ids` and `loss_mask` (bool, one value a token), one list a row.
-        device: where the tensors are put; None: this process's device.
-
-    Raises:
-        ValueError: a column is missing, has nulls or does not fit the other; an empty sequence.
-    """
-    tokens, lengths = _ragged(table, rows, "input_ids")
-    values, mask_lengths = _ragged(table, rows, "loss_mask")
-    if not np.array_equal(lengths, mask_lengths):
-        row = int(np.argmax(lengths != mask_lengths))
-        raise ValueError(
-            f"row {rows[row]}: column 'loss_mask' has {mask_lengths[row]} values for {lengths[row]} input_ids"
-        )
-    if not lengths.all():
-        raise ValueError(f"row {rows[int(np.argmin(lengths))]} has an empty input_ids")
-    places = _place(lengths, np.zeros_like(lengths), lengths - 1, tp, cp, sequence_parallel)
-    ids = np.zeros(places.size, np.int64)
-    ids[_spans(places.starts, lengths)] = tokens
-    # A sequence's first token is predicted by none: its value in the mask is the one that falls away.
-    predicted = np.ones(len(values), bool)
-    predicted[np.cumsum(lengths) - lengths] = False
-    mask = np.zeros(places.size, bool)
-    mask[_spans(places.first, places.counts)] = values[predicted]
-    return _shard(ids, mask, {}, places, cp, cp_rank, device)
-
-
-def pack_texts(
-    table: pa.Table,
-    rows: Sequence[int],
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    cp_rank: int = 0,
-    sequence_parallel: bool = False,
-    device: torch.device | None = None,
-) -> PackedBatch:
-    """Pack the sequences `rows` of `table` for one number each, at its last token: the mask is true there alone, and
-    `unpack` gives that one value.
-
-    Args:
-        table: column `input_ids`, one list a row.
-        device: where the tensors are put; None: this process's device.
-
-    Raises:
-        ValueError: the column is missing or has nulls; an empty sequence.
-    """
-    tokens, lengths = _ragged(table, rows, "input_ids")
-    if not lengths.all():
-        raise ValueError(f"row {rows[int(np.argmin(lengths))]} has an empty input_ids")
-    places = _place(lengths, lengths - 1, np.ones_like(lengths), tp, cp, sequence_parallel)
-    ids, mask = np.zeros(places.size, np.int64), np.zeros(places.size, bool)
-    ids[_spans(places.starts, lengths)] = tokens
-    mask[places.first] = True
-    return _shard(ids, mask, {}, places, cp, cp_rank, device)
 
 
 def unpack(batch: PackedBatch, values: Tensor, cp_group: dist.ProcessGroup | None = None) -> list[np.ndarray]:
@@ -264,10 +141,10 @@ def unpack(batch: PackedBatch, values: Tensor, cp_group: dist.ProcessGroup | Non
         dist.all_gather(shards, local, group=cp_group)
         stacked = torch.stack(shards).cpu().numpy()
         whole = np.empty(stacked.size, stacked.dtype)
-        whole[zigzag(batch.cu_seqlens.cpu().numpy().astype(np.int64), batch.cp)] = stacked
+        whole[zigzag(np.cumsum([0, *batch.aligned]), batch.cp)] = stacked
     else:
         whole = local.cpu().numpy()
-    return np.split(whole[_spans(batch.first, batch.counts)], np.cumsum(batch.counts)[:-1])
+    return np.split(whole[spans(batch.first, batch.counts)], np.cumsum(batch.counts)[:-1])
 
 
 def zigzag(bounds: np.ndarray, cp: int) -> np.ndarray:
@@ -281,7 +158,7 @@ def zigzag(bounds: np.ndarray, cp: int) -> np.ndarray:
     chunk = np.diff(bounds) // (2 * cp)
     starts = bounds[:-1]
     ranks = [
-        _spans(
+        spans(
             np.stack([starts + rank * chunk, starts + (2 * cp - 1 - rank) * chunk], axis=1).reshape(-1),
             np.repeat(chunk, 2),
         )
@@ -290,95 +167,6 @@ def zigzag(bounds: np.ndarray, cp: int) -> np.ndarray:
     return np.stack(ranks)
 
 
-def _ragged(table: pa.Table, rows: Sequence[int], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The lists of column `name` at `rows`, end to end, and their lengths (int64)."""
-    if name not in table.column_names:
-        raise ValueError(f"column {name!r} is missing; the table has {', '.join(table.column_names)}")
-    column = table.column(name).take(pa.array(rows, pa.int64())).combine_chunks()
-    flat = column.flatten()
-    if column.null_count or flat.null_count:
-        raise ValueError(f"column {name!r} has nulls")
-    lengths = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    return flat.to_numpy(zero_copy_only=False), lengths
-
-
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Where sequences lie among all packed positions; int64 arrays, one value a sequence."""
-
-    starts: np.ndarray
-    ends: np.ndarray  # of the aligned sequences
-    lengths: np.ndarray
-    first: np.ndarray
-    counts: np.ndarray
-
-    @property
-    def size(self) -> int:
-        return int(self.ends[-1])
-
-
-def _place(
-    lengths: np.ndarray, before: np.ndarray, counts: np.ndarray, tp: int, cp: int, sequence_parallel: bool
-) -> _Places:
-    """Lay sequences of `lengths` tokens end to end, aligned; `before` tokens precede the first predictor."""
-    assert len(lengths) > 0, "a packed batch holds at least one sequence"
-    aligned = aligned_lengths(lengths, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
-    ends = np.cumsum(aligned)
-    starts = ends - aligned
-    return _Places(starts, ends, lengths, starts + before, counts)
-
-
-def _spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def spans(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The numbers starts[i], starts[i] + 1, ... (counts[i] of them) for each i, end to end."""
     return np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-
-
-def _shard(
-    ids: np.ndarray,
-    mask: np.ndarray,
-    fields: Mapping[str, np.ndarray],
-    places: _Places,
-    cp: int,
-    cp_rank: int,
-    device: torch.device | None,
-    shared: np.ndarray | None = None,
-) -> PackedBatch:
-    """The tensors of context-parallel rank `cp_rank`, from arrays over all packed positions."""
-    device = device or platform.device()
-    sizes = places.ends - places.starts
-    before = np.zeros_like(sizes) if shared is None else shared
-    assert cp == 1 or not before.any(), "prompts are shared on one context parallel rank"
-    labels = np.zeros_like(ids)
-    where = _spans(places.starts, places.lengths - 1)
-    labels[where] = ids[where + 1]
-    bounds = np.concatenate([[0], places.ends])
-    local = zigzag(bounds, cp)[cp_rank]
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array[local]).to(device)
-
-    return PackedBatch(
-        input_ids=tensor(ids)[None],
-        position_ids=tensor(_spans(before, sizes))[None],
-        labels=tensor(labels),
-        mask=tensor(mask),
-        live=torch.from_numpy(np.flatnonzero(mask[local])).to(device),
-        fields={name: tensor(values) for name, values in fields.items()},
-        cu_seqlens=_bounds(bounds, before, device),
-        max_seqlen=int((before + sizes).max()),
-        lengths=places.lengths,
-        first=places.first,
-        counts=places.counts,
-        cp=cp,
-        cp_rank=cp_rank,
-        shared=before if before.any() else None,
-    )
-
-
-def _bounds(bounds: np.ndarray, before: np.ndarray, device: torch.device) -> Tensor:
-    """int32 [sequences + 1]; where sequences do not begin at position 0 with their first positions as the attribute `first_positions`,
-    since Megatron hands its rotary embedding these bounds and nothing else of a batch."""
-    found = torch.from_numpy(bounds.astype(np.int32)).to(device)
-    if before.any():
-        found.first_positions = torch.from_numpy(before).to(device)
-    return found

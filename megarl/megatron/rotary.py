@@ -30,18 +30,16 @@ def rotate_packed(
     Args:
         t: [tokens, heads, dim], of which the first `rotated` of dim are rotated.
         cu_seqlens: [sequences + 1], cumulative lengths, counted before context parallel splitting; with an attribute
-            `first_positions` [sequences] where sequences do not begin at position 0 (`PackedBatch.shared`).
+            `positions` [tokens] those of this rank's tokens are known (`PackedBatch.cu_seqlens`), else the device is asked for lengths.
         freqs: [positions, 1, 1, rotated], angles; both halves of the last dimension are the same.
         mla_rotary_interleaved: pairs lie beside each other in `t`, and in halves in what is returned.
         mscale: what the rotated part is multiplied with.
     """
     assert not rotary_interleaved and cp_group is not None
     angles = freqs[:, 0, :, : freqs.shape[-1] // 2]
-    place = (cp_group.size(), cp_group.rank())
-    positions = local_positions(cu_seqlens, *place)
-    first = getattr(cu_seqlens, "first_positions", None)
-    if first is not None:
-        positions += first.repeat_interleave(cu_seqlens.diff().long())
+    positions = getattr(cu_seqlens, "positions", None)
+    if positions is None:
+        positions = local_positions(cu_seqlens, cp_group.size(), cp_group.rank())
     return _Rotation.apply(t, positions, angles, mla_rotary_interleaved, mscale)
 
 

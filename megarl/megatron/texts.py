@@ -17,7 +17,7 @@ def text_values(output: Tensor, batch: PackedBatch, cp_group: dist.ProcessGroup 
 
     Args:
         output: [tokens] of this rank.
-        batch: of `packed.pack_texts`.
+        batch: of `packing.pack_texts`.
         cp_group: the context parallel group; needed with cp > 1, where this and its backward pass are collectives.
     """
     assert output.shape == (batch.num_tokens,), (output.shape, batch.num_tokens)

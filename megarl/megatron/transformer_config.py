@@ -99,6 +99,11 @@ def check_layout(config: ModelConfig, layout: ParallelLayout) -> None:
         ValueError: names the fact, and the key of the layout.
     """
     _check_divisible(config, layout)
+    if layout.cp > 1 and platform.is_cuda() and not has_transformer_engine():
+        raise ValueError(
+            f"megatron.context_parallel_size={layout.cp} needs Transformer Engine on GPUs: megarl's attention in torch would hold all "
+            "scores of a sequence; install it (requirements/gpu.txt) or set it to 1"
+        )
     if layout.tp > 1 and not layout.sp and (config.mla is not None or config.moe is not None):
         # Latent attention: each rank would add only its heads' part to the gradient of the rotary key, which
         # all heads share. Experts: Megatron refuses it, since ranks would compute the same tokens.

@@ -48,7 +48,10 @@ def install(card: Card, current: Callable[[], Shadow | None]) -> None:
     _attention_kernels()
     _pinned_memory()
     _compiled_functions(current)
-    read_values(lambda: shadow.assume if (shadow := current()) is not None else None)
+    read_values(
+        lambda: shadow.assume if (shadow := current()) is not None else None,
+        lambda: shadow.wait() if (shadow := current()) is not None else None,
+    )
 
 
 class _Stream:

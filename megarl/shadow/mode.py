@@ -41,6 +41,8 @@ class Shadow(TorchDispatchMode):
         flops: floating point operations, by phase and kernel.
         log: the collectives of the rank in their order.
         assumed: what was not known and how often it was asked for, in words.
+        waits: how often the host waited for the device, by phase and line of code: it read a tensor there, or the shape of a
+            result depends on one.
     """
 
     def __init__(self, peers: Peers | None = None, choose: Choice = choose_evenly) -> None:
@@ -56,6 +58,7 @@ class Shadow(TorchDispatchMode):
         self.flops: dict[str, Counter[str]] = defaultdict(Counter)
         self.log = Log(self.peers)
         self.assumed: Counter[str] = Counter()
+        self.waits: dict[str, Counter[str]] = defaultdict(Counter)
         self.num_operations = 0
 
     def assume(self, what: str) -> None:
@@ -64,6 +67,9 @@ class Shadow(TorchDispatchMode):
     @property
     def phase(self) -> str:
         return self.tracker.name
+
+    def wait(self) -> None:
+        self.waits[self.tracker.name][line_of_code()] += 1
 
     def count_flops(self, kernel: str, number: float) -> None:
         self.flops[self.tracker.name][kernel] += int(number)
@@ -76,10 +82,16 @@ class Shadow(TorchDispatchMode):
         if func._overloadpacket in _INDEXING and any(
             i is not None and i.dtype == torch.bool for i in args[1]
         ):
+            if (
+                func._overloadpacket is aten.index or args[2].numel() > 1
+            ):  # one number fills a mask without being asked where
+                self.wait()
             args = (args[0], positions(args[1]), *args[2:])
         found = sized_by_values(func, args, kwargs)
         if found is None:
             found = self._execute(func, args, kwargs)
+        elif args[0].is_cuda and kwargs.get("output_size") is None:
+            self.wait()
         self._note(found, str(func))
         return found
 
@@ -91,6 +103,8 @@ class Shadow(TorchDispatchMode):
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self.count_flops(str(func._overloadpacket), count(*args, **kwargs, out_val=out))
+        if func is aten._to_copy.default and args[0].is_cuda and out.device.type == "cpu":
+            self.wait()
         follow(func, args, kwargs, out, self.assume, self.choose)
         return out
 
@@ -112,6 +126,8 @@ class Shadow(TorchDispatchMode):
 
 
 def _scalar(shadow: Shadow, tensor: torch.Tensor) -> Any:
+    if tensor.is_cuda:
+        shadow.wait()
     value = value_of(tensor)
     if value is not None:
         return value.item()
@@ -120,6 +136,8 @@ def _scalar(shadow: Shadow, tensor: torch.Tensor) -> Any:
 
 
 def _equal(shadow: Shadow, one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_cuda:
+        shadow.wait()
     a, b = value_of(one), value_of(other)
     if a is not None and b is not None:
         return bool((a == b).all())

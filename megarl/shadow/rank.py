@@ -54,6 +54,7 @@ class RankReport:
         released: bytes that stay when all parts have left the device; `kept_by` says which lines made them.
         seconds: of a processor. host_peak: bytes of this process.
         assumed: what was not known, and how often it was asked for.
+        waits: how often the host waited for the device, by phase and line of code.
     """
 
     role: str
@@ -69,6 +70,7 @@ class RankReport:
     flops: dict[str, int]
     log: list[Collective]
     assumed: dict[str, int]
+    waits: dict[str, dict[str, int]]
     num_operations: int
     seconds: float
     host_peak: int
@@ -181,6 +183,7 @@ def _run(
         flops={name: sum(counts.values()) for name, counts in shadow.flops.items()},
         log=shadow.log.calls(),
         assumed=dict(shadow.assumed),
+        waits={phase: dict(lines) for phase, lines in shadow.waits.items()},
         num_operations=shadow.num_operations,
         seconds=time.process_time() - begun,
         host_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,

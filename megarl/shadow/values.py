@@ -170,21 +170,26 @@ def known(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def read_values(assume: Callable[[], Assume | None]) -> None:
+def read_values(assume: Callable[[], Assume | None], waited: Callable[[], None]) -> None:
     """Let Python read fake tensors (`tolist`, `item`, truth, ...): known ones as they are, others as ones, which is told.
 
     Args:
         assume: whom to tell now.
+        waited: called when a tensor of the device is read: the host would wait for it.
     """
     for name in _READERS:
-        setattr(torch.Tensor, name, _reader(name, getattr(torch.Tensor, name), assume))
+        setattr(torch.Tensor, name, _reader(name, getattr(torch.Tensor, name), assume, waited))
 
 
-def _reader(name: str, read: Callable[..., Any], assume: Callable[[], Assume | None]) -> Callable[..., Any]:
+def _reader(
+    name: str, read: Callable[..., Any], assume: Callable[[], Assume | None], waited: Callable[[], None]
+) -> Callable[..., Any]:
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, FakeTensor):
             return read(self, *args, **kwargs)
         value = value_of(self)
+        if self.is_cuda:
+            waited()
         tell = assume()
         if value is None and tell is not None:
             tell(f"{name} of {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)} is 1")

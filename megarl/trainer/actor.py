@@ -93,7 +93,7 @@ class ActorWorker(ModelWorker):
         head = self.lm_head(temperature=self.temperature)
         return self.forward_columns(self.chunks, batches, share, head, [column, "full_kl", "ref_log_probs"])
 
-    def beside_reference(self, batches: list[PackedBatch]) -> list[PackedBatch]:
+    def beside_reference(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
         """The batches with the reference's head, which the exact KL to it needs where log-probs are made."""
         assert self.reference is not None
         assert_resident(self.reference)
@@ -187,7 +187,7 @@ class ActorWorker(ModelWorker):
                 batches = self.beside_reference(batches)
             if ptx is not None:
                 assert texts is not None
-                batches += pack_ptx(self, texts, ptx, number)
+                batches = [*batches, *pack_ptx(self, texts, ptx, number)]
             names = partial(trajectory_names, table, shares[self.coords.dp])
             result = self.train(batches, head, loss, names)
             steps.append({**result.stats, **step_numbers(result)})
@@ -235,7 +235,7 @@ def pack_weighted(
     fields: Sequence[str],
     aggregation: LossAggregation,
     counts: LossCounts,
-) -> list[PackedBatch]:
+) -> Sequence[PackedBatch]:
     """Pack a share with each token's weight in the mini-batch's loss as the field `loss_weights`."""
     rows = [row for micro in share for row in micro]
     local = take(table, rows)

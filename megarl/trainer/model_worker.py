@@ -7,6 +7,7 @@ the loss that they pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -48,7 +49,8 @@ from megarl.megatron.offload import (
     weights_of,
 )
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import PackedBatch, pack_sequences, pack_texts, pack_trajectories, unpack
+from megarl.megatron.packed import PackedBatch, unpack
+from megarl.megatron.packing import MicroBatches, arrange_sequences, arrange_texts, arrange_trajectories
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
 from megarl.megatron.parameter_sets import parameter_set
 from megarl.megatron.shared_prompts import check_model
@@ -244,20 +246,21 @@ class ModelWorker:
             with_entropy=with_entropy,
         )
 
-    def pack_share(self, table: pa.Table, share: Share, fields: Sequence[str] = ()) -> list[PackedBatch]:
+    def pack_share(self, table: pa.Table, share: Share, fields: Sequence[str] = ()) -> MicroBatches:
         """This rank's part of each micro-batch of trajectories."""
+        arrange = partial(arrange_trajectories, table, fields=fields, **self._packing())
         shares = self.spec.share_prompts is not None
-        return [
-            pack_trajectories(table, rows, fields, share_prompts=shares, **self._packing()) for rows in share
-        ]
+        return MicroBatches(partial(arrange, rows=rows, share_prompts=shares) for rows in share)
 
-    def pack_examples(self, table: pa.Table, share: Share) -> list[PackedBatch]:
+    def pack_examples(self, table: pa.Table, share: Share) -> MicroBatches:
         """This rank's part of each micro-batch of SFT examples."""
-        return [pack_sequences(table, rows, **self._packing()) for rows in share]
+        arrange = partial(arrange_sequences, table, **self._packing())
+        return MicroBatches(partial(arrange, rows=rows) for rows in share)
 
-    def pack_texts(self, table: pa.Table, share: Share) -> list[PackedBatch]:
+    def pack_texts(self, table: pa.Table, share: Share) -> MicroBatches:
         """This rank's part of each micro-batch of texts that get one number each."""
-        return [pack_texts(table, rows, **self._packing()) for rows in share]
+        arrange = partial(arrange_texts, table, **self._packing())
+        return MicroBatches(partial(arrange, rows=rows) for rows in share)
 
     def _packing(self) -> dict[str, object]:
         layout = self.layout
@@ -271,7 +274,7 @@ class ModelWorker:
     def forward_columns(
         self,
         chunks: list[torch.nn.Module],
-        batches: list[PackedBatch],
+        batches: Sequence[PackedBatch],
         share: Share,
         head: Callable,
         names: Sequence[str],
@@ -296,7 +299,7 @@ class ModelWorker:
 
     def train(
         self,
-        batches: list[PackedBatch],
+        batches: Sequence[PackedBatch],
         head: Callable,
         loss: Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
         names: Names = no_names,

@@ -6,10 +6,12 @@ tokenizer, every row, or another process is found where the run reads its inputs
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, config_problems, fit_problems, resolve
+from megarl.config.check_layout import split_sequences
 from megarl.config.hub import fetch_models, model_problems
 from megarl.config.multi_turn_sections import MultiTurnConfig
 from megarl.config.problems import raise_if_any
@@ -42,6 +44,7 @@ def preflight(config: Config) -> None:
     models, unreadable = _read_models(config)
     problems += [*unreadable, *fit_problems(config, *models), *_vocabulary_problems(config, models[0])]
     problems += [*_tokenizer_problems(config), *_environment_problems(config), *data_problems(config)]
+    problems += _attention_problems(config)
     if not unreadable and not isinstance(config, EvalConfig):
         problems += likely_refusals(config)
     if not problems and not isinstance(config, EvalConfig):
@@ -129,6 +132,17 @@ def _environment_problems(config: Config) -> Iterator[str]:
 def _multi_turn(config: TrainConfig | EvalConfig) -> MultiTurnConfig:
     policy = config.actor_rollout_ref if isinstance(config, TrainConfig) else config
     return policy.rollout.multi_turn
+
+
+def _attention_problems(config: Config) -> Iterator[str]:
+    """Without Transformer Engine (megarl/megatron/attention.py) each context parallel rank would hold its scores of a sequence whole."""
+    if isinstance(config, EvalConfig) or importlib.util.find_spec("transformer_engine") is not None:
+        return
+    if (keys := split_sequences(config)) and gpus_here():
+        yield (
+            f"{keys[0]}: context parallelism on GPUs needs Transformer Engine, which is not installed (requirements/gpu.txt): without "
+            "its kernels attention has no place for long sequences; install it, or set context_parallel_size to 1"
+        )
 
 
 def _vocabulary_problems(config: Config, model: ModelConfig | None) -> Iterator[str]:

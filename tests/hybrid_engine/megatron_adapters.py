@@ -11,7 +11,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.logprobs import lm_head
 from megarl.megatron.lora import attach_adapters
-from megarl.megatron.packed import pack_sequences
+from megarl.megatron.packing import pack_sequences
 from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import forward_only
 from megarl.models import read_model_config

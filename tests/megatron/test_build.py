@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt import gpt_layer_specs
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from megarl import platform
 from megarl.hybrid_engine.layouts import megatron_layout
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
 from megarl.megatron.parallel import coords, init_parallel
+from megarl.megatron.transformer_config import check_layout
 from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.config import MLAConfig, MoEConfig
 from tests.ranks import RankPool
@@ -279,3 +282,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_what_megatron_computes_otherwise_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_model(replace(CONFIG, **changes), ParallelLayout(world=1), dtype=torch.float32)
+
+
+def test_context_parallelism_on_a_gpu_needs_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", False)
+    check_layout(KINDS["dense"], ParallelLayout(world=2, tp=2))
+    with pytest.raises(ValueError, match="context_parallel_size=2 needs Transformer Engine on GPUs"):
+        check_layout(KINDS["dense"], ParallelLayout(world=2, cp=2))

@@ -24,7 +24,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.logprobs import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import pack_sequences
+from megarl.megatron.packing import pack_sequences
 from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config

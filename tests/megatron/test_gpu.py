@@ -17,7 +17,8 @@ def _log_probs(model_path: str, rendezvous: str, table, results) -> None:
     from megarl.layout.grid import ParallelLayout
     from megarl.megatron.build import build_model, local_parameters
     from megarl.megatron.logprobs import lm_head
-    from megarl.megatron.packed import pack_trajectories, unpack
+    from megarl.megatron.packed import unpack
+    from megarl.megatron.packing import pack_trajectories
     from megarl.megatron.parallel import init_parallel
     from megarl.megatron.step import forward_only
     from megarl.models import read_model_config

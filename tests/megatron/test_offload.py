@@ -14,7 +14,7 @@ from megarl.megatron.build import build_model, local_parameters, wrap_for_traini
 from megarl.megatron.logprobs import lm_head
 from megarl.megatron.offload import Offloadable, gradients_of, optimizer_of, weights_of
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import pack_trajectories
+from megarl.megatron.packing import pack_trajectories
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.megatron.step import forward_only, train_step
 from tests.megatron.hf import make_table

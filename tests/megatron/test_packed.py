@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.megatron.packed import pack_sequences, pack_texts, pack_trajectories, unpack
+from megarl.megatron.packed import unpack
+from megarl.megatron.packing import pack_sequences, pack_texts, pack_trajectories
 
 
 @st.composite

@@ -11,6 +11,15 @@ from megarl.trainer.memory_plan import GIB, plan_memory
 from tests.shadow.conftest import RECIPE, expert_overrides, overrides
 
 WORKSPACE = "transformer_engine.pytorch.cpp_extensions.gemm"
+LAYERS = (
+    *(
+        "megarl.megatron.attention",
+        "megarl.megatron.rotary",
+        "megarl.megatron.norm",
+        "megarl.megatron.torch_te",
+    ),
+    *("megatron.core.transformer", "megatron.core.models", "megatron.core.tensor_parallel"),
+)
 RESIDENT = ("weights", "gradients", "optimizer")
 
 
@@ -83,6 +92,13 @@ def test_layers_in_torch_run_on_the_cuda_branch_too(machine, model: Path) -> Non
         str(RECIPE), overrides(model), [("actor", 3)], transformer_engine=False, num_processes=1
     )
     assert not report["transformer_engine"] and report["phases"]["update"]["left"] == 0
+    made_by = [operation for (_, operation, _), _ in report["phases"]["update"]["largest"]]
+    assert "torch_attn._varlen_attn.default" in made_by  # one kernel for all sequences
+    for phase in ("evaluate", "update"):
+        lines = list(report["waits"][phase])
+        assert lines and not [line for line in lines if line.startswith(LAYERS)], (
+            "the host waits for the device within a layer"
+        )
 
 
 def test_a_rank_that_fails_is_told_with_its_role_and_rank(machine, model: Path) -> None:

@@ -1,6 +1,7 @@
 """What is told of a run before any of its processes starts, all at once."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -284,3 +285,21 @@ def test_options_that_the_environment_does_not_take(
     assert main(["train", str(REPOSITORY / recipe), *keys, *on(task, tmp_path / "run"), *own]) == 2
     assert "Room(doors) does not take them: missing a required argument: 'doors'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_context_parallelism_on_gpus_needs_transformer_engine(
+    train: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "actor_rollout_ref.actor.megatron.context_parallel_size=2"
+    keys = (
+        key,
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
+    )
+    before = train(*keys)
+    monkeypatch.setattr("megarl.trainer.preflight.gpus_here", lambda: (Gpu("H100", "580", 80 << 30, 0),))
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # as where it is not installed
+    (line,) = [problem for problem in train(*keys) if problem not in before]
+    assert line.startswith(
+        f"{key}: context parallelism on GPUs needs Transformer Engine, which is not installed"
+    )

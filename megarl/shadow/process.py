@@ -1,7 +1,8 @@
-"""The process of shadow ranks: `python -m megarl.shadow.process`, with a request as JSON on its standard input.
+"""The process of shadow ranks: `python -m megarl.shadow.process`, with requests as JSON on its standard input, one a line; those after the
+first have its card and its layers.
 
-The device comes before torch, so this module imports nothing heavy before it has it. Its answer, a JSON object a line and rank, goes to
-the file that the request names.
+The device comes before torch, so this module imports nothing heavy before it has it. Its answers, a JSON object a line and rank, go to
+the files that the requests name.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Request:
 
 
 def main() -> None:
-    request = Request(**json.load(sys.stdin))
+    requests = [Request(**json.loads(line)) for line in sys.stdin]
+    request = requests[0]
     device.load()
 
     from megarl.shadow import cuda, transformer_engine
@@ -57,14 +59,15 @@ def main() -> None:
     from megarl.shadow.rank import Runner
     from megarl.trainer.memory_command import read_planned
 
-    config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
     runner = Runner(*([transformer_engine.forget_workspaces] if request.transformer_engine else []))
     running.append(runner)
-    with Path(request.out).open("w", encoding="utf-8") as file:
-        for role, rank in request.ranks:
-            report = runner.run(config, inputs, role, rank, request.micro_batches)
-            file.write(json.dumps(asdict(report)) + "\n")
-            file.flush()
+    for request in requests:
+        config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
+        with Path(request.out).open("w", encoding="utf-8") as file:
+            for role, rank in request.ranks:
+                report = runner.run(config, inputs, role, rank, request.micro_batches)
+                file.write(json.dumps(asdict(report)) + "\n")
+                file.flush()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from megarl.config import (
     reference_in_actor,
 )
 from megarl.config.resolve import least_tokens
+from megarl.megatron.step import StepResult
 from megarl.memory.model import ModelUse
 from megarl.shadow.batches import Batch, Fill, examples, rankings, trajectories
 from megarl.shadow.process import SHARED
@@ -44,31 +46,46 @@ UNKNOWN = 1  # what a number is taken for that no operation of a shadow knows (`
 Config = TrainConfig | TuningConfig
 
 
-class _WithoutWeights:
-    """A rank whose tensors nobody fills."""
+class _Alone:
+    """A rank whose tensors nobody fills, and to whom no last stage tells its sums."""
 
     def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None: ...
 
+    def read_value_head(self, path: str, weight: torch.Tensor) -> None: ...
 
-class ShadowActor(_WithoutWeights, ActorWorker): ...
-
-
-class ShadowActorCritic(_WithoutWeights, ActorCriticWorker): ...
-
-
-class ShadowCritic(_WithoutWeights, CriticWorker): ...
+    def train(self, *given: Any, **named: Any) -> StepResult:
+        result = super().train(*given, **named)  # type: ignore[misc]
+        return result if result.stats else replace(result, stats=defaultdict(lambda: float(UNKNOWN)))
 
 
-class ShadowRewardModel(_WithoutWeights, RewardModelWorker): ...
+class ShadowActor(_Alone, ActorWorker): ...
 
 
-class ShadowSFT(_WithoutWeights, SFTWorker): ...
+class ShadowCritic(_Alone, CriticWorker): ...
 
 
-class ShadowRM(_WithoutWeights, RMWorker): ...
+class ShadowActorCritic(_Alone, ActorCriticWorker):
+    critic_class = ShadowCritic
 
 
-class ShadowDPO(_WithoutWeights, DPOWorker): ...
+class ShadowRewardModel(_Alone, RewardModelWorker): ...
+
+
+class ShadowSFT(_Alone, SFTWorker):
+    def train(self, *given: Any, **named: Any) -> StepResult:
+        result = super().train(*given, **named)
+        # Of the sum over all ranks, which is compared with what was asked for, a rank alone has its own part.
+        return replace(result, stats={**result.stats, "tokens": float(UNKNOWN)})
+
+
+class ShadowRM(_Alone, RMWorker):
+    def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
+        return ModelWorker.load(
+            self, path, head, trainable=trainable
+        )  # how the head begins is nobody's memory
+
+
+class ShadowDPO(_Alone, DPOWorker): ...
 
 
 @dataclass(frozen=True)

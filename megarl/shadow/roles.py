@@ -75,7 +75,8 @@ class ShadowSFT(_Alone, SFTWorker):
     def train(self, *given: Any, **named: Any) -> StepResult:
         result = super().train(*given, **named)
         # Of the sum over all ranks, which is compared with what was asked for, a rank alone has its own part.
-        return replace(result, stats={**result.stats, "tokens": float(UNKNOWN)})
+        result.stats["tokens"] = float(UNKNOWN)
+        return result
 
 
 class ShadowRM(_Alone, RMWorker):

@@ -126,8 +126,8 @@ class Outbox:
     def close(self) -> None:
         """Give up all links; engine ranks that wait notice."""
         self._closed = True
-        for line in self._lines.values():
-            line.close()
+        for link in (*self._lines.values(), *self._pairs.values()):
+            link.close()
         self._near.close()
         self._path.unlink(missing_ok=True)
         if self._far is not None:

@@ -4,10 +4,14 @@ Written against megatron-core 0.19.2.
 """
 
 import contextlib
+from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -48,12 +52,35 @@ class LiveLayer(TransformerLayer):
         return super()._forward_mlp(hidden_states, inference_context, padding_mask, packed_seq_params)
 
 
-def layer_modules() -> contextlib.AbstractContextManager[None]:
+class OutputLayer(ColumnParallelLinear):
+    """Megatron's output layer beside Transformer Engine's layers, whose products add weights' gradients to the float32 ones.
+
+    Megatron-core 0.19.2 refuses such settings where apex is not installed, for its own layers' sake (tensor_parallel/layers.py). This
+    one is never asked for its product: heads read its weight.
+    """
+
+    def __init__(self, *args: Any, config: TransformerConfig, **options: Any) -> None:
+        unfused = copy(config)
+        unfused.gradient_accumulation_fusion = False
+        super().__init__(*args, config=unfused, **options)
+
+
+@contextlib.contextmanager
+def layer_modules() -> Iterator[None]:
     """While this is active, specifications and models are made of modules that this machine has.
 
     They are Transformer Engine's, or their doubles in torch.
     """
-    return contextlib.nullcontext() if has_transformer_engine() else torch_te.standing_in()
+    if not has_transformer_engine():
+        with torch_te.standing_in():
+            yield
+        return
+    original = tensor_parallel.ColumnParallelLinear
+    tensor_parallel.ColumnParallelLinear = OutputLayer
+    try:
+        yield
+    finally:
+        tensor_parallel.ColumnParallelLinear = original
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None, last: bool) -> TransformerBlockSubmodules:

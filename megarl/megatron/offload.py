@@ -21,6 +21,7 @@ from megarl import platform
 from megarl.megatron.build import unwrap
 from megarl.megatron.checkpoint_optimizer import parts_of
 from megarl.megatron.host_adam import HostAdam
+from megarl.megatron.layers_used import drop_dummy_gradients
 
 # Pinned memory is allocated in powers of two: in chunks, little more is taken than is needed.
 CHUNK_BYTES = 64 << 20
@@ -111,6 +112,7 @@ class Gradients:
     def offload(self) -> None:
         """Free them."""
         assert self.resident
+        drop_dummy_gradients()
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
         self.resident = False

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from megarl.config.lora_section import LoraConfig
 from megarl.layout.grid import ParallelLayout, layers_of
@@ -165,7 +166,13 @@ def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> i
     if routed and any(EXPERTS in tensor.name for tensor in tensors.weights):
         # Permuted and exchanged tokens and the outputs before and after they are put in order; sorted ones are kept.
         experts = (4 * routed + 5 * _own(use, tokens)) * config.hidden_size * item
-    return max(2 * widest, experts, head) + _exact(use, tensors)
+    return max(2 * widest, experts, head) + _exact(use, tensors) + _dummy_gradients(use, tensors)
+
+
+def _dummy_gradients(use: ModelUse, tensors: StageTensors) -> int:
+    """What Transformer Engine keeps for each shape of a trained weight (`megarl.megatron.layers_used.drop_dummy_gradients`)."""
+    shapes = {tensor.shape for tensor in tensors.weights if tensor.projection and tensor.trained}
+    return sum(prod(shape) for shape in shapes) * use.itemsize if use.fused else 0
 
 
 def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, last: bool) -> int:

@@ -282,7 +282,8 @@ class RolloutEngine(Protocol):
         """Free the device memory of "weights", "kv_cache"; released weights have to be synced again.
 
         Raises:
-            EngineError: it was started without `enable_memory_saver`.
+            EngineError: it was started without `enable_memory_saver`; or the GPU's free memory did not grow by what was
+                released.
         """
 
     def resume_memory(self, tags: Sequence[str]) -> None:
@@ -293,7 +294,9 @@ class RolloutEngine(Protocol):
         """
 
     def memory(self) -> list[dict[str, int]]:
-        """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers", as measured."""
+        """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers", by the tensors; on a GPU also "device_used", what
+        is not free of it, whoever has it, and "process_used", what the rank's process has, where the driver tells that.
+        """
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -231,8 +231,13 @@ class SGLangEngine:
         if "weights" in tags:
             self._version = None
         self.flush_cache()
+        before = self.memory() if self.config.device == "cuda" else []
         self._released |= set(tags)
         self._memory("release", tags)
+        if before:
+            problem = engine_memory.unreleased(before, self.memory(), tags)
+            if problem is not None:
+                raise EngineError(problem)
         self._let_in()
 
     def resume_memory(self, tags: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ its processes run (sglang 0.5.21).
 - The TP ranks of an engine find each other through a file, those on several nodes through a TCP store at the address that they
   were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
   interface of the machine.
+- The weights of a version are read once more when SGLang has ended an update (`after_update`).
 - The ranks say how much memory they hold (`engine_memory`), and where their adapters lie (`adapters`).
 - There is no detokenizer process: token ids go in and come out (`skip_tokenizer_init`), so it would idle,
   for 3 s of start-up CPU time and 400 MB.
@@ -32,7 +33,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rendezvous import open_store
-from megarl.rollout import adapters, engine_memory, prefix_sharing
+from megarl.rollout import adapters, after_update, engine_memory, prefix_sharing
 from megarl.rollout.sent_together import SentTogether
 from megarl.rollout.sglang_scheduler import SchedulerMain, forked, without_main
 from megarl.rollout.sglang_start import NAMES
@@ -57,6 +58,7 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
         HookType.AROUND,
     )
     engine_memory.register()
+    after_update.register()
     adapters.register()
     prefix_sharing.register()
     if server_args.device == "cpu":

@@ -23,13 +23,15 @@ from rich.table import Table
 
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.model_fit import check_models
-from megarl.shadow import device
+from megarl.shadow import device, engine
+from megarl.shadow.agreement import agreements, all_ranks, lines
 from megarl.shadow.process import SHARED, Request
 from megarl.trainer.memory_command import plan_of, read_planned
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
 from megarl.trainer.model_uses import model_use, roles_of
 
 CLASSES = "classes"
+MODULE = "megarl.shadow.process"
 NUM_LINES = 5
 MIB = 1 << 20
 
@@ -55,7 +57,7 @@ class Comparison:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the ranks, print the table; exit code 1 where the plan is too small by more than the tolerance.
+    """Run the ranks, print the table; exit code 1 where the plan is too small by more than the tolerance, or collectives do not fit.
 
     Raises:
         ValueError: names the option or key, or what this machine lacks for it.
@@ -70,16 +72,36 @@ def run(options: argparse.Namespace) -> int:
     config, inputs = read_planned(options.recipe, options.overrides, options.command)
     check_models(config, inputs.model, inputs.critic, inputs.reward)
     ranks = chosen_ranks(config, inputs, options.ranks)
+    roles = list(dict.fromkeys(role for role, _ in ranks))
+    together = all_ranks(config, inputs, roles) if options.agree else []
     card = {"memory": round(options.gpu_memory * GIB)}
     plan = plan_of(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
-    reports = run_ranks(options.recipe, options.overrides, ranks, card=card, command=options.command)
+    engines = isinstance(config, TrainConfig)
+    reports = run_ranks(
+        options.recipe,
+        options.overrides,
+        [*ranks, engine.FIRST] if engines else ranks,
+        card=card,
+        command=options.command,
+        engine_environment=engine.environment(config) if engines else None,
+    )
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]
+    fit = agreements(reports)
+    if together:
+        of_all = run_ranks(
+            options.recipe, options.overrides, together, card=card, command=options.command, together=True
+        )
+        fit = agreements(of_all)
     if options.json:
-        print(json.dumps({"comparisons": [asdict(row) for row in found], "ranks": reports}, indent=2))
+        agreed = {role: asdict(agreement) for role, agreement in fit.items()}
+        told = {"comparisons": [asdict(row) for row in found], "agreement": agreed, "ranks": reports}
+        print(json.dumps(told, indent=2))
     else:
         print_comparison(Console(), found, reports, options.tolerance)
-    return 1 if wrong else 0
+        print("\n".join(lines(fit)))
+    agree = not any(agreement.problems for agreement in fit.values())
+    return 1 if wrong or not agree or any(report.get("problems") for report in reports) else 0
 
 
 def chosen_ranks(config: TrainConfig | TuningConfig, inputs: PlanInputs, ranks: str) -> list[tuple[str, int]]:
@@ -118,20 +140,30 @@ def run_ranks(
     card: Mapping[str, object] | None = None,
     command: str | None = None,
     num_processes: int | None = None,
+    together: bool = False,
+    engine_environment: Mapping[str, str] | None = None,
 ) -> list[dict]:
-    """The reports (`rank.RankReport` as JSON) of shadow ranks, in their order; as many processes as the machine has cores.
+    """The reports (`rank.RankReport` or `sglang.EngineReport` as JSON) of shadow ranks, in their order.
+
+    As many processes as the machine has cores run the ranks of models; each rank of an engine has one of its own.
+
+    Args:
+        engine_environment: what a process of an engine's rank is started with.
+        together: the ranks of a role run at the same time, as `together.run` says, one role after the other.
 
     Raises:
         RuntimeError: a rank failed; with the end of what its process printed.
     """
-    count = min(len(ranks), num_processes or os.cpu_count() or 1)
-    shares = [list(ranks[number::count]) for number in range(count)]
+    models = [rank for rank in ranks if rank[0] != engine.ROLE]
+    count = 1 if together else min(len(models), num_processes or os.cpu_count() or 1)
+    shares = [list(models[number::count]) for number in range(count)]
+    shares += [[rank] for rank in ranks if rank[0] == engine.ROLE]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory() as folder,
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
     ):
-        progress.add_task(f"running {len(ranks)} shadow ranks in {count} processes", total=None)
+        progress.add_task(f"running {len(ranks)} shadow ranks in {len(shares)} processes", total=None)
         started = []
         for number, share in enumerate(shares):
             out = Path(folder, f"{number}.jsonl")
@@ -142,10 +174,13 @@ def run_ranks(
                 str(out),
                 micro_batches,
                 transformer_engine,
+                together,
                 dict(card or {}),
                 command,
             )
-            started.append((out, _start(request, Path(folder, f"{number}.log"))))
+            of_engine = share[0][0] == engine.ROLE
+            module, more = (engine.MODULE, engine_environment) if of_engine else (MODULE, {})
+            started.append((out, start([request], Path(folder, f"{number}.log"), module, more or {})))
         try:
             for number, (_, process) in enumerate(started):
                 if process.wait():
@@ -163,11 +198,14 @@ def run_ranks(
     return sorted(reports, key=lambda report: order[report["role"], report["rank"]])
 
 
-def _start(request: Request, log: Path) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+def start(
+    requests: Sequence[Request], log: Path, module: str = MODULE, more: Mapping[str, str] | None = None
+) -> subprocess.Popen:
+    """A process that runs the ranks of all requests, one after the other; `more`: of its environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(more or {})}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.shadow.process"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -175,7 +213,7 @@ def _start(request: Request, log: Path) -> subprocess.Popen:
             text=True,
         )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(asdict(request)))
+    process.stdin.write(json.dumps([asdict(request) for request in requests]))
     process.stdin.close()
     return process
 
@@ -189,6 +227,11 @@ def _failure(share: Sequence[tuple[str, int]], out: Path, log: Path) -> str:
 
 def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
     """What a rank held and took, beside the plan of its stage."""
+    if report["role"] == engine.ROLE:
+        planned = {owner.name: max(owner.stages) for owner in plan.owners}
+        for row in engine.sizes(planned, report):
+            yield Comparison(f"{report['role']} {report['rank']}", *row)
+        return
     role, stage, parts, phases = report["role"], report["stage"], report["parts"], report["phases"]
     name = f"{role} {report['rank']} (stage {stage})"
     owners = {owner.name: owner.stages for owner in plan.owners}
@@ -210,6 +253,14 @@ def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
             update = owners[f"{prefix}_activations"][stage] + owners[f"{prefix}_working"][stage]
             took = phases[f"{of}update"]["peak"]
             yield Comparison(name, f"{prefix}_activations + working", f"{of}update", update, took)
+    if "sync" in phases:
+        merging = owners[f"{role}_merging"][stage] if f"{role}_merging" in owners else 0
+        sending = owners[f"{role}_sync_buffers"][stage] + merging
+        yield Comparison(name, f"{role}_sync_buffers", "sync", sending, phases["sync"]["peak"])
+    for part, moved in report["moved"].items():
+        owner = "ref_weights" if part == "reference" else part if part in owners else f"{role}_{part}"
+        if owner in owners and owners[owner][stage]:
+            yield Comparison(name, owner, "release", owners[owner][stage], moved["freed"])
 
 
 def print_comparison(
@@ -229,7 +280,8 @@ def print_comparison(
     console.width = max(console.width, wide)  # names are never cut
     console.print(table)
     for report in reports:
-        console.print("\n".join(_details(report)), highlight=False, markup=False, soft_wrap=True)
+        lines = engine.details(report) if report["role"] == engine.ROLE else _details(report)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def _details(report: Mapping) -> Iterator[str]:
@@ -242,6 +294,8 @@ def _details(report: Mapping) -> Iterator[str]:
     yield f"  largest at the peak of the {last}:"
     for (phase, _, line), size in report["phases"][last]["largest"][:NUM_LINES]:
         yield f"    {_size(size)}  {line} ({phase})"
+    for phase in (phase for phase in ("save", "load") if phase in report["phases"]):
+        yield f"  takes to {phase} a checkpoint: {_size(report['phases'][phase]['peak'])}"
     yield f"  stays when everything is released: {_size(report['released'])}"
     for (_, _, line), size in report["kept_by"][:NUM_LINES]:
         if size >= report["released"] / 100:

@@ -1,5 +1,6 @@
 """The process of shadow ranks: `python -m megarl.shadow.process`, with requests as JSON on its standard input, one a line; those after the
 first have its card and its layers.
+"""The process of shadow ranks: `python -m megarl.shadow.process`, with a list of requests as JSON on its standard input.
 
 The device comes before torch, so this module imports nothing heavy before it has it. Its answers, a JSON object a line and rank, go to
 the files that the requests name.
@@ -24,6 +25,7 @@ class Request:
     Attributes:
         ranks: (role, rank).
         out: the file for the reports.
+        together: whether the ranks of a role run at the same time, with uneven data, and receive what their peers send.
         command: whose recipe it is; None: what its keys say.
         transformer_engine: whether its layers are used, as on a machine where it is installed; else megarl's own in torch.
     """
@@ -34,13 +36,23 @@ class Request:
     out: str
     micro_batches: int | None = None
     transformer_engine: bool = True
+    together: bool = False
     card: dict[str, object] = field(default_factory=dict)
     command: str | None = None
 
 
 def main() -> None:
-    requests = [Request(**json.loads(line)) for line in sys.stdin]
-    request = requests[0]
+    for request in requests:
+        config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
+        with Path(request.out).open("w", encoding="utf-8") as file:
+            if request.together:
+                for report in together.run(runner, config, inputs, request.ranks, request.micro_batches):
+                    file.write(json.dumps(report) + "\n")
+                continue
+            for role, rank in request.ranks:
+                report = runner.run(config, inputs, role, rank, request.micro_batches)
+                file.write(json.dumps(asdict(report)) + "\n")
+                file.flush()
     device.load()
 
     from megarl.shadow import cuda, transformer_engine
@@ -50,23 +62,42 @@ def main() -> None:
     def current():
         return running[0].shadow if running else None
 
-    cuda.install(cuda.Card(**request.card), current)
-    if request.transformer_engine:
+    cuda.install(cuda.Card(**first.card), current)
+    if first.transformer_engine:
         transformer_engine.install(current)
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its import fails, as where it is not installed
 
+    from megarl.shadow import together
     from megarl.shadow.rank import Runner
     from megarl.trainer.memory_command import read_planned
 
-    runner = Runner(*([transformer_engine.forget_workspaces] if request.transformer_engine else []))
+    for request in requests:
+        config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
+        with Path(request.out).open("w", encoding="utf-8") as file:
+            if request.together:
+                for report in together.run(runner, config, inputs, request.ranks, request.micro_batches):
+                    file.write(json.dumps(report) + "\n")
+                continue
+            for role, rank in request.ranks:
+                report = runner.run(config, inputs, role, rank, request.micro_batches)
+                file.write(json.dumps(asdict(report)) + "\n")
+                file.flush()
     running.append(runner)
     for request in requests:
         config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
         with Path(request.out).open("w", encoding="utf-8") as file:
+    for request in requests:
+        config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
+        with Path(request.out).open("w", encoding="utf-8") as file:
+            if request.together:
+                for report in together.run(runner, config, inputs, request.ranks, request.micro_batches):
+                    file.write(json.dumps(report) + "\n")
+                continue
             for role, rank in request.ranks:
                 report = runner.run(config, inputs, role, rank, request.micro_batches)
                 file.write(json.dumps(asdict(report)) + "\n")
+                file.flush()
                 file.flush()
 
 

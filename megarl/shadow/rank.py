@@ -12,17 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from megarl.config import TrainConfig, TuningConfig
 from megarl.megatron.parallel import destroy_parallel
-from megarl.shadow import collectives
-from megarl.shadow.collectives import Collective
+from megarl.shadow import collectives, transfers
+from megarl.shadow.collectives import Alike, Collective, Log, Peers
 from megarl.shadow.mode import FakeMode, Shadow
 from megarl.shadow.roles import build_worker, steps_of
-from megarl.shadow.tracker import Made
+from megarl.shadow.tracker import Made, Phase
+from megarl.shadow.transfers import Moved
+from megarl.shadow.values import choose_unevenly
+from megarl.trainer.actor import ActorWorker
 from megarl.trainer.memory_plan import PlanInputs
 from megarl.trainer.model_uses import model_use
 
-LARGEST_LINES = 12
+LARGEST_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class RankReport:
     Attributes:
         stage: of the pipeline.
         parts: bytes on the device by owner ("weights", "gradients", "optimizer", ...), after an update.
+        moved: by part, as it left the device and came back.
         released: bytes that stay when all parts have left the device; `kept_by` says which lines made them.
         seconds: of a processor. host_peak: bytes of this process.
         assumed: what was not known, and how often it was asked for.
@@ -57,6 +63,7 @@ class RankReport:
     transformer_engine: bool
     parts: dict[str, int]
     phases: dict[str, PhaseReport]
+    moved: dict[str, Moved]
     released: int
     kept_by: list[tuple[Made, int]]
     flops: dict[str, int]
@@ -75,8 +82,10 @@ class Runner:
 
     def __init__(self, forget: Callable[[], None] = lambda: None) -> None:
         self.shadow: Shadow | None = None
+        self.peers: Peers | None = None  # None: alike, and so is their data
+        self.log = Log(Alike())  # of the latest rank
         self._forget = forget
-        collectives.leave_no_other_backend()
+        collectives.leave_no_other_backend(lambda: self.shadow)
 
     def run(
         self,
@@ -93,6 +102,8 @@ class Runner:
             micro_batches: of evaluations and the second update; None: as many as the pipeline has stages.
         """
         begun = time.process_time()
+        gc.collect()
+        gc.freeze()  # the modules' own objects are no garbage: each later collection would look at all of them
         world_size = model_use(config, inputs, role).layout.world
         collectives.join(rank, world_size)
         try:
@@ -104,12 +115,19 @@ class Runner:
 
     @contextmanager
     def _running(self) -> Iterator[Shadow]:
-        self.shadow = Shadow()
+        self.shadow = _shadow(self.peers)
+        self.log = self.shadow.log
         try:
             with FakeMode(), self.shadow:
                 yield self.shadow
         finally:
             self.shadow = None
+
+
+def _shadow(peers: Peers | None) -> Shadow:
+    if peers is None:
+        return Shadow()
+    return Shadow(peers, choose_unevenly(seed=dist.get_rank()))
 
 
 def _run(
@@ -127,20 +145,27 @@ def _run(
     tracker, phases = shadow.tracker, {}
     with tracker.phase("build"):
         worker = build_worker(config, role, rank, world_size)
-    for step in steps_of(config, inputs, worker, role, micro_batches):
-        shadow.received = step.received
+    uneven = not isinstance(shadow.peers, Alike)
+    for step in steps_of(config, inputs, worker, role, micro_batches, uneven):
+        if uneven and step.name == "first_update":
+            continue  # its calls are those of the other
+        if isinstance(shadow.peers, Alike):
+            shadow.peers.received = step.received
         gc.collect()
         with tracker.phase(step.name) as phase:
             step.run()
             gc.collect()
-        largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:LARGEST_LINES]
-        phases[step.name] = PhaseReport(phase.peak - phase.before, tracker.current - phase.before, largest)
+        phases[step.name] = _phase_report(phase)
     (parts,) = worker.memory()
-    with tracker.phase("release"):
-        worker.release_memory(list(worker.parts))
-        gc.collect()
-        released, kept_by = tracker.current, list(tracker.live().items())[:LARGEST_LINES]
-        worker.resume_memory(list(worker.parts))
+    if worker.spec.optim is not None and not uneven:
+        transfers.save_and_load(worker, tracker)
+        if isinstance(worker, ActorWorker):
+            assert isinstance(config, TrainConfig)
+            transfers.send(config, inputs.model, worker, tracker)
+    for name in ("save", "load", "sync"):
+        if name in tracker.phases:
+            phases[name] = _phase_report(tracker.phases[name])
+    released = transfers.release_and_resume(worker, tracker)
     stage = worker.coords.pp
     return RankReport(
         role=role,
@@ -150,12 +175,18 @@ def _run(
         transformer_engine=has_transformer_engine(),
         parts=parts,
         phases=phases,
-        released=released,
-        kept_by=kept_by,
+        moved=released.parts,
+        released=sum(released.stays.values()),
+        kept_by=list(released.stays.items())[:LARGEST_LINES],
         flops={name: sum(counts.values()) for name, counts in shadow.flops.items()},
-        log=shadow.log,
+        log=shadow.log.calls(),
         assumed=dict(shadow.assumed),
         num_operations=shadow.num_operations,
         seconds=time.process_time() - begun,
         host_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     )
+
+
+def _phase_report(phase: Phase) -> PhaseReport:
+    largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:LARGEST_LINES]
+    return PhaseReport(phase.peak - phase.before, phase.after - phase.before, largest)

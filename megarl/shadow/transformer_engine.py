@@ -101,7 +101,9 @@ def install(current: Callable[[], Shadow | None]) -> None:
 def forget_workspaces() -> None:
     """Let go of what the package keeps on the device for as long as its process lives: the next rank begins without it."""
     from transformer_engine.pytorch.cpp_extensions import gemm
+    from transformer_engine.pytorch.module import base
 
+    base._dummy_wgrads.clear()
     for function in vars(gemm).values():
         if isinstance(function, functools._lru_cache_wrapper):
             function.cache_clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.cluster import WorkerGroup, group_kind
+from megarl.cluster import ResourcePool, WorkerGroup, group_kind
 from megarl.config import ActorConfig, CriticConfig, TrainConfig, reference_in_actor
 from megarl.layout.grid import ParallelLayout
 from megarl.memory.flops import model_flops
@@ -113,3 +113,10 @@ def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatch
         shuffle=config.actor_rollout_ref.actor.shuffle,
         share_prompts=config.actor_rollout_ref.actor.share_prompts,
     )
+
+
+def say_layers(run: Run, group: WorkerGroup, pool: ResourcePool) -> None:
+    """On GPUs, say which layers models are made of there: of what is installed it depends, and much speed with it."""
+    if pool.use_gpu:
+        (found,) = run.wait([group.call_rank(0, "layers_used")])
+        run.say(f"layers: {found}")

@@ -32,6 +32,7 @@ from megarl.megatron.build import add_value_head, build_model, local_parameters,
 from megarl.megatron.checkpoint import Loaded, Saving, begin_save, finish_save, load_states
 from megarl.megatron.checkpoint_base import BaseModel
 from megarl.megatron.fp8_base import ExactWeights
+from megarl.megatron.layers_used import layers_text
 from megarl.megatron.logprobs import lm_head
 from megarl.megatron.lora import attach_adapters
 from megarl.megatron.merged import MergedParameters
@@ -87,6 +88,9 @@ class ModelWorker:
         self.info, self.spec = info, spec
         if not platform.is_cuda():
             keep_freed_memory()
+        self.layers = layers_text()
+        if base is None:
+            print(f"layers: {self.layers}")
         load_plugins(spec.plugins)
         self.layout = ParallelLayout.from_config(spec.megatron, info.world_size)
         if base is None:
@@ -164,6 +168,10 @@ class ModelWorker:
             parts["gradients"] = gradients_of(self.chunks)
             parts["optimizer"] = optimizer_of(self.chunks, self.optimizer)
         return parts
+
+    def layers_used(self) -> str:
+        """Which layers the model is made of, in words."""
+        return self.layers
 
     def own_tensors(self) -> Mapping[str, torch.Tensor]:
         """This rank's local tensors, adapters beside the weights; what is held in float8 is made when it is asked for."""

@@ -105,19 +105,25 @@ class JobPlan:
 
 
 def plan_job(
-    config: TrainConfig, inputs: PlanInputs, machine: Machine, memory: MemoryPlan, sync: bool = True
+    config: TrainConfig,
+    inputs: PlanInputs,
+    machine: Machine,
+    memory: MemoryPlan,
+    sync: bool = True,
+    fused: bool = True,
 ) -> JobPlan:
     """The plan of a resolved and checked configuration.
 
     Args:
         sync: whether the weight sync is planned, copy by copy; else, and where only adapters are sent, it is estimated.
+        fused: as that of `Passes`.
     """
     figures, seconds = None, sync_estimate(config, inputs, machine)
     if sync and _adapters(config, inputs) is None:
         plan = configured_sync(config, inputs.model, config.actor_rollout_ref.rollout)
         figures = report(plan, machine.links)
-        seconds = figures.reshard.seconds
-    phases = step_phases(config, inputs, machine, memory, seconds)
+        seconds = figures.reshard.seconds + _peer_seconds(config, machine)
+    phases = step_phases(config, inputs, machine, memory, seconds, fused)
     return JobPlan(config, machine, memory, figures, phases)
 
 
@@ -135,7 +141,18 @@ def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> 
         size = engine_adapter_bytes(inputs.model, layout, adapters, precision(rollout.dtype))
     shared = policy.actor.resource_pool == rollout.resource_pool
     near = shared and pools[rollout.resource_pool].nnodes == 1
-    return size / machine.links["intra_node" if near else "inter_node"]
+    rate = machine.links["intra_node" if near else "inter_node"]
+    return size / rate + (_peer_seconds(config, machine) if adapters is None else 0.0)
+
+
+def _peer_seconds(config: TrainConfig, machine: Machine) -> float:
+    """Of the rounds in which an engine's rank meets the trainer's ranks that hold what no other of these does."""
+    policy, pools = config.actor_rollout_ref, config.resource_pools
+    pool = pools[policy.actor.resource_pool]
+    layout = ParallelLayout.from_config(policy.actor.megatron, pool.nnodes * pool.n_gpus_per_node)
+    holders = layout.pp * max(layout.tp, layout.ep * layout.etp)
+    own = policy.actor.resource_pool == policy.rollout.resource_pool
+    return (holders - own) * machine.assumed.peer
 
 
 def _adapters(config: TrainConfig, inputs: PlanInputs) -> LoraConfig | None:

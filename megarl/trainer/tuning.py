@@ -20,6 +20,7 @@ from megarl.trainer.checkpoints import Stateful, make_checkpoints
 from megarl.trainer.devices import pools_of
 from megarl.trainer.export import FOLDER
 from megarl.trainer.kinds import MODEL
+from megarl.trainer.model_roles import say_layers
 from megarl.trainer.ppo import due, epochs
 from megarl.trainer.roles import open_pools
 from megarl.trainer.run import Run
@@ -133,6 +134,7 @@ def start_group(
         )
         run.profiled.append(group)
         run.wait(group.started)
+    say_layers(run, group, pool)
     return group, ParallelLayout.from_config(config.megatron, len(pool))
 
 

@@ -50,7 +50,7 @@ def test_what_a_machine_lacks_is_said(
 
 
 def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None:
-    arguments = ["plan", "memory", str(RECIPE), *overrides(model), "--dry-run", "--ranks", "3", "--json"]
+    arguments = ["plan", "memory", str(RECIPE), *overrides(model), "--dry-run", "--ranks", "1,3", "--json"]
     assert main(arguments) in (0, 1)
     printed = json.loads(capsys.readouterr().out)
     assert {row["owner"] for row in printed["comparisons"]} >= {
@@ -58,4 +58,7 @@ def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None
         "critic_optimizer",
         "ref_weights",
     }
-    assert [report["rank"] for report in printed["ranks"]] == [3, 3]
+    assert [report["rank"] for report in printed["ranks"]] == [1, 3, 1, 3]
+    for agreement in printed["agreement"].values():
+        assert agreement["ranks"] == [1, 3] and agreement["problems"] == []
+        assert agreement["matched"] > 0 and agreement["open_ended"] > 0  # ranks 0 and 2 were not run

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from megarl.config import RolloutConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
+from megarl.trainer.model_roles import say_layers
 from megarl.trainer.roles import engine_devices, sync_plan
 
 MODEL = ModelConfig(
@@ -62,3 +63,12 @@ def test_slots_of_two_pools_are_different_devices() -> None:
     order = engine_devices(rollout, MODEL, ParallelLayout(4, tp=4), actor, engines)
     assert order == (0, 1, 2, 3)
     assert link_bytes(actor, engines, order)["local"] == 0
+
+
+def test_on_gpus_the_layers_that_models_are_made_of_are_said() -> None:
+    said: list[str] = []
+    run = SimpleNamespace(wait=lambda calls: [f"answer to {call}" for call in calls], say=said.append)
+    group = SimpleNamespace(call_rank=lambda rank, method: f"{method} of rank {rank}")
+    say_layers(run, group, SimpleNamespace(use_gpu=True))
+    say_layers(run, group, SimpleNamespace(use_gpu=False))
+    assert said == ["layers: answer to layers_used of rank 0"]

@@ -142,7 +142,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
         held,
         kept,
         working=_working(use, tensors, use.tokens // layout.cp, last) if use.trainable else 0,
-        evaluating=_evaluating(use, tensors, evaluated, last),
+        evaluating=_evaluating(use, tensors, evaluated, stage == 0, last),
         merged=_largest_layer(tensors) * use.itemsize if use.lora.rank else 0,
     )
 
@@ -175,7 +175,7 @@ def _dummy_gradients(use: ModelUse, tensors: StageTensors) -> int:
     return sum(prod(shape) for shape in shapes) * use.itemsize if use.fused else 0
 
 
-def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> int:
+def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, last: bool) -> int:
     """Of a forward pass without gradients: the most that attention, a dense or a routed part of a layer, or the head have at a time.
 
     A tensor lives as long as a variable of the code that made it, so that these are the tensors of one function and of those that
@@ -196,12 +196,18 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -
         routed = 4 * config.hidden_size + 3 * moe.ffn_hidden_size // use.layout.etp
         parts.append(_routed(use, tokens) * routed * item + 5 * hidden)
     if any(".mlp.linear_fc1" in name for name in names):
-        # Gate and up, the gate's activation, their product; and the gathered input.
-        dense = 4 * config.ffn_hidden_size // use.layout.tp + config.hidden_size
-        parts.append(tokens * dense * item + 3 * hidden)
+        width, adapted = config.ffn_hidden_size // use.layout.tp, _adapts(tensors, ".mlp.linear_fc1")
+        # Gate and up, and their product; of adapters what they add to gate and up, before it is scaled and after.
+        dense = 6 * width if adapted else 3 * width
+        parts.append(tokens * dense * item + (4 if adapted or first else 3) * hidden)
     if last and use.head == "lm":
         parts.append(_head(use, tokens))
     return max(parts, default=0) + _exact(use, tensors)
+
+
+def _adapts(tensors: StageTensors, layer: str) -> bool:
+    """Whether linear layers of this end of their names have adapters."""
+    return any(slot.module.endswith(layer) for slot, _ in tensors.slots)
 
 
 def _evaluated_attention(use: ModelUse, tokens: int) -> int:

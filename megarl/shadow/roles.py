@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from megarl.config import (
     reference_in_actor,
 )
 from megarl.config.resolve import least_tokens
+from megarl.megatron.step import StepResult
 from megarl.memory.model import ModelUse
 from megarl.shadow.batches import Batch, Fill, examples, rankings, trajectories
 from megarl.shadow.process import SHARED
@@ -44,31 +46,47 @@ UNKNOWN = 1  # what a number is taken for that no operation of a shadow knows (`
 Config = TrainConfig | TuningConfig
 
 
-class _WithoutWeights:
-    """A rank whose tensors nobody fills."""
+class _Alone:
+    """A rank whose tensors nobody fills, and to whom no last stage tells its sums."""
 
     def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None: ...
 
+    def read_value_head(self, path: str, weight: torch.Tensor) -> None: ...
 
-class ShadowActor(_WithoutWeights, ActorWorker): ...
-
-
-class ShadowActorCritic(_WithoutWeights, ActorCriticWorker): ...
-
-
-class ShadowCritic(_WithoutWeights, CriticWorker): ...
+    def train(self, *given: Any, **named: Any) -> StepResult:
+        result = super().train(*given, **named)  # type: ignore[misc]
+        return result if result.stats else replace(result, stats=defaultdict(lambda: float(UNKNOWN)))
 
 
-class ShadowRewardModel(_WithoutWeights, RewardModelWorker): ...
+class ShadowActor(_Alone, ActorWorker): ...
 
 
-class ShadowSFT(_WithoutWeights, SFTWorker): ...
+class ShadowCritic(_Alone, CriticWorker): ...
 
 
-class ShadowRM(_WithoutWeights, RMWorker): ...
+class ShadowActorCritic(_Alone, ActorCriticWorker):
+    critic_class = ShadowCritic
 
 
-class ShadowDPO(_WithoutWeights, DPOWorker): ...
+class ShadowRewardModel(_Alone, RewardModelWorker): ...
+
+
+class ShadowSFT(_Alone, SFTWorker):
+    def train(self, *given: Any, **named: Any) -> StepResult:
+        result = super().train(*given, **named)
+        # Of the sum over all ranks, which is compared with what was asked for, a rank alone has its own part.
+        result.stats["tokens"] = float(UNKNOWN)
+        return result
+
+
+class ShadowRM(_Alone, RMWorker):
+    def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
+        return ModelWorker.load(
+            self, path, head, trainable=trainable
+        )  # how the head begins is nobody's memory
+
+
+class ShadowDPO(_Alone, DPOWorker): ...
 
 
 @dataclass(frozen=True)
@@ -138,16 +156,16 @@ def steps_of(
     """
     use = model_use(config, inputs, role)
     number = micro_batches or use.layout.pp
+    cut = _cut(config, use, role, uneven)
     if isinstance(config, TuningConfig):
-        yield from _tuning_steps(config, worker, use, number)
+        yield from _tuning_steps(config, worker, cut, number)
     elif isinstance(worker, RewardModelWorker):
-        fill = Fill(use.tokens, config.reward_model.max_length or use.tokens, use.layout.dp)
-        yield _scores(worker, fill, number)
+        yield _scores(worker, cut.evaluated, number)
     elif isinstance(worker, CriticWorker):
-        yield from _critic_steps(config, worker, worker, use, number, uneven)
+        yield from _critic_steps(config, worker, worker, cut, number)
     elif role == "ref":
         assert isinstance(worker, ActorWorker)
-        batch, _ = trajectories(config, _fill(config, use.evaluated, use, uneven), number)
+        batch, _ = trajectories(config, cut.evaluated, number)
         yield Step(
             "evaluate",
             lambda: worker.compute_log_probs(batch.table, batch.shares, "ref_log_probs"),
@@ -155,16 +173,30 @@ def steps_of(
         )
     else:
         assert isinstance(worker, ActorWorker)
-        yield from _actor_steps(config, worker, use, number, uneven)
+        yield from _actor_steps(config, worker, cut, number)
         if isinstance(worker, ActorCriticWorker):
-            use = model_use(config, inputs, "critic")
-            for step in _critic_steps(config, worker, worker.critic, use, number, uneven):
+            cut = _cut(config, model_use(config, inputs, "critic"), "critic", uneven)
+            for step in _critic_steps(config, worker, worker.critic, cut, number):
                 yield replace(step, name=f"{SHARED}{step.name}")
 
 
-def _fill(config: TrainConfig, tokens: int, use: ModelUse, uneven: bool) -> Fill:
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return Fill(tokens, longest, use.layout.dp, uneven=uneven)
+@dataclass(frozen=True)
+class _Cut:
+    """How a role's micro-batches are filled, without gradients and with them."""
+
+    evaluated: Fill
+    trained: Fill
+
+
+def _cut(config: Config, use: ModelUse, role: str, uneven: bool) -> _Cut:
+    if isinstance(config, TuningConfig):
+        longest = config.data.max_length
+    else:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        if role == "reward_model":
+            longest = config.reward_model.max_length or longest
+    dp = use.layout.dp
+    return _Cut(Fill(use.evaluated, longest, dp, uneven), Fill(use.tokens, longest, dp, uneven))
 
 
 def _received(
@@ -175,28 +207,16 @@ def _received(
     return packed.num_tokens // (layout.tp if layout.sp else 1), 1, worker.config.hidden_size
 
 
-def _updates(use: ModelUse, number: int) -> tuple[tuple[str, int], ...]:
-    """Names and micro-batches: virtual stages take turns with as many as there are stages."""
-    return ("first_update", use.layout.pp if use.layout.vpp else 1), ("update", number)
-
-
-def _actor_steps(
-    config: TrainConfig, worker: ActorWorker, use: ModelUse, number: int, uneven: bool
-) -> Iterator[Step]:
+def _actor_steps(config: TrainConfig, worker: ActorWorker, cut: _Cut, number: int) -> Iterator[Step]:
     how = policy_update(config, make_controls(config, NUM_STEPS), seed=0)
-    batch, _ = trajectories(config, _fill(config, use.evaluated, use, uneven), number)
-    yield Step(
-        "evaluate",
-        lambda: _evaluate_actor(config, worker, batch),
-        _received(worker, worker.pack_share, batch),
-    )
-    for name, count in _updates(use, number):
-        update, counts = trajectories(config, _fill(config, use.tokens, use, uneven), count)
-        texts = _texts_beside(config, use)
-        call = (update.table, [update.shares], [counts], how, *texts)
-        yield Step(
-            name, lambda call=call: worker.update_policy(*call), _received(worker, worker.pack_share, update)
-        )
+    batch, _ = trajectories(config, cut.evaluated, number)
+    received = _received(worker, worker.pack_share, batch)
+    yield Step("evaluate", lambda: _evaluate_actor(config, worker, batch), received)
+    for name, count in (("first_update", 1), ("update", number)):
+        update, counts = trajectories(config, cut.trained, count)
+        call = (update.table, [update.shares], [counts], how, *_texts_beside(config, cut.trained))
+        received = _received(worker, worker.pack_share, update)
+        yield Step(name, lambda call=call: worker.update_policy(*call), received)
 
 
 def _evaluate_actor(config: TrainConfig, worker: ActorWorker, batch: Batch) -> None:
@@ -214,12 +234,12 @@ def _evaluate_actor(config: TrainConfig, worker: ActorWorker, batch: Batch) -> N
         worker.compute_log_probs(table, shares, "old_log_probs")
 
 
-def _texts_beside(config: TrainConfig, use: ModelUse) -> tuple[pa.Table, PtxUpdate] | tuple[()]:
+def _texts_beside(config: TrainConfig, fill: Fill) -> tuple[pa.Table, PtxUpdate] | tuple[()]:
     """A micro-batch of the texts that the policy goes on learning, where there are any."""
     ptx = config.data.ptx
     if ptx is None:
         return ()
-    batch = examples(Fill(use.tokens, ptx.max_length, use.layout.dp), 1)
+    batch = examples(replace(fill, longest=ptx.max_length), 1)
     return batch.table, PtxUpdate([batch.shares], [UNKNOWN], config.actor_rollout_ref.actor.ptx_coef)
 
 
@@ -227,32 +247,22 @@ def _critic_steps(
     config: TrainConfig,
     worker: CriticWorker | ActorCriticWorker,
     critic: CriticWorker,
-    use: ModelUse,
+    cut: _Cut,
     number: int,
-    uneven: bool,
 ) -> Iterator[Step]:
     """`worker`: the one that is called, which is the actor where the critic is on its model."""
     section = config.critic
     assert section is not None
     aggregation = policy_update(config, make_controls(config, NUM_STEPS), seed=0).aggregation
-    batch, _ = trajectories(config, _fill(config, use.evaluated, use, uneven), number)
+    batch, _ = trajectories(config, cut.evaluated, number)
     received = _received(critic, critic.pack_share, batch)
     yield Step("evaluate", lambda: worker.compute_values(batch.table, batch.shares), received)
-    for name, count in _updates(use, number):
-        update, counts = trajectories(config, _fill(config, use.tokens, use, uneven), count)
-        call = (
-            update.table,
-            [update.shares],
-            [counts],
-            aggregation,
-            section.cliprange_value,
-            section.vf_coef,
-        )
-        yield Step(
-            name,
-            lambda call=call: worker.update_values(*call),
-            _received(critic, critic.pack_share, update),
-        )
+    for name, count in (("first_update", 1), ("update", number)):
+        update, counts = trajectories(config, cut.trained, count)
+        how = (aggregation, section.cliprange_value, section.vf_coef)
+        call = (update.table, [update.shares], [counts], *how)
+        received = _received(critic, critic.pack_share, update)
+        yield Step(name, lambda call=call: worker.update_values(*call), received)
 
 
 def _scores(worker: RewardModelWorker, fill: Fill, number: int) -> Step:
@@ -261,27 +271,20 @@ def _scores(worker: RewardModelWorker, fill: Fill, number: int) -> Step:
     return Step("evaluate", lambda: worker.score_texts(batch.table, batch.shares), received)
 
 
-def _tuning_steps(config: TuningConfig, worker: ModelWorker, use: ModelUse, number: int) -> Iterator[Step]:
-    texts = Fill(use.tokens, config.data.max_length, use.layout.dp)
-    alone = examples(texts, number)
+def _tuning_steps(config: TuningConfig, worker: ModelWorker, cut: _Cut, number: int) -> Iterator[Step]:
+    alone = examples(cut.evaluated, number)
+    received = _received(worker, worker.pack_examples, alone)
     if isinstance(worker, RMWorker):
-        yield _scores(worker, texts, number)
+        yield _scores(worker, cut.evaluated, number)
     elif isinstance(worker, DPOWorker):
-        received = _received(worker, worker.pack_examples, alone)
         yield Step("evaluate", lambda: worker.token_log_probs(alone.table, alone.shares), received)
     elif config.data.val_files is not None:
         assert isinstance(worker, SFTWorker)
-        received = _received(worker, worker.pack_examples, alone)
         yield Step("evaluate", lambda: worker.sum_losses(alone.table, alone.shares), received)
-    compared = least_tokens(config) // config.data.max_length
-    fill = replace(texts, of=compared)
-    for name, count in _updates(use, number):
+    fill = replace(cut.trained, of=least_tokens(config) // config.data.max_length)
+    for name, count in (("first_update", 1), ("update", number)):
         batch = examples(fill, count) if isinstance(worker, SFTWorker) else rankings(fill, count)
-        yield Step(
-            name,
-            lambda batch=batch: _fit(config, worker, batch),
-            _received(worker, worker.pack_examples, examples(fill, 1)),
-        )
+        yield Step(name, lambda batch=batch: _fit(config, worker, batch), received)
 
 
 def _fit(config: TuningConfig, worker: ModelWorker, batch: Batch) -> None:

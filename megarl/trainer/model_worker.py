@@ -117,7 +117,7 @@ class ModelWorker:
             if spec.head == "value":
                 add_value_head(self.chunks, spec.megatron.seed)
                 if hasattr(self.chunks[-1], "value_head"):
-                    load_value_head(spec.path, self.chunks[-1].value_head.weight.data)
+                    self.read_value_head(spec.path, self.chunks[-1].value_head.weight.data)
         if spec.share_prompts is not None:
             model, dropout = unwrap(self.chunks)[0].config, spec.lora.dropout if spec.adapted else 0.0
             check_model(spec.share_prompts, model, self.layout, dropout)
@@ -208,6 +208,10 @@ class ModelWorker:
         """Fill this rank's local tensors from a Hugging Face folder."""
         blocks = self.spec.lora.blocks
         load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head, blocks)
+
+    def read_value_head(self, path: str, weight: torch.Tensor) -> None:
+        """Fill a head that was put on another rank's model, if the Hugging Face folder has one."""
+        load_value_head(path, weight)
 
     def release_memory(self, parts: list[str]) -> None:
         """Free the device memory of `parts` (of `self.parts`)."""

@@ -1,0 +1,110 @@
+"""Every role of a job as a shadow beside the plan of its memory: several recipes in one process, of a wide model with few layers."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megarl.shadow.dry_run import Comparison, compare
+from megarl.shadow.process import Request
+from megarl.trainer.memory_command import plan_of, read_planned
+from megarl.trainer.memory_plan import GIB
+
+ROOT = Path(__file__).resolve().parents[2]
+PPO = """
+data: {train_files: none, train_batch_size: 64, max_prompt_length: 512, max_response_length: 512}
+actor_rollout_ref:
+  model: {path: MODEL}
+  actor:
+    ppo_mini_batch_size: 16
+    ppo_max_token_len_per_gpu: 2048
+    use_kl_loss: true
+    entropy_coeff: 0.01
+    optim: {lr: 1.0e-6}
+    megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, recompute_granularity: null}
+  ref: {log_prob_max_token_len_per_gpu: 8192, megatron: {tensor_model_parallel_size: 4}}
+  rollout: {tensor_model_parallel_size: 2}
+critic:
+  optim: {lr: 1.0e-6}
+reward_model:
+  enable: true
+  model: {path: MODEL}
+  max_token_len_per_gpu: 6144
+  megarton: {pipeline_model_parallel_size: 2}
+trainer: {total_training_steps: 10, n_gpus_per_node: 8}
+""".replace("megarton", "megatron")
+TUNING = """
+data: {train_files: none, val_files: none, max_length: 1024, train_batch_size: 64}
+model: {path: MODEL}
+optim: {lr: 1.0e-5}
+megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, recompute_granularity: null}
+max_token_len_per_gpu: 4096
+trainer: {n_gpus_per_node: 8, test_freq: 10}
+"""
+LORA = ["model.lora.rank=16", "megatron.pipeline_model_parallel_size=1"]
+SHARED = ["actor_rollout_ref.model.lora.rank=16", "critic.model.lora.rank=16", "critic.model.share_base=true"]
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By name, the files; the model's folder has no weights."""
+    folder = tmp_path_factory.mktemp("roles")
+    (folder / "model").mkdir()
+    source = ROOT / "recipes" / "models" / "qwen2.5-7b" / "config.json"
+    fields = json.loads(source.read_text()) | {"num_hidden_layers": 4, "vocab_size": 32000}
+    (folder / "model" / "config.json").write_text(json.dumps(fields))
+    for name, text in (("ppo", PPO), ("tuning", TUNING)):
+        (folder / f"{name}.yaml").write_text(text.replace("MODEL", str(folder / "model")))
+    return {name: str(folder / f"{name}.yaml") for name in ("ppo", "tuning")}
+
+
+CASES = {
+    "ppo": ("ppo", None, [], [("ref", 0), ("reward_model", 4)]),
+    "shared critic": ("ppo", None, SHARED, [("actor", 4)]),
+    "sft": ("tuning", "sft", [], [("sft", 0), ("sft", 4)]),
+    "rm": ("tuning", "rm", [], [("rm", 4)]),
+    "dpo": ("tuning", "dpo", [], [("dpo", 4)]),
+    "dpo with adapters": ("tuning", "dpo", LORA, [("dpo", 0)]),
+}
+
+
+@pytest.fixture(scope="module")
+def reports(
+    machine: None, recipes: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict]]:
+    folder = tmp_path_factory.mktemp("reports")
+    requests = [
+        Request(recipes[recipe], keys, ranks, str(folder / name), command=command)
+        for name, (recipe, command, keys, ranks) in CASES.items()
+    ]
+    run(requests)
+    return {name: list(map(json.loads, (folder / name).read_text().splitlines())) for name in CASES}
+
+
+def run(requests: Sequence[Request]) -> None:
+    lines = "".join(json.dumps(asdict(request)) + "\n" for request in requests)
+    command = [sys.executable, "-m", "megarl.shadow.process"]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def rows_of(name: str, reports: dict[str, list[dict]], recipes: dict[str, str]) -> list[Comparison]:
+    recipe, command, keys, _ = CASES[name]
+    config, inputs = read_planned(recipes[recipe], keys, command, check=False)
+    plan = plan_of(config, inputs, 80 * GIB, 0)
+    return [row for report in reports[name] for row in compare(plan, report)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_role_holds_and_takes_what_is_planned(
+    name: str, reports: dict[str, list[dict]], recipes: dict[str, str]
+) -> None:
+    for row in rows_of(name, reports, recipes):
+        if row.phase == "always":
+            assert row.planned == row.found, row
+        else:
+            assert abs(row.difference) < 0.05, row

@@ -4,8 +4,8 @@ They are the other rows of the same pages that the planner can be asked for, an 
 """
 
 from published_rows import (
-    BATCH_235B,
     BATCH_30B,
+    BATCH_235B,
     BATCH_DEEPSEEK,
     DEEPSEEK,
     FULL,

@@ -117,7 +117,7 @@ def step_phases(
         parts.setdefault(phase, []).append(part)
     for phase, pool, seconds in moves:
         parts.setdefault(phase, []).append(Part("moved to and from the host", pool, seconds))
-    for phase, found in parts.items():  # each role's workers are called, meet and free memory
+    for found in parts.values():  # each role's workers are called, meet and free memory
         roles = Counter(part.pool for part in found if part.passes is not None)
         for pool in dict.fromkeys(part.pool for part in found):
             gap = machine.assumed.phase * max(1, roles[pool])

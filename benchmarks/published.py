@@ -180,37 +180,75 @@ HEADS = ("run", "what", "measured", "planned", "took, x planned")
 
 
 def markdown(found: Sequence[Compared]) -> str:
-    lines = [f"| {' | '.join(HEADS)} |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells(each))} |" for each in found)])
+    """The tables of docs/planning.md: rows that were looked at while the terms were made, and those that were held out."""
+    parts = []
+    for words, rows in _kinds(found):
+        lines = [f"| {' | '.join(HEADS)} |", "|---|---|---|---|---|"]
+        lines += [f"| {' | '.join(cells(each))} |" for each in rows]
+        parts += [f"{words}: {summary(rows)}.", "\n".join(lines)]
+    return "\n\n".join(parts)
 
 
-def main() -> None:
+def _kinds(found: Sequence[Compared]) -> list[tuple[str, list[Compared]]]:
+    return [
+        ("Seen while the terms were made", [each for each in found if each.row not in HELD_OUT]),
+        ("Held out", [each for each in found if each.row in HELD_OUT]),
+    ]
+
+
+def summary(found: Sequence[Compared]) -> str:
+    close, near = (sum(each.factor <= factor for each in found) for factor in (CLOSE, FAR))
+    return f"{close} of {len(found)} rows within a factor of {CLOSE:g}, {near} within {FAR:g}"
+
+
+def spread_of(found: Sequence[Compared]) -> tuple[float, float]:
+    """Between how many times as long as planned eight of ten runs took."""
+    tenths = statistics.quantiles([each.ratio for each in found], n=10, method="inclusive")
+    return round(tenths[0], 2), round(tenths[-1], 2)
+
+
+def as_json(found: Sequence[Compared]) -> dict[str, object]:
+    rows = [
+        asdict(each.row)
+        | {
+            "held_out": each.row in HELD_OUT,
+            "planned": each.planned,
+            "ratio": each.ratio,
+            "phases": each.parts,
+        }
+        for each in found
+    ]
+    return {
+        "rows": rows,
+        "within": {f"{factor:g}": share(found, factor) for factor in (CLOSE, FAR)},
+        "spread": spread_of(found),
+        "not_expressed": [asdict(each) for each in NOT_EXPRESSED],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="rows, estimates and phases, for programs")
-    parser.add_argument("--markdown", action="store_true", help="the table of docs/planning.md")
-    options = parser.parse_args()
+    parser.add_argument("--markdown", action="store_true", help="the tables of docs/planning.md")
+    options = parser.parse_args(arguments)
     found = compare_all([*ROWS, *HELD_OUT])
     if options.json:
-        rows = [
-            asdict(each.row) | {"planned": each.planned, "ratio": each.ratio, "phases": each.parts}
-            for each in found
-        ]
-        print(json.dumps({"rows": rows, "not_expressed": [asdict(each) for each in NOT_EXPRESSED]}, indent=2))
+        print(json.dumps(as_json(found), indent=2))
         return
     if options.markdown:
         print(markdown(found))
         return
-    table = Table(*HEADS, box=SIMPLE_HEAD)
-    for each in found:
-        table.add_row(*cells(each), style="bold" if each.factor > CLOSE else "")
     console = Console()
-    console.print(table)
-    ratios = [each.ratio for each in found]
-    console.print(
-        f"within {CLOSE}x: {share(found, CLOSE):.0%}, within {FAR}x: {share(found, FAR):.0%}; median {statistics.median(ratios):.2f}"
-    )
+    for words, rows in _kinds(found):
+        table = Table(*HEADS, box=SIMPLE_HEAD)
+        for each in rows:
+            table.add_row(*cells(each), style="bold" if each.factor > CLOSE else "")
+        console.print(table)
+        console.print(f"{words}: {summary(rows)}", highlight=False)
+    low, high = spread_of(found)
+    console.print(f"eight of ten took {low} to {high} times as long as planned", highlight=False)
     for each in NOT_EXPRESSED:
         console.print(f"not expressed: {each.name}: {each.why}", soft_wrap=True, highlight=False)
 

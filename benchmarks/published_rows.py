@@ -360,7 +360,10 @@ ROWS += [
 ]  # fmt: skip
 
 NOT_EXPRESSED = (
-    NotExpressed("MFU of the prime-rl rows", "it is their tokens/s by another name: the rows have these"),
+    NotExpressed("tokens/s and MFU of the prime-rl rows", "they count the weights that the loop writes to disk between two steps, which megarl sends; the rows are the steps that the same files time"),
+    NotExpressed("30B-A3B eight steps off on 192 H100 (NeMo-RL), fully_async and one_step_off (verl)", "another schedule, or no mean length on the page"),
+    NotExpressed("DeepSeek-V3 and Llama-3.1-8B in FP8 (NeMo-RL)", "matrices of the trainer in float8"),
+    NotExpressed("30B-A3B of prime-rl", "FSDP gathers all experts on every GPU; ranks here keep theirs"),
     NotExpressed("sync of 30B-A3B, 2.16 s (miles)", "its layouts are not on the page"),
     NotExpressed("sync of 235B-A22B, 3.16 s (miles), 3.2 to 3.3 s (8 + 8 H100)", "no layouts; and 235B in bfloat16 takes 470 of 8 x 80 GB with no room for its trainer on 8"),
     NotExpressed("sync of DeepSeek-V3, 9.25 s (NIXL, 256 + 32)", "the trainer's layout is not on the page"),

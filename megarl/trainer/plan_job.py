@@ -11,6 +11,7 @@ from megarl.hybrid_engine.plan_report import PlanReport, report
 from megarl.layout.grid import ParallelLayout, RankCoords, coords_of
 from megarl.memory.serving import engine_adapter_bytes
 from megarl.memory.speed import Machine
+from megarl.memory.spread import likely
 from megarl.trainer.lora_sync import served_adapters
 from megarl.trainer.memory_command import as_json as memory_json
 from megarl.trainer.memory_phases import frees_engines
@@ -18,6 +19,12 @@ from megarl.trainer.memory_plan import MemoryPlan, PlanInputs, engine_layout, pr
 from megarl.trainer.plan_seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
 
 NOTE = "seconds are estimates by formulas, nothing was measured; assumed (--assume name=value)"
+
+
+def range_words(seconds: float) -> str:
+    """What an estimate is worth."""
+    low, high = likely(seconds)
+    return f"from {low:,.0f} to {high:,.0f} s" if low >= 10 else f"from {low:.1f} to {high:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -127,10 +134,13 @@ def plan_job(
     return JobPlan(config, machine, memory, figures, phases)
 
 
-def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> float:
+def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine, peers: bool = True) -> float:
     """At most: all that a rank of the engines gets comes from other GPUs, of its node where that is the only one.
 
     Engines that serve adapters beside their weights get these alone.
+
+    Args:
+        peers: with the rounds in which ranks meet, which follow from the trainer's layout.
     """
     policy, pools = config.actor_rollout_ref, config.resource_pools
     rollout, adapters = policy.rollout, _adapters(config, inputs)
@@ -142,7 +152,7 @@ def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> 
     shared = policy.actor.resource_pool == rollout.resource_pool
     near = shared and pools[rollout.resource_pool].nnodes == 1
     rate = machine.links["intra_node" if near else "inter_node"]
-    return size / rate + (_peer_seconds(config, machine) if adapters is None else 0.0)
+    return size / rate + (_peer_seconds(config, machine) if peers and adapters is None else 0.0)
 
 
 def _peer_seconds(config: TrainConfig, machine: Machine) -> float:
@@ -189,6 +199,8 @@ def as_json(job: JobPlan, advice: list[dict[str, object]]) -> dict[str, object]:
         "phases": {phase.name: _phase_json(phase) for phase in job.phases},
         "step": {
             "seconds": job.seconds,
+            "seconds_low": likely(job.seconds)[0],
+            "seconds_high": likely(job.seconds)[1],
             "tokens": job.tokens,
             "tokens_per_s": job.tokens / job.seconds,
             "tokens_per_s_per_device": job.tokens / job.seconds / job.devices,

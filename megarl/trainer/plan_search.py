@@ -4,8 +4,8 @@ Tried are tensor, pipeline, context and expert parallel sizes (data parallel is 
 what a phase does not use leaves the devices, and the engines' sizes. Roles without a layout of their own in the recipe
 follow the actor; all else stays as the recipe has it. What `check_config` and `check_models` refuse is not proposed.
 
-Layouts are looked at by their seconds without what moves to and from the host, which can only add to them: so the search
-may end before all are seen, and what it proposes is still the best of all.
+Layouts are looked at by their seconds without what moves to and from the host, rounds of the weight sync and gaps between
+phases, which can only add to them: so the search may end before all are seen, and what it proposes is still the best of all.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Search:
                     continue
                 if tokens < longest:
                     continue
-                sync = sync_estimate(config, self.inputs, self.machine)
+                sync = sync_estimate(config, self.inputs, self.machine, peers=False)
                 made = generate(config, self.inputs, self.machine, tokens)
                 found.append(_Engine(rollout, {"sync": sync, "generate": made.seconds}))
         return found

@@ -235,7 +235,8 @@ class RolloutConfig:
     )
     start_timeout: float = option("Seconds that the start of an engine may take.", 300.0, gt=0)
     request_timeout: float = option(
-        "Seconds within which an engine must bring the next of its responses, and answer any other call.",
+        "Seconds within which an engine that has requests must compute the next tokens of any, and answer any other call. Long "
+        "responses may take longer.",
         600.0,
         gt=0,
     )

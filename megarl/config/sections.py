@@ -239,7 +239,8 @@ class RolloutConfig:
         gt=0,
     )
     request_timeout: float = option(
-        "Seconds within which an engine must bring the next of its responses, and answer any other call.",
+        "Seconds within which an engine that has requests must compute the next tokens of any, and answer any other call. Long "
+        "responses may take longer.",
         600.0,
         gt=0,
     )

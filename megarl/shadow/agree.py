@@ -185,7 +185,8 @@ class _Walk:
                         source, target = pair[1].peer, pair[0].peer
                         self.found.unequal = True
                         self.found.problems = [
-                            f"rank {source} sends {_what(pair[0])} to rank {target}, which expects {_what(pair[1])}"
+                            f"rank {source} sends {_what(pair[0])}{_place(pair[0])} to rank {target}, which expects "
+                            f"{_what(pair[1])}{_place(pair[1])}"
                         ]
                         return False
                     unit.matched.add(number)
@@ -357,8 +358,12 @@ def _difference(calls: Mapping[int, Collective]) -> str | None:
 
 
 def _call(call: Collective) -> str:
+    return f"{call.name} of {_what(call)}{_place(call)}"
+
+
+def _place(call: Collective) -> str:
     place = ", ".join(part for part in (call.phase, call.line) if part)
-    return f"{call.name} of {_what(call)}" + (f" ({place})" if place else "")
+    return f" ({place})" if place else ""
 
 
 def _what(call: Collective) -> str:

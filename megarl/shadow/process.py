@@ -1,9 +1,7 @@
-"""The process of shadow ranks: `python -m megarl.shadow.process`, with requests as JSON on its standard input, one a line; those after the
-first have its card and its layers.
 """The process of shadow ranks: `python -m megarl.shadow.process`, with a list of requests as JSON on its standard input.
 
-The device comes before torch, so this module imports nothing heavy before it has it. Its answers, a JSON object a line and rank, go to
-the files that the requests name.
+The device comes before torch, so this module imports nothing heavy before it has it. Its answer, a JSON object a line and rank, goes to
+the file that the request names.
 """
 
 from __future__ import annotations
@@ -42,17 +40,8 @@ class Request:
 
 
 def main() -> None:
-    for request in requests:
-        config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
-        with Path(request.out).open("w", encoding="utf-8") as file:
-            if request.together:
-                for report in together.run(runner, config, inputs, request.ranks, request.micro_batches):
-                    file.write(json.dumps(report) + "\n")
-                continue
-            for role, rank in request.ranks:
-                report = runner.run(config, inputs, role, rank, request.micro_batches)
-                file.write(json.dumps(asdict(report)) + "\n")
-                file.flush()
+    requests = [Request(**request) for request in json.load(sys.stdin)]
+    first = requests[0]  # the process has one card, and Transformer Engine or not, for all
     device.load()
 
     from megarl.shadow import cuda, transformer_engine
@@ -72,32 +61,20 @@ def main() -> None:
     from megarl.shadow.rank import Runner
     from megarl.trainer.memory_command import read_planned
 
-    for request in requests:
-        config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
-        with Path(request.out).open("w", encoding="utf-8") as file:
-            if request.together:
-                for report in together.run(runner, config, inputs, request.ranks, request.micro_batches):
-                    file.write(json.dumps(report) + "\n")
-                continue
-            for role, rank in request.ranks:
-                report = runner.run(config, inputs, role, rank, request.micro_batches)
-                file.write(json.dumps(asdict(report)) + "\n")
-                file.flush()
+    runner = Runner(*([transformer_engine.forget_workspaces] if first.transformer_engine else []))
     running.append(runner)
     for request in requests:
         config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
         with Path(request.out).open("w", encoding="utf-8") as file:
-    for request in requests:
-        config, inputs = read_planned(request.recipe, request.overrides, request.command, check=False)
-        with Path(request.out).open("w", encoding="utf-8") as file:
             if request.together:
-                for report in together.run(runner, config, inputs, request.ranks, request.micro_batches):
-                    file.write(json.dumps(report) + "\n")
-                continue
-            for role, rank in request.ranks:
-                report = runner.run(config, inputs, role, rank, request.micro_batches)
-                file.write(json.dumps(asdict(report)) + "\n")
-                file.flush()
+                reports = together.run(runner, config, inputs, request.ranks, request.micro_batches)
+            else:
+                reports = (
+                    asdict(runner.run(config, inputs, role, rank, request.micro_batches))
+                    for role, rank in request.ranks
+                )
+            for report in reports:
+                file.write(json.dumps(report) + "\n")
                 file.flush()
 
 

@@ -1,15 +1,11 @@
 """Every role of a job as a shadow beside the plan of its memory: several recipes in one process, of a wide model with few layers."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from megarl.shadow.dry_run import Comparison, compare
+from megarl.shadow.dry_run import Comparison, compare, start
 from megarl.shadow.process import Request
 from megarl.trainer.memory_command import plan_of, read_planned
 from megarl.trainer.memory_plan import GIB
@@ -34,9 +30,9 @@ reward_model:
   enable: true
   model: {path: MODEL}
   max_token_len_per_gpu: 6144
-  megarton: {pipeline_model_parallel_size: 2}
+  megatron: {pipeline_model_parallel_size: 2}
 trainer: {total_training_steps: 10, n_gpus_per_node: 8}
-""".replace("megarton", "megatron")
+"""
 TUNING = """
 data: {train_files: none, val_files: none, max_length: 1024, train_batch_size: 64}
 model: {path: MODEL}
@@ -81,15 +77,9 @@ def reports(
         Request(recipes[recipe], keys, ranks, str(folder / name), command=command)
         for name, (recipe, command, keys, ranks) in CASES.items()
     ]
-    run(requests)
+    process = start(requests, folder / "log")
+    assert process.wait() == 0, (folder / "log").read_text()
     return {name: list(map(json.loads, (folder / name).read_text().splitlines())) for name in CASES}
-
-
-def run(requests: Sequence[Request]) -> None:
-    lines = "".join(json.dumps(asdict(request)) + "\n" for request in requests)
-    command = [sys.executable, "-m", "megarl.shadow.process"]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def rows_of(name: str, reports: dict[str, list[dict]], recipes: dict[str, str]) -> list[Comparison]:

@@ -251,7 +251,8 @@ def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
             yield Comparison(name, f"{prefix}_evaluating", f"{of}evaluate", evaluating, took)
         if f"{of}update" in phases:
             update = owners[f"{prefix}_activations"][stage] + owners[f"{prefix}_working"][stage]
-            took = phases[f"{of}update"]["peak"]
+            # What the first update leaves for later ones is there in all of them.
+            took = phases[f"{of}update"]["peak"] + phases[f"{of}first_update"]["kept"]
             yield Comparison(name, f"{prefix}_activations + working", f"{of}update", update, took)
     if "sync" in phases:
         merging = owners[f"{role}_merging"][stage] if f"{role}_merging" in owners else 0
@@ -260,7 +261,9 @@ def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
     for part, moved in report["moved"].items():
         owner = "ref_weights" if part == "reference" else part if part in owners else f"{role}_{part}"
         if owner in owners and owners[owner][stage]:
-            yield Comparison(name, owner, "release", owners[owner][stage], moved["freed"])
+            # With gradients leaves what an update keeps in their place.
+            kept = phases["first_update"]["kept"] if part == "gradients" else 0
+            yield Comparison(name, owner, "release", owners[owner][stage], moved["freed"] - kept)
 
 
 def print_comparison(

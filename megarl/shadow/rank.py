@@ -26,6 +26,7 @@ from megarl.shadow.values import choose_unevenly
 from megarl.trainer.actor import ActorWorker
 from megarl.trainer.memory_plan import PlanInputs
 from megarl.trainer.model_uses import model_use
+from megarl.trainer.model_worker import ModelWorker
 
 LARGEST_LINES = 40
 
@@ -35,11 +36,13 @@ class PhaseReport:
     """Bytes of a phase: `peak` is what it took at most above what was there before, `left` what stays after it.
 
     Attributes:
+        kept: of these, what is in no part of the rank: what libraries keep for later.
         largest: what was on the device at the peak, by what made it; the largest first.
     """
 
     peak: int
     left: int
+    kept: int
     largest: list[tuple[Made, int]]
 
 
@@ -154,10 +157,11 @@ def _run(
         if isinstance(shadow.peers, Alike):
             shadow.peers.received = step.received
         gc.collect()
+        held = _held(worker)
         with tracker.phase(step.name) as phase:
             step.run()
             gc.collect()
-        phases[step.name] = _phase_report(phase)
+        phases[step.name] = _phase_report(phase, _held(worker) - held)
     (parts,) = worker.memory()
     if worker.spec.optim is not None and not uneven:
         transfers.save_and_load(worker, tracker)
@@ -166,7 +170,7 @@ def _run(
             transfers.send(config, inputs.model, worker, tracker)
     for name in ("save", "load", "sync"):
         if name in tracker.phases:
-            phases[name] = _phase_report(tracker.phases[name])
+            phases[name] = _phase_report(tracker.phases[name], grown=0)
     released = transfers.release_and_resume(worker, tracker)
     stage = worker.coords.pp
     return RankReport(
@@ -190,6 +194,13 @@ def _run(
     )
 
 
-def _phase_report(phase: Phase) -> PhaseReport:
+def _held(worker: ModelWorker) -> int:
+    """Bytes of the rank's parts on its device."""
+    return sum(part.device_bytes() for part in worker.parts.values())
+
+
+def _phase_report(phase: Phase, grown: int) -> PhaseReport:
+    """`grown`: by how much the parts of the rank did."""
     largest = sorted(phase.at_peak.items(), key=lambda item: -item[1])[:LARGEST_LINES]
-    return PhaseReport(phase.peak - phase.before, phase.after - phase.before, largest)
+    left = phase.after - phase.before
+    return PhaseReport(phase.peak - phase.before, left, left - grown, largest)

@@ -1,15 +1,11 @@
 """Every role of a job as a shadow beside the plan of its memory: several recipes in one process, of a wide model with few layers."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from megarl.shadow.dry_run import Comparison, compare
+from megarl.shadow.dry_run import Comparison, compare, start
 from megarl.shadow.process import Request
 from megarl.trainer.memory_command import plan_of, read_planned
 from megarl.trainer.memory_plan import GIB
@@ -34,9 +30,9 @@ reward_model:
   enable: true
   model: {path: MODEL}
   max_token_len_per_gpu: 6144
-  megarton: {pipeline_model_parallel_size: 2}
+  megatron: {pipeline_model_parallel_size: 2}
 trainer: {total_training_steps: 10, n_gpus_per_node: 8}
-""".replace("megarton", "megatron")
+"""
 TUNING = """
 data: {train_files: none, val_files: none, max_length: 1024, train_batch_size: 64}
 model: {path: MODEL}
@@ -46,6 +42,11 @@ max_token_len_per_gpu: 4096
 trainer: {n_gpus_per_node: 8, test_freq: 10}
 """
 LORA = ["model.lora.rank=16", "megatron.pipeline_model_parallel_size=1"]
+KEPT = (
+    "transformer_engine.pytorch.cpp_extensions.gemm:",  # workspaces
+    "megatron.core.models.common.embeddings.rotary_pos_embedding:",  # tables of angles
+    "megarl.megatron.adapter:",  # which rows of a layer are whose
+)
 SHARED = ["actor_rollout_ref.model.lora.rank=16", "critic.model.lora.rank=16", "critic.model.share_base=true"]
 
 
@@ -81,15 +82,9 @@ def reports(
         Request(recipes[recipe], keys, ranks, str(folder / name), command=command)
         for name, (recipe, command, keys, ranks) in CASES.items()
     ]
-    run(requests)
+    process = start(requests, folder / "log")
+    assert process.wait() == 0, (folder / "log").read_text()
     return {name: list(map(json.loads, (folder / name).read_text().splitlines())) for name in CASES}
-
-
-def run(requests: Sequence[Request]) -> None:
-    lines = "".join(json.dumps(asdict(request)) + "\n" for request in requests)
-    command = [sys.executable, "-m", "megarl.shadow.process"]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def rows_of(name: str, reports: dict[str, list[dict]], recipes: dict[str, str]) -> list[Comparison]:
@@ -103,8 +98,33 @@ def rows_of(name: str, reports: dict[str, list[dict]], recipes: dict[str, str]) 
 def test_a_role_holds_and_takes_what_is_planned(
     name: str, reports: dict[str, list[dict]], recipes: dict[str, str]
 ) -> None:
-    for row in rows_of(name, reports, recipes):
-        if row.phase == "always":
-            assert row.planned == row.found, row
-        else:
-            assert abs(row.difference) < 0.05, row
+    rows = rows_of(name, reports, recipes)
+    assert len({row.rank for row in rows}) == len(CASES[name][3])
+    for row in rows:
+        if row.phase in ("always", "release"):
+            assert row.planned == pytest.approx(row.found, rel=1e-3, abs=2048), row
+        elif row.phase.endswith("evaluate"):
+            assert abs(row.difference) < 0.06, row
+        elif row.phase.endswith("update"):  # of work an upper estimate, for few layers a coarse one
+            assert -0.02 < row.difference < 0.3, row
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_but_what_libraries_keep_stays_of_a_role(name: str, reports: dict[str, list[dict]]) -> None:
+    for report in reports[name]:
+        kept = sum(size for (_, _, line), size in report["kept_by"] if line.startswith(KEPT))
+        assert report["released"] - kept < 4096, report["kept_by"]
+
+
+def test_each_role_takes_its_own_steps(reports: dict[str, list[dict]]) -> None:
+    steps = {
+        report["role"]: {phase for phase in report["phases"] if phase.endswith(("evaluate", "update"))}
+        for found in reports.values()
+        for report in found
+    }
+    trained = {"evaluate", "first_update", "update"}
+    of_critic = {f"critic_{name}" for name in trained}
+    assert steps == {
+        **{"ref": {"evaluate"}, "reward_model": {"evaluate"}, "actor": trained | of_critic},
+        **{"sft": trained, "rm": trained, "dpo": trained},
+    }

@@ -11,10 +11,12 @@ Where SGLang's kernels are not installed (or with --train-only) the training pha
 these lengths, and the output says so. `--shrink` is the same with a tiny model and short texts, also on a CPU.
 
 MFU: the operations of a phase (megarl/memory/flops.py: matrices forward and backward, causal attention, the output layer at
-response tokens only; nothing that is computed twice) over its seconds and the GPU's peak in bfloat16 (megarl/memory/hardware.py).
+response tokens only; nothing that is computed twice) over its seconds and the card's peak in bfloat16 (megarl/memory/cards.py; none
+for a card that is not listed there).
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import statistics
@@ -38,8 +40,8 @@ from megarl.config import TrainConfig, load_config, needs_old_log_probs, needs_r
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.gsm8k import word_problem
 from megarl.data.trajectories import Generation, build_trajectories, expand_prompts
+from megarl.memory.cards import peak_bf16
 from megarl.memory.flops import ModelFlops, causal_pairs, model_flops
-from megarl.memory.hardware import TABLE
 from megarl.models import read_model_config
 from megarl.models.tiny import make_tiny_model
 
@@ -123,9 +125,19 @@ class PeakMemory:
         return total / 2**20
 
 
+@functools.cache
+def first_gpu() -> str:
+    """How nvidia-smi names torch's device 0, which is physical GPU 0 only if CUDA_VISIBLE_DEVICES does not say otherwise.
+
+    Another process asks torch, which takes memory of the GPU for as long as it lives.
+    """
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_properties(0).uuid)"]
+    return f"GPU-{subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()}"
+
+
 def ask_gpu(what: str) -> str:
-    """A property of the first GPU, without a context on it."""
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    """A property of torch's first GPU."""
+    command = ["nvidia-smi", f"--id={first_gpu()}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -269,7 +281,7 @@ def run(options: argparse.Namespace, gpu: bool, generates: bool) -> dict:
         model = read_model_config(str(folder / "model"))
     metrics = [json.loads(line) for line in lines][1:]  # the first step is warm-up
     device = ask_gpu("name") if gpu else "no GPU: these figures say nothing of one"
-    known = next((found for name, found in TABLE.items() if gpu and name in device), None)
+    fastest = peak_bf16(device) if gpu else None
     flops = phase_flops(config, job, {head: model_flops(model, head) for head in ("lm", "value")})
     if not generates:
         del flops["generate"]
@@ -284,8 +296,8 @@ def run(options: argparse.Namespace, gpu: bool, generates: bool) -> dict:
         **environment(("torch", "megatron-core", "ray", *(["sglang"] if generates else []))),
         "what": f"{what}; {job.batch} trajectories of {job.prompt} + {job.response} tokens, {len(metrics)} steps after a first one",
         "device": device,
-        "peak_tflops": known.bf16 / 1e12 if known else None,
-        "phases": phase_figures(metrics, job, flops, known.bf16 if known else None),
+        "peak_tflops": fastest / 1e12 if fastest else None,
+        "phases": phase_figures(metrics, job, flops, fastest),
         "peak_mib": peak.mib,
         "peak_of": "of the GPU" if gpu else "of all processes (shared pages are counted more than once)",
     }

@@ -2,7 +2,7 @@
 the `torch.cuda` semantics that megatron-core expects, on the CPU.
 
 Promises: above this module the same code runs on gloo and on NCCL; where a CUDA device exists nothing is
-touched. `install()` comes before the first import of megatron-core (importing `megarl.megatron` sees to it).
+touched, but that megatron-core's fused functions are compiled for any number of tokens. `install()` comes before the first import of megatron-core (importing `megarl.megatron` sees to it).
 It knows nothing of models, ranks or configuration.
 
 Each patch says why it is there. They were written against megatron-core 0.19.2 and torch 2.13.0, whose CPU
@@ -12,6 +12,7 @@ so everything that would initialise CUDA is replaced, not only what is missing.
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import sys
 import types
@@ -72,12 +73,14 @@ def resolve_dtype(name: str | None) -> torch.dtype:
 
 @functools.cache
 def install() -> None:
-    """Give `torch.cuda` CPU semantics and import megatron-core under them; nothing where CUDA exists.
+    """Give `torch.cuda` CPU semantics and import megatron-core under them; where CUDA exists import it as it is.
 
     Calls after the first do nothing. Asserts that megatron-core is not imported yet: its modules bind
     `torch.compile` and `torch.cuda` names while they are imported.
     """
     if is_cuda():
+        with compiling_for_any_size():
+            importlib.import_module("megatron.core.jit")
         return
     assert "megatron.core" not in sys.modules, "platform.install() must come before megatron.core is imported"
     _patch_cuda_module()
@@ -288,6 +291,18 @@ def _patch_collectives() -> None:
         output.copy_(parts.sum(0))
 
     dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
+@contextlib.contextmanager
+def compiling_for_any_size() -> Iterator[None]:
+    """`torch.compile` for sizes that are not known. Micro-batches have different numbers of tokens: megatron-core's fusions, which take
+    `torch.compile` as it is when its module `jit` is imported, would be compiled for the first number and again for others."""
+    original = torch.compile
+    torch.compile = functools.partial(original, dynamic=True)
+    try:
+        yield
+    finally:
+        torch.compile = original
 
 
 @contextlib.contextmanager

@@ -254,3 +254,19 @@ def test_the_reward_rises_with_every_estimator_and_policy_loss() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     runs = json.loads((ROOT / "outputs/algorithms/results.json").read_text())["results"]
     assert len(runs) == 10 and all(run["last"] > run["first"] for run in runs)
+
+
+def test_gpu_single_asks_for_the_gpu_that_torch_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of several that a machine has: torch's device 0 need not be nvidia-smi's."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = importlib.import_module("gpu_single")
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "asked $*"\n')
+    (tmp_path / "python").write_text("#!/bin/sh\necho 8c2b-1f\n")
+    for file in tmp_path.iterdir():
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(module.sys, "executable", str(tmp_path / "python"))
+    module.first_gpu.cache_clear()
+    asked = "asked --id=GPU-8c2b-1f --query-gpu=memory.used --format=csv,noheader,nounits"
+    assert module.ask_gpu("memory.used") == asked
+    module.first_gpu.cache_clear()

@@ -160,3 +160,27 @@ def test_collectives_of_unequal_parts(ranks: RankPool) -> None:
     for rank, (gathered, summed) in enumerate(ranks.run(_exchange_unequal_parts, world=3)):
         assert gathered == [[], [[1.0, 1.0]], [[2.0, 2.0]] * 2]
         assert summed == [[3.0 * rank + 1 + 2 + 3] * 2] * rank
+
+
+def test_fused_functions_are_compiled_once_for_all_numbers_of_tokens() -> None:
+    """A decorator that is taken within, as megatron-core's, and one that is not; dynamo counts what it hands to its backend."""
+    code = """
+import torch
+from torch._dynamo.testing import CompileCounter
+from megarl.platform import compiling_for_any_size
+
+def compilations(decorator):
+    counter = CompileCounter()
+    function = decorator(lambda y: torch.nn.functional.silu(y[..., :8]) * y[..., 8:], backend=counter)
+    for tokens in (5, 7, 64, 33):
+        function(torch.ones(tokens, 1, 16))
+    return counter.frame_count
+
+with compiling_for_any_size():
+    within = torch.compile
+print(compilations(within), compilations(torch.compile))
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    once, twice = map(int, done.stdout.split())
+    assert (once, twice) == (1, 2)

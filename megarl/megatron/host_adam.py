@@ -13,7 +13,6 @@ KeyError and nothing of it could be tested. It also wants four bytes a weight mo
 the link with 12 bytes in both directions here, with 4 in one and 2 in the other there, but there the host's processors compute.
 """
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from megarl import platform
+from megarl.megatron.host_memory import host_tensor
 
 SLOTS = 3  # buckets on the device
 BUCKET = 8 << 20  # elements, each with up to 12 bytes
@@ -125,8 +125,8 @@ class HostAdam:
             if copied:
                 num_copied = at
         self.held, self.filled = tuple(held), False
-        self.moments = tuple(_host_tensor(at, self) for _ in MOMENTS)
-        self.copies = _host_tensor(num_copied, self)
+        self.moments = tuple(host_tensor(at, self) for _ in MOMENTS)
+        self.copies = host_tensor(num_copied, self)
         self.buckets = _cut(self.held, slots.bucket)
         self.read_weights()
         for entry in self.held:
@@ -253,29 +253,6 @@ def _cut(held: Sequence[_Held], bucket: int) -> list[list[_Piece]]:
             begin, end = max(entry.at, index * bucket), min(entry.stop, (index + 1) * bucket)
             buckets[index].append(_Piece(entry, begin - entry.at, begin - index * bucket, end - begin))
     return buckets
-
-
-def _host_tensor(numel: int, owner: object) -> torch.Tensor:
-    """Zeros on the host, page-locked on a GPU as long as `owner` is there.
-
-    Torch's own page-locked memory comes in powers of two: of tens of gigabytes up to a half would be lost.
-    """
-    tensor = torch.zeros(numel, dtype=torch.float32, device="cpu")
-    if platform.is_cuda() and numel:
-        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        if code:
-            raise RuntimeError(
-                f"{tensor.nbytes / 2**30:.1f} GiB of the host's memory for optimizer states cannot be page-locked (CUDA error "
-                f"{code}): has the machine so much, and may the process lock it?"
-            )
-        # Holds the tensor too: memory that is freed must not be page-locked any more.
-        weakref.finalize(owner, _unlock, tensor).atexit = False
-    return tensor
-
-
-def _unlock(tensor: torch.Tensor) -> None:
-    code = int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr()))
-    assert not code, f"CUDA error {code}"
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,10 @@ from megarl import platform
 from megarl.megatron.build import unwrap
 from megarl.megatron.checkpoint_optimizer import parts_of
 from megarl.megatron.host_adam import HostAdam
+from megarl.megatron.host_memory import HostRoom
 from megarl.megatron.layers_used import drop_dummy_gradients
 
-# Pinned memory is allocated in powers of two: in chunks, little more is taken than is needed.
+# Of a copy, so that on a CPU little more memory is taken than is needed while contents are in both places.
 CHUNK_BYTES = 64 << 20
 
 Chunks = list[GPTModel] | list[DistributedDataParallel]
@@ -36,22 +37,35 @@ class Offloadable:
     Attributes:
         tensors: lists those that exist now (Adam's states are made by its first step).
         excluded: lists others; what shares a storage with one of these does not move.
-        host: by storage, its contents while it is empty, in chunks; kept for the next time where it is pinned.
+        constant: whether contents never change: those that the host keeps are not copied out again.
+        keeps: whether the host keeps its memory, and what is in it, while the tensors are on the device: page-locked, on a GPU.
+        host: by storage, its contents while it is empty, in chunks.
+        room: for them, if the host keeps it.
     """
 
     tensors: Callable[[], Iterable[torch.Tensor]]
     excluded: Callable[[], Iterable[torch.Tensor]] = tuple
+    constant: bool = False
+    keeps: bool = field(default_factory=platform.is_cuda)
     resident: bool = True
     host: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    room: HostRoom | None = None
+
+    def reserve(self) -> None:
+        """Begin to make room on the host for the tensors that exist now, where it is kept; the process does not wait for it."""
+        needed = self.device_bytes()
+        if self.keeps and (self.room is None or self.room.nbytes != needed):
+            self.host, self.room = {}, None  # freed before more is taken
+            self.room = HostRoom(needed)
 
     def offload(self) -> None:
         """Move to the host; the device's memory is free afterwards, for other processes too."""
         assert self.resident
         storages = self._storages()
-        self.host = {storage._cdata: self._host_chunks(storage) for storage in storages}
-        for storage in storages:
-            for chunk, copy in zip(_chunks(storage), self.host[storage._cdata], strict=True):
-                copy.copy_(chunk, non_blocking=True)
+        if self._make_room(storages) or not self.constant:
+            for storage in storages:
+                for chunk, copy in zip(_chunks(storage), self.host[storage._cdata], strict=True):
+                    copy.copy_(chunk, non_blocking=True)
         torch.cuda.synchronize()
         for storage in storages:
             storage.resize_(0)
@@ -68,7 +82,7 @@ class Offloadable:
                 chunk.copy_(copy, non_blocking=True)
         torch.cuda.synchronize()
         self.resident = True
-        if not platform.is_cuda():
+        if not self.keeps:
             self.host.clear()
 
     def require(self) -> None:
@@ -92,14 +106,25 @@ class Offloadable:
         }
         return [storage for key, storage in found.items() if key not in others]
 
-    def _host_chunks(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
-        """Room for its contents: that of the last time, if there is one of the same size."""
-        sizes = [chunk.numel() for chunk in _chunks(storage)]
-        kept = self.host.get(storage._cdata, [])
-        if [copy.numel() for copy in kept] == sizes:
-            return kept
-        pinned = platform.is_cuda()
-        return [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes]
+    def _make_room(self, storages: list[torch.UntypedStorage]) -> bool:
+        """Have `host` for these storages; False: it is that of the last time."""
+        sizes = {storage._cdata: [chunk.numel() for chunk in _chunks(storage)] for storage in storages}
+        kept = {key: [copy.numel() for copy in copies] for key, copies in self.host.items()}
+        if kept == sizes:
+            return False
+        self.reserve()
+        if self.room is None:
+            self.host = {
+                key: [torch.empty(size, dtype=torch.uint8, device="cpu") for size in parts]
+                for key, parts in sizes.items()
+            }
+        else:
+            wholes = self.room.take().split([sum(parts) for parts in sizes.values()])
+            self.host = {
+                key: list(whole.split(parts))
+                for (key, parts), whole in zip(sizes.items(), wholes, strict=True)
+            }
+        return True
 
 
 @dataclass
@@ -171,9 +196,13 @@ class HostStates:
         return sum(adam.host_bytes() for adam in self.adams)
 
 
-def weights_of(chunks: Chunks) -> Offloadable:
-    """The parameters of a model, trained or not; buffers (rope frequencies, the routers' biases) stay."""
-    return Offloadable(lambda: _parameters(chunks))
+def weights_of(chunks: Chunks, *, constant: bool = False) -> Offloadable:
+    """The parameters of a model, trained or not; buffers (rope frequencies, the routers' biases) stay.
+
+    Args:
+        constant: whether nothing ever changes them once they are loaded.
+    """
+    return Offloadable(lambda: _parameters(chunks), constant=constant)
 
 
 def frozen_of(chunks: Chunks, trained: Sequence[torch.Tensor]) -> Offloadable:

@@ -55,6 +55,13 @@ class StepResult:
     ok: bool
     loss_scale: float | None = None
 
+    def numbers(self) -> dict[str, float]:
+        """What is logged beside the losses: grad_norm, lr, and in float16 loss_scale and skipped (1 for a step that was left out, 0)."""
+        found = {"grad_norm": self.grad_norm, "lr": self.lr}
+        if self.loss_scale is not None:
+            found |= {"loss_scale": self.loss_scale, "skipped": float(not self.ok)}
+        return found
+
 
 @torch.no_grad()
 def forward_only(

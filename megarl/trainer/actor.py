@@ -31,7 +31,7 @@ from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
 from megarl.rollout.packets import Address, SyncShare
 from megarl.trainer.blame import trajectory_names
-from megarl.trainer.model_worker import ModelWorker, RowColumns, Share, step_numbers
+from megarl.trainer.model_worker import ModelWorker, RowColumns, Share
 from megarl.trainer.ptx import PtxUpdate, pack_ptx, with_ptx
 from megarl.trainer.specs import ModelSpec, PolicyUpdate
 
@@ -62,7 +62,7 @@ class ActorWorker(ModelWorker):
             self.reference = unwrap(self.chunks)
         elif reference_path is not None:
             self.reference = self.load(reference_path, "lm", trainable=False)
-            self.parts["reference"] = weights_of(self.reference)
+            self.parts["reference"] = weights_of(self.reference, constant=True)
 
     def memory(self) -> list[dict[str, int]]:
         (found,) = super().memory()
@@ -191,7 +191,7 @@ class ActorWorker(ModelWorker):
                 batches = [*batches, *pack_ptx(self, texts, ptx, number)]
             names = partial(trajectory_names, table, shares[self.coords.dp])
             result = self.train(batches, head, loss, names)
-            steps.append({**result.stats, **step_numbers(result)})
+            steps.append({**result.stats, **result.numbers()})
             if first is not None:
                 steps[-1] |= reported_difference(
                     result.stats, largest_on_ranks(first), result.stats["actor/tokens"]

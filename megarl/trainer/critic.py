@@ -14,7 +14,7 @@ from megarl.megatron.packed import PackedBatch
 from megarl.megatron.value import value_head
 from megarl.trainer.actor import pack_weighted
 from megarl.trainer.blame import trajectory_names
-from megarl.trainer.model_worker import ModelWorker, RowColumns, Share, step_numbers
+from megarl.trainer.model_worker import ModelWorker, RowColumns, Share
 
 MicroBatchLoss = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -63,5 +63,5 @@ class CriticWorker(ModelWorker):
             batches = pack_weighted(self, table, shares[self.coords.dp], fields, aggregation, count)
             names = partial(trajectory_names, table, shares[self.coords.dp])
             result = self.train(batches, value_head, loss, names)
-            steps.append({**result.stats, **step_numbers(result)})
+            steps.append({**result.stats, **result.numbers()})
         return steps

@@ -13,7 +13,7 @@ from megarl.data.preferences import ranking_lengths
 from megarl.megatron.packed import PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
-from megarl.trainer.model_worker import ModelWorker, RowColumns, Share, step_numbers
+from megarl.trainer.model_worker import ModelWorker, RowColumns, Share
 from megarl.trainer.rankings import compared_chats
 
 
@@ -57,7 +57,7 @@ class DPOWorker(ModelWorker):
             return total / cp, {name: value / cp for name, value in sums.items()}
 
         result = self.train(batches, self.lm_head(), loss)
-        metrics = {**dpo_metrics(result.stats, table.num_rows), **step_numbers(result)}
+        metrics = {**dpo_metrics(result.stats, table.num_rows), **result.numbers()}
         return {
             **{f"train/{name}": value for name, value in metrics.items()},
             "perf/tokens": float(ranking_lengths(table).sum()),

@@ -5,6 +5,7 @@ What each phase needs, and what leaves the devices in others, is in `megarl.trai
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -106,6 +107,16 @@ class DeviceMemory:
                 return
             except WorkerLost as found:
                 failure = found
+
+    def reserve(self) -> None:
+        """Have models make room on their hosts for what will leave their GPUs: it takes minutes, in which other things begin."""
+        parts: dict[WorkerGroup, list[str]] = defaultdict(list)
+        for owner in self.owners:
+            if owner.movable and not owner.name.startswith("rollout_"):
+                parts[owner.group].append(owner.part)
+        self.run.wait(
+            [call for group, names in parts.items() for call in group.call("reserve_memory", names)]
+        )
 
     def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         """In which phases `roles` are updated: (phase, roles), all at once unless they make room for each other."""

@@ -70,15 +70,6 @@ RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
 """Row numbers, and by column (flat values, offsets) of one list for each of these rows."""
 
 
-def step_numbers(result: StepResult) -> dict[str, float]:
-    """What is logged of an optimizer step beside its losses: grad_norm, lr, and in float16 loss_scale and skipped (1 for
-    a step that was left out, 0)."""
-    numbers = {"grad_norm": result.grad_norm, "lr": result.lr}
-    if result.loss_scale is not None:
-        numbers |= {"loss_scale": result.loss_scale, "skipped": float(not result.ok)}
-    return numbers
-
-
 class ModelWorker:
     """One rank. Every method is called on all ranks of the role at once."""
 
@@ -90,9 +81,8 @@ class ModelWorker:
         self.info, self.spec = info, spec
         if not platform.is_cuda():
             keep_freed_memory()
-        self.layers = layers_text()
         if base is None:
-            print(f"layers: {self.layers}")
+            print(f"layers: {self.layers_used()}")
         load_plugins(spec.plugins)
         self.layout = ParallelLayout.from_config(spec.megatron, info.world_size)
         if base is None:
@@ -133,6 +123,7 @@ class ModelWorker:
                 self.chunks, spec.optim, num_steps=spec.num_updates
             )
         self.parts = self._parts(owns_model=base is None)
+        self.reserved: list[Offloadable] = []
         self.saving: Saving | None = None
         self.profile: Profile | None = None
         self.base_model: BaseModel | None = None  # found out by the first save or load
@@ -173,7 +164,7 @@ class ModelWorker:
 
     def layers_used(self) -> str:
         """Which layers the model is made of, in words."""
-        return self.layers
+        return layers_text()
 
     def own_tensors(self) -> Mapping[str, torch.Tensor]:
         """This rank's local tensors, adapters beside the weights; what is held in float8 is made when it is asked for."""
@@ -212,6 +203,13 @@ class ModelWorker:
     def read_value_head(self, path: str, weight: torch.Tensor) -> None:
         """Fill a head that was put on another rank's model, if the Hugging Face folder has one."""
         load_value_head(path, weight)
+
+    def reserve_memory(self, parts: list[str]) -> None:
+        """Begin to make room on the host for `parts`, which will be released again and again; for what does not exist yet after
+        the first step."""
+        self.reserved = [part for name in parts if isinstance(part := self.parts[name], Offloadable)]
+        for part in self.reserved:
+            part.reserve()
 
     def release_memory(self, parts: list[str]) -> None:
         """Free the device memory of `parts` (of `self.parts`)."""
@@ -268,12 +266,7 @@ class ModelWorker:
 
     def _packing(self) -> dict[str, object]:
         layout = self.layout
-        return {
-            "tp": layout.tp,
-            "cp": layout.cp,
-            "cp_rank": self.coords.cp,
-            "sequence_parallel": layout.sp,
-        }
+        return {"tp": layout.tp, "cp": layout.cp, "cp_rank": self.coords.cp, "sequence_parallel": layout.sp}
 
     def forward_columns(
         self,
@@ -324,6 +317,9 @@ class ModelWorker:
             if part in self.parts:
                 self.parts[part].require()
         result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
+        for part in self.reserved:  # the first step makes the optimizer's states
+            part.reserve()
+        self.reserved = []
         if result.ok:
             return result
         if result.loss_scale is None:

@@ -14,7 +14,7 @@ from megarl.megatron.texts import text_values
 from megarl.megatron.value import value_head
 from megarl.models.table import VALUE_HEAD
 from megarl.models.weight_files import stored_tensors
-from megarl.trainer.model_worker import Share, step_numbers
+from megarl.trainer.model_worker import Share
 from megarl.trainer.rankings import compared_texts
 from megarl.trainer.reward_worker import RewardModelWorker
 from megarl.trainer.specs import ModelSpec
@@ -61,7 +61,7 @@ class RMWorker(RewardModelWorker):
             return total / cp, {name: value / cp for name, value in sums.items()}
 
         result = self.train(batches, value_head, loss)
-        metrics = {**preference_metrics(result.stats, table.num_rows), **step_numbers(result)}
+        metrics = {**preference_metrics(result.stats, table.num_rows), **result.numbers()}
         return {
             **{f"train/{name}": value for name, value in metrics.items()},
             "perf/tokens": float(ranking_lengths(table).sum()),

@@ -96,6 +96,8 @@ def start_roles(
     join = partial(connect, run, actor.group, engines, sync, timeout, skip)
     facts = join()
     memory = device_memory(config, run, actor, engines, critic, ref, reward_model, trains=trains)
+    if gpu_pools(run):
+        memory.reserve()
     restarts = EngineRestarts(
         run,
         engines,

@@ -9,7 +9,7 @@ from megarl.megatron.build import unwrap
 from megarl.megatron.packed import PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.step import forward_only
-from megarl.trainer.model_worker import ModelWorker, Share, step_numbers
+from megarl.trainer.model_worker import ModelWorker, Share
 
 
 class SFTWorker(ModelWorker):
@@ -27,7 +27,7 @@ class SFTWorker(ModelWorker):
         assert result.stats["tokens"] == num_learnt, (result.stats, num_learnt)
         return {
             "train/loss": result.stats["loss"] / num_learnt,
-            **{f"train/{name}": value for name, value in step_numbers(result).items()},
+            **{f"train/{name}": value for name, value in result.numbers().items()},
             "perf/tokens": float(sum(len(ids) for ids in table["input_ids"])),
         }
 

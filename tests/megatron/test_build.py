@@ -287,6 +287,6 @@ def test_what_megatron_computes_otherwise_is_refused_by_name(changes: dict[str, 
 def test_context_parallelism_on_a_gpu_needs_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "is_cuda", lambda: True)
     monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", False)
-    check_layout(KINDS["dense"], ParallelLayout(world=2, tp=2))
+    check_layout(CONFIG, ParallelLayout(world=2, tp=2))
     with pytest.raises(ValueError, match="context_parallel_size=2 needs Transformer Engine on GPUs"):
-        check_layout(KINDS["dense"], ParallelLayout(world=2, cp=2))
+        check_layout(CONFIG, ParallelLayout(world=2, cp=2))

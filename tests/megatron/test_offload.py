@@ -1,5 +1,6 @@
 """Training with its memory moved away and back between steps: the same bits, and the memory really is gone."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -152,3 +153,71 @@ def test_a_gpus_memory_is_free_for_other_processes() -> None:
         for tensor, wanted in zip(tensors, expected, strict=True):
             assert torch.equal(tensor.cpu(), wanted)
     assert addresses == [copy.data_ptr() for copies in part.host.values() for copy in copies]
+
+
+class Driver:
+    """What page-locks memory, as CUDA's does: by address and bytes."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.num_calls = 0
+        self.goes_on = threading.Event()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert self.goes_on.wait(60)
+        self.locked[address] = nbytes
+        self.num_calls += 1
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    return found
+
+
+def test_the_hosts_room_is_locked_once_and_in_one_piece_while_the_process_goes_on(driver: Driver) -> None:
+    tensors = [torch.arange(1000.0), torch.arange(77, dtype=torch.int16)]
+    wanted = [tensor.clone() for tensor in tensors]
+    part = Offloadable(lambda: tensors, keeps=True)
+    part.reserve()  # returns, though nothing is locked yet
+    assert driver.num_calls == 0
+    driver.goes_on.set()
+    for _ in range(2):
+        part.offload()
+        assert part.device_bytes() == 0
+        part.reload()
+        assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, wanted, strict=True))
+    assert (driver.num_calls, list(driver.locked.values())) == (1, [4000 + 154])
+    tensors.append(torch.ones(5))  # such as a state that the first step makes
+    part.offload()
+    assert list(driver.locked.values()) == [4000 + 154 + 20]  # what there was before is free
+    part.reload()
+    del part
+    assert driver.locked == {}
+
+
+def test_what_never_changes_is_copied_out_once(driver: Driver) -> None:
+    driver.goes_on.set()
+    for constant, expected in ((True, 1.0), (False, 2.0)):
+        tensor = torch.ones(10)
+        part = Offloadable(lambda tensor=tensor: [tensor], constant=constant, keeps=True)
+        part.offload()
+        part.reload()
+        tensor.fill_(2.0)
+        part.offload()
+        part.reload()
+        assert tensor.tolist() == [expected] * 10
+
+
+def test_memory_that_cannot_be_locked_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "cudaHostRegister", lambda *args: 2)
+    tensor = torch.ones(10)
+    part = Offloadable(lambda: [tensor], keeps=True)
+    with pytest.raises(RuntimeError, match=r"cannot be page-locked \(CUDA error 2\)"):
+        part.offload()

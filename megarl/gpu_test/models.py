@@ -12,7 +12,11 @@ QWEN_HALF: dict[str, Any] = {
     "ffn_hidden_size": 4864, "max_position_embeddings": 32768, "tie_word_embeddings": True, "dtype": "bfloat16",
 }  # fmt: skip
 """Qwen2.5-0.5B's shape, for `make_model`."""
-TINY: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "ffn_hidden_size": 128}
+TINY: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 256, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "ffn_hidden_size": 512,
+}  # fmt: skip
+"""Small, but with heads of 64, which all kernels of attention take."""
 CONFIG = "qwen2.5-0.5b"
 
 

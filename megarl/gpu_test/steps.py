@@ -47,13 +47,6 @@ STEPS = (
         packages=("pytest", "pytest-timeout", "pytest-xdist"),
         checkout=True,
     ),
-    Step(
-        "plan",
-        "the plan's seconds of training phases, beside this GPU's",
-        "megarl.gpu_test.marked:run_plan",
-        packages=("pytest", "pytest-timeout", "pytest-xdist"),
-        checkout=True,
-    ),
     Step("kernels", "kernels beside the same in torch, forward and backward", "megarl.gpu_test.kernels:run"),
     Step(
         "engine",
@@ -77,6 +70,13 @@ STEPS = (
         "trainer",
         "a trainer alone at the lengths of published rows",
         "megarl.gpu_test.single:run_trainer",
+        checkout=True,
+    ),
+    Step(
+        "plan",
+        "the plan's seconds of training phases, beside this GPU's",
+        "megarl.gpu_test.marked:run_plan",
+        packages=("pytest", "pytest-timeout", "pytest-xdist"),
         checkout=True,
     ),
     Step(

@@ -1,5 +1,6 @@
 """Which steps run on which machine, and why others do not."""
 
+import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -80,3 +81,8 @@ def test_each_step_is_a_function_that_is_there() -> None:
     for step in STEPS:
         module, _, name = step.function.partition(":")
         assert callable(getattr(import_module(module), name))
+
+
+def test_the_page_has_the_steps_in_their_order() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "gpu.md").read_text()
+    assert re.findall(r"^\| `([a-z]+)` \|", page, re.MULTILINE) == [step.name for step in STEPS]

@@ -57,5 +57,9 @@ def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None
         "actor_weights",
         "critic_optimizer",
         "ref_weights",
+        "rollout_weights",
+        "rollout_kv_cache",
     }
-    assert [report["rank"] for report in printed["ranks"]] == [3, 3]
+    assert [(report["role"], report["rank"]) for report in printed["ranks"]] == [
+        ("actor", 3), ("critic", 3), ("rollout", 0),
+    ]  # fmt: skip

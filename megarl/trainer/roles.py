@@ -40,10 +40,12 @@ from megarl.trainer.model_roles import (
 )
 from megarl.trainer.restarts import EngineRestarts
 from megarl.trainer.run import Run
+from megarl.trainer.slow_start import telling
 from megarl.trainer.sync import SyncFacts, connect, sync_weights
 from megarl.trainer.turns import TurnsSpec, turns_spec
 
 ENGINE = "megarl.trainer.engine:EngineWorker"
+ENGINE_LOG = "rollout-rank0.log"  # of the first engine
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def start_roles(
     if way is not None:
         run.say(way)
     sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
-    with run.status("starting models and rollout engines"):
+    with run.status("starting models and rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
         start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
         # A nursery has the models' imports before the engines'.
         last = kinds.ENGINE in run.nurseries and not freed

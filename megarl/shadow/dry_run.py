@@ -23,7 +23,9 @@ from rich.table import Table
 
 from megarl.config import TrainConfig
 from megarl.config.model_fit import check_models
+from megarl.files import whole_file
 from megarl.shadow import device
+from megarl.shadow.page import page
 from megarl.shadow.process import Request
 from megarl.trainer.memory_command import read_inputs
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs, model_use, plan_memory
@@ -74,6 +76,9 @@ def run(options: argparse.Namespace) -> int:
     reports = run_ranks(options.recipe, options.overrides, ranks, card=card)
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]
+    if options.html is not None:
+        with whole_file(Path(options.html)) as temporary:
+            temporary.write_text(page(options.recipe, found, reports, options.tolerance), encoding="utf-8")
     if options.json:
         print(json.dumps({"comparisons": [asdict(row) for row in found], "ranks": reports}, indent=2))
     else:

@@ -60,6 +60,7 @@ class RankReport:
     Attributes:
         stage: of the pipeline.
         parts: bytes on the device by owner ("weights", "gradients", "optimizer", ...), after an update.
+        saved, sent: bytes of tensors in its file of a checkpoint, and packed for the engines.
         moved: by part, as it left the device and came back.
         released: bytes that stay when all parts have left the device; `kept_by` says which lines made them.
         seconds: of a processor. host_peak: bytes of this process.
@@ -73,6 +74,8 @@ class RankReport:
     transformer_engine: bool
     parts: dict[str, int]
     phases: dict[str, PhaseReport]
+    saved: int
+    sent: int
     moved: dict[str, Moved]
     released: int
     kept_by: list[tuple[Made, int]]
@@ -163,10 +166,8 @@ def _run(
             gc.collect()
         phases[name] = _phase_report(phase)
     (parts,) = worker.memory()
-    if worker.spec.optim is not None:
-        transfers.save_and_load(worker, tracker)
-    if isinstance(worker, ActorWorker):
-        transfers.send(config, use.config, worker, tracker)
+    saved = transfers.save_and_load(worker, tracker) if worker.spec.optim is not None else 0
+    sent = transfers.send(config, use.config, worker, tracker) if isinstance(worker, ActorWorker) else 0
     for name in ("save", "load", "sync"):
         if name in tracker.phases:
             phases[name] = _phase_report(tracker.phases[name])
@@ -180,6 +181,8 @@ def _run(
         transformer_engine=has_transformer_engine(),
         parts=parts,
         phases=phases,
+        saved=saved,
+        sent=sent,
         moved=released.parts,
         released=sum(released.stays.values()),
         kept_by=list(released.stays.items())[:LARGEST_LINES],

@@ -41,10 +41,10 @@ FLOORS = {
     "cluster": 6,
     "memory": 6,
     "trainer": 7,
-    "shadow": 8,
+    "shadow": 9,
     "report": 8,
-    "cli": 9,
-    "__main__": 10,
+    "cli": 10,
+    "__main__": 11,
 }
 HEAVY = {"torch", "transformers", "ray", "megatron", "sglang"}
 # What a room must not know, wherever in a file the import stands.

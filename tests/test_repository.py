@@ -42,11 +42,11 @@ FLOORS = {
     "cluster": 6,
     "memory": 6,
     "trainer": 7,
-    "shadow": 8,
+    "shadow": 9,
     "report": 8,
-    "gpu_test": 9,
-    "cli": 10,
-    "__main__": 11,
+    "gpu_test": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 HEAVY = {"torch", "transformers", "ray", "megatron", "sglang"}
 # What a room must not know, wherever in a file the import stands.

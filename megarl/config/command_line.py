@@ -332,6 +332,8 @@ def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument("--agree", action="store_true", help=text)
     text = "with --dry-run: exit code 1 where the plan is too small by more; default: 5"
     command.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help=text)
+    text = "with --dry-run: write a page of each rank's peak by owner and by line, plan beside dry run"
+    command.add_argument("--html", metavar="FILE", help=text)
     command.add_argument("--json", action="store_true", help="print JSON, in bytes")
     command.set_defaults(run=run)
 

@@ -23,8 +23,10 @@ from rich.table import Table
 
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.model_fit import check_models
+from megarl.files import whole_file
 from megarl.shadow import device, engine
 from megarl.shadow.agreement import agreements, all_ranks, lines
+from megarl.shadow.page import page
 from megarl.shadow.process import SHARED, Request
 from megarl.trainer.memory_command import plan_of, read_planned
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
@@ -93,6 +95,9 @@ def run(options: argparse.Namespace) -> int:
             options.recipe, options.overrides, together, card=card, command=options.command, together=True
         )
         fit = agreements(of_all)
+    if options.html is not None:
+        with whole_file(Path(options.html)) as temporary:
+            temporary.write_text(page(options.recipe, found, reports, options.tolerance), encoding="utf-8")
     if options.json:
         agreed = {role: asdict(agreement) for role, agreement in fit.items()}
         told = {"comparisons": [asdict(row) for row in found], "agreement": agreed, "ranks": reports}

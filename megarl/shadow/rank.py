@@ -53,6 +53,7 @@ class RankReport:
     Attributes:
         stage: of the pipeline.
         parts: bytes on the device by owner ("weights", "gradients", "optimizer", ...), after an update.
+        saved, sent: bytes of tensors in its file of a checkpoint, and packed for the engines.
         moved: by part, as it left the device and came back.
         released: bytes that stay when all parts have left the device; `kept_by` says which lines made them.
         seconds: of a processor. host_peak: bytes of this process.
@@ -67,6 +68,8 @@ class RankReport:
     transformer_engine: bool
     parts: dict[str, int]
     phases: dict[str, PhaseReport]
+    saved: int
+    sent: int
     moved: dict[str, Moved]
     released: int
     kept_by: list[tuple[Made, int]]
@@ -163,11 +166,12 @@ def _run(
             gc.collect()
         phases[step.name] = _phase_report(phase, _held(worker) - held)
     (parts,) = worker.memory()
+    saved = sent = 0
     if worker.spec.optim is not None and not uneven:
-        transfers.save_and_load(worker, tracker)
+        saved = transfers.save_and_load(worker, tracker)
         if isinstance(worker, ActorWorker):
             assert isinstance(config, TrainConfig)
-            transfers.send(config, inputs.model, worker, tracker)
+            sent = transfers.send(config, inputs.model, worker, tracker)
     for name in ("save", "load", "sync"):
         if name in tracker.phases:
             phases[name] = _phase_report(tracker.phases[name], grown=0)
@@ -181,6 +185,8 @@ def _run(
         transformer_engine=has_transformer_engine(),
         parts=parts,
         phases=phases,
+        saved=saved,
+        sent=sent,
         moved=released.parts,
         released=sum(released.stays.values()),
         kept_by=list(released.stays.items())[:LARGEST_LINES],

@@ -55,32 +55,36 @@ class Released:
     stays: dict[Made, int]
 
 
-def save_and_load(worker: ModelWorker, tracker: Tracker) -> None:
-    """Save the rank's states and load them, as phases "save" and "load"."""
+def save_and_load(worker: ModelWorker, tracker: Tracker) -> int:
+    """Save the rank's states and load them, as phases "save" and "load"; returns the bytes of the tensors in its file."""
     from megarl.trainer.rank_states import rank_states
 
     if worker.spec.adapted:  # else its files are looked at, which a recipe need not have
         worker.base_model = BaseModel(worker.spec.path, "")
-    with tempfile.TemporaryDirectory() as folder, _without_bytes():
+    with tempfile.TemporaryDirectory() as folder, _without_bytes() as sizes:
         with tracker.phase("save"):
             checkpoint.save_states(folder, rank_states(worker))
             gc.collect()
         with tracker.phase("load"):
             checkpoint.load_states(folder, rank_states(worker))
             gc.collect()
+    return sum(sizes)
 
 
 @contextmanager
-def _without_bytes() -> Iterator[None]:
-    """A checkpoint of one rank whose tensors take room in its file and have no bytes there."""
+def _without_bytes() -> Iterator[list[int]]:
+    """A checkpoint of one rank whose tensors have a place in its file and no bytes there; yields their sizes, as they are saved."""
     objects: dict[tuple[str, int], Any] = {}
+    sizes: list[int] = []
 
     def save(value: Any, file: Any) -> tuple[int, int]:
         start = file.tell()
+        file.write(b"\0")
         if isinstance(value, torch.Tensor):
             assert value.device.type == "cpu", "what is written is in the host's memory"
-        objects[Path(file.name).name, start] = None if isinstance(value, torch.Tensor) else value
-        file.write(b"\0")
+            sizes.append(value.nbytes)
+        else:
+            objects[Path(file.name).name, start] = value
         return start, 1
 
     def load(reader: dcp.DCPReader, chunk: Chunk) -> torch.Tensor:
@@ -102,7 +106,7 @@ def _without_bytes() -> Iterator[None]:
         patch.object(checkpoint, "_gather", gather),
         patch.object(checkpoint, "_check_whole", lambda held, shapes: None),  # of one rank it is not
     ):
-        yield
+        yield sizes
 
 
 def _nothing_of(value: Any) -> Any:
@@ -122,8 +126,8 @@ class _ToNobody(Outbox):
     def _wait_taken(self, version: int, bucket: int, sent: Sent) -> None: ...
 
 
-def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: Tracker) -> None:
-    """Pack a version of the weights for the engines as phase "sync"; the slots' memory stays."""
+def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: Tracker) -> int:
+    """Pack a version of the weights for the engines as phase "sync", and give the slots up; returns the bytes of its slices."""
     policy = config.actor_rollout_ref
     sync = configured_sync(config, model, policy.rollout)
     freed = frees_engines(config, config.resource_pools)
@@ -135,12 +139,13 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
     with tracker.phase("sync"), tempfile.TemporaryDirectory() as folder:
         worker.outbox = _ToNobody(share, folder, "127.0.0.1", "cuda", 1.0)
         held = {ENGINE: None} if policy.rollout.sync_skip_unchanged else None
-        worker.send_weights(1, held, merged=adapters is None)
+        sent = worker.send_weights(1, held, merged=adapters is None)
         if held is not None:
             worker.send_weights(2, {ENGINE: 1}, merged=adapters is None)
         worker.outbox.close()
         worker.outbox = None
         gc.collect()
+    return sent.bytes_sent
 
 
 def _buckets(slices: Sequence[Slice], limit: int) -> tuple[tuple[Parcel, ...], ...]:

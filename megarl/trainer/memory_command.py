@@ -32,6 +32,8 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} is {getattr(options, name):g} GiB; it must be at least 0"
             )
+    if options.html is not None:
+        raise ValueError(f"--html {options.html} is of shadow ranks: give --dry-run, too")
     if options.max_nodes < 1:
         raise ValueError(f"--max-nodes is {options.max_nodes}; it must be at least 1")
     config, inputs = read_planned(options.recipe, options.overrides, options.command)

@@ -26,7 +26,7 @@ from megarl.config.model_fit import check_models
 from megarl.files import whole_file
 from megarl.shadow import device, engine
 from megarl.shadow.agreement import agreements, all_ranks, lines
-from megarl.shadow.page import page
+from megarl.shadow.page import fullest, page
 from megarl.shadow.process import SHARED, Request
 from megarl.trainer.memory_command import plan_of, read_planned
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
@@ -294,7 +294,7 @@ def print_comparison(
 
 def _details(report: Mapping) -> Iterator[str]:
     layers = "Transformer Engine's" if report["transformer_engine"] else "megarl's own in torch"
-    last = "update" if "update" in report["phases"] else "evaluate"
+    last = fullest(report)
     yield (
         f"{report['role']} rank {report['rank']} of {report['world_size']}: layers {layers}; {report['num_operations']:,} operations, "
         f"{report['flops'][last] / 1e12:,.2f} TFLOP and {len(report['log']):,} collectives; {report['seconds']:.0f} s of a processor"

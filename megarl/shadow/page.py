@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.report.html import render
+from megarl.shadow import engine
 from megarl.trainer.memory_plan import GIB
 
 if TYPE_CHECKING:
@@ -27,27 +28,39 @@ def page(recipe: str, found: Sequence[Comparison], reports: Sequence[Mapping], t
         tolerance: percent by which a plan may be too small.
     """
     names = list(dict.fromkeys(row.rank for row in found))
-    wrong = [row for row in found if row.difference < -tolerance / 100]
+    small = [row for row in found if row.difference < -tolerance / 100]
+    unfit = [problem for report in reports for problem in report.get("problems", ())]
     charts: list[dict[str, Any]] = []
     ranks = []
     for name, report in zip(names, reports, strict=True):
         rows = [row for row in found if row.rank == name]
-        charts += [_owners(name, rows), _lines(name, report)]
-        largest = report["phases"]["update"]["largest"]
+        of_engine = report["role"] == engine.ROLE
+        largest = [] if of_engine else report["phases"][fullest(report)]["largest"]
         ranks.append(
             {
                 "name": name,
-                "owners": len(charts) - 2,
-                "lines": len(charts) - 1,
+                "charts": range(len(charts), len(charts) + (1 if of_engine else 2)),
                 "rows": [_cells(row) for row in rows],
                 "largest": [[_size(size), made[0], f"{made[2]}, {made[1]}"] for made, size in largest],
-                "facts": _facts(report),
+                "facts": list(engine.details(report)) if of_engine else _facts(report),
             }
         )
+        charts.append(_owners(name, rows))
+        if not of_engine:
+            charts.append(_lines(name, report))
     context = {
         "title": f"{recipe}: plan and dry run",
-        "verdict": "the plan is too small" if wrong else "the plan holds",
-        "wrong": [f"{row.rank}: {row.owner} in {row.phase}, {row.difference:+.1%}" for row in wrong],
+        "verdict": (
+            "the plan is too small"
+            if small
+            else "weights do not fit the engines"
+            if unfit
+            else "the plan holds"
+        ),
+        "wrong": [
+            *(f"{row.rank}: {row.owner} in {row.phase}, {row.difference:+.1%}" for row in small),
+            *unfit,
+        ],
         "note": NOTE,
         "ranks": ranks,
         "charts": charts,
@@ -55,13 +68,19 @@ def page(recipe: str, found: Sequence[Comparison], reports: Sequence[Mapping], t
     return render("shadow.html", context, {"runs": [recipe], "charts": charts, "series": {}})
 
 
+def fullest(report: Mapping) -> str:
+    """The phase whose peak is told: an update's, or the evaluation's where the role has no other."""
+    return "update" if "update" in report["phases"] else "evaluate"
+
+
 def _owners(name: str, rows: Sequence[Comparison]) -> dict[str, Any]:
     """Two bars, a piece for each owner: what is there in an update at its peak."""
-    there = [row for row in rows if row.phase in ("always", "update")]
+    phases = {row.phase for row in rows}
+    there = [row for row in rows if row.phase in ("always", "update" if "update" in phases else "evaluate")]
     return {
         "kind": "rows",
-        "title": f"{name}: the update's peak by owner",
-        "about": "GiB; what is always there, and what the update takes beside it",
+        "title": f"{name}: the peak by owner",
+        "about": "GiB; what is always there, and what an update takes beside it, or an evaluation where there is none",
         "unit": "GiB",
         "rows": ["plan", "dry run"],
         "parts": [
@@ -82,13 +101,14 @@ def _owners(name: str, rows: Sequence[Comparison]) -> dict[str, Any]:
 def _lines(name: str, report: Mapping) -> dict[str, Any]:
     """A bar for each of the largest lines of code, in the colour of the phase in which it ran."""
     sizes: dict[str, dict[str, int]] = {}
-    for (phase, _, line), size in report["phases"]["update"]["largest"]:
+    peak = fullest(report)
+    for (phase, _, line), size in report["phases"][peak]["largest"]:
         by_phase = sizes.setdefault(line, {})
         by_phase[phase] = by_phase.get(phase, 0) + size
     phases = list(dict.fromkeys(phase for by_phase in sizes.values() for phase in by_phase))
     return {
         "kind": "rows",
-        "title": f"{name}: the update's peak by line",
+        "title": f"{name}: the peak by line, in phase {peak}",
         "about": "GiB on the device at the peak, by the line that made it and the phase in which it did",
         "unit": "GiB",
         "rows": list(sizes),

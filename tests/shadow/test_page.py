@@ -14,11 +14,18 @@ from tests.shadow.conftest import RECIPE
 MIB = 1 << 20
 
 
-def report() -> dict:
+ENGINE = {
+    "role": "rollout", "rank": 0, "world_size": 2, "model": "LlamaForCausalLM", "num_operations": 7, "kv_tokens": 900,
+    "seconds": 3.0, "num_parameters": 12, "problems": ["weight_scale_inv has no value"],
+}  # fmt: skip
+
+
+def report(role: str = "actor", phase: str = "update") -> dict:
     largest = [[["build", "aten.empty", "megarl.megatron.build:7 make"], 900 * MIB],
-               [["update", "aten.mm", "megarl.megatron.step:9 <lambda>"], 300 * MIB]]  # fmt: skip
+               [[phase, "aten.mm", "megarl.megatron.step:9 <lambda>"], 300 * MIB]]  # fmt: skip
     return {
-        "phases": {"update": {"peak": 300 * MIB, "left": 0, "largest": largest}},
+        "role": role,
+        "phases": {phase: {"peak": 300 * MIB, "left": 0, "largest": largest}},
         "released": 32 * MIB,
         "kept_by": [[["evaluate", "aten.empty", "te.gemm:62 workspace"], 32 * MIB]],
         "assumed": {"a float32 is 1, at megarl.step:3": 4},
@@ -53,3 +60,23 @@ def test_a_page_of_no_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["plan", "memory", str(RECIPE), "--html", str(tmp_path / "page.html")]) == 2
     assert "is of shadow ranks: give --dry-run, too" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_reference_has_an_evaluation_and_an_engine_its_own_facts() -> None:
+    rows = [
+        Comparison("ref 0 (stage 0)", "ref_weights", "always", 300 * MIB, 300 * MIB),
+        Comparison("ref 0 (stage 0)", "ref_evaluating", "evaluate", 290 * MIB, 300 * MIB),
+        Comparison("rollout 0", "rollout_weights", "always", 200 * MIB, 200 * MIB),
+    ]
+    text = page("recipe:one", rows, [report("ref", "evaluate"), ENGINE], tolerance=5)
+    charts = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])["charts"]
+    assert [chart["title"] for chart in charts] == [
+        "ref 0 (stage 0): the peak by owner", "ref 0 (stage 0): the peak by line, in phase evaluate",
+        "rollout 0: the peak by owner",
+    ]  # fmt: skip
+    assert [part["label"] for part in charts[0]["parts"]] == ["ref_weights", "ref_evaluating"]
+    assert (
+        "weights do not fit the engines" in text
+        and "LlamaForCausalLM" in text
+        and "weight_scale_inv has no value" in text
+    )

@@ -86,9 +86,9 @@ def test_ranks_with_uneven_experts_agree(cases) -> None:
     exchanges = [
         [one for one in log if one.operation == "alltoall_base_"] for log in logs(cases["experts"]).values()
     ]
-    assert all(len(of_rank) == len(exchanges[0]) > 10 for of_rank in exchanges)
+    assert all(len(of_rank) == len(exchanges[0]) >= 6 for of_rank in exchanges)
     uneven = [one for of_rank in exchanges for one in of_rank if len(set(one.sends)) > 1]
-    assert len(uneven) > 10
+    assert len(uneven) >= 8
     # What a rank expects is not what it sends: it was told by its peer.
     assert any(one.sends != one.expects for one in uneven)
 

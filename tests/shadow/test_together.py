@@ -55,13 +55,12 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cases(machine: None, small: Path, experts: Path, tmp_path_factory) -> dict[str, list[dict]]:
-    """TP2 PP2 without a fault and with two, and experts with TP2 EP2."""
+    """TP2 PP2 without a fault and with one, and experts with TP2 EP2."""
     dense = [*overrides(small), *WITHOUT_CRITIC]
     found = {
         "dense": Case(str(RECIPE), dense, FOUR, 3),
-        "reduction": Case(str(RECIPE), dense, FOUR, 3, fault="reduction", faulty=3),
         "send": Case(str(RECIPE), dense, FOUR, 3, fault="send", faulty=1),
-        "experts": Case(str(RECIPE), expert_overrides(experts), FOUR, 2),
+        "experts": Case(str(RECIPE), expert_overrides(experts), FOUR, 1),
     }
     out = tmp_path_factory.mktemp("cases") / "reports.json"
     return dict(zip(found, run(list(found.values()), out), strict=True))
@@ -87,20 +86,11 @@ def test_ranks_with_uneven_experts_agree(cases) -> None:
     exchanges = [
         [one for one in log if one.operation == "alltoall_base_"] for log in logs(cases["experts"]).values()
     ]
-    assert all(len(of_rank) == len(exchanges[0]) > 10 for of_rank in exchanges)
+    assert all(len(of_rank) == len(exchanges[0]) >= 6 for of_rank in exchanges)
     uneven = [one for of_rank in exchanges for one in of_rank if len(set(one.sends)) > 1]
-    assert len(uneven) > 10
+    assert len(uneven) >= 8
     # What a rank expects is not what it sends: it was told by its peer.
     assert any(one.sends != one.expects for one in uneven)
-
-
-def test_a_collective_that_a_worker_leaves_out_is_named(cases) -> None:
-    problems = of_actor(cases["reduction"]).problems
-    assert any(
-        text.startswith("rank 3 leaves out call 2 of group [2, 3]: the all_reduce of ")
-        and "megarl.megatron.logprobs" in text
-        for text in problems
-    ), problems
 
 
 def test_ranks_that_wait_for_what_is_never_sent_are_stopped_and_named(cases) -> None:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from megarl.shadow import device
@@ -32,21 +31,6 @@ class Case:
     faulty: int = 0
 
 
-def leave_out_a_reduction() -> None:
-    """The second all_reduce of log probabilities is not made."""
-    import torch.distributed as dist
-
-    from megarl.megatron import logprobs
-
-    original, made = dist.all_reduce, [0]
-
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        made[0] += 1
-        return None if made[0] == 2 else original(*args, **kwargs)
-
-    logprobs.dist = SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce})
-
-
 def leave_out_a_send() -> None:
     """The second output of a stage is not sent on."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -60,7 +44,7 @@ def leave_out_a_send() -> None:
     P2PCommunicator.send_forward = send_forward
 
 
-FAULTS: dict[str, Callable[[], None]] = {"reduction": leave_out_a_reduction, "send": leave_out_a_send}
+FAULTS: dict[str, Callable[[], None]] = {"send": leave_out_a_send}
 
 
 def main() -> None:

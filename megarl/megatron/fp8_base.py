@@ -173,8 +173,14 @@ class _Use:
     def end(self, layer: torch.nn.Module, inputs: tuple, output: object) -> None:
         """Forward hook, also after an error."""
         self._saving.close()
+        made = [layer._parameters[kind] for kind in self._kinds if kind in self._held]
         for name, held in self._held.items():
             layer._parameters[name] = held
+        for weight in made:
+            if weight.dtype != FP8:  # else an error came before it was made
+                # Transformer Engine 2.18 keeps the parameter itself for its backward pass, which never looks at it
+                # (module/layernorm_linear.py, `ctx.weight`).
+                weight.data = weight.data.new_empty(0)
         self._held.clear()
 
 

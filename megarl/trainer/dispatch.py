@@ -108,7 +108,7 @@ def first_pass_plan(plan: Plan, epochs: int) -> list[list[list[int]]]:
     """The mini-batches of the first of `plan`'s epochs one after the other, as one batch.
 
     Old log-probs computed in the very micro-batches of the first update equal the new ones bit for bit, so
-    that the ratio of an on-policy step is exactly 1.
+    that the ratio of an on-policy step is 1, on a CPU exactly (docs/reproducibility.md).
     """
     first = plan[: len(plan) // epochs]
     return [[micro for shares in first for micro in shares[dp]] for dp in range(len(plan[0]))]

@@ -2,15 +2,18 @@
 
 import gc
 import json
+import multiprocessing
 import weakref
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl import platform
 from megarl.config.lora_section import LoraConfig
 from megarl.hybrid_engine import load_hf_weights
 from megarl.layout.grid import ParallelLayout
@@ -237,3 +240,72 @@ def test_one_layer_at_a_time(ranks: RankPool, folders_of: Callable[[str], tuple[
     assert dense["building"] <= 4, "embedding, head and what is being made; not the 8 of the layers"
     (experts,) = ranks.run(_memory, folders_of("qwen3_moe")[0], world=1)
     assert experts["training"] == 8, "the experts of one layer"
+
+
+class KeepingProduct(torch.autograd.Function):
+    """x W^T. As Transformer Engine's layers with a norm it holds on to the parameter, beside what it saves of it."""
+
+    kept: torch.nn.Parameter
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.nn.Parameter) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.weight = KeepingProduct.kept = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad @ ctx.saved_tensors[0], None
+
+
+class KeepingLinear(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return KeepingProduct.apply(x, self.weight)
+
+
+def test_a_weight_is_gone_between_the_passes_though_a_layer_holds_on_to_it() -> None:
+    torch.manual_seed(0)
+    layer = KeepingLinear(24, 16, bias=False)
+    values, scales = in_blocks(layer.weight.detach(), lambda part: part.abs().max() / 448)
+    fp8_base.hold_in_float8(layer, ["weight"], (BLOCK, BLOCK))
+    layer.weight.data.copy_(values)
+    layer.get_parameter("weight" + SCALES).data.copy_(scales)
+    x = torch.randn(5, 24, requires_grad=True)
+    out = layer(x)
+    assert KeepingProduct.kept.untyped_storage().nbytes() == 0
+    assert torch.equal(out, x @ exact(values, scales).t())
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.ones(5, 16) @ exact(values, scales))
+    assert layer.weight.dtype == FP8 and layer.weight.shape == (16, 24)
+
+
+def _alone(rendezvous: str, results: Any, *args: Any) -> None:
+    """In a process of its own: `_train` as the one rank of this machine's backend."""
+    torch.distributed.init_process_group(
+        platform.backend(), init_method=f"file://{rendezvous}", rank=0, world_size=1
+    )
+    history, tensors = _train(0, 1, *args)
+    results.put((history, {name: tensor.cpu() for name, tensor in tensors.items()}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none")
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_adapters_on_a_gpu_are_those_on_the_dequantised_base(
+    folders_of, tmp_path: Path, recompute: str | None
+) -> None:
+    """With Transformer Engine's layers where they are installed, in bfloat16: the same kernels on the same weights."""
+    plain, rounded, _ = folders_of("qwen2")
+    options = {"dtype": torch.bfloat16, "recompute_granularity": recompute}
+    context, found = multiprocessing.get_context("spawn"), []
+    for folder, block in ((plain, BLOCK), (rounded, None)):
+        results = context.Queue()
+        arguments = (str(tmp_path / f"meet-{block}"), results, folder, LORA, {}, block, options)
+        process = context.Process(target=_alone, args=arguments)
+        process.start()
+        found.append(results.get(timeout=400))
+        process.join(60)
+    (history, tensors), (wanted, exact_tensors) = found
+    assert history == wanted
+    for name, tensor in exact_tensors.items():
+        assert torch.equal(tensors[name], tensor), name

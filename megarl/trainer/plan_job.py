@@ -129,7 +129,7 @@ def plan_job(
     if sync and _adapters(config, inputs) is None:
         plan = configured_sync(config, inputs.model, config.actor_rollout_ref.rollout)
         figures = report(plan, machine.links)
-        seconds = figures.reshard.seconds + _peer_seconds(config, machine)
+        seconds = figures.reshard.seconds + peer_seconds(config, inputs, machine)
     phases = step_phases(config, inputs, machine, memory, seconds, fused)
     return JobPlan(config, machine, memory, figures, phases)
 
@@ -152,11 +152,13 @@ def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine, pee
     shared = policy.actor.resource_pool == rollout.resource_pool
     near = shared and pools[rollout.resource_pool].nnodes == 1
     rate = machine.links["intra_node" if near else "inter_node"]
-    return size / rate + (_peer_seconds(config, machine) if peers and adapters is None else 0.0)
+    return size / rate + (peer_seconds(config, inputs, machine) if peers else 0.0)
 
 
-def _peer_seconds(config: TrainConfig, machine: Machine) -> float:
-    """Of the rounds in which an engine's rank meets the trainer's ranks that hold what no other of these does."""
+def peer_seconds(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> float:
+    """Of the rounds in which an engine's rank meets the trainer's ranks that hold what no other of these does; none for adapters alone."""
+    if _adapters(config, inputs) is not None:
+        return 0.0
     policy, pools = config.actor_rollout_ref, config.resource_pools
     pool = pools[policy.actor.resource_pool]
     layout = ParallelLayout.from_config(policy.actor.megatron, pool.nnodes * pool.n_gpus_per_node)

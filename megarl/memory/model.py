@@ -1,7 +1,7 @@
 """One Megatron model on its fullest ranks, stage by stage: what it holds, and what its passes take beside that."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from megarl.config.lora_section import LoraConfig
@@ -192,6 +192,7 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -
         # Gate and up, the gate's activation, their product; and the gathered input.
         dense = 4 * config.ffn_hidden_size // use.layout.tp + config.hidden_size
         parts.append(tokens * dense * item + 3 * hidden)
+    parts += [size + 3 * hidden for size in _evaluated_adapters(use, tensors, tokens)]
     if last and use.head == "lm":
         parts.append(_head(use, tokens))
     return max(parts, default=0) + _exact(use, tensors)
@@ -209,6 +210,15 @@ def _evaluated_attention(use: ModelUse, tokens: int) -> int:
     each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim
     latent = (mla.q_lora_rank or config.hidden_size) + mla.kv_lora_rank + mla.qk_rope_head_dim
     return tokens * use.itemsize * (heads * each + latent)
+
+
+def _evaluated_adapters(use: ModelUse, tensors: StageTensors, tokens: int) -> Iterator[int]:
+    """Of each layer with adapters: its output, what these add for each of its tensors, and the same put together; and the input."""
+    adapted = {slot.module for slot, _ in tensors.slots}
+    for tensor in tensors.weights:
+        if tensor.projection and tensor.name.rpartition(".")[0] in adapted:
+            count = _routed(use, tokens) if EXPERTS in tensor.name else tokens
+            yield count * (3 * tensor.shape[0] + tensor.shape[1]) * use.itemsize
 
 
 def _head(use: ModelUse, tokens: int) -> int:

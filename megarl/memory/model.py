@@ -1,7 +1,7 @@
 """One Megatron model on its fullest ranks, stage by stage: what it holds, and what its passes take beside that."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -196,18 +196,13 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, 
         routed = 4 * config.hidden_size + 3 * moe.ffn_hidden_size // use.layout.etp
         parts.append(_routed(use, tokens) * routed * item + 5 * hidden)
     if any(".mlp.linear_fc1" in name for name in names):
-        width, adapted = config.ffn_hidden_size // use.layout.tp, _adapts(tensors, ".mlp.linear_fc1")
-        # Gate and up, and their product; of adapters what they add to gate and up, before it is scaled and after.
-        dense = 6 * width if adapted else 3 * width
-        parts.append(tokens * dense * item + (4 if adapted or first else 3) * hidden)
+        # Gate and up, and their product.
+        dense = 3 * config.ffn_hidden_size // use.layout.tp
+        parts.append(tokens * dense * item + (4 if first else 3) * hidden)
+    parts += [size + 3 * hidden for size in _evaluated_adapters(use, tensors, tokens)]
     if last and use.head == "lm":
         parts.append(_head(use, tokens))
     return max(parts, default=0) + _exact(use, tensors)
-
-
-def _adapts(tensors: StageTensors, layer: str) -> bool:
-    """Whether linear layers of this end of their names have adapters."""
-    return any(slot.module.endswith(layer) for slot, _ in tensors.slots)
 
 
 def _evaluated_attention(use: ModelUse, tokens: int) -> int:
@@ -222,6 +217,15 @@ def _evaluated_attention(use: ModelUse, tokens: int) -> int:
     each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim
     latent = (mla.q_lora_rank or config.hidden_size) + mla.kv_lora_rank + mla.qk_rope_head_dim
     return tokens * use.itemsize * (heads * each + latent)
+
+
+def _evaluated_adapters(use: ModelUse, tensors: StageTensors, tokens: int) -> Iterator[int]:
+    """Of each layer with adapters: its output, what these add for each of its tensors, and the same put together; and the input."""
+    adapted = {slot.module for slot, _ in tensors.slots}
+    for tensor in tensors.weights:
+        if tensor.projection and tensor.name.rpartition(".")[0] in adapted:
+            count = _routed(use, tokens) if EXPERTS in tensor.name else tokens
+            yield count * (3 * tensor.shape[0] + tensor.shape[1]) * use.itemsize
 
 
 def _head(use: ModelUse, tokens: int) -> int:

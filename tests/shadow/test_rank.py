@@ -108,15 +108,6 @@ def test_a_rank_that_fails_is_told_with_its_role_and_rank(machine, model: Path) 
         run_ranks(str(RECIPE), broken, [("actor", 1)], num_processes=1)
 
 
-def test_adapters_train_on_a_base_in_float8(machine, model: Path) -> None:
-    """Transformer Engine looks at the types of all parameters of a layer, the scales' among them."""
-    lora = ["rank=8", "base_dtype=float8", "base_block=16"]
-    keys = [*overrides(model), *(f"actor_rollout_ref.model.lora.{key}" for key in lora), "critic=null",
-            "algorithm.adv_estimator=grpo"]  # fmt: skip
-    (report,) = run_ranks(str(RECIPE), keys, [("actor", 0)], num_processes=1)
-    assert report["parts"]["adapters"] > 0 and report["phases"]["update"]["left"] == 0
-
-
 def test_weights_gradients_are_added_to_the_float32_ones_within_the_products(reports) -> None:
     """Transformer Engine then gives autograd a dummy in a gradient's place, one for each shape of a weight; it leaves with the
     gradients (`test_a_released_rank_leaves_nothing_but_workspaces`)."""

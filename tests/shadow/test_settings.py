@@ -16,24 +16,29 @@ MEGATRON = f"{POLICY}.actor.megatron"
 GRPO = ("critic=null", "algorithm.adv_estimator=grpo")
 CASES = {
     "context parallel": [f"{MEGATRON}.pipeline_model_parallel_size=1", f"{MEGATRON}.context_parallel_size=2"],
-    "virtual stages": [f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
-    "gradients reduced meanwhile": [f"{MEGATRON}.overlap_grad_reduce=true"],
-    "no distributed optimizer": [f"{MEGATRON}.use_distributed_optimizer=false"],
-    "optimizer on the host": [f"{POLICY}.actor.optim.optimizer_cpu_offload=true"],
+    "virtual stages, gradients reduced meanwhile, no distributed optimizer": [
+        f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
+        f"{MEGATRON}.overlap_grad_reduce=true",
+        f"{MEGATRON}.use_distributed_optimizer=false",
+    ],
+    "optimizer on the host, engines in float8, unchanged slices not sent": [
+        f"{POLICY}.actor.optim.optimizer_cpu_offload=true",
+        f"{POLICY}.rollout.quantization=fp8",
+        f"{POLICY}.rollout.quantization_block_size=[16,16]",
+        f"{POLICY}.rollout.sync_skip_unchanged=true",
+    ],
     "float16": [f"{MEGATRON}.dtype=float16"],
-    "engines in float8": [f"{POLICY}.rollout.quantization=fp8", f"{POLICY}.rollout.quantization_block_size=[16,16]"],
     "merged adapters on a base in float8": [
         *(f"{POLICY}.model.lora.{key}" for key in ("rank=8", "base_dtype=float8", "base_block=16")),
         f"{POLICY}.rollout.lora_sync=merged",
     ],
-    "unchanged slices are not sent": [f"{POLICY}.rollout.sync_skip_unchanged=true"],
-}  # fmt: skip
+}
 RANK = 2  # of the second stage, where there are two
 
 
 @pytest.fixture(scope="module")
-def found(machine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict | None]:
-    """The report of a rank for each case; None: it failed, or one before it."""
+def found(machine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The report of a rank for each case."""
     folder = tmp_path_factory.mktemp("settings")
     outs = {name: folder / f"{number}.jsonl" for number, name in enumerate(CASES)}
     requests = [
@@ -62,5 +67,5 @@ def test_a_rank_runs_through_its_steps_and_takes_what_was_planned(found, name: s
         if row.phase == "always":
             assert row.planned == row.found, row
         elif row.phase != "release":
-            assert row.difference > -0.02, row
-    assert len(rows) >= 6
+            assert row.difference > -0.05, row
+    assert len(rows) >= 6 and report["saved"] > 0 and report["sent"] > 0

@@ -56,7 +56,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("roles")
     (folder / "model").mkdir()
     source = ROOT / "recipes" / "models" / "qwen2.5-7b" / "config.json"
-    fields = json.loads(source.read_text()) | {"num_hidden_layers": 4, "vocab_size": 32000}
+    fields = json.loads(source.read_text()) | {"num_hidden_layers": 2, "vocab_size": 32000}
     (folder / "model" / "config.json").write_text(json.dumps(fields))
     for name, text in (("ppo", PPO), ("tuning", TUNING)):
         (folder / f"{name}.yaml").write_text(text.replace("MODEL", str(folder / "model")))
@@ -106,7 +106,7 @@ def test_a_role_holds_and_takes_what_is_planned(
         elif row.phase.endswith("evaluate"):
             assert abs(row.difference) < 0.06, row
         elif row.phase.endswith("update"):  # of work an upper estimate, for few layers a coarse one
-            assert -0.02 < row.difference < 0.3, row
+            assert -0.02 < row.difference < 0.4, row
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -70,9 +70,13 @@ def _driver_bytes() -> dict[str, int]:
         import pynvml
     except ImportError:
         return found
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:  # of a part of a GPU, say, or where it is not allowed: a figure less
+        return found
+    for process in processes:
         # In a container with process numbers of its own nobody is this process.
         if process.pid == os.getpid() and process.usedGpuMemory is not None:
             found[PROCESS] = process.usedGpuMemory

@@ -121,9 +121,12 @@ def test_the_driver_is_asked_for_the_device_and_the_process(monkeypatch):
         SimpleNamespace(pid=os.getpid(), usedGpuMemory=2 * MIB),
     ]
     nvml = SimpleNamespace(
+        NVMLError=KeyError,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: processes if handle == "GPU-ab-cd" else [],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert engine_memory._driver_bytes() == {"device_used": 7 * MIB, "process_used": 2 * MIB}
+    nvml.nvmlDeviceGetHandleByUUID = {}.__getitem__  # raises
+    assert engine_memory._driver_bytes() == {"device_used": 7 * MIB}

@@ -67,6 +67,17 @@ def test_what_does_not_fit_is_a_finding_of_the_command() -> None:
 
 
 @pytest.mark.slow
+def test_a_sync_in_float8_fits_on_blackwell(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own choice of kernels would pack the scales as soon as weights are loaded."""
+    monkeypatch.chdir(ROOT)
+    keys = [f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.quantization=fp8"]
+    _, report = shadow(
+        ROOT / "recipes" / "qwen2.5_7b_dapo.yaml", keys, 0, name="NVIDIA B200", capability=(10, 0)
+    )
+    assert report["problems"] == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
 def test_every_recipe_for_gpus(machine, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.chdir(ROOT)

@@ -29,6 +29,7 @@ from megarl.cluster.cluster import (
     start_cluster,
     stop_cluster,
 )
+from megarl.cluster.environment import rank_environment
 from megarl.cluster.errors import (
     RayFailed,
     RunFailure,
@@ -39,7 +40,7 @@ from megarl.cluster.errors import (
     WorkerLost,
 )
 from megarl.cluster.failure import stream, wait
-from megarl.cluster.group import WorkerGroup, rank_environment
+from megarl.cluster.group import WorkerGroup
 from megarl.cluster.nursery import Kind
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.ray_log import ray_words_in

@@ -11,7 +11,7 @@ import torch
 from megarl.megatron.build import unwrap
 from megarl.megatron.packed import PackedBatch
 from megarl.megatron.sequences import sequence_ids
-from megarl.megatron.step import Head, Loss, forward_only
+from megarl.megatron.step import Head, Loss, StepResult, forward_only
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -29,6 +29,29 @@ def trajectory_names(table: pa.Table, share: Sequence[Sequence[int]]) -> Sequenc
     """The uids of a share's trajectories, by micro-batch."""
     uids = table["uid"].to_pylist()
     return [[uids[row] for row in rows] for rows in share]
+
+
+def check_update(result: StepResult, least_scale: float, why: Callable[[], str]) -> None:
+    """That an update was made, or skipped at a loss scale that can go down.
+
+    Args:
+        least_scale: optim.min_loss_scale.
+        why: which trajectory and rank the gradient is not finite from.
+
+    Raises:
+        FloatingPointError: it was not.
+    """
+    if result.ok:
+        return
+    if result.loss_scale is None:
+        raise FloatingPointError(
+            f"the gradient's norm is {result.grad_norm}; the update was not made: {why()}"
+        )
+    if result.loss_scale <= least_scale:
+        raise FloatingPointError(
+            f"the gradient is not finite even at the least loss scale, optim.min_loss_scale={least_scale:g}: float16 cannot "
+            "hold it; train with megatron.dtype bfloat16 or float32"
+        )
 
 
 def blame(

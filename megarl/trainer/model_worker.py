@@ -59,7 +59,7 @@ from megarl.models import read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.plugins import load_plugins
 from megarl.rendezvous import wait_for_all
-from megarl.trainer.blame import Names, blame, no_names
+from megarl.trainer.blame import Names, blame, check_update, no_names
 from megarl.trainer.profiling import Profile
 from megarl.trainer.rank_states import rank_states, write_companions
 from megarl.trainer.specs import ModelSpec
@@ -329,19 +329,8 @@ class ModelWorker:
         for part in self.reserved:  # the first step makes the optimizer's states
             part.reserve()
         self.reserved = []
-        if result.ok:
-            return result
-        if result.loss_scale is None:
-            why = blame(self.chunks, batches, head, loss, names)
-            raise FloatingPointError(
-                f"the gradient's norm is {result.grad_norm}; the update was not made: {why}"
-            )
-        least = self.spec.optim.min_loss_scale
-        if result.loss_scale <= least:
-            raise FloatingPointError(
-                f"the gradient is not finite even at the least loss scale, optim.min_loss_scale={least:g}: float16 cannot "
-                "hold it; train with megatron.dtype bfloat16 or float32"
-            )
+        why = partial(blame, self.chunks, batches, head, loss, names)
+        check_update(result, self.spec.optim.min_loss_scale, why)
         return result
 
     def export_plan(self, mtp: bool) -> ExportPlan:

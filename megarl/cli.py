@@ -269,6 +269,8 @@ def _plan_memory(options: argparse.Namespace) -> int | None:
         from megarl.shadow.dry_run import run as dry_run
 
         return dry_run(options)
+    if options.agree:
+        raise ValueError("--agree runs ranks as --dry-run does: give --dry-run --agree")
     from megarl.trainer.memory_command import run
 
     return run(options)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Pipe
 from megarl.config import TrainConfig, TuningConfig
 from megarl.shadow.peers import StoppedError, Together, end, serve
 from megarl.shadow.rank import Runner
-from megarl.trainer.memory_plan import PlanInputs
+from megarl.trainer.memory_plan import PlanInputs, model_use
 
 
 def run(
@@ -29,15 +29,19 @@ def run(
 ) -> Iterator[dict]:
     """The reports of ranks (`rank.RankReport` as JSON), role by role.
 
+    Args:
+        micro_batches: None: as many as the pipeline has stages, at least two.
+
     A rank that did not come to its end has "role", "rank", "log" and "error", and "stopped": whether it waited for its peers.
     """
     for role in dict.fromkeys(role for role, _ in ranks):
         of_role = [rank for other, rank in ranks if other == role]
+        count = micro_batches or max(2, model_use(config, inputs, role).layout.pp)
 
-        def work(rank: int, connection: Connection, role: str = role) -> dict:
+        def work(rank: int, connection: Connection, role: str = role, count: int = count) -> dict:
             runner.peers = Together(connection, rank)
             try:
-                return asdict(runner.run(config, inputs, role, rank, micro_batches))
+                return asdict(runner.run(config, inputs, role, rank, count))
             except Exception as error:  # told with the log, which shows the others' part in it
                 told = str(error) if isinstance(error, StoppedError) else traceback.format_exc()
                 return {

@@ -49,6 +49,11 @@ def test_what_a_machine_lacks_is_said(
     assert "--dry-run: a shadow run compiles its device once, with g++" in capsys.readouterr().err
 
 
+def test_ranks_agree_in_a_dry_run_only(capsys) -> None:
+    assert main(["plan", "memory", str(RECIPE), "--agree"]) == 2
+    assert "give --dry-run --agree" in capsys.readouterr().err
+
+
 def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None:
     arguments = ["plan", "memory", str(RECIPE), *overrides(model), "--dry-run", "--ranks", "1,3", "--json"]
     assert main(arguments) in (0, 1)

@@ -56,7 +56,8 @@ TABLE = {
 @dataclass(frozen=True)
 class Assumptions:
     """Parts of the peaks above that are reached, and what takes time whatever its size. None was measured here; all are the same for
-    every model and layout. Where a public measurement is named, the value is that or lies beside it:
+    every model and layout. Where a public measurement is named, the value is that or lies beside it; `phase` was chosen with the PPO of
+    Qwen2.5-0.5B among the public runs in view, `peer` with the weight syncs among them (docs/planning.md), the others are guesses:
 
     - matmul: dense matrices of forward and backward passes alone, of bf16. cuBLAS reaches 0.6 to 0.75 on large ones under the
       H100's power limit.

@@ -56,11 +56,10 @@ TABLE = {
 @dataclass(frozen=True)
 class Assumptions:
     """Parts of the peaks above that are reached, and what takes time whatever its size. None was measured here; all are the same for
-    every model and layout. Where a public measurement is named, the value is that or lies beside it:
+    every model and layout. Where a public measurement is named, the value is that or lies beside it; `phase` was chosen with the PPO of
+    Qwen2.5-0.5B among the public runs in view, `peer` with the weight syncs among them (docs/planning.md), the others are guesses:
 
-    - matmul: dense matrices of forward and backward passes alone, of bf16. cuBLAS reaches 0.6 to 0.75 on large ones under the
-      H100's power limit.
-    - experts: grouped matrices with full tiles, of bf16. attention: scores and what is made of them: FlashAttention-3 has 430 to 620
+    - matmul: dense matrices of forward and backward passes alone, of bf16. experts: grouped ones with full tiles. attention: scores and what is made of them: FlashAttention-3 has 430 to 620
       TFLOP/s with causal masks of 512 to 16,384 tokens (pytorch/benchmark 2391).
     - decode, prefill: generated tokens and prompts, of bf16 or fp8.
     - hbm: the memory's bandwidth, of weights and activations (0.78 to 0.92 of an H100's in profiles and copies); cache: of a paged

@@ -259,7 +259,9 @@ def show(report: dict) -> None:
         rate = f"{figures['tokens_per_s']:10,.0f}" if figures["tokens_per_s"] else " " * 10
         mfu = f"{figures['mfu']:7.1%}" if figures["mfu"] else ""
         print(f"{phase:16} {figures['seconds']:9.3f} {rate} {mfu}")
-    print(f"peak memory: {report['peak_mib']:,.0f} MiB, {report['peak_of']}\n({ARTICLE})")
+    print(f"peak memory: {report['peak_mib']:,.0f} MiB, {report['peak_of']}")
+    if report["case"] == "article":
+        print(f"({ARTICLE})")
 
 
 def run(options: argparse.Namespace, gpu: bool, generates: bool) -> dict:
@@ -294,6 +296,7 @@ def run(options: argparse.Namespace, gpu: bool, generates: bool) -> dict:
     )
     return {
         **environment(("torch", "megatron-core", "ray", *(["sglang"] if generates else []))),
+        "case": options.case,
         "what": f"{what}; {job.batch} trajectories of {job.prompt} + {job.response} tokens, {len(metrics)} steps after a first one",
         "device": device,
         "peak_tflops": fastest / 1e12 if fastest else None,

@@ -1,11 +1,17 @@
 """Step `kernels`: what of it needs no GPU."""
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from megarl.gpu_test.kernels import LENGTHS, TRANSFORMER_ENGINE, attention, checks
+from megarl.gpu_test.comparison import compared
+from megarl.gpu_test.kernels import LENGTHS, TORCH, TRANSFORMER_ENGINE, attention, checks
+from megarl.shadow import device
 
 
 def test_torchs_kernels_fit_their_references_on_a_cpu_too() -> None:
@@ -30,7 +36,22 @@ def test_the_reference_of_attention_is_causal_and_keeps_sequences_apart() -> Non
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="it is installed")
-def test_without_the_package_each_of_its_kernels_is_a_check_that_is_wrong() -> None:
-    found = {check.name: check for check in checks("cpu", has_te=True) if check.ok is False}
-    assert set(found) == set(TRANSFORMER_ENGINE)
-    assert "ModuleNotFoundError: No module named 'transformer_engine'" in found["RMSNorm"].found
+def test_a_kernel_that_is_not_there_is_a_check_that_is_wrong() -> None:
+    case, tolerance = TRANSFORMER_ENGINE["RMSNorm"]
+    check = compared("RMSNorm", lambda: case("cpu"), tolerance)
+    assert check.ok is False
+    assert "ModuleNotFoundError: No module named 'transformer_engine'" in check.found
+
+
+def test_transformer_engine_takes_what_it_is_given() -> None:
+    """Its own Python code over stand-ins for kernels: arguments and shapes, not a single number."""
+    problem = device.missing()
+    if problem is not None:
+        pytest.skip(problem)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_test.shadow_kernels"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    fits = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert fits.keys() == {**TORCH, **TRANSFORMER_ENGINE}.keys()
+    assert all(fit and all(fit) for fit in fits.values()), fits

@@ -1,16 +1,25 @@
 """Step `shadow`: the arithmetic of its comparison, and that the shadow's numbers which come with megarl are those of today."""
 
-import json
-
 import pytest
 
-from megarl.gpu_test.shadow import CASES, FILE, GIB, MIB, Case, Row, compare_case, kept, rows, shadow_case
+from megarl.gpu_test.shadow import (
+    CASES,
+    GIB,
+    MIB,
+    Case,
+    Row,
+    compare_case,
+    kept,
+    read_known,
+    rows,
+    shadow_case,
+)
 from megarl.shadow import device
 
 REPORT = {
     "role": "actor", "rank": 0, "transformer_engine": True, "released": 33 * MIB, "num_operations": 7,
     "parts": {"weights": GIB, "optimizer": 6 * GIB},
-    "phases": {"update": {"peak": 4 * GIB, "left": 0, "largest": []}},
+    "phases": {"update": {"peak": 4 * GIB, "left": 0, "largest": []}}, "versions": {"torch": "2.13.0"},
 }  # fmt: skip
 
 
@@ -39,15 +48,20 @@ def test_every_part_and_phase_of_either_is_compared() -> None:
 
 
 def test_what_comes_with_megarl_is_enough_to_compare() -> None:
-    (told,) = kept([REPORT])
+    told = kept(REPORT)
     assert all(row.ok and row.shadow == row.found for row in rows(told, REPORT))
-    known = json.loads(FILE.read_text())
-    assert [(told["role"], told["rank"]) for told in known["ranks"]] == [
-        (case.role, case.rank) for case in CASES
-    ]
-    for told in known["ranks"]:
-        assert told["parts"]["weights"] > 0 and told["transformer_engine"]
+    known = read_known()
+    assert known.keys() == {case.name for case in CASES}
+    for case in CASES:
+        told = known[case.name]
+        assert (told["role"], told["rank"]) == (case.role, case.rank)
+        assert told["parts"]["weights"] > 0 and told["transformer_engine"] and told["versions"]["torch"]
         assert told["phases"]["update"]["peak"] > told["phases"]["evaluate"]["peak"] > 0
+
+
+def test_a_rank_without_a_shadow_is_recorded() -> None:
+    (check,) = compare_case(Case("r", "actor", 0), None, REPORT)
+    assert check.ok is None and check.figures == kept(REPORT)
 
 
 @pytest.mark.slow
@@ -58,7 +72,6 @@ def test_it_is_what_a_shadow_says_today(number: int) -> None:
     problem = device.missing()
     if problem is not None:
         pytest.skip(problem)
-    told = json.loads(FILE.read_text())["ranks"][number]
-    (today,) = kept([shadow_case(CASES[number])])
+    told, today = read_known()[CASES[number].name], kept(shadow_case(CASES[number]))
     for row in rows(told, today):
         assert row.found == pytest.approx(row.shadow, rel=0.01, abs=MIB), row

@@ -68,4 +68,4 @@ def test_a_rank_runs_through_its_steps_and_takes_what_was_planned(found, name: s
             assert row.planned == row.found, row
         elif row.phase != "release":
             assert row.difference > -0.05, row
-    assert len(rows) >= 6 and report["saved"] > 0 and report["sent"] > 0
+    assert len(rows) >= 6 and report["saved"] > 0

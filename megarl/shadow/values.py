@@ -75,7 +75,7 @@ def follow(function: Any, args: Any, kwargs: dict[str, Any], out: Any, assume: A
         if real_kwargs.get("pin_memory"):
             real_kwargs = {**real_kwargs, "pin_memory": False}
         if "empty" in name:  # not what happens to lie there
-            values: Any = torch.ones(outputs[0].shape, dtype=outputs[0].dtype)
+            values: Any = torch.ones(outputs[0].shape, dtype=outputs[0].dtype, device="cpu")
         else:
             try:
                 values = function(*real_args, **real_kwargs)
@@ -147,7 +147,7 @@ def _reader(name: str, read: Callable[..., Any], assume: Callable[[], Assume | N
         if value is None and tell is not None:
             tell(f"{name} of {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)} is 1")
         with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-            value = torch.ones(self.shape, dtype=self.dtype) if value is None else value.detach()
+            value = torch.ones(self.shape, dtype=self.dtype, device="cpu") if value is None else value.detach()
             return read(value, *args, **kwargs)
 
     return call
@@ -159,7 +159,7 @@ def _choose_evenly(indices: torch.Tensor, count: int, assume: Assume) -> None:
     with unset_fake_temporarily():
         chosen = indices.shape[-1]
         rows = indices.numel() // chosen
-        value = (torch.arange(rows)[:, None] * chosen + torch.arange(chosen)[None]) % count
+        value = (torch.arange(rows, device="cpu")[:, None] * chosen + torch.arange(chosen, device="cpu")[None]) % count
         give(indices, value.reshape(indices.shape))
 
 
@@ -167,7 +167,7 @@ def _real(leaf: Any) -> Any:
     """An argument of an operation that is executed on the CPU."""
     if isinstance(leaf, FakeTensor):
         value = value_of(leaf)
-        return torch.empty(leaf.shape, dtype=leaf.dtype) if value is None else value
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if value is None else value
     if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.startswith("cuda")):
         return torch.device("cpu")
     return None if isinstance(leaf, torch.Generator) else leaf

@@ -147,7 +147,9 @@ def _reader(name: str, read: Callable[..., Any], assume: Callable[[], Assume | N
         if value is None and tell is not None:
             tell(f"{name} of {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)} is 1")
         with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-            value = torch.ones(self.shape, dtype=self.dtype, device="cpu") if value is None else value.detach()
+            value = (
+                torch.ones(self.shape, dtype=self.dtype, device="cpu") if value is None else value.detach()
+            )
             return read(value, *args, **kwargs)
 
     return call
@@ -159,7 +161,9 @@ def _choose_evenly(indices: torch.Tensor, count: int, assume: Assume) -> None:
     with unset_fake_temporarily():
         chosen = indices.shape[-1]
         rows = indices.numel() // chosen
-        value = (torch.arange(rows, device="cpu")[:, None] * chosen + torch.arange(chosen, device="cpu")[None]) % count
+        value = (
+            torch.arange(rows, device="cpu")[:, None] * chosen + torch.arange(chosen, device="cpu")[None]
+        ) % count
         give(indices, value.reshape(indices.shape))
 
 

@@ -226,7 +226,9 @@ def start(
 def _failure(share: Sequence[tuple[str, int]], out: Path, log: Path) -> str:
     done = len(out.read_text(encoding="utf-8").splitlines()) if out.exists() else 0
     role, rank = share[min(done, len(share) - 1)]
-    tail = "\n  ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    # torch names all kernels of an operation that has none for a device, after what matters.
+    tail = "\n  ".join([line for line in lines if "registered at /" not in line][-30:])
     return f"the shadow of {role} rank {rank} failed:\n  {tail}"
 
 

@@ -117,7 +117,7 @@ def follow(
         if real_kwargs.get("pin_memory"):
             real_kwargs = {**real_kwargs, "pin_memory": False}
         if "empty" in name:  # not what happens to lie there
-            values: Any = torch.ones(outputs[0].shape, dtype=outputs[0].dtype)
+            values: Any = torch.ones(outputs[0].shape, dtype=outputs[0].dtype, device="cpu")
         else:
             try:
                 values = function(*real_args, **real_kwargs)
@@ -194,7 +194,9 @@ def _reader(
         if value is None and tell is not None:
             tell(f"{name} of {str(self.dtype).removeprefix('torch.')} {tuple(self.shape)} is 1")
         with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
-            value = torch.ones(self.shape, dtype=self.dtype) if value is None else value.detach()
+            value = (
+                torch.ones(self.shape, dtype=self.dtype, device="cpu") if value is None else value.detach()
+            )
             return read(value, *args, **kwargs)
 
     return call
@@ -203,7 +205,7 @@ def _reader(
 def _choose(indices: torch.Tensor, count: int, assume: Assume, choose: Choice) -> None:
     how = "equally often" if choose is choose_evenly else "unevenly"
     assume(f"topk of {count} chooses each {how}")
-    with unset_fake_temporarily(), torch.no_grad():
+    with unset_fake_temporarily(), torch.no_grad(), torch.device("cpu"):
         chosen = indices.shape[-1]
         give(indices, choose(indices.numel() // chosen, chosen, count).reshape(indices.shape))
 
@@ -212,7 +214,7 @@ def _real(leaf: Any) -> Any:
     """An argument of an operation that is executed on the CPU."""
     if isinstance(leaf, FakeTensor):
         value = value_of(leaf)
-        return torch.empty(leaf.shape, dtype=leaf.dtype) if value is None else value
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") if value is None else value
     if isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.startswith("cuda")):
         return torch.device("cpu")
     return None if isinstance(leaf, torch.Generator) else leaf

@@ -43,13 +43,14 @@ def test_a_dense_engine_has_the_parameters_and_the_cache_that_were_planned(machi
 
 
 def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: Path) -> None:
-    """DeepSeek-V3's kind on TP2 EP2, whose blocks of scales are cut as its weights are."""
+    """DeepSeek-V3's kind on TP2 EP2 over two nodes, whose blocks of scales are cut as its weights are."""
     fp8 = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"]
     keys = [
         *expert_overrides(experts),
         *fp8,
         f"{ROLLOUT}.expert_parallel_size=2",
         f"{ROLLOUT}.dtype=bfloat16",
+        f"{ROLLOUT}.nodes_per_engine=2",
     ]
     plan, report = shadow(RECIPE, keys, 1)
     assert report["model"] == "DeepseekV3ForCausalLM"

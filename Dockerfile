@@ -8,7 +8,7 @@
 #
 # --ipc=host: Ray's object store and NCCL share memory between processes, and docker's default of 64 MB is too small.
 # --network=host: NCCL and Ray open ports of their own choice between hosts.
-# Layers run from what changes least to what changes most; a change of megarl's own code rebuilds only the last two.
+# Layers run from what changes least to what changes most; a change of megarl's own code rebuilds only the last three.
 
 # CUDA toolkit: torch 2.13.0's wheels are built for 13.0, and apex refuses an nvcc of any other minor version.
 ARG CUDA_VERSION=13.0.2
@@ -25,13 +25,11 @@ ARG TORCH_VERSION=2.13.0
 ARG TE_VERSION=2.18.0
 # apex: releases are rare, so a commit; others report builds of this one with torch before and after 2.13 (2.11, 2.14).
 ARG APEX_COMMIT=575968bc1f9127ccd61003a681472a83af4ff1a1
-# flash-attn: empty = not built, Transformer Engine then uses cuDNN's fused attention. The newest 2.x is 2.8.3.post2.
-ARG FLASH_ATTN_VERSION=""
 # SGLang: the version that megarl's engine and weight receiver are tested with; it pins its kernels (sglang-kernel 0.4.7).
 ARG SGLANG_VERSION=0.5.21
 # Megatron-core: the version that megarl's models, schedules and weight tables are tested with.
 ARG MEGATRON_CORE_VERSION=0.19.2
-# GPU generations that apex and flash-attn are compiled for: A100, H100/H200, B200. Fewer build faster.
+# GPU generations that apex is compiled for: A100, H100/H200, B200. Fewer build faster.
 ARG CUDA_ARCHS="8.0 9.0 10.0"
 # Compilers at once; lower it where the build runs out of memory.
 ARG MAX_JOBS=8
@@ -64,7 +62,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip install "torch==${TORCH_VERSION}" setuptools wheel ninja packaging pybind11
 
 # Transformer Engine: its core is a wheel, its PyTorch part is compiled here against the torch just installed (hence no
-# build isolation), with the headers of the cuDNN and NCCL that torch will load. Built from source, never downloaded:
+# build isolation), with the headers of the cuDNN and NCCL that torch will load. Its attention is cuDNN's: of flash-attn 2 it
+# takes 2.8.3 at most, whose files lie in the package of flash-attn-4, which SGLang brings, and the newest (2.8.3.post2) is none. Built from source, never downloaded:
 # the prebuilt wheels exist for other torch versions only. NCCL EP is off: experts are exchanged by Megatron-core.
 RUN --mount=type=cache,target=/root/.cache/pip \
     packages="$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" \
@@ -80,13 +79,6 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     APEX_CPP_EXT=1 APEX_CUDA_EXT=1 APEX_PARALLEL_BUILD="${MAX_JOBS}" TORCH_CUDA_ARCH_LIST="${CUDA_ARCHS}" \
         pip install --no-deps --no-build-isolation "apex @ git+https://github.com/NVIDIA/apex.git@${APEX_COMMIT}" \
     && python -c "import torch, amp_C, apex_C, fused_layer_norm_cuda, fused_weight_gradient_mlp_cuda"
-
-# flash-attn 2, on demand.
-RUN --mount=type=cache,target=/root/.cache/pip \
-    if [ -n "${FLASH_ATTN_VERSION}" ]; then \
-        FLASH_ATTENTION_FORCE_BUILD=TRUE MAX_JOBS="${MAX_JOBS}" TORCH_CUDA_ARCH_LIST="${CUDA_ARCHS}" \
-            pip install --no-deps --no-build-isolation "flash-attn==${FLASH_ATTN_VERSION}"; \
-    fi
 
 # SGLang with its CUDA packages. One of them (cuda-tile) is a stub on the package index that fetches its wheel from
 # NVIDIA's own index while it is "built", so this layer keeps pip's build isolation.
@@ -107,6 +99,14 @@ ENV CUDA_DEVICE_MAX_CONNECTIONS=1 \
 WORKDIR /opt/megarl
 COPY . .
 RUN pip install --no-deps --no-build-isolation --no-cache-dir .
+
+# What is compiled can be loaded: one broken import, and models silently have other layers. No GPU is visible here, so
+# CUDA's stub stands for the driver's library, which the machine brings.
+RUN stubs="$(mktemp -d)" \
+    && ln -s "${CUDA_HOME}/lib64/stubs/libcuda.so" "${stubs}/libcuda.so.1" \
+    && LD_LIBRARY_PATH="${stubs}:${LD_LIBRARY_PATH:-}" \
+        python -c "import transformer_engine.pytorch, sgl_kernel, deep_gemm, flashinfer" \
+    && rm -r "${stubs}"
 
 # The compilers' caches (Triton, flashinfer, DeepGEMM) go to this user's home. 1000 is taken by Ubuntu's own user.
 RUN useradd --create-home --uid 10001 --user-group megarl && install -d -o megarl -g megarl /workspace

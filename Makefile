@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test lint format install clean
+.PHONY: demo test gpu-test lint format install clean
 
 install: $(STAMP)
 
@@ -41,6 +41,13 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.run_all
+
+# On a machine with CUDA, in the environment that the GPU image has (docs/gpu.md): nothing is installed. STEPS=engine,sync
+# chooses steps, OUT the folder of the record.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu-test:
+	"$(GPU_PYTHON)" -m megarl doctor --gpu $(if $(STEPS),--steps "$(STEPS)") $(if $(OUT),--out "$(OUT)")
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -107,7 +107,12 @@ setup(
     ],
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["py.typed"], "megarl.report": ["templates/*"], "megarl.shadow": ["device.cpp"]},
+    package_data={
+        "megarl": ["py.typed"],
+        "megarl.report": ["templates/*"],
+        "megarl.shadow": ["device.cpp"],
+        "megarl.gpu_test": ["shadow_ranks.json"],
+    },
     cmdclass={"build_py": BuildWithShipped},
     install_requires=CORE,
     extras_require={"rollout": ROLLOUT, "dev": DEV},

@@ -5,6 +5,7 @@ every response is as long as it may be; what is learnt means nothing.
 
     python benchmarks/gpu_single.py --steps 5 --out gpu_single.json
     python benchmarks/gpu_single.py actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16   # any key of the recipe
+    python benchmarks/gpu_single.py --case rl-16k   # a policy's updates alone, Qwen3-0.6B at 16,384 tokens
 
 Where SGLang's kernels are not installed (or with --train-only) the training phases alone run, on synthetic trajectories of
 these lengths, and the output says so. `--shrink` is the same with a tiny model and short texts, also on a CPU.
@@ -53,6 +54,18 @@ SHAPE = {
 }  # fmt: skip
 TINY = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "ffn_hidden_size": 128, "dtype": "float32"}
 SAMPLE_SECONDS = 0.2
+QWEN3 = {
+    "family": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "ffn_hidden_size": 3072, "max_position_embeddings": 131072, "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}  # fmt: skip
+# Of a trainer alone, as others publish figures of it: one update a step, everything recomputed, no critic and no reference.
+TRAINER = (
+    "critic=null",
+    "algorithm.adv_estimator=reinforce_plus_plus",
+    "algorithm.use_kl_in_reward=false",
+    "actor_rollout_ref.actor.megatron.recompute_granularity=full",
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,13 @@ class Job:
     @property
     def tokens(self) -> int:
         return self.prompt + self.response
+
+
+CASES = {
+    "article": Job(SHAPE, 64, 512, 512),
+    "rl-16k": Job(QWEN3, 4, 64, 16384 - 64),
+    "rl-64k": Job(QWEN3, 1, 64, 65536 - 64),
+}
 
 
 class PeakMemory:
@@ -178,7 +198,7 @@ def overrides(folder: Path, job: Job, options: argparse.Namespace, generates: bo
         f"data.train_batch_size={job.batch}",
         f"data.max_prompt_length={job.prompt}",
         f"data.max_response_length={job.response}",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={job.batch // 2}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={job.batch if options.case != 'article' else job.batch // 2}",
         "data.val_files=null",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
@@ -186,6 +206,8 @@ def overrides(folder: Path, job: Job, options: argparse.Namespace, generates: bo
         f"trainer.total_training_steps={steps}",
         f"trainer.default_local_dir={folder / 'run'}",
     ]
+    if options.case != "article":
+        keys += [*TRAINER, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
     if generates:
         keys.append(f"data.train_files={make_prompts(folder, job, steps * job.batch)}")
     else:
@@ -202,11 +224,11 @@ def phase_flops(config: TrainConfig, job: Job, flops: dict[str, ModelFlops]) -> 
         body = known.forward(causal_pairs(job.tokens)) - 2 * known.head
         return job.batch * (job.tokens * body + job.response * 2 * known.head)
 
-    evaluated = (needs_old_log_probs(config) + needs_ref_log_probs(config)) * forward("lm") + forward("value")
-    updated = 3 * (
-        forward("lm") * config.actor_rollout_ref.actor.ppo_epochs
-        + forward("value") * config.critic.ppo_epochs
-    )
+    evaluated = (needs_old_log_probs(config) + needs_ref_log_probs(config)) * forward("lm")
+    updated = 3 * forward("lm") * config.actor_rollout_ref.actor.ppo_epochs
+    if config.critic is not None:
+        evaluated += forward("value")
+        updated += 3 * forward("value") * config.critic.ppo_epochs
     return {"generate": forward("lm"), "evaluate_models": evaluated, "update": updated}
 
 
@@ -241,7 +263,7 @@ def show(report: dict) -> None:
 
 
 def run(options: argparse.Namespace, gpu: bool, generates: bool) -> dict:
-    job = Job(SHAPE, 64, 512, 512) if not options.shrink else Job(TINY, 8, 64, 16)
+    job = CASES[options.case] if not options.shrink else Job(TINY, 8, 64, 16)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_tiny_model(folder / "model", arithmetic_texts(), **job.shape)
@@ -267,6 +289,8 @@ def run(options: argparse.Namespace, gpu: bool, generates: bool) -> dict:
         "PPO with a critic, SGLang included"
         if generates
         else "training phases alone, on synthetic trajectories: no SGLang"
+        if options.case == "article"
+        else "a policy's updates alone, on synthetic trajectories: no SGLang"
     )
     return {
         **environment(("torch", "megatron-core", "ray", *(["sglang"] if generates else []))),
@@ -289,6 +313,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("overrides", nargs="*", help="keys of the recipe, as key=value")
     parser.add_argument("--steps", type=int, default=5, help="that count, after a first one")
+    parser.add_argument(
+        "--case", choices=CASES, default="article", help="model and lengths; all but the first train only"
+    )
     parser.add_argument("--train-only", action="store_true", help="the training phases alone")
     parser.add_argument("--shrink", action="store_true", help="a tiny model and short texts")
     parser.add_argument("--verbose", action="store_true", help="print what the run prints")
@@ -297,7 +324,8 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     if not gpu and not options.shrink:
         parser.error("there is no CUDA GPU here; --shrink runs the same code with a tiny model on a CPU")
-    reason = "--train-only" if options.train_only else why_no_engine(gpu)
+    train_only = "--train-only" if options.train_only else f"--case {options.case}"
+    reason = train_only if options.train_only or options.case != "article" else why_no_engine(gpu)
     if reason is not None:
         print(f"the training phases alone, on synthetic trajectories: {reason}", flush=True)
     report = run(options, gpu, generates=reason is None)

@@ -136,7 +136,7 @@ def _configured(schema: type[C], options: argparse.Namespace) -> C:
             "run it once, without torchrun; trainer.nnodes and trainer.n_gpus_per_node say how many devices there are"
         )
     from megarl.trainer.micro_batches import with_chosen_size
-    from megarl.trainer.preflight import preflight
+    from megarl.trainer.preflight import check_environment, preflight
 
     config, origins = _read(schema, options)
     preflight(config)
@@ -147,6 +147,7 @@ def _configured(schema: type[C], options: argparse.Namespace) -> C:
     require(["megatron-core"] if isinstance(config, TuningConfig) else ["megatron-core", "sglang"])
     if not isinstance(config, TuningConfig):
         load_plugins(config.plugins)
+        check_environment(config)
     return fetch_models(resolve(config))
 
 
@@ -281,6 +282,10 @@ def _plan_step(options: argparse.Namespace) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.gpu:
+        from megarl.gpu_test.command import run
+
+        return run(options)
     config = None if options.recipe is None else _read(TrainConfig, options)[0]
     from megarl.trainer.doctor import examine, examine_here, print_findings
 

@@ -40,6 +40,21 @@ def test_the_image_runs_as_a_user_with_a_health_check() -> None:
     assert re.search(r"^HEALTHCHECK ", text, re.MULTILINE)
 
 
+def test_the_last_layer_of_packages_is_followed_by_their_imports() -> None:
+    """Of those that are compiled, or load what is."""
+    text = DOCKERFILE.read_text()
+    *_, last = re.finditer(r"\bpip install ", text)
+    (imports,) = re.findall(r'python -c "import ([\w., ]+)" \\\n    && rm', text[last.end() :])
+    assert set(imports.split(", ")) == {"transformer_engine.pytorch", "sgl_kernel", "deep_gemm", "flashinfer"}
+    assert "libcuda.so.1" in text[last.end() :]  # sgl_kernel is linked with it, and no driver is there
+
+
+def test_no_flash_attn_2_is_built() -> None:
+    """Transformer Engine refuses the newest, and the package of flash-attn-4 is the same folder."""
+    assert not re.search(r"flash-attn==|FLASH_ATTN", DOCKERFILE.read_text())
+    assert any(pin.startswith("flash-attn-4==") for pin in pins())
+
+
 def pip_lines() -> list[list[str]]:
     """The arguments of each `pip install` of the Dockerfile, with its ARGs in their places."""
     text = re.sub(r"^ *#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")

@@ -15,7 +15,7 @@ It knows nothing of models, algorithms or torch: a worker class is named by its 
 in its own process only.
 
 Files: `cluster` starts or joins Ray, `pool` reserves devices, `worker` is the rank's process, `group` the
-controller's handle on all ranks of a role, `relay` calls many of them through a few, `failure` waits and explains, `errors` is what it raises, `watch` finds
+controller's handle on all ranks of a role, `relay` calls many of them through a few, `failure` waits and explains, `missing` says who is still waited for, `errors` is what it raises, `watch` finds
 who hangs, `stuck` ends a controller that waits for a server of Ray that is gone, `stacks` tells where everybody is,
 `report` writes it down, `ray_log` keeps what Ray's servers say, `spans` collects what all processes did and when, `guard` cleans up after the dead, `nursery` makes their processes from one that has the imports done, `hosts` does small jobs on a given machine.
 """

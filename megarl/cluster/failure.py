@@ -2,8 +2,7 @@
 
 Guarantees:
 
-- `wait` raises within seconds when any process of the watched groups has died, whether or not it takes part in
-  the calls and whether or not the other ranks hang in a collective;
+- `wait` raises within seconds when any process of the watched groups has died, in the calls or not, whether or not others hang;
 - with a `Watch` it raises when one is stopped, or when nobody works any more that it waits for (see watch.py);
 - the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by
   peer"), these after all others, of which the earliest comes first; where ranks waited in vain for others, the others are named;
@@ -13,17 +12,16 @@ Guarantees:
   other streams are read to their end before that is raised;
 - where a rank has several processes, it is lost with any of them.
 
-How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a
-SIGKILL, Ray 2.60), and the owner's library keeps that state; asking it costs 0.3 us a process, no message and no
-thread in the worker. A call that never returns, the usual alternative, needs a thread of its own in each worker,
-and then Ray moves the user's methods out of the main thread. A machine that vanishes is noticed by Ray's health
-check.
+How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a SIGKILL, Ray 2.60),
+and the owner's library keeps that state; asking it costs 0.3 us a process, no message and no thread in the worker. A call that
+never returns, the usual alternative, needs a thread of its own in each worker, and then Ray moves the user's methods out of the
+main thread. A machine that vanishes is noticed by Ray's health check.
 """
 
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +49,7 @@ _POLL_SECONDS = 0.25
 # A look at what is ready goes over all that is pending: one for each of a thousand ranks' answers would be a million. So
 # the first answer is waited with for others, the longer the more are pending (streams cost more); for the last one nothing waits.
 _GATHER_SECONDS, _GATHER_SECONDS_EACH, _GATHER_SECONDS_STREAM = 0.02, 2e-4, 1e-3
-# How long after a first exception a death is still taken for its cause: gloo notices a closed connection at once,
-# Ray the end of a process some 20 ms later, a loaded machine both much later.
+# After a first exception a death is still taken for its cause: gloo notices a closed connection at once, Ray an end 20 ms later.
 GRACE_SECONDS = 1.5
 # The same where the exception is of a lost connection: a rank whose SGLang scheduler was killed has to notice that itself first.
 _LOST_PEER_SECONDS = 10.0
@@ -91,6 +88,7 @@ def wait(
     timeout: float | None = None,
     watch: Watch | None = None,
     spare: "WorkerGroup | None" = None,
+    missing: Callable[[Sequence[RankProcess]], None] = lambda processes: None,
 ) -> list[Any]:
     """Results of `refs`, in their order, while watching all processes of `groups`.
 
@@ -99,6 +97,7 @@ def wait(
         timeout: seconds; None waits for ever (deaths still end it).
         watch: looks for processes that hang; None: nobody does.
         spare: one of the groups, whose processes may be dead unless `refs` are calls of them.
+        missing: is told again and again who has not answered yet.
 
     Raises:
         WorkerDied: a process of `groups` died, or did before.
@@ -115,6 +114,7 @@ def wait(
         results |= _results(ready, pending, processes)
         _refuse_deaths(processes)
         _refuse_hangs(processes, pending, watch)
+        missing(_waited_for(pending, processes))
         if not pending:
             return [results[ref.ref][ref.index] if isinstance(ref, Part) else results[ref] for ref in refs]
         if deadline is not None and time.monotonic() >= deadline:

@@ -10,6 +10,7 @@ Guarantees:
 - `shutdown` returns when the processes, and on this machine all their descendants and scratch folders, are gone.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,10 +19,12 @@ from typing import Any
 
 import ray
 
+from megarl import nccl
 from megarl.cluster.errors import RankProcess, RayFailed
 from megarl.cluster.failure import Part, wait
 from megarl.cluster.guard import kill_marked, parent_of, remove_scratch
 from megarl.cluster.hosts import on_node
+from megarl.cluster.missing import Missing
 from megarl.cluster.nursery import interpreter
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.tables import sent
@@ -61,7 +64,7 @@ class WorkerGroup:
         devices_per_rank: int = 1,
         parts: int = 1,
         device_order: Sequence[int] | None = None,
-        setup_timeout: float = 120.0,
+        setup_timeout: float | None = None,
         beside: Sequence["WorkerGroup"] = (),
         watch: Watch | None = None,
         around: str | None = None,
@@ -81,7 +84,7 @@ class WorkerGroup:
             parts: processes of each rank, which share its devices evenly, in their order; those of one process are on one
                 machine. They meet at an address of their own (`RankInfo.master_addr`).
             device_order: the numbers of the pool's devices in the order in which ranks take them; None: 0, 1, ...
-            setup_timeout: seconds until all processes must have reported.
+            setup_timeout: seconds until all processes must have reported; None: those of the pool.
             beside: groups whose deaths are to be noticed while processes of this one come up; it may grow later.
             watch: finds what else is wrong meanwhile, as in `wait`.
             around: "package.module:function", imported in the ranks: what it gives for a method's name is entered around
@@ -101,7 +104,8 @@ class WorkerGroup:
         self.parts = parts
         self._devices = _devices_of_processes(role, pool, world_size, devices_per_rank, parts, device_order)
         self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}
-        self._worker, self._setup_timeout = (worker_class, init_kwargs, around), setup_timeout
+        self._worker = (worker_class, init_kwargs, around)
+        self._setup_timeout = pool.setup_seconds if setup_timeout is None else setup_timeout
         self._pool, self._beside, self._watch = pool, beside, watch
         self._nursery = nursery
         self._restarts = [0] * world_size
@@ -288,9 +292,8 @@ class WorkerGroup:
             name = _title(self.role, process.rank, process.part)
             needs_port = number == self._meeting(number)
             refs.append(process.actor.setup.remote(name, process.log_path, merged, needs_port))
-        facts: list[ProcessFacts] = wait(
-            refs, [*self._beside, self], self._setup_timeout, self._watch, spare=self
-        )
+        missing, groups = Missing(self._pool.say, "to come up", len(refs)), [*self._beside, self]
+        facts: list[ProcessFacts] = wait(refs, groups, self._setup_timeout, self._watch, self, missing)
         for number, fact in zip(numbers, facts, strict=True):
             self.processes[number] = replace(
                 self.processes[number],
@@ -396,4 +399,4 @@ def rank_environment(gpu_ids: tuple[str, ...], single_machine: bool) -> dict[str
         env["OMP_NUM_THREADS"] = "1"
     if single_machine:
         env["GLOO_SOCKET_IFNAME"] = "lo"
-    return env
+    return env | nccl.asked_for(os.environ)

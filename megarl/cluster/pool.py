@@ -61,7 +61,7 @@ class ResourcePool:
         Args:
             use_gpu: None: GPUs if the cluster has any, else process slots.
             timeout: seconds to wait until the cluster can give them.
-            say: is told, once, when they are waited for.
+            say: is told, once, when they are waited for; and who is missing where many processes come up.
 
         Raises:
             ValueError: a size below 1, or the cluster cannot give the devices; says what it has.
@@ -71,13 +71,18 @@ class ResourcePool:
                 f"resource pool {name!r} needs at least 1 node and 1 device a node, "
                 f"found {nnodes} x {devices_per_node}"
             )
-        self.name = name
+        self.name, self.nnodes, self.say = name, nnodes, say
         self.use_gpu = ray.cluster_resources().get("GPU", 0) > 0 if use_gpu is None else use_gpu
         self._placements = self._reserve(nnodes, devices_per_node, timeout, say)
         self.devices = sort_devices(self._find_devices())
 
     def __len__(self) -> int:
         return len(self.devices)
+
+    @property
+    def setup_seconds(self) -> float:
+        """In which processes on all of its nodes come up: they read one Python installation, often from one file server."""
+        return 120.0 + 20.0 * (self.nnodes - 1)
 
     def close(self) -> None:
         """Gives the devices back; actors that are still on them are killed."""

@@ -19,7 +19,7 @@ _ANSWER_SECONDS = 1.0  # for a process to write its stacks
 _REST_SECONDS = 0.1  # without another line they are whole
 # Files whose functions wait for other ranks (torch 2.13, megatron-core 0.19).
 _WAITING = re.compile(
-    r"torch/distributed/|p2p_communication\.py|param_and_grad_buffer\.py|megarl/rollout/(links|inbox)\.py"
+    r"torch/distributed/|p2p_communication\.py|param_and_grad_buffer\.py|megarl/rollout/(links|inbox)\.py|megarl/rendezvous\.py"
 )
 
 _CALLED = re.compile(r"megarl/cluster/worker\.py\", line \d+ in (start|invoke|stream)\b")

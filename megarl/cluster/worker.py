@@ -25,6 +25,7 @@ from typing import Any
 import ray
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
+from megarl import nccl
 from megarl.cluster.affinity import use_cores
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
@@ -122,7 +123,8 @@ class Worker:
     def setup(self, name: str, log_path: str, env: dict[str, str], needs_port: bool) -> ProcessFacts:
         """Prepares the process; after it nothing that is printed, also by C code, misses the log.
 
-        `env` is put into the environment here, before anything heavy is imported; it is also what children get.
+        `env` is put into the environment here, before anything heavy is imported; it is also what children get. Over it
+        comes what NCCL needs and nobody has set.
         """
         self._log_path = log_path
         type(self).__name__ = name  # Ray derives the process title from it, anew after every call
@@ -133,6 +135,7 @@ class Worker:
         if os.getpgrp() != os.getpid():  # so unless the cluster was started with it disabled
             os.setpgid(0, 0)
         os.environ.update(KEEP_ENVIRON | env)
+        nccl.complete(os.environ)
         if env.get("CUDA_VISIBLE_DEVICES"):
             num_gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
             os.environ.update(use_cores(env, num_gpus))

@@ -47,7 +47,7 @@ def check_config(config: TrainConfig | TuningConfig | EvalConfig, data_files: bo
     What depends on the model's sizes is checked by `check_models`.
 
     Args:
-        data_files: whether a TrainConfig must name any, and they must be there.
+        data_files: whether a TrainConfig must name any, and those of any configuration must be there.
 
     Raises:
         ValueError: all violations in one message.
@@ -61,7 +61,7 @@ def config_problems(config: TrainConfig | TuningConfig | EvalConfig, data_files:
     if isinstance(config, TrainConfig):
         problems += _train_problems(config, data_files)
     elif isinstance(config, TuningConfig):
-        problems += tuning_problems(config)
+        problems += tuning_problems(config, data_files)
     else:
         problems += _eval_problems(config)
     return problems

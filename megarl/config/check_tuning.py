@@ -16,8 +16,8 @@ from megarl.config.sft_sections import SFTConfig
 from megarl.config.tuning_sections import TuningConfig
 
 
-def tuning_problems(config: TuningConfig) -> Iterator[str]:
-    """Of a configuration that may be unresolved."""
+def tuning_problems(config: TuningConfig, data_files: bool = True) -> Iterator[str]:
+    """Of a configuration that may be unresolved. `data_files`: whether its files must be there."""
     yield from checkpointing_problems(
         "model", "", config.model.enable_gradient_checkpointing, config.megatron
     )
@@ -31,8 +31,11 @@ def tuning_problems(config: TuningConfig) -> Iterator[str]:
             yield f"megatron.{name} is for runs with rollout engines: fine-tuning uses all it has all the time; leave it out"
     yield from model_problems("model.path", config.model.path)
     yield from tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
-    yield from file_problems("data.train_files", config.data.train_files)
-    yield from file_problems("data.val_files", config.data.val_files)
+    if data_files:
+        yield from file_problems("data.train_files", config.data.train_files)
+        yield from file_problems("data.val_files", config.data.val_files)
+        if isinstance(config, RMConfig):
+            yield from file_problems("data.normalize_files", config.data.normalize_files)
     yield from template_problems(config.data.apply_chat_template_kwargs, config.data.tools_key)
     yield from _validation_problems(config)
     yield from saving_problems(config.trainer, config.trainer.test_freq)
@@ -72,7 +75,6 @@ def _text_problems(config: SFTConfig) -> Iterator[str]:
 
 def _reward_model_problems(config: RMConfig) -> Iterator[str]:
     data = config.data
-    yield from file_problems("data.normalize_files", data.normalize_files)
     if data.normalize_max_samples == 0:
         yield "data.normalize_max_samples=0: it must be -1 (all) or at least 1"
     if data.normalize == "none" and data.normalize_files is not None:

@@ -36,7 +36,7 @@ examples:
     "rm": "example:\n  megarl rm recipe:preference_rm trainer.total_epochs=1\n",
     "dpo": "example:\n  megarl dpo recipe:three_stages_dpo_cpu dpo.beta=0.1\n",
     "eval": "example:\n  megarl eval recipe:quickstart_eval model.path=outputs/demo/ppo/hf\n",
-    "doctor": "example:\n  megarl doctor recipe:quickstart_ppo\n",
+    "doctor": "examples:\n  megarl doctor recipe:quickstart_ppo\n  megarl doctor --gpu --steps installed,engine\n",
 }
 KEYS = """
 keys: docs/config.md, or `megarl config --reference`; `megarl config RECIPE --changed` prints those that a recipe sets
@@ -83,6 +83,8 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
         command.add_argument(
             "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
         )
+        if name == "doctor":
+            _add_gpu_test(command)
         command.set_defaults(run=runners[name])
     _add_replay(commands, runners["replay"])
     _add_report(commands, runners["report"])
@@ -97,6 +99,17 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
     _add_recipes(commands, runners["recipes"])
     _add_requirements(commands, runners["requirements"])
     return parser
+
+
+def _add_gpu_test(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--gpu", action="store_true", help="test this machine's GPUs in steps (docs/gpu.md); takes no recipe"
+    )
+    command.add_argument("--steps", metavar="NAME,...", help="of --gpu: these alone")
+    command.add_argument("--out", metavar="FOLDER", help="of --gpu: for the record [benchmarks/results/gpu]")
+    command.add_argument(
+        "--limit", type=float, default=480.0, metavar="SECONDS", help="of --gpu: most a step takes [480]"
+    )
 
 
 def _add_recipes(commands: argparse._SubParsersAction, run: Runner) -> None:
@@ -295,10 +308,12 @@ def _add_plan(commands: argparse._SubParsersAction, run: Runner) -> None:
 def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
     text = "what a job will hold on each GPU in each phase of a step, term by term, and whether it fits"
     command = commands.add_parser(PLAN_MEMORY, help=text, description=text)
-    command.add_argument("recipe", help=f"of `megarl train`: {RECIPE}")
+    command.add_argument("recipe", help=f"of `megarl train`, `sft`, `rm` or `dpo`: {RECIPE}")
     command.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
     )
+    text = "whose recipe it is, where its keys do not say"
+    command.add_argument("--command", choices=[name for name in RECIPES if name != "eval"], help=text)
     text = "of a GPU; default: 79 (as sold: 80 GB)"
     command.add_argument("--gpu-memory", type=float, default=79.0, metavar="GIB", help=text)
     text = "of it that is not planned with: CUDA, NCCL, fragments; default: 6"
@@ -313,8 +328,12 @@ def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument("--dry-run", action="store_true", help=text)
     text = "with --dry-run: classes (first, middle and last stage of each role) or numbers such as 0,8; default: classes"
     command.add_argument("--ranks", default="classes", metavar="N,M", help=text)
+    text = "with --dry-run: run all ranks of each role together as well, on uneven data, and say whether their collectives fit"
+    command.add_argument("--agree", action="store_true", help=text)
     text = "with --dry-run: exit code 1 where the plan is too small by more; default: 5"
     command.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help=text)
+    text = "with --dry-run: write a page of each rank's peak by owner and by line, plan beside dry run"
+    command.add_argument("--html", metavar="FILE", help=text)
     command.add_argument("--json", action="store_true", help="print JSON, in bytes")
     command.set_defaults(run=run)
 

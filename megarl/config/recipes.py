@@ -80,12 +80,26 @@ def _nearest(name: str) -> str:
     return f"; did you mean {PREFIX}{near[0]}?" if near else ""
 
 
+def run_by(path: Path) -> str | None:
+    """The command that a recipe's first comment says it is run by (`# Run: megarl sft ...`); None: it says nothing."""
+    return _command(_first_comment(recipe_path(path)))
+
+
+def _first_comment(place: Path) -> str:
+    comment = re.match(r"(?:#.*\n)*", place.read_text(encoding="utf-8"))
+    assert comment is not None, "it matches nothing at least"
+    return " ".join(line.removeprefix("#").strip() for line in comment[0].splitlines())
+
+
+def _command(words: str) -> str | None:
+    command = re.search(r"Run: +megarl (\w+) ", words)
+    return None if command is None else command[1]
+
+
 def _read(name: str, place: Path) -> Recipe | None:
     """None: a file without a command in its first comment."""
     if place.suffix != ".yaml":
         return None
-    comment = re.match(r"(?:#.*\n)*", place.read_text(encoding="utf-8"))
-    assert comment is not None, "it matches nothing at least"
-    words = " ".join(line.removeprefix("#").strip() for line in comment[0].splitlines())
-    command = re.search(r"Run: +megarl (\w+) ", words)
-    return Recipe(name, command[1], re.split(r"\. |\.$", words)[0]) if command is not None else None
+    words = _first_comment(place)
+    command = _command(words)
+    return Recipe(name, command, re.split(r"\. |\.$", words)[0]) if command is not None else None

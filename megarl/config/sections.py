@@ -233,9 +233,14 @@ class RolloutConfig:
         "(docs/reproducibility.md); on GPUs SGLang's enable_deterministic_inference. null: on CPUs in float32 that can.",
         None,
     )
-    start_timeout: float = option("Seconds that the start of an engine may take.", 300.0, gt=0)
+    start_timeout: float | None = option(
+        "Seconds that the start of an engine may take. null: 300 on CPUs; 1800 on GPUs, where the first start compiles kernels.",
+        None,
+        gt=0,
+    )
     request_timeout: float = option(
-        "Seconds within which an engine must bring the next of its responses, and answer any other call.",
+        "Seconds within which an engine that has requests must compute the next tokens of any, and answer any other call. Long "
+        "responses may take longer.",
         600.0,
         gt=0,
     )

@@ -22,6 +22,7 @@ from megarl.hybrid_engine.layouts import (
 )
 from megarl.hybrid_engine.load import check_hf_weights, load_hf_weights
 from megarl.hybrid_engine.outbox import Outbox, Sent
+from megarl.hybrid_engine.slots import Slots
 from megarl.hybrid_engine.sync import SyncPlan
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ExportPlan",
     "Outbox",
     "Sent",
+    "Slots",
     "SyncPlan",
     "adapter_export_plan",
     "assemble",

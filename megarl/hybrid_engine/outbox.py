@@ -1,14 +1,12 @@
 """What a trainer rank sends in a weight sync: packed bucket by bucket into two slots, handed over as packets.
 
-The slots are the only memory that a sync takes on the trainer's side. Engine ranks on the same machine read them in
+The slots (`Slots`) are the only memory that a sync takes on the trainer's side. Engine ranks on the same machine read them in
 place; to others packets are sent from them. A slot is packed anew when all engine ranks have taken what lay in it.
 
 On a CPU a slot is shared memory without a name (memfd), passed on as an open file: nothing is left of it when the
 processes that map it have ended, however they ended.
 """
 
-import mmap
-import os
 import pickle
 import secrets
 import socket
@@ -20,6 +18,7 @@ from pathlib import Path
 import torch
 
 from megarl.hybrid_engine.quantize import read_scales, read_values
+from megarl.hybrid_engine.slots import Slots
 from megarl.rollout.checksum import checksum
 from megarl.rollout.inbox import RANK, SLOTS
 from megarl.rollout.links import Line, LinkError, Pair, Sending, Token, naming_peer
@@ -49,22 +48,32 @@ class Sent:
 class Outbox:
     """The links of one trainer rank to all engine ranks that it sends to; they are made with the first version."""
 
-    def __init__(self, share: SyncShare, folder: str, host: str, device: str, timeout: float) -> None:
+    def __init__(
+        self,
+        share: SyncShare,
+        folder: str,
+        host: str,
+        device: str,
+        timeout: float,
+        slots: Slots | None = None,
+    ) -> None:
         """Takes the slots' memory.
 
         Args:
             folder: private to this process, with a short path; a socket is put there.
             host: address of this machine for other ones.
             timeout: seconds to wait for an engine rank.
+            slots: this process's; None: an outbox that is its only one makes them, and gives them up when it closes.
         """
         self._share, self._device, self._timeout = share, device, timeout
+        self._own_slots = Slots(device) if slots is None else None
+        self._memory = slots if slots is not None else self._own_slots
         self._closed = False
         self._lines: dict[int, Line] = {}
         self._pairs: dict[int, Pair] = {}
         self._sendings: dict[int, list[Sending]] = {}
         self._known: dict[int, tuple[int, list[torch.Tensor]]] = {}
-        self._files: list[int] = []
-        self._slots = [self._make_slot() for _ in range(share.num_slots)] if share.slot_bytes else []
+        self._slots = self._memory.take(share.num_slots if share.slot_bytes else 0, share.slot_bytes)
         self._mapping = [peer for peer, transport in share.transports.items() if transport != P2P]
         self._remote = sorted(peer for peer, transport in share.transports.items() if transport == P2P)
         self._path = Path(folder, f"weights-{secrets.token_hex(4)}.socket")
@@ -126,25 +135,15 @@ class Outbox:
     def close(self) -> None:
         """Give up all links; engine ranks that wait notice."""
         self._closed = True
-        for line in self._lines.values():
-            line.close()
+        for link in (*self._lines.values(), *self._pairs.values()):
+            link.close()
         self._near.close()
         self._path.unlink(missing_ok=True)
         if self._far is not None:
             self._far.close()
-        files, self._files = self._files, []  # taken at once: a thread that sends may be closing, too
-        for file in files:
-            os.close(file)
+        if self._own_slots is not None:
+            self._own_slots.close()
         self._lines, self._pairs, self._sendings, self._slots = {}, {}, {}, []
-
-    def _make_slot(self) -> torch.Tensor:
-        size = self._share.slot_bytes
-        if self._device != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
-        file = os.memfd_create("megarl-weights")
-        os.ftruncate(file, size)
-        self._files.append(file)
-        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
     def _connect(self) -> None:
         # First those that map memory, here as there: an order in which nobody waits in a circle.
@@ -172,7 +171,7 @@ class Outbox:
     def _offer_slots(self, line: Line) -> None:
         if self._device == "cpu":
             line.send(SLOTS.pack(len(self._slots), self._share.slot_bytes))
-            line.send_files(self._files)
+            line.send_files(self._memory.files)
         else:
             handles = pickle.dumps([share_device_buffer(slot) for slot in self._slots])
             line.send(SLOTS.pack(len(self._slots), -len(handles)) + handles)

@@ -157,6 +157,11 @@ class SyncPlan:
         ]
         return leaving, arriving
 
+    def leaving(self, rank: int) -> list[Slice]:
+        """What one trainer rank sends of a version with all weights, whatever its buckets; nothing is worked out for others."""
+        plans = self._plans(whole=True)
+        return [item for plan in plans for item in self._slices(plan.copies_from(rank))[0]]
+
     def _padding(self, rank: int) -> dict[str, int]:
         padding = sglang_padding(self.config, self.engines.place(rank))
         if self.adapters is not None:
@@ -201,22 +206,24 @@ class SyncPlan:
         """The slices of a packet, as its source and its target see them."""
         leaving, arriving = [], []
         for copy in copies:
-            dtype, reading = self._travels[copy.tensor]
+            dtype, reading = self._travels(copy.tensor)
             local = copy.source_local.removesuffix(SCALES) if reading == SCALE else copy.source_local
             leaving.append(Slice(copy.tensor, local, copy.source_box, dtype, reading))
             arriving.append(Slice(copy.tensor, copy.target_local, copy.target_box, dtype))
         return tuple(leaving), tuple(arriving)
 
-    @cached_property
-    def _travels(self) -> dict[str, tuple[str, str]]:
-        """Logical tensor -> the name of the type in which it travels, and how its source reads it."""
-        travels = {}
-        for tensor in {copy.tensor for copies in self.buckets for copy in copies}:
+    def _travels(self, tensor: str) -> tuple[str, str]:
+        """The name of the type in which a logical tensor travels, and how its source reads it."""
+        if tensor not in self._known_travels:
             reading = CONVERT
             if self.fp8_block is not None and tensor not in self._adapter_names:
                 reading = SCALE if tensor.endswith(SCALES) else QUANTISE if is_quantised(tensor) else CONVERT
-            travels[tensor] = str(self.dtype_of(tensor)).removeprefix("torch."), reading
-        return travels
+            self._known_travels[tensor] = str(self.dtype_of(tensor)).removeprefix("torch."), reading
+        return self._known_travels[tensor]
+
+    @cached_property
+    def _known_travels(self) -> dict[str, tuple[str, str]]:
+        return {}
 
     def _transport(self, source: int, target: int) -> str:
         here = self.source_places[source] if self.source_places is not None else None

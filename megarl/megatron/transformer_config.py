@@ -56,7 +56,9 @@ def transformer_config(
         or (platform.is_cuda() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None),
         # The fused kernel for grouped-query attention leaves out yarn's factor on sine and cosine; the one for
         # latent attention is yarn's.
-        "apply_rope_fusion": fused and (config.mla is not None) == _is_yarn(config),
+        "apply_rope_fusion": fused
+        and (config.mla is not None) == _is_yarn(config)
+        and _fits_fused_rotary(config),
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
         "persist_layer_norm": fused,
@@ -180,6 +182,14 @@ def _check_routing(config: ModelConfig) -> None:
 
 def _is_yarn(config: ModelConfig) -> bool:
     return config.rope_scaling is not None and config.rope_scaling["rope_type"] == "yarn"
+
+
+def _fits_fused_rotary(config: ModelConfig) -> bool:
+    """Whether latent attention's widths are powers of two: a Triton kernel's ranges have to be
+    (fused_mla_yarn_rope_apply.py)."""
+    mla = config.mla
+    widths = (mla.qk_nope_head_dim, mla.v_head_dim, mla.qk_rope_head_dim // 2) if mla is not None else ()
+    return all(width & (width - 1) == 0 for width in widths)
 
 
 def _is_grouped(config: ModelConfig) -> bool:

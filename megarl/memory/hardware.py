@@ -55,35 +55,52 @@ TABLE = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Guesses, none measured: parts of the peaks above that are reached, and how long texts are.
+    """Parts of the peaks above that are reached, and what takes time whatever its size. None was measured here; all are the same for
+    every model and layout. Where a public measurement is named, the value is that or lies beside it:
 
-    Attributes:
-        matmul: of bf16, by dense layers of forward and backward passes with all that is between them.
-        experts: of bf16, by routed experts. attention: of bf16, by scores and what is made of them.
-        decode: of bf16 or fp8, by generated tokens. prefill: likewise, by prompts.
-        hbm, nvlink, nic, host: of each.
-        latency: seconds of a collective beside its bytes, in decoding. step: seconds of an engine's step beside all else.
-        launch: least seconds of a layer's forward pass, whose kernels are launched one by one.
-        prompt, response: mean tokens, as part of data.max_prompt_length and data.max_response_length.
+    - matmul: dense matrices of forward and backward passes alone, of bf16. cuBLAS reaches 0.6 to 0.75 on large ones under the
+      H100's power limit.
+    - experts: grouped matrices with full tiles, of bf16. attention: scores and what is made of them: FlashAttention-3 has 430 to 620
+      TFLOP/s with causal masks of 512 to 16,384 tokens (pytorch/benchmark 2391).
+    - decode, prefill: generated tokens and prompts, of bf16 or fp8.
+    - hbm: the memory's bandwidth, of weights and activations (0.78 to 0.92 of an H100's in profiles and copies); cache: of a paged
+      cache in decoding (0.42 to 0.57 in a profile of a 70B model, mikamirai.com 2026-03); sparse: of experts' weights in decoding
+      (Qwen3.6-35B-A3B with vLLM 0.19 on one H100: 16 texts make 718 tokens/s, each step reads some 40% of 70 GB: 0.38 with all else).
+    - nvlink, nic, host: of each link. NCCL's all-reduce has 0.77 of NVLink (nccl-collectives-bench), 46 to 48 of 50 GB/s on NDR
+      (NVIDIA/nccl-tests 290); all-to-all has less.
+    - latency: seconds of a collective within a node beside its bytes; hop: what each doubling of the nodes adds in each direction
+      (NCCL takes 54 to 64 us for 48 KB between 4 nodes, b12x 295).
+    - kernel: seconds of a small kernel within a CUDA graph, with the gap to the next; dispatch: of one that Python launches
+      (Llama-3.1-8B on an H100 takes 8.4 ms a token without graphs, 5.1 with: 18 us for each of some 450 kernels; cloudai.pt).
+    - step: seconds of the scheduler in an engine's step. phase: of the controller, of workers that meet and of memory that is freed,
+      for each role in each phase.
+    - peer: seconds in which a rank of an engine gets its part from one rank of the trainer, beside the bytes: rounds, buffers, loading.
+    - prompt, response: mean tokens, as part of data.max_prompt_length and data.max_response_length.
     """
 
-    matmul: float = 0.5
-    experts: float = 0.35
-    attention: float = 0.4
+    matmul: float = 0.65
+    experts: float = 0.5
+    attention: float = 0.55
     decode: float = 0.4
     prefill: float = 0.5
-    hbm: float = 0.7
+    hbm: float = 0.8
+    cache: float = 0.55
+    sparse: float = 0.45
     nvlink: float = 0.7
     nic: float = 0.8
     host: float = 0.7
     latency: float = 1e-5
-    step: float = 1e-3
-    launch: float = 1e-4
+    hop: float = 1.5e-5
+    kernel: float = 3e-6
+    dispatch: float = 1.8e-5
+    step: float = 2e-3
+    phase: float = 1.0
+    peer: float = 0.025
     prompt: float = 0.5
     response: float = 0.5
 
 
-SECONDS = ("latency", "step", "launch")  # the others are parts of a whole
+SECONDS = ("latency", "hop", "kernel", "dispatch", "step", "phase", "peer")  # the others are parts of a whole
 
 
 def find_hardware(name: str) -> Hardware:

@@ -1,7 +1,7 @@
 """One Megatron model on its fullest ranks, stage by stage: what it holds, and what its passes take beside that."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -142,7 +142,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
         held,
         kept,
         working=_working(use, tensors, use.tokens // layout.cp, last) if use.trainable else 0,
-        evaluating=_evaluating(use, tensors, evaluated, last),
+        evaluating=_evaluating(use, tensors, evaluated, stage == 0, last),
         merged=_largest_layer(tensors) * use.itemsize if use.lora.rank else 0,
     )
 
@@ -175,7 +175,7 @@ def _dummy_gradients(use: ModelUse, tensors: StageTensors) -> int:
     return sum(prod(shape) for shape in shapes) * use.itemsize if use.fused else 0
 
 
-def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> int:
+def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, last: bool) -> int:
     """Of a forward pass without gradients: the most that attention, a dense or a routed part of a layer, or the head have at a time.
 
     A tensor lives as long as a variable of the code that made it, so that these are the tensors of one function and of those that
@@ -196,9 +196,10 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -
         routed = 4 * config.hidden_size + 3 * moe.ffn_hidden_size // use.layout.etp
         parts.append(_routed(use, tokens) * routed * item + 5 * hidden)
     if any(".mlp.linear_fc1" in name for name in names):
-        # Gate and up, the gate's activation, their product; and the gathered input.
-        dense = 4 * config.ffn_hidden_size // use.layout.tp + config.hidden_size
-        parts.append(tokens * dense * item + 3 * hidden)
+        # Gate and up, and their product.
+        dense = 3 * config.ffn_hidden_size // use.layout.tp
+        parts.append(tokens * dense * item + (4 if first else 3) * hidden)
+    parts += [size + 3 * hidden for size in _evaluated_adapters(use, tensors, tokens)]
     if last and use.head == "lm":
         parts.append(_head(use, tokens))
     return max(parts, default=0) + _exact(use, tensors)
@@ -216,6 +217,15 @@ def _evaluated_attention(use: ModelUse, tokens: int) -> int:
     each = dim + (mla.qk_nope_head_dim + mla.v_head_dim) + 4 * dim
     latent = (mla.q_lora_rank or config.hidden_size) + mla.kv_lora_rank + mla.qk_rope_head_dim
     return tokens * use.itemsize * (heads * each + latent)
+
+
+def _evaluated_adapters(use: ModelUse, tensors: StageTensors, tokens: int) -> Iterator[int]:
+    """Of each layer with adapters: its output, what these add for each of its tensors, and the same put together; and the input."""
+    adapted = {slot.module for slot, _ in tensors.slots}
+    for tensor in tensors.weights:
+        if tensor.projection and tensor.name.rpartition(".")[0] in adapted:
+            count = _routed(use, tokens) if EXPERTS in tensor.name else tokens
+            yield count * (3 * tensor.shape[0] + tensor.shape[1]) * use.itemsize
 
 
 def _head(use: ModelUse, tokens: int) -> int:

@@ -10,7 +10,7 @@ from megarl.layout.account import LINKS
 from megarl.report.html import render
 from megarl.trainer.memory_plan import GIB
 from megarl.trainer.plan_advice import Change, as_words
-from megarl.trainer.plan_job import NOTE, Device, JobPlan, assumed_words
+from megarl.trainer.plan_job import NOTE, Device, JobPlan, assumed_words, range_words
 from megarl.trainer.plan_seconds import bubbles
 
 _FILLED = "hsl(210 45% 42%)"
@@ -34,7 +34,8 @@ def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
         "title": f"{recipe} on {job.devices} {gpu.name}",
         "fits": memory.fits,
         "verdict": f"{verdict} of {memory.limit / GIB:.1f} GiB a device, {memory.reserve / GIB:.1f} of them for CUDA, NCCL and "
-        f"fragments. A step is estimated to take {job.seconds:,.1f} s: {job.tokens / job.seconds:,.0f} tokens/s.",
+        f"fragments. A step is estimated to take {job.seconds:,.1f} s, likely "
+        f"{range_words(job.seconds)}: {job.tokens / job.seconds:,.0f} tokens/s.",
         "advice": [*memory.problems(), *(f"Would help: {as_words(change)}" for change in advice)],
         "charts": charts,
         "phases": list(memory.phases),

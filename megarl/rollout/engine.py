@@ -85,7 +85,7 @@ class EngineConfig:
         adapters: what it serves beside the weights, which come without them; None: nothing.
         deterministic: a response depends on weights, prompt and seed only, bit by bit; neither on the requests beside it nor on
             what the cache holds. On a CPU in float32 only.
-        request_timeout: seconds within which requests must bring the next response, and calls end.
+        request_timeout: seconds within which an engine with requests must compute its next tokens, and calls end.
     """
 
     model_path: str
@@ -184,8 +184,8 @@ class RolloutEngine(Protocol):
         """The version that is served; None: none is, and `generate` refuses."""
 
     @property
-    def last_answer(self) -> float:
-        """When a request, or a piece of one, was last answered, by `time.monotonic`."""
+    def last_sign(self) -> float:
+        """When the engine last computed tokens, or answered a request or a piece of one, by `time.monotonic`."""
 
     def start(self) -> None:
         """Start the engine's processes.
@@ -203,7 +203,7 @@ class RolloutEngine(Protocol):
         Raises:
             NoValidWeightsError: no verified version is held.
             ValueError: an empty prompt, one that leaves no room in the context, an unknown token id.
-            EngineError: none of them was answered within `request_timeout` of the one before.
+            EngineError: the engine gave no sign of life (`last_sign`) for `request_timeout`.
         """
 
     def generate_stream(
@@ -233,7 +233,7 @@ class RolloutEngine(Protocol):
             apart: seconds between two times, at least; but the last one comes when all have ended.
 
         Raises:
-            EngineError: none ended, and no request was answered, for `request_timeout`.
+            EngineError: none ended, and the engine gave no sign of life (`last_sign`), for `request_timeout`.
         """
 
     def flight(self) -> Flight:
@@ -282,7 +282,8 @@ class RolloutEngine(Protocol):
         """Free the device memory of "weights", "kv_cache"; released weights have to be synced again.
 
         Raises:
-            EngineError: it was started without `enable_memory_saver`.
+            EngineError: it was started without `enable_memory_saver`; or the GPU's free memory did not grow by what was
+                released.
         """
 
     def resume_memory(self, tags: Sequence[str]) -> None:
@@ -293,7 +294,9 @@ class RolloutEngine(Protocol):
         """
 
     def memory(self) -> list[dict[str, int]]:
-        """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers", as measured."""
+        """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers", by the tensors; on a GPU also "device_used", what
+        is not free of it, whoever has it, and "process_used", what the rank's process has, where the driver tells that.
+        """
 
     def flush_cache(self) -> None:
         """Forget all cached prefixes."""

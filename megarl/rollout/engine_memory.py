@@ -2,9 +2,13 @@
 
 SGLang answers with rank 0's figures, as they were at the start, in GiB; so its answer (`get_internal_state`) is given
 another entry, which the ranks gather (0.5.21).
+
+On a GPU what the tensors are said to take stands beside what the driver says of the device, and a release is held to it
+(`unreleased`): torch_memory_saver notices by no other sign that it was never preloaded.
 """
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +17,9 @@ from megarl.rollout.adapters import buffers_of
 from megarl.rollout.receiver import RECEIVER
 
 KEY = "megarl_memory"
+DEVICE, PROCESS = "device_used", "process_used"  # what the driver says
 _POOLS = "sglang.srt.mem_cache."
+_MIB = 1 << 20
 
 
 def register() -> None:
@@ -51,7 +57,51 @@ def measure(scheduler: Any) -> dict[str, int]:
     return {
         **{tag: _num_bytes(kept[tag] if tag in released else found) for tag, found in tensors.items()},
         "sync_buffers": receiver.buffer_bytes if receiver is not None else 0,
+        **(_driver_bytes() if torch.cuda.is_available() else {}),
     }
+
+
+def _driver_bytes() -> dict[str, int]:
+    """What is not free of this rank's GPU, whoever has it; and where NVML can tell, what this process has of it: weights, cache, graphs,
+    workspaces, CUDA's context."""
+    free, total = torch.cuda.mem_get_info()
+    found = {DEVICE: total - free}
+    try:
+        import pynvml
+    except ImportError:
+        return found
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:  # of a part of a GPU, say, or where it is not allowed: a figure less
+        return found
+    for process in processes:
+        # In a container with process numbers of its own nobody is this process.
+        if process.pid == os.getpid() and process.usedGpuMemory is not None:
+            found[PROCESS] = process.usedGpuMemory
+    return found
+
+
+def unreleased(
+    before: Sequence[Mapping[str, int]], after: Sequence[Mapping[str, int]], tags: Iterable[str]
+) -> str | None:
+    """What of a release did not reach the devices, by the memory of all TP ranks before and after; None: it all did.
+
+    Others on the device may have taken some of it meanwhile, so that half of what was released has to be seen.
+    """
+    for rank, (full, left) in enumerate(zip(before, after, strict=True)):
+        if DEVICE not in full:
+            continue
+        released = sum(full[tag] - left[tag] for tag in tags)
+        freed = full[DEVICE] - left[DEVICE]
+        if freed < released // 2:
+            return (
+                f"TP rank {rank} released {released / _MIB:,.0f} MiB of {' and '.join(tags)}, but of its GPU only "
+                f"{max(freed, 0) / _MIB:,.0f} MiB more are free: its scheduler runs without torch_memory_saver's library (the "
+                'engine\'s log has "cannot be preloaded" then: libcudart has to be in LD_LIBRARY_PATH), or another process took the rest'
+            )
+    return None
 
 
 def _model_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -191,6 +191,8 @@ class RemoteSources:
     def close(self) -> None:
         self._closed = True
         self._free.release()
+        for pair in self._pairs.values():
+            pair.close()
 
     def _receive(self, first: int) -> None:
         arrived, free = self._arrived, self._free

@@ -8,16 +8,26 @@ made anew with each engine that starts.
 An end that dies, or that says nothing for too long, is a `LinkError` at the other, which names it.
 """
 
+import json
+import os
+import select
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup, Store
 
+from megarl import nccl
+
+Result = TypeVar("Result")
 _TOKEN = struct.Struct("<qq")
 _SIZES = struct.Struct("<qq")
 Token = tuple[int, int]
@@ -79,8 +89,38 @@ class Line:
         assert len(files) == count, (files, count)
         return files
 
+    def while_peer_lives(self, work: Callable[[], Result], every: float = 0.1) -> Result:
+        """What `work` returns, which waits for the peer where no timeout reaches: in a thread of its own, that is left to
+        itself if the peer ends or `timeout` passes.
+
+        Args:
+            every: seconds between two looks at the peer.
+
+        Raises:
+            LinkError: of the peer; whatever `work` raises.
+        """
+        future: Future[Result] = Future()
+        threading.Thread(target=_fulfil, args=(future, work), name="link", daemon=True).start()
+        ended, deadline = select.poll(), time.monotonic() + self.timeout
+        # Of what the peer has said before, nothing is read here.
+        ended.register(self._socket, select.POLLRDHUP)
+        with naming_peer(self.peer, self.timeout):
+            while not wait_for([future], every).done:
+                if ended.poll(0) and not wait_for([future], every).done:
+                    raise ConnectionResetError
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+            return future.result()
+
     def close(self) -> None:
         self._socket.close()
+
+
+def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # raised where it is waited for
+        future.set_exception(error)
 
 
 def describe(token: Token) -> str:
@@ -134,13 +174,30 @@ class LineStore(Store):
 
 
 class Pair:
-    """A process group of one trainer rank (end 0) and one engine rank (end 1), made by both ends of a line at once."""
+    """A process group of one trainer rank (end 0) and one engine rank (end 1), made by both ends of a line at once.
+
+    On GPUs its communicator is there when this is: an end that dies while it is made is a LinkError at the other, as later.
+    """
 
     def __init__(self, line: Line, end: int, device: str) -> None:
         self.peer, self.timeout, self._other, self._device = line.peer, line.timeout, 1 - end, device
-        self._store = LineStore(line)
+        self._line, self._store = line, LineStore(line)
         with naming_peer(self.peer, self.timeout):
-            self._group = _pair_group(self._store, end, device, timedelta(seconds=self.timeout))
+            if device != "cpu":
+                agree(self._store, end, self.peer, nccl.settings(os.environ))
+            self._group: ProcessGroup | None = _pair_group(
+                self._store, end, device, timedelta(seconds=self.timeout)
+            )
+        if device != "cpu":
+            place = torch.device(device, torch.cuda.current_device())
+            line.while_peer_lives(lambda: self._group.eager_connect_single_device(place))
+
+    def close(self) -> None:
+        """End the group, whatever waits in it, and tell the peer; may be called again."""
+        if self._group is not None:
+            self._group.abort()
+        self._group = None  # gloo's connections end with it
+        self._line.close()
 
     def send(self, tensor: torch.Tensor) -> "Sending":
         """Begin to send a uint8 tensor; it must not change before the sending is over."""
@@ -180,9 +237,38 @@ class Sending:
         self._tensors = ()
 
 
+def agree(store: Store, end: int, peer: str, here: dict[str, str]) -> None:
+    """Compare what NCCL finds in the environments of both ends.
+
+    Raises:
+        LinkError: they would make their buffers in different ways.
+    """
+    store.set(f"environment of end {end}", json.dumps(here).encode())
+    there = json.loads(store.get(f"environment of end {1 - end}"))
+    if found := nccl.disagreement(here, there):
+        raise LinkError(
+            f"{peer} has another environment for NCCL: {found}; set them for the job or on all of its nodes"
+        )
+
+
 def _pair_group(store: Store, end: int, device: str, timeout: timedelta) -> ProcessGroup:
     if device == "cpu":
         return torch.distributed.ProcessGroupGloo(store, end, 2, timeout)
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return torch.distributed.ProcessGroupNCCL(store, end, 2, options)
+    # Who waits finds the error, and makes a LinkError of it. Otherwise torch gives each group a thread that ends the whole process
+    # when something in the group has failed or taken too long (ProcessGroupNCCL.cpp). It asks nothing but the environment.
+    with _variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
+        return torch.distributed.ProcessGroupNCCL(store, end, 2, options)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

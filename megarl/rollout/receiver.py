@@ -13,7 +13,9 @@ Guarantees, each asserted by a test:
 - a version is complete: over its buckets every element of every parameter is written exactly once, but for
   the padding that the share declares; a version of adapters alone is taken only on top of a whole one, from the same
   trainer and into the same memory;
-- what SGLang derives from parameters is derived again from those of the version;
+- what SGLang derives from parameters is derived again from those of the version; scales of its cache, which no version has, are 1;
+- the first version of a session, and any that SGLang then moved, is compared once more when SGLang has ended its update
+  (`after_update`);
 - an error names the tensor and the rank, and reaches the engine's process, with what all other ranks say, through a file
   beside that of TP rank 0 (`results_path`): an exception would end the scheduler (sglang 0.5.21).
 """
@@ -22,25 +24,29 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from megarl.layout.boxes import Box
 from megarl.rollout.adapters import Slot, has_slot
+from megarl.rollout.binding import (
+    RefusedError,
+    check_complete,
+    named_weights,
+    place,
+    renew_derived,
+    set_cache_scales,
+    weights_of,
+)
 from megarl.rollout.checksum import checksum
 from megarl.rollout.inbox import Inbox
 from megarl.rollout.links import LinkError, Token, describe
-from megarl.rollout.packets import Address, Packet, Slice, SyncShare
+from megarl.rollout.packets import Address, Packet, SyncShare
 
 LOADER = "megarl.rollout.receiver.receive_weights"
 RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to remember
-
-
-class RefusedError(ValueError):
-    """A share or a slice that must not be served."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,10 @@ class Receiver:
         self._views: list[list[list[torch.Tensor]]] = []  # by bucket, parcel, slice
         self._slot: Slot | None = None  # of adapters, where these are sent beside the weights
         self._holds_frozen = False
+        self._checksums: dict[
+            tuple[int, int], torch.Tensor
+        ] = {}  # by bucket and parcel, of what was written last
+        self._read_again = False
         device = next(model.parameters()).device.type
         self._inbox = Inbox(told.share, told.addresses, device, told.timeout)
 
@@ -186,7 +196,30 @@ class Receiver:
             raise refusal
         if whole:
             renew_derived(self._model)
+            set_cache_scales(self._model)
         return received
+
+    @torch.no_grad()
+    def verify_again(self) -> str | None:
+        """After what SGLang did to the parameters at the end of an update: what of the last version is no longer there; None: nothing.
+
+        Read are all slices, after the first version of a session and whenever a parameter is another tensor than it was.
+        """
+        if not self._holds_frozen:
+            return None  # the version was refused
+        moved = self._places() != self._bound_to
+        if self._read_again and not moved:
+            return None
+        if moved and (refusal := self._find_views()) is not None:
+            return f"SGLang's end_weight_update has changed the parameters: {refusal}"
+        for (bucket, index), sums in self._checksums.items():
+            parcel = self._share.buckets[bucket][index]
+            found = torch.stack([checksum(view) for view in self._views[bucket][index]])
+            for number in (found != sums).nonzero()[:1]:
+                item = parcel.slices[int(number)]
+                return f"SGLang's end_weight_update has changed {item.tensor} in {item.local}"
+        self._read_again = True
+        return None
 
     def _take(
         self, version: int, first: int, received: Received, refusal: RefusedError | None
@@ -200,6 +233,7 @@ class Receiver:
                 if refusal is None:
                     packet, views = Packet(data, parcels[index]), self._views[bucket][index]
                     refusal = self._write(packet, views, (version, bucket), received)
+                    self._checksums[bucket, index] = packet.checksums.clone()
                 begun = time.perf_counter()
             self._inbox.release(version, bucket)
         return refusal
@@ -208,16 +242,17 @@ class Receiver:
         """Find every slice's place in the model, unless they are known and it is as it was."""
         if (refusal := self._bind_adapters(whole)) is not None:
             return refusal
-        adapters = self._slot.tensors if self._slot is not None else {}
-        targets = {**dict(self._model.named_buffers()), **named_weights(self._model), **adapters}
-        bound_to = tuple((name, t.data_ptr(), t.shape, t.dtype) for name, t in targets.items())
-        if bound_to == self._bound_to:
+        if self._places() == self._bound_to:
             return None
         if not whole:
             return RefusedError(
                 "adapters came alone, but the weights are not where they were: sync all of them"
             )
-        share, written = self._share, {}
+        return self._find_views()
+
+    def _find_views(self) -> RefusedError | None:
+        share, written, targets = self._share, {}, self._targets()
+        adapters = self._slot.tensors if self._slot is not None else {}
         try:
             self._views = [
                 [[place(item, targets) for item in parcel.slices] for parcel in parcels]
@@ -229,8 +264,16 @@ class Receiver:
             check_complete({**weights_of(self._model), **adapters}, written, share.padding)
         except RefusedError as error:
             return error
-        self._bound_to = bound_to
+        self._bound_to = self._places()
         return None
+
+    def _targets(self) -> dict[str, torch.Tensor]:
+        adapters = self._slot.tensors if self._slot is not None else {}
+        return {**dict(self._model.named_buffers()), **named_weights(self._model), **adapters}
+
+    def _places(self) -> tuple:
+        """Where the model's tensors are now."""
+        return tuple((name, t.data_ptr(), t.shape, t.dtype) for name, t in self._targets().items())
 
     def _bind_adapters(self, whole: bool) -> RefusedError | None:
         """Find the adapters' slot; with a whole version it begins as zeros, which those that no slice fills stay."""
@@ -281,87 +324,3 @@ class Receiver:
             f"{item.tensor}: checksum {int(arrived[index]):#x} in {item.local}, {sent:#x} on trainer rank {source}, "
             f"which {what}"
         )
-
-
-def renew_derived(model: torch.nn.Module) -> None:
-    """Recompute what the model keeps beside its parameters: latent attention's absorbed projections.
-
-    SGLang's models have a method for it. SGLang calls it after its own loaders, but not after a custom one (0.5.21).
-    """
-    if hasattr(model, "post_load_weights"):
-        model.post_load_weights()
-
-
-def place(item: Slice, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The part of the model that a slice fills: a view.
-
-    Raises:
-        RefusedError: there is no such parameter or place, or it has another type.
-    """
-    name, local, box = item.tensor, item.local, item.box
-    if local not in targets:
-        raise RefusedError(f"{name}: the engine has no parameter {local!r}")
-    target, dtype = targets[local], getattr(torch, item.dtype)
-    if target.dtype != dtype:
-        raise RefusedError(f"{name}: {local} holds {target.dtype}, not {dtype}")
-    fits = len(box.start) == len(box.size) == target.dim() and all(
-        start >= 0 and size > 0 and start + size <= extent
-        for start, size, extent in zip(box.start, box.size, target.shape, strict=True)
-    )
-    if not fits:
-        raise RefusedError(
-            f"{name}: {local} has shape {tuple(target.shape)}: no place for start {box.start}, size {box.size}"
-        )
-    return target.data[box.slices]
-
-
-def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters by name, which are those of a model without adapters.
-
-    A layer that SGLang gave adapters has the layer that it was within it, as `base_layer` (sglang 0.5.21).
-    """
-    return {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
-
-
-def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that a version fills: all but those that SGLang's own check of weights leaves out, too.
-
-    These are scales of the KV cache, which a model in float8 has as parameters (sglang 0.5.21).
-    """
-    parameters = named_weights(model).items()
-    return {name: value for name, value in parameters if not getattr(value, "_skip_weight_check", False)}
-
-
-def check_complete(
-    parameters: Mapping[str, torch.Tensor], written: Mapping[str, Sequence[Box]], padding: Mapping[str, int]
-) -> None:
-    """Check that `written` covers every element once, but for `padding` elements of each parameter.
-
-    Raises:
-        RefusedError: names each parameter where it does not.
-    """
-    wrong = []
-    for name, parameter in parameters.items():
-        boxes = written.get(name, [])
-        if overlap(boxes):
-            wrong.append(f"{name}: slices overlap")
-        missing = parameter.numel() - sum(box.numel for box in boxes)
-        if missing != padding.get(name, 0):
-            wrong.append(
-                f"{name}: {missing} of {parameter.numel()} elements missing, padding is {padding.get(name, 0)}"
-            )
-    wrong += [f"{name}: padding of no parameter" for name in padding if name not in parameters]
-    if wrong:
-        raise RefusedError("the version is incomplete: " + "; ".join(wrong))
-
-
-def overlap(boxes: Sequence[Box]) -> bool:
-    """Whether any two boxes of a tensor have an element in common."""
-    ordered = sorted(boxes)
-    for index, box in enumerate(ordered):
-        for other in ordered[index + 1 :]:
-            if box.start and other.start[0] >= box.start[0] + box.size[0]:
-                break  # so do all that follow
-            if box.intersect(other) is not None:
-                return True
-    return False

@@ -67,13 +67,17 @@ class SGLangEngine:
         self._update: _Update | None = None
         self._inboxes: list[Path] = []
         self._session = self._session_held = ""
-        self.last_answer = 0.0
+        self._last_answer = 0.0
         self._gate = Gate()  # requests are inside while SGLang works on them
         self._ends: frozenset[int] = frozenset()
 
     @property
     def weight_version(self) -> int | None:
         return self._version
+
+    @property
+    def last_sign(self) -> float:
+        return max(self._last_answer, self._engine.heartbeat.last())
 
     def start(self) -> None:
         assert self.config.node == 0, "the other nodes have a SGLangPart each"
@@ -133,7 +137,7 @@ class SGLangEngine:
                     self.config.stop_token_ids,
                     adapters.NAME if self.config.adapters is not None else None,
                 )
-                self.last_answer = time.monotonic()
+                self._last_answer = time.monotonic()
                 generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
             if generation is not None:
                 return generation
@@ -160,12 +164,12 @@ class SGLangEngine:
     ) -> Iterator[list[Answer]]:
         timeout = self.config.request_timeout
         try:
-            # A trajectory of several turns may take longer than that: every answer counts.
-            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_answer, apart)
+            # A long answer, or a trajectory of several turns, may take longer than that.
+            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_sign, apart)
         except NothingCompleted:
             self._version = None
             raise EngineError(
-                f"SGLang did not answer any request within request_timeout={timeout} s"
+                f"SGLang has neither computed a step nor answered a request within request_timeout={timeout} s"
             ) from None
 
     def begin_update(self, version: int) -> int | None:
@@ -231,8 +235,13 @@ class SGLangEngine:
         if "weights" in tags:
             self._version = None
         self.flush_cache()
+        before = self.memory() if self.config.device == "cuda" else []
         self._released |= set(tags)
         self._memory("release", tags)
+        if before:
+            problem = engine_memory.unreleased(before, self.memory(), tags)
+            if problem is not None:
+                raise EngineError(problem)
         self._let_in()
 
     def resume_memory(self, tags: Sequence[str]) -> None:

@@ -11,6 +11,8 @@ its processes run (sglang 0.5.21).
 - The TP ranks of an engine find each other through a file, those on several nodes through a TCP store at the address that they
   were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
   interface of the machine.
+- The weights of a version are read once more when SGLang has ended an update (`after_update`).
+- The first rank's scheduler says when it last computed something (`heartbeat`).
 - The ranks say how much memory they hold (`engine_memory`), and where their adapters lie (`adapters`).
 - There is no detokenizer process: token ids go in and come out (`skip_tokenizer_init`), so it would idle,
   for 3 s of start-up CPU time and 400 MB.
@@ -32,7 +34,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rendezvous import open_store
-from megarl.rollout import adapters, engine_memory, prefix_sharing
+from megarl.rollout import adapters, after_update, engine_memory, heartbeat, prefix_sharing
 from megarl.rollout.sent_together import SentTogether
 from megarl.rollout.sglang_scheduler import SchedulerMain, forked, without_main
 from megarl.rollout.sglang_start import NAMES
@@ -41,7 +43,7 @@ from megarl.signals import outlive_job_signals
 SCHEME = "megarl"  # of addresses at which TP ranks of several nodes meet
 
 
-def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
+def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kwargs) -> None:
     """What `SchedulerMain` runs; arguments are those of `run_scheduler_process`."""
     name_shared_memory(port_args)
     outlive_job_signals()
@@ -56,7 +58,10 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
         cut_by_min_p,
         HookType.AROUND,
     )
+    if tp_rank == 0:
+        heartbeat.register(heartbeat_file(port_args))
     engine_memory.register()
+    after_update.register()
     adapters.register()
     prefix_sharing.register()
     if server_args.device == "cpu":
@@ -68,7 +73,7 @@ def run_scheduler(server_args, port_args, *args, **kwargs) -> None:
         lean_qwen2.register()
     load_plugins()
     HookRegistry.apply_hooks()  # a copy of its owner has loaded its plugins before
-    run_scheduler_process(server_args, port_args, *args, **kwargs)
+    run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 
 def meeting_place(server_args, port_args) -> str:
@@ -94,6 +99,11 @@ def rendezvous_file(port_args) -> str:
     return f"{_socket_files(port_args)[0]}.store"
 
 
+def heartbeat_file(port_args) -> Path:
+    """Where the first rank's scheduler writes when it last computed something."""
+    return Path(f"{_socket_files(port_args)[0]}.heartbeat")
+
+
 def name_shared_memory(port_args) -> None:
     """Write down what this process will make in /dev/shm, before it does: until all processes have opened it and the names are
     removed (`unlink_shared_memory`), some seconds later, an engine that is killed leaves it behind.
@@ -105,10 +115,11 @@ def name_shared_memory(port_args) -> None:
 
 
 def remove_files(port_args) -> None:
-    """Remove the sockets, the rendezvous and the names of shared memory that an engine leaves in the temporary folder."""
+    """Remove the sockets, the rendezvous, the heartbeat and the names of shared memory that an engine leaves in the temporary folder."""
     socket = Path(_socket_files(port_args)[0])
     named = socket.parent.glob(f"{socket.name}.*{NAMES}")
-    for path in (*_socket_files(port_args), rendezvous_file(port_args), *named):
+    made = (rendezvous_file(port_args), heartbeat_file(port_args))
+    for path in (*_socket_files(port_args), *made, *named):
         Path(path).unlink(missing_ok=True)
 
 
@@ -183,6 +194,7 @@ class TokenEngine(Engine):
             self.tokenizer_manager.signal_handler_class = _NoDraining
             socket = self.tokenizer_manager.send_to_scheduler
             self.tokenizer_manager.send_to_scheduler = SentTogether(socket, self.loop)
+            self.heartbeat = heartbeat.Heartbeat(heartbeat_file(self.port_args))
 
     @classmethod
     def _launch_scheduler_processes(cls, server_args, *args, **kwargs):

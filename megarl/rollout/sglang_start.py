@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megarl.imports import without_collection
 from megarl.packages import KNOWN
 from megarl.rollout import adapters
 from megarl.rollout.engine import EngineConfig, EngineError
+from megarl.rollout.environment import prepare_schedulers
 from megarl.rollout.receiver import LOADER
 from megarl.rollout.sglang_model import config_overrides
 
@@ -71,7 +73,8 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "enable_deterministic_inference": config.deterministic,  # on a CPU see `batch_invariant`
         "sleep_on_idle": True,  # else an idle scheduler polls, and takes a core from the trainer
         "host": "127.0.0.1",
-        "log_level": "error",
+        # A start on a GPU may compile kernels for minutes, which SGLang tells as a warning.
+        "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
         **(adapters.server_arguments(config.adapters, config.device) if config.adapters is not None else {}),
@@ -95,6 +98,7 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
             "max_total_tokens": config.max_total_tokens,
             "base_gpu_id": config.first_device,
             "moe_runner_backend": "triton",  # of others some put an expert's up before its gate, or permute rows
+            **(_float8_arguments() if config.fp8_block is not None else {}),
         }
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         raise ValueError("a CPU engine needs a process that was started with sglang_environment('cpu', ...)")
@@ -106,6 +110,16 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
     }
+
+
+def _float8_arguments() -> dict[str, Any]:
+    """On Blackwell SGLang's choice for products in float8, DeepGEMM, packs scales into integers of another shape as soon as weights are
+    loaded, which no sync could fill (layers/quantization/fp8_utils.py, requant_weight_ue8m0); Triton's keep them in float32.
+    """
+    import torch
+
+    major, _ = torch.cuda.get_device_capability()
+    return {"fp8_gemm_runner_backend": "triton"} if major >= 10 else {}
 
 
 def _note_failed_start(signum: int, frame: object) -> None:
@@ -163,6 +177,10 @@ def start_owned(config: EngineConfig, model: dict[str, Any], closing: threading.
         ValueError, EngineError: as `start_sglang` and `check_version`.
     """
     check_version(config.allow_unknown_version)
+    if config.device == "cuda":
+        spec = find_spec("torch")
+        assert spec is not None and spec.origin is not None
+        prepare_schedulers(os.environ, Path(spec.origin).parents[1])
     arguments = server_arguments(config, model)
     try:
         engine = start_sglang(arguments, config.start_timeout)

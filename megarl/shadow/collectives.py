@@ -1,39 +1,154 @@
-"""The collectives of shadow ranks: a backend without traffic, a log of each rank's calls, and whether the logs of several ranks agree.
+"""The collectives of a shadow rank: a backend without traffic, and a log of the rank's calls.
 
-Ranks that disagree hang or fail on real GPUs: one waits for a collective that another never joins, or joins with other sizes.
+`agree.py` says whether the logs of several ranks fit together.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megarl.shadow.tracker import line_of_code
 from megarl.shadow.values import give, value_of
 
-BOTH_SIDES = ("send", "recv_")
+SEND, RECEIVE = "send", "recv_"
+_NAMES = {"_allgather_base_": "all_gather", "allgather_": "all_gather of a list", "allreduce_": "all_reduce",
+          "_reduce_scatter_base_": "reduce_scatter", "alltoall_base_": "all_to_all", "broadcast_": "broadcast",
+          "recv_": "receive"}  # fmt: skip
 
 
 class Collective(NamedTuple):
     """A call of a rank.
 
     Attributes:
-        operation: c10d's name, such as "allreduce_".
+        operation: c10d's name, such as "allreduce_", or that of a function of torch.distributed that moves objects.
         group: the global ranks of the group, in its order.
         peer: of a send or receive; None: all ranks take part.
         sizes: (elements, dtype) of each tensor.
         bytes: of the larger side.
+        communicator: the group's name: groups of the same ranks have communicators of their own.
+        sends, expects: elements for and from each rank of the group, where they may differ (an all-to-all, a gather of a list).
+        detail: what must be the same on all ranks beside sizes, such as the rank that a broadcast comes from.
+        batch: a number that sends and receives of one `batch_isend_irecv` share.
+        until: the rank waited for it before its call of this number (the log's length: at its end); None: it never did.
+        phase, line: where the call was made.
     """
 
     operation: str
     group: tuple[int, ...]
-    peer: int | None
-    sizes: tuple[tuple[int, str], ...]
-    bytes: int
+    peer: int | None = None
+    sizes: tuple[tuple[int, str], ...] = ()
+    bytes: int = 0
+    communicator: str = ""
+    sends: tuple[int, ...] = ()
+    expects: tuple[int, ...] = ()
+    detail: str = ""
+    batch: int | None = None
+    until: int | None = None
+    phase: str = ""
+    line: str = ""
+
+    @classmethod
+    def from_json(cls, fields: Sequence[Any]) -> Collective:
+        """Of the list that it is in a report."""
+        found = cls(*(tuple(field) if isinstance(field, list) else field for field in fields))
+        return found._replace(sizes=tuple((count, dtype) for count, dtype in found.sizes))
+
+    @property
+    def name(self) -> str:
+        """As torch.distributed calls it."""
+        return _NAMES.get(self.operation, self.operation.strip("_"))
+
+
+class Peers(Protocol):
+    """Where what a rank receives comes from."""
+
+    def exchange(self, call: Collective, args: Sequence[Any], wait: Callable[[], None]) -> None:
+        """Give what a call of c10d returns its values.
+
+        Args:
+            wait: to be called before the rank looks at what peers have sent.
+        """
+
+    def gather_objects(self, call: Collective, own: Any, wait: Callable[[], None]) -> list[Any]:
+        """What each rank of the group has."""
+
+    def broadcast_objects(
+        self, call: Collective, own: list[Any], source: int, wait: Callable[[], None]
+    ) -> list[Any]:
+        """What the global rank `source` has."""
+
+
+class Log:
+    """A rank's calls in their order, and what it waited for.
+
+    Attributes:
+        reduction: of the all_reduce that is being called: c10d does not show it to dispatch modes.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self.reduction = ""
+        self._calls: list[Collective] = []
+        self._until: dict[int, int] = {}
+        self._running: set[int] = set()  # not waited for yet
+        self._works: list[_Work] = []  # kept: c10d would forget their Python side
+        self._batches = 0
+        self._in_batch = False
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def calls(self) -> list[Collective]:
+        return [call._replace(until=self._until.get(number)) for number, call in enumerate(self._calls)]
+
+    def add(self, call: Collective, phase: str) -> int:
+        """The number of a call that is made now."""
+        batch = self._batches if self._in_batch else None
+        self._calls.append(call._replace(phase=phase, line=line_of_code(), batch=batch))
+        self._running.add(len(self._calls) - 1)
+        return len(self._calls) - 1
+
+    def work(self, number: int) -> _Work:
+        """What c10d returns of a call, to wait for it with."""
+        work = _Work()
+        work.log, work.number = self, number
+        self._works.append(work)
+        return work
+
+    def wait(self, number: int) -> None:
+        """The rank waits for a call before it goes on."""
+        self._until.setdefault(number, len(self._calls))
+        self._running.discard(number)
+
+    def wait_for_all(self) -> None:
+        for number in list(self._running):
+            self.wait(number)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Sends and receives that are launched as one."""
+        self._batches, self._in_batch = self._batches + 1, True
+        try:
+            yield
+        finally:
+            self._in_batch = False
+
+
+class _Work(FakeWork):
+    log: Log
+    number: int
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.log.wait(self.number)
+        return True
 
 
 def join(rank: int, world_size: int) -> None:
@@ -43,29 +158,95 @@ def join(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
-def leave_no_other_backend() -> None:
-    """Have all groups of this process without traffic, Megatron's gloo groups too, and objects of peers be this rank's own."""
-    new_group = dist.new_group
+class Rank(Protocol):
+    """What a running shadow shows of itself here."""
+
+    log: Log
+
+    @property
+    def phase(self) -> str: ...
+
+
+def leave_no_other_backend(current: Callable[[], Rank | None]) -> None:
+    """Have all groups of this process without traffic, Megatron's gloo groups too, and what c10d's operators do not show in the log:
+    groups that are made, objects, batches, reductions, and that the host waits for all that was launched.
+
+    Args:
+        current: the shadow that runs now; None: none does.
+    """
+    new_group, all_reduce, batch = dist.new_group, dist.all_reduce, dist.batch_isend_irecv
 
     def without_traffic(
         ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **rest: Any
-    ):
+    ) -> Any:
+        rank = current()
+        if (
+            rank is not None
+            and not isinstance(rank.log.peers, Alike)
+            and not rest.get("use_local_synchronization")
+        ):
+            # All ranks take part, in the same order: communicators are numbered by it.
+            note("new_group", None, f"of ranks {'all' if ranks is None else ranks_text(ranks)}")
         return new_group(ranks, timeout, "fake", **rest)
 
+    def note(operation: str, group: Any, detail: str = "") -> tuple[Collective, Callable[[], None], Peers]:
+        rank = current()
+        assert rank is not None, "a shadow is running"
+        group = dist.group.WORLD if group is None else group
+        call = Collective(
+            operation,
+            tuple(dist.get_process_group_ranks(group)),
+            communicator=group.group_name,
+            detail=detail,
+        )
+        number, log = rank.log.add(call, rank.phase), rank.log
+        log.wait(number)
+        return call, lambda: log.wait(number), log.peers
+
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        object_list[:] = [obj] * len(object_list)
+        call, wait, peers = note("all_gather_object", group)
+        object_list[:] = peers.gather_objects(call, obj, wait)
 
     def broadcast_object_list(
-        object_list: list[Any], src: Any = None, group: Any = None, **rest: Any
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
     ) -> None:
-        return None  # what another rank would send is unknown: this rank's own stays
+        source = src if group_src is None else dist.get_global_rank(group, group_src)
+        source = 0 if source is None else source
+        call, wait, peers = note("broadcast_object_list", group, f"from rank {source}")
+        object_list[:] = peers.broadcast_objects(call, object_list, source, wait)
+
+    def reduced(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        rank = current()
+        if rank is not None:
+            rank.log.reduction = str(op).rpartition(".")[2]
+        return all_reduce(tensor, op, group, async_op)
+
+    def batched(operations: list[Any]) -> Any:
+        rank = current()
+        assert rank is not None, "a shadow is running"
+        with rank.log.batch():
+            return batch(operations)
+
+    def synchronize(device: Any = None) -> None:
+        rank = current()
+        if rank is not None:
+            rank.log.wait_for_all()
 
     dist.new_group = without_traffic
     dist.all_gather_object = all_gather_object
     dist.broadcast_object_list = broadcast_object_list
+    dist.all_reduce = reduced
+    dist.batch_isend_irecv = batched
+    torch.cuda.synchronize = synchronize
 
 
-def describe(operation: str, args: Sequence[Any]) -> Collective:
+def describe(operation: str, args: Sequence[Any], reduction: str = "") -> Collective:
     """What a call of one of c10d's operators is."""
     leaves = torch.utils._pytree.tree_leaves(args)
     boxed = next(
@@ -76,96 +257,86 @@ def describe(operation: str, args: Sequence[Any]) -> Collective:
         ),
         None,
     )
-    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed)) if boxed is not None else []
+    group = None if boxed is None else dist.ProcessGroup.unbox(boxed)
+    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    sizes = tuple((tensor.numel(), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors)
     moved = [tensor.numel() * tensor.element_size() for tensor in tensors]
     gathers = operation in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
-    peer = ranks[args[2]] if operation in BOTH_SIDES else None
-    return Collective(operation, tuple(ranks), peer, sizes, max(moved, default=0) if gathers else sum(moved))
+    sends, expects = _shares(operation, args, len(ranks))
+    detail = reduction if operation == "allreduce_" else ""
+    if operation == "broadcast_":
+        detail = f"from rank {ranks[args[2]]}"
+    return Collective(
+        operation,
+        ranks,
+        ranks[args[2]] if operation in (SEND, RECEIVE) else None,
+        tuple((tensor.numel(), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors),
+        max(moved, default=0) if gathers else sum(moved),
+        group.group_name if group is not None else "",
+        sends,
+        expects,
+        detail,
+    )
 
 
-def pass_on(operation: str, args: Sequence[Any], group_size: int, received: Sequence[int]) -> None:
-    """Give what a collective returns its values: peers are taken to send what this rank sends.
+def _shares(operation: str, args: Sequence[Any], size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements for and from each rank of a group, where they may differ between them."""
+    if operation == "alltoall_base_":
+        output, source, _, received, sent = args[:5]
+        return _splits(source, sent, size), _splits(output, received, size)
+    if operation == "allgather_":
+        return (args[1][0].numel(),) * size, tuple(tensor.numel() for tensor in args[0][0])
+    return (), ()
 
-    Args:
-        received: what a pipeline stage is told of the shape that comes: the integers of a receive.
+
+def _splits(tensor: torch.Tensor, rows: Sequence[int], size: int) -> tuple[int, ...]:
+    if not rows:
+        return (tensor.numel() // size,) * size
+    width = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    return tuple(int(count) * width for count in rows)
+
+
+class Alike:
+    """Peers that send what this rank sends.
+
+    Attributes:
+        received: the shape that a pipeline stage is told by the one before it.
     """
-    if operation == "_allgather_base_":
-        output, mine = args[0], value_of(args[1])
-        if mine is not None:
-            give(
-                output,
-                mine.reshape(1, *mine.shape).expand(group_size, *mine.shape).reshape(output.shape).clone(),
-            )
-    elif operation == "allgather_":
-        for outputs, source in zip(args[0], args[1], strict=True):
-            mine = value_of(source)
-            for output in outputs if mine is not None else ():
-                give(output, mine.clone().reshape(output.shape))
-    elif operation == "alltoall_base_":
-        output, mine = args[0], value_of(args[1])
-        if mine is not None and mine.shape == output.shape:
-            give(output, mine.clone())
-    elif operation == "recv_":
-        for tensor in args[0]:
-            if not tensor.is_floating_point() and tensor.numel() == len(received):
-                give(tensor, torch.tensor(received, dtype=tensor.dtype).reshape(tensor.shape))
+
+    def __init__(self) -> None:
+        self.received: tuple[int, ...] = ()
+
+    def exchange(self, call: Collective, args: Sequence[Any], wait: Callable[[], None]) -> None:
+        if call.operation == "_allgather_base_":
+            output, mine = args[0], value_of(args[1])
+            if mine is not None:
+                size = len(call.group)
+                give(
+                    output,
+                    mine.reshape(1, *mine.shape).expand(size, *mine.shape).reshape(output.shape).clone(),
+                )
+        elif call.operation == "allgather_":
+            for outputs, source in zip(args[0], args[1], strict=True):
+                mine = value_of(source)
+                for output in outputs if mine is not None else ():
+                    give(output, mine.clone().reshape(output.shape))
+        elif call.operation == "alltoall_base_":
+            output, mine = args[0], value_of(args[1])
+            if mine is not None and mine.shape == output.shape:
+                give(output, mine.clone())
+        elif call.operation == RECEIVE:
+            for tensor in args[0]:
+                if not tensor.is_floating_point() and tensor.numel() == len(self.received):
+                    give(tensor, torch.tensor(self.received, dtype=tensor.dtype).reshape(tensor.shape))
+
+    def gather_objects(self, call: Collective, own: Any, wait: Callable[[], None]) -> list[Any]:
+        return [own] * len(call.group)
+
+    def broadcast_objects(
+        self, call: Collective, own: list[Any], source: int, wait: Callable[[], None]
+    ) -> list[Any]:
+        return own  # what another rank would send is unknown
 
 
-def disagreements(logs: Mapping[int, Sequence[Collective]]) -> tuple[int, list[str]]:
-    """Where the logs of ranks do not fit together.
-
-    In every group that ranks share they must make the same calls in the same order, with the same sizes; what one rank sends
-    another must receive, in the same order.
-
-    Returns:
-        How many pairs of sequences were compared, and a sentence for each that differs, with the first difference.
-    """
-    compared, found = 0, []
-    shared: dict[tuple[int, ...], dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
-    for rank, log in logs.items():
-        for call in log:
-            if call.peer is None:
-                shared[call.group][rank].append(call)
-    for group in shared:
-        first, *others = [rank for rank in group if rank in logs]
-        for other in others:
-            compared += 1
-            difference = _first_difference(shared[group][first], shared[group][other])
-            if difference is not None:
-                found.append(f"ranks {first} and {other} differ in their group {_ranks(group)}: {difference}")
-    for source in logs:
-        for target in logs:
-            sent = [call for call in logs[source] if call.operation == "send" and call.peer == target]
-            received = [call for call in logs[target] if call.operation == "recv_" and call.peer == source]
-            if sent or received:
-                compared += 1
-                difference = _first_difference(sent, received)
-                if difference is not None:
-                    found.append(
-                        f"what rank {source} sends rank {target} is not what that receives: {difference}"
-                    )
-    return compared, found
-
-
-def _first_difference(one: Sequence[Collective], other: Sequence[Collective]) -> str | None:
-    """In words; None: there is none. A send is compared with a receive by its sizes alone."""
-    for number, (a, b) in enumerate(zip(one, other, strict=False), start=1):
-        same = a.sizes == b.sizes and (a.operation == b.operation or a.peer is not None)
-        if not same:
-            return f"call {number} is {_call(a)} and {_call(b)}"
-    if len(one) != len(other):
-        longer = one if len(one) > len(other) else other
-        at = min(len(one), len(other))
-        return f"{len(one)} and {len(other)} calls; the first that has no counterpart is {_call(longer[at])}"
-    return None
-
-
-def _call(call: Collective) -> str:
-    sizes = ", ".join(f"{count:,} x {dtype}" for count, dtype in call.sizes)
-    return f"{call.operation.strip('_')} of {sizes}"
-
-
-def _ranks(group: Sequence[int]) -> str:
-    return str(list(group)) if len(group) <= 8 else f"of {len(group)} ranks from {group[0]} on"
+def ranks_text(group: Sequence[int]) -> str:
+    return str(list(group)) if len(group) <= 16 else f"of {len(group)} ranks from {group[0]} on"

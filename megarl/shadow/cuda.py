@@ -118,6 +118,7 @@ def _cuda_module(card: Card, current: Callable[[], Shadow | None]) -> None:
         minor=card.capability[1],
         multi_processor_count=card.multiprocessors,
         warp_size=32,
+        is_integrated=0,
         gcnArchName="",
         max_threads_per_multi_processor=2048,
         shared_memory_per_block_optin=232448,

@@ -21,14 +21,19 @@ from rich.measure import Measurement
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megarl.config import TrainConfig
+from megarl.config import TrainConfig, TuningConfig
 from megarl.config.model_fit import check_models
-from megarl.shadow import device
-from megarl.shadow.process import Request
-from megarl.trainer.memory_command import read_inputs
-from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs, model_use, plan_memory
+from megarl.files import whole_file
+from megarl.shadow import device, engine
+from megarl.shadow.agreement import agreements, all_ranks, lines
+from megarl.shadow.page import fullest, page
+from megarl.shadow.process import SHARED, Request
+from megarl.trainer.memory_command import plan_of, read_planned
+from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
+from megarl.trainer.model_uses import model_use, roles_of
 
 CLASSES = "classes"
+MODULE = "megarl.shadow.process"
 NUM_LINES = 5
 MIB = 1 << 20
 
@@ -54,7 +59,7 @@ class Comparison:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the ranks, print the table; exit code 1 where the plan is too small by more than the tolerance.
+    """Run the ranks, print the table; exit code 1 where the plan is too small by more than the tolerance, or collectives do not fit.
 
     Raises:
         ValueError: names the option or key, or what this machine lacks for it.
@@ -66,33 +71,52 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             "--dry-run runs the recipe's own layout; --fit looks for another: use them one after the other"
         )
-    config, inputs = read_inputs(options.recipe, options.overrides)
+    config, inputs = read_planned(options.recipe, options.overrides, options.command)
     check_models(config, inputs.model, inputs.critic, inputs.reward)
     ranks = chosen_ranks(config, inputs, options.ranks)
+    roles = list(dict.fromkeys(role for role, _ in ranks))
+    together = all_ranks(config, inputs, roles) if options.agree else []
     card = {"memory": round(options.gpu_memory * GIB)}
-    plan = plan_memory(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
-    reports = run_ranks(options.recipe, options.overrides, ranks, card=card)
+    plan = plan_of(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
+    engines = isinstance(config, TrainConfig)
+    reports = run_ranks(
+        options.recipe,
+        options.overrides,
+        [*ranks, engine.FIRST] if engines else ranks,
+        card=card,
+        command=options.command,
+        engine_environment=engine.environment(config) if engines else None,
+    )
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]
+    fit = agreements(reports)
+    if together:
+        of_all = run_ranks(
+            options.recipe, options.overrides, together, card=card, command=options.command, together=True
+        )
+        fit = agreements(of_all)
+    if options.html is not None:
+        with whole_file(Path(options.html)) as temporary:
+            temporary.write_text(page(options.recipe, found, reports, options.tolerance), encoding="utf-8")
     if options.json:
-        print(json.dumps({"comparisons": [asdict(row) for row in found], "ranks": reports}, indent=2))
+        agreed = {role: asdict(agreement) for role, agreement in fit.items()}
+        told = {"comparisons": [asdict(row) for row in found], "agreement": agreed, "ranks": reports}
+        print(json.dumps(told, indent=2))
     else:
         print_comparison(Console(), found, reports, options.tolerance)
-    return 1 if wrong else 0
+        print("\n".join(lines(fit)))
+    agree = not any(agreement.problems for agreement in fit.values())
+    return 1 if wrong or not agree or any(report.get("problems") for report in reports) else 0
 
 
-def chosen_ranks(config: TrainConfig, inputs: PlanInputs, ranks: str) -> list[tuple[str, int]]:
+def chosen_ranks(config: TrainConfig | TuningConfig, inputs: PlanInputs, ranks: str) -> list[tuple[str, int]]:
     """(role, rank) of "classes" or of numbers such as "0,8", which are of every role.
 
     Raises:
         ValueError: --ranks is neither, or a role has no such rank.
     """
-    roles = [
-        "actor",
-        *(["critic"] if config.critic is not None and not config.critic.model.share_base else []),
-    ]
     chosen = []
-    for role in roles:
+    for role in roles_of(config):
         layout = model_use(config, inputs, role).layout
         if ranks == CLASSES:
             stages = sorted({0, layout.pp // 2, layout.pp - 1})
@@ -119,28 +143,49 @@ def run_ranks(
     micro_batches: int | None = None,
     transformer_engine: bool = True,
     card: Mapping[str, object] | None = None,
+    command: str | None = None,
     num_processes: int | None = None,
+    together: bool = False,
+    engine_environment: Mapping[str, str] | None = None,
 ) -> list[dict]:
-    """The reports (`rank.RankReport` as JSON) of shadow ranks, in their order; as many processes as the machine has cores.
+    """The reports (`rank.RankReport` or `sglang.EngineReport` as JSON) of shadow ranks, in their order.
+
+    As many processes as the machine has cores run the ranks of models; each rank of an engine has one of its own.
+
+    Args:
+        engine_environment: what a process of an engine's rank is started with.
+        together: the ranks of a role run at the same time, as `together.run` says, one role after the other.
 
     Raises:
         RuntimeError: a rank failed; with the end of what its process printed.
     """
-    count = min(len(ranks), num_processes or os.cpu_count() or 1)
-    shares = [list(ranks[number::count]) for number in range(count)]
+    models = [rank for rank in ranks if rank[0] != engine.ROLE]
+    count = 1 if together else min(len(models), num_processes or os.cpu_count() or 1)
+    shares = [list(models[number::count]) for number in range(count)]
+    shares += [[rank] for rank in ranks if rank[0] == engine.ROLE]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory() as folder,
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
     ):
-        progress.add_task(f"running {len(ranks)} shadow ranks in {count} processes", total=None)
+        progress.add_task(f"running {len(ranks)} shadow ranks in {len(shares)} processes", total=None)
         started = []
         for number, share in enumerate(shares):
             out = Path(folder, f"{number}.jsonl")
             request = Request(
-                recipe, list(overrides), share, str(out), micro_batches, transformer_engine, dict(card or {})
+                recipe,
+                list(overrides),
+                share,
+                str(out),
+                micro_batches,
+                transformer_engine,
+                together,
+                dict(card or {}),
+                command,
             )
-            started.append((out, _start(request, Path(folder, f"{number}.log"))))
+            of_engine = share[0][0] == engine.ROLE
+            module, more = (engine.MODULE, engine_environment) if of_engine else (MODULE, {})
+            started.append((out, start([request], Path(folder, f"{number}.log"), module, more or {})))
         try:
             for number, (_, process) in enumerate(started):
                 if process.wait():
@@ -158,11 +203,14 @@ def run_ranks(
     return sorted(reports, key=lambda report: order[report["role"], report["rank"]])
 
 
-def _start(request: Request, log: Path) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+def start(
+    requests: Sequence[Request], log: Path, module: str = MODULE, more: Mapping[str, str] | None = None
+) -> subprocess.Popen:
+    """A process that runs the ranks of all requests, one after the other; `more`: of its environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(more or {})}
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.shadow.process"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -170,7 +218,7 @@ def _start(request: Request, log: Path) -> subprocess.Popen:
             text=True,
         )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(asdict(request)))
+    process.stdin.write(json.dumps([asdict(request) for request in requests]))
     process.stdin.close()
     return process
 
@@ -184,21 +232,43 @@ def _failure(share: Sequence[tuple[str, int]], out: Path, log: Path) -> str:
 
 def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
     """What a rank held and took, beside the plan of its stage."""
+    if report["role"] == engine.ROLE:
+        planned = {owner.name: max(owner.stages) for owner in plan.owners}
+        for row in engine.sizes(planned, report):
+            yield Comparison(f"{report['role']} {report['rank']}", *row)
+        return
     role, stage, parts, phases = report["role"], report["stage"], report["parts"], report["phases"]
     name = f"{role} {report['rank']} (stage {stage})"
-    planned = {
-        owner.name: owner.stages[stage] for owner in plan.owners if owner.name.startswith((role, "ref_"))
-    }
-    for part in ("weights", "adapters", "gradients", "optimizer"):
-        if f"{role}_{part}" in planned:
-            yield Comparison(name, f"{role}_{part}", "always", planned[f"{role}_{part}"], parts.get(part, 0))
+    owners = {owner.name: owner.stages for owner in plan.owners}
+    shared = SHARED if f"{SHARED}update" in phases else None  # a critic in the actor's processes
+    for prefix, of in ((role, ""), *([("critic", shared)] if shared else [])):
+        for part in ("weights", "adapters", "gradients", "optimizer"):
+            if f"{prefix}_{part}" in owners:
+                found = parts.get(f"{of}{part}", 0)
+                yield Comparison(name, f"{prefix}_{part}", "always", owners[f"{prefix}_{part}"][stage], found)
     if "reference" in parts:
-        yield Comparison(name, "ref_weights", "always", planned["ref_weights"], parts["reference"])
-    # What stays of the first pass are workspaces that libraries keep: they are a line of their own.
-    evaluating = phases["evaluate"]["peak"] - phases["evaluate"]["left"]
-    yield Comparison(name, f"{role}_evaluating", "evaluate", planned[f"{role}_evaluating"], evaluating)
-    update = planned[f"{role}_activations"] + planned[f"{role}_working"]
-    yield Comparison(name, f"{role}_activations + working", "update", update, phases["update"]["peak"])
+        yield Comparison(name, "ref_weights", "always", owners["ref_weights"][stage], parts["reference"])
+    for prefix, of in ((role, ""), *([("critic", shared)] if shared else [])):
+        if f"{of}evaluate" in phases:
+            # What stays of the first pass are workspaces that libraries keep: they are a line of their own.
+            took = phases[f"{of}evaluate"]["peak"] - phases[f"{of}evaluate"]["left"]
+            evaluating = owners[f"{prefix}_evaluating"][stage]
+            yield Comparison(name, f"{prefix}_evaluating", f"{of}evaluate", evaluating, took)
+        if f"{of}update" in phases:
+            update = owners[f"{prefix}_activations"][stage] + owners[f"{prefix}_working"][stage]
+            # What the first update leaves for later ones is there in all of them.
+            took = phases[f"{of}update"]["peak"] + phases[f"{of}first_update"]["kept"]
+            yield Comparison(name, f"{prefix}_activations + working", f"{of}update", update, took)
+    if "sync" in phases:
+        merging = owners[f"{role}_merging"][stage] if f"{role}_merging" in owners else 0
+        sending = owners[f"{role}_sync_buffers"][stage] + merging
+        yield Comparison(name, f"{role}_sync_buffers", "sync", sending, phases["sync"]["peak"])
+    for part, moved in report["moved"].items():
+        owner = "ref_weights" if part == "reference" else part if part in owners else f"{role}_{part}"
+        if owner in owners and owners[owner][stage]:
+            # With gradients leaves what an update keeps in their place.
+            kept = phases["first_update"]["kept"] if part == "gradients" else 0
+            yield Comparison(name, owner, "release", owners[owner][stage], moved["freed"] - kept)
 
 
 def print_comparison(
@@ -218,18 +288,22 @@ def print_comparison(
     console.width = max(console.width, wide)  # names are never cut
     console.print(table)
     for report in reports:
-        console.print("\n".join(_details(report)), highlight=False, markup=False, soft_wrap=True)
+        lines = engine.details(report) if report["role"] == engine.ROLE else _details(report)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def _details(report: Mapping) -> Iterator[str]:
     layers = "Transformer Engine's" if report["transformer_engine"] else "megarl's own in torch"
+    last = fullest(report)
     yield (
         f"{report['role']} rank {report['rank']} of {report['world_size']}: layers {layers}; {report['num_operations']:,} operations, "
-        f"{report['flops']['update'] / 1e12:,.2f} TFLOP and {len(report['log']):,} collectives; {report['seconds']:.0f} s of a processor"
+        f"{report['flops'][last] / 1e12:,.2f} TFLOP and {len(report['log']):,} collectives; {report['seconds']:.0f} s of a processor"
     )
-    yield "  largest at the peak of the update:"
-    for (phase, _, line), size in report["phases"]["update"]["largest"][:NUM_LINES]:
+    yield f"  largest at the peak of the {last}:"
+    for (phase, _, line), size in report["phases"][last]["largest"][:NUM_LINES]:
         yield f"    {_size(size)}  {line} ({phase})"
+    for phase in (phase for phase in ("save", "load") if phase in report["phases"]):
+        yield f"  takes to {phase} a checkpoint: {_size(report['phases'][phase]['peak'])}"
     yield f"  stays when everything is released: {_size(report['released'])}"
     for (_, _, line), size in report["kept_by"][:NUM_LINES]:
         if size >= report["released"] / 100:

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megarl.shadow.collectives import Collective, describe, pass_on
+from megarl.shadow.collectives import Alike, Log, Peers, describe
 from megarl.shadow.tracker import Tracker, line_of_code
-from megarl.shadow.values import follow, positions, sized_by_values, value_of
+from megarl.shadow.values import Choice, choose_evenly, follow, positions, sized_by_values, value_of
 
 aten = torch.ops.aten
 _INDEXING = (aten.index, aten.index_put_, aten.index_put)
@@ -37,7 +37,7 @@ class Shadow(TorchDispatchMode):
     """What a rank does: bytes on its device, operations, collectives, values.
 
     Attributes:
-        received: the shape that a pipeline stage is told by the one before it.
+        peers: what the rank receives comes from them.
         flops: floating point operations, by phase and kernel.
         log: the collectives of the rank in their order.
         assumed: what was not known and how often it was asked for, in words.
@@ -45,18 +45,28 @@ class Shadow(TorchDispatchMode):
             result depends on one.
     """
 
-    def __init__(self, received: tuple[int, ...] = ()) -> None:
+    def __init__(self, peers: Peers | None = None, choose: Choice = choose_evenly) -> None:
+        """
+        Args:
+            peers: None: they send what this rank sends.
+            choose: which of numbers that nobody knows are the largest.
+        """
         super().__init__()
-        self.received = received
+        self.peers: Peers = Alike() if peers is None else peers
+        self.choose = choose
         self.tracker = Tracker()
         self.flops: dict[str, Counter[str]] = defaultdict(Counter)
-        self.log: list[Collective] = []
+        self.log = Log(self.peers)
         self.assumed: Counter[str] = Counter()
         self.waits: dict[str, Counter[str]] = defaultdict(Counter)
         self.num_operations = 0
 
     def assume(self, what: str) -> None:
         self.assumed[f"{what}, at {line_of_code()}"] += 1
+
+    @property
+    def phase(self) -> str:
+        return self.tracker.name
 
     def wait(self) -> None:
         self.waits[self.tracker.name][line_of_code()] += 1
@@ -95,21 +105,19 @@ class Shadow(TorchDispatchMode):
             self.count_flops(str(func._overloadpacket), count(*args, **kwargs, out_val=out))
         if func is aten._to_copy.default and args[0].is_cuda and out.device.type == "cpu":
             self.wait()
-        follow(func, args, kwargs, out, self.assume)
+        follow(func, args, kwargs, out, self.assume, self.choose)
         return out
 
     def _communicate(self, func: Any, operation: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        if "coalesced" in operation:  # torch 2.13 has no shapes for these
-            from torch._C._distributed_c10d import FakeWork
-
-            out = FakeWork().boxed()
-        else:
-            out = func(*args, **kwargs)
-        call = describe(operation, args)
-        self.log.append(call)
+        # torch 2.13 has no shapes for what is coalesced.
+        out = None if "coalesced" in operation else func(*args, **kwargs)
+        call = describe(operation, args, self.log.reduction)
+        self.log.reduction = ""
+        number = self.log.add(call, self.phase)
         with unset_fake_temporarily(), torch.no_grad():
-            pass_on(operation, args, len(call.group) or 1, self.received)
-        return out
+            self.peers.exchange(call, args, lambda: self.log.wait(number))
+        work = self.log.work(number).boxed()
+        return (*out[:-1], work) if isinstance(out, tuple) else work
 
     def _note(self, out: Any, operation: str) -> None:
         for tensor in tree_leaves(out):

@@ -7,6 +7,7 @@ A known tensor's value is a real tensor on the CPU, kept beside the fake one. Fl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,23 +34,64 @@ _READERS = ("tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__in
 Assume = Callable[[str], None]
 """Told, in words, of a value that was assumed because it is not known."""
 
+Choice = Callable[[int, int, int], torch.Tensor]
+"""Which of numbers that nobody knows are the largest, such as experts by their scores: [rows, chosen] of (rows, chosen, count)."""
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A value that a peer sends: looked at when it is needed, so that a rank waits for its peer no earlier than it has to.
+
+    Attributes:
+        look: the value; None: the peer does not know it either.
+    """
+
+    look: Callable[[], torch.Tensor | None]
+
 
 def value_of(tensor: Any) -> Any:
     """The known value of a fake tensor, None where it has none; anything else is its own value."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     value = tensor.__dict__.get(_VALUE)
+    if isinstance(value, Coming):
+        with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+            value = tensor.__dict__[_VALUE] = value.look()
     # `tensor.data = other` leaves the value of what was there before behind.
     fits = value is not None and value.shape == tensor.shape and value.dtype == tensor.dtype
     return value if fits else None
 
 
-def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def give(tensor: torch.Tensor, value: torch.Tensor | Coming) -> None:
     """Let a fake tensor have a value."""
     tensor.__dict__[_VALUE] = value
 
 
-def follow(function: Any, args: Any, kwargs: dict[str, Any], out: Any, assume: Assume) -> None:
+def choose_evenly(rows: int, chosen: int, count: int) -> torch.Tensor:
+    """Each is chosen equally often."""
+    return (torch.arange(rows)[:, None] * chosen + torch.arange(chosen)[None]) % count
+
+
+def choose_unevenly(seed: int) -> Choice:
+    """Few are chosen by most rows, others by none; the same rows choose the same, as when a forward pass is computed again."""
+
+    def choose(rows: int, chosen: int, count: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + rows)
+        liked = -2 * torch.randperm(count, generator=generator).double().add(1).log()
+        noise = -torch.empty(rows, count).exponential_(generator=generator).log()
+        return (liked + noise).topk(chosen, -1).indices
+
+    return choose
+
+
+def follow(
+    function: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    out: Any,
+    assume: Assume,
+    choose: Choice = choose_evenly,
+) -> None:
     """Work out the values of an operation's outputs, where all that it needs is known; an output that is overwritten loses its own."""
     name = _name(function)
     flat, spec = tree_flatten((args, kwargs))
@@ -64,7 +106,7 @@ def follow(function: Any, args: Any, kwargs: dict[str, Any], out: Any, assume: A
     ) or (outputs[0].requires_grad and outputs[0].numel() > LARGEST_CONSTANT)
     if unknown or large or large_constant:
         if name == "topk" and outputs[1].numel() <= LARGEST:
-            _choose_evenly(outputs[1], args[0].shape[-1], assume)
+            _choose(outputs[1], args[0].shape[-1], assume, choose)
         elif function._schema.is_mutable:
             for tensor in inputs:
                 if any(tensor is output for output in outputs):
@@ -158,14 +200,12 @@ def _reader(
     return call
 
 
-def _choose_evenly(indices: torch.Tensor, count: int, assume: Assume) -> None:
-    """The largest of `count` numbers that nobody knows, such as experts by their scores: each is chosen equally often."""
-    assume(f"topk of {count} chooses each equally often")
-    with unset_fake_temporarily():
+def _choose(indices: torch.Tensor, count: int, assume: Assume, choose: Choice) -> None:
+    how = "equally often" if choose is choose_evenly else "unevenly"
+    assume(f"topk of {count} chooses each {how}")
+    with unset_fake_temporarily(), torch.no_grad():
         chosen = indices.shape[-1]
-        rows = indices.numel() // chosen
-        value = (torch.arange(rows)[:, None] * chosen + torch.arange(chosen)[None]) % count
-        give(indices, value.reshape(indices.shape))
+        give(indices, choose(indices.numel() // chosen, chosen, count).reshape(indices.shape))
 
 
 def _real(leaf: Any) -> Any:

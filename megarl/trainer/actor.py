@@ -20,7 +20,7 @@ from megarl.algorithms.metrics import RolloutDifference, reported_difference
 from megarl.algorithms.policy_loss import PolicyTokens, Sequences, actor_loss
 from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
-from megarl.hybrid_engine import Outbox, Sent
+from megarl.hybrid_engine import Outbox, Sent, Slots
 from megarl.megatron.build import unwrap
 from megarl.megatron.logprobs import head_weight, hidden_head
 from megarl.megatron.lora import only_adapters
@@ -55,6 +55,7 @@ class ActorWorker(ModelWorker):
         super().__init__(info, spec)
         self.temperature = temperature
         self.outbox: Outbox | None = None
+        self.slots = Slots(platform.device().type)
         self.reference: list[GPTModel] | None = None
         if spec.adapted:
             assert reference_path is None, "the reference is the model without its adapters"
@@ -210,7 +211,8 @@ class ActorWorker(ModelWorker):
         """
         if self.outbox is not None:
             self.outbox.close()
-        self.outbox = Outbox(share, self.info.scratch, host, platform.device().type, timeout)
+        device = platform.device().type
+        self.outbox = Outbox(share, self.info.scratch, host, device, timeout, self.slots)
         return self.outbox.address
 
     def send_weights(

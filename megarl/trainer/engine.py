@@ -41,7 +41,7 @@ class EngineWorker:
         self.players = make_players(turns, self.engine, config.stop_token_ids) if plays else None
         self.flight = self.engine.flight() if info.part == 0 else None
         self._launched: dict[str, pa.Table] = {}  # by uid, the request of one row
-        self._signs, self._waited = self.engine.last_answer if info.part == 0 else 0.0, 0.0
+        self._signs, self._waited = self.engine.last_sign if info.part == 0 else 0.0, 0.0
 
     def generate(self, requests: pa.Table, sampling: SamplingParams) -> pa.Table:
         """The trajectories of `requests` (see `expand_prompts`), in their order."""
@@ -74,16 +74,16 @@ class EngineWorker:
         """The trajectories that have ended since the last time, at the latest after so many seconds; None: none has.
 
         Raises:
-            EngineError: no request was answered for `request_timeout` seconds in which one was waited for.
+            EngineError: the engine gave no sign of life for `request_timeout` seconds in which requests were waited for.
         """
         begun = time.monotonic()
         generations = self.flight.take(seconds)
         self._waited += time.monotonic() - begun
-        if generations or self._signs != self.engine.last_answer or not len(self.flight):
-            self._signs, self._waited = self.engine.last_answer, 0.0
+        if generations or self._signs != self.engine.last_sign or not len(self.flight):
+            self._signs, self._waited = self.engine.last_sign, 0.0
         if self._waited > self.engine.config.request_timeout:
             raise EngineError(
-                f"SGLang did not answer any of {len(self.flight)} requests within "
+                f"SGLang has neither computed a step for any of {len(self.flight)} requests nor answered one within "
                 f"request_timeout={self.engine.config.request_timeout} s"
             )
         if not generations:

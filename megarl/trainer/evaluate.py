@@ -23,9 +23,10 @@ from megarl.trainer.full_disk import naming_keys
 from megarl.trainer.memory import DeviceMemory
 from megarl.trainer.prompt_data import may_lack, read_prompts
 from megarl.trainer.restarts import EngineRestarts
-from megarl.trainer.roles import open_pools, start_engines
+from megarl.trainer.roles import ENGINE_LOG, open_pools, start_engines
 from megarl.trainer.run import Run, engine_limits, open_engine_run
 from megarl.trainer.scoring import Rewards, check_prompts
+from megarl.trainer.slow_start import telling
 from megarl.trainer.turns import turns_spec
 from megarl.trainer.validation import ValidationSet, validate
 
@@ -50,7 +51,7 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
         with open_engine_run(trainer.ray_address, num_devices, folder, limits, premises) as run:
             open_pools(run, pools_of(config))
             context = data.max_prompt_length + data.max_response_length
-            with run.status("starting the rollout engines"):
+            with run.status("starting the rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
                 turns = turns_spec(
                     config.rollout, config.model, data.apply_chat_template_kwargs, config.plugins
                 )

@@ -10,13 +10,15 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from megarl.config import TrainConfig, check_config, load_config, resolve
+from megarl.config import TrainConfig, TuningConfig, check_config, load_config, resolve
 from megarl.config.hub import fetch_models
 from megarl.config.model_fit import check_models
+from megarl.config.recipe_command import TRAINING, recipe_command
 from megarl.config.recipes import shown
 from megarl.models import read_model_config
 from megarl.trainer.memory_fit import fit, layout_keys
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs, plan_memory
+from megarl.trainer.tuning_plan import plan_tuning
 
 
 def run(options: argparse.Namespace) -> None:
@@ -30,12 +32,18 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} is {getattr(options, name):g} GiB; it must be at least 0"
             )
+    if options.html is not None:
+        raise ValueError(f"--html {options.html} is of shadow ranks: give --dry-run, too")
     if options.max_nodes < 1:
         raise ValueError(f"--max-nodes is {options.max_nodes}; it must be at least 1")
-    config, inputs = read_inputs(options.recipe, options.overrides)
+    config, inputs = read_planned(options.recipe, options.overrides, options.command)
     limit, reserve = round(options.gpu_memory * GIB), round(options.reserve * GIB)
     keys = []
     if options.fit:
+        if not isinstance(config, TrainConfig):
+            raise ValueError(
+                "--fit looks for layouts of `megarl train` alone; give those of this recipe as megatron.*"
+            )
         if len(config.resource_pools) > 1:
             raise ValueError("--fit looks for a layout of one resource pool; the recipe has several")
         found = fit(config, inputs, limit, reserve, options.max_nodes, not options.without_engines)
@@ -48,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         keys = layout_keys(config)
     else:
         check_models(config, inputs.model, inputs.critic, inputs.reward)
-        plan = plan_memory(config, inputs, limit, reserve)
+        plan = plan_of(config, inputs, limit, reserve)
         plan = plan.without_engines() if options.without_engines else plan
     if options.json:
         print(json.dumps(as_json(plan, keys), indent=2))
@@ -66,6 +74,33 @@ def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[
     critic = None if config.critic is None else read_model_config(config.critic.model.path)
     reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None
     return config, PlanInputs(model, critic, reward)
+
+
+def read_planned(
+    recipe: str, overrides: list[str], command: str | None = None, check: bool = True
+) -> tuple[TrainConfig | TuningConfig, PlanInputs]:
+    """`read_inputs`, also of the recipes of `megarl sft`, `rm` and `dpo`.
+
+    Args:
+        command: whose recipe it is; None: what its keys say (`recipe_command`).
+
+    Raises:
+        ValueError: besides what `load_config` and `check_config` raise, nothing says which command it is of.
+    """
+    schema = TRAINING[command or recipe_command(recipe, overrides)]
+    if schema is TrainConfig:
+        return read_inputs(recipe, overrides, check)
+    config = load_config(schema, recipe, overrides)
+    if check:
+        check_config(config, data_files=False)
+    config = fetch_models(resolve(config), weights=False)
+    return config, PlanInputs(read_model_config(config.model.path))
+
+
+def plan_of(config: TrainConfig | TuningConfig, inputs: PlanInputs, limit: int, reserve: int) -> MemoryPlan:
+    """The plan of what `read_planned` has read; the arguments are those of `plan_memory`."""
+    plan = plan_memory if isinstance(config, TrainConfig) else plan_tuning
+    return plan(config, inputs, limit, reserve)
 
 
 def as_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:
@@ -93,12 +128,14 @@ def as_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:
     }
 
 
-def print_plan(console: Console, config: TrainConfig, plan: MemoryPlan, keys: list[str]) -> None:
+def print_plan(
+    console: Console, config: TrainConfig | TuningConfig, plan: MemoryPlan, keys: list[str]
+) -> None:
     """The owners by phase, in GiB of the fullest device."""
     devices = {name: pool.nnodes * pool.n_gpus_per_node for name, pool in plan.pools.items()}
-    policy = config.actor_rollout_ref
+    model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
     lines = [
-        f"{shown(policy.model.path)}: {', '.join(f'{count} devices in pool {name}' for name, count in devices.items())}; GiB of the "
+        f"{shown(model.path)}: {', '.join(f'{count} devices in pool {name}' for name, count in devices.items())}; GiB of the "
         "fullest device",
         *keys,
     ]

@@ -9,11 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from megarl.config import (
-    MegatronConfig,
     PoolConfig,
+    RefConfig,
+    RewardModelConfig,
     RolloutConfig,
     TrainConfig,
     evaluates,
@@ -23,9 +22,8 @@ from megarl.config import (
 )
 from megarl.config.lora_section import LoraConfig
 from megarl.hybrid_engine.layouts import EngineLayout
-from megarl.layout.grid import ParallelLayout
 from megarl.memory.flops import ModelFlops
-from megarl.memory.model import ModelUse, StageBytes, model_bytes
+from megarl.memory.model import StageBytes, model_bytes
 from megarl.memory.parameters import StageTensors
 from megarl.memory.serving import (
     cache_bytes,
@@ -39,6 +37,7 @@ from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
 from megarl.trainer.lora_sync import served_adapters
 from megarl.trainer.memory_phases import frees_engines, leaves, phase_needs, trained_parts
+from megarl.trainer.model_uses import model_use, precision
 
 MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped
 SLOTS = 2  # of a sync, each of a bucket
@@ -190,53 +189,6 @@ def plan_memory(config: TrainConfig, inputs: PlanInputs, limit: int, reserve: in
     )
 
 
-def _layout(megatron: MegatronConfig, pool: PoolConfig) -> ParallelLayout:
-    return ParallelLayout.from_config(megatron, pool.nnodes * pool.n_gpus_per_node)
-
-
-def _tokens(tokens: int | None, trajectories: int | None, longest: int) -> int:
-    """Of a micro-batch; one trajectory that is longer is a micro-batch of its own."""
-    return tokens if tokens is not None else (trajectories or 1) * longest
-
-
-def model_use(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
-    """The actor's or the critic's model."""
-    policy = config.actor_rollout_ref
-    section, lora = (
-        (policy.actor, policy.model.lora) if role == "actor" else (config.critic, config.critic.model.lora)
-    )
-    model = inputs.model if role == "actor" else inputs.critic or inputs.model
-    megatron, longest = section.megatron, config.data.max_prompt_length + config.data.max_response_length
-    tokens = _tokens(section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu, longest)
-    evaluated = tokens
-    if role == "actor":
-        ref = policy.ref
-        evaluated = _tokens(
-            ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu, longest
-        )
-    return ModelUse(
-        config=model,
-        layout=_layout(megatron, config.resource_pools[section.resource_pool]),
-        tokens=tokens,
-        evaluated=evaluated,
-        head="lm" if role == "actor" else "value",
-        itemsize=precision(megatron.dtype).itemsize,
-        lora=lora,
-        adapted=inputs.weights(role, model, lora),
-        base_block=policy.model.lora.blocks if role == "actor" or section.model.share_base else lora.blocks,
-        distributed=megatron.use_distributed_optimizer,
-        overlap=megatron.overlap_grad_reduce,
-        on_host=section.optim.optimizer_cpu_offload,
-        recompute=megatron.recompute_granularity,
-        chunk_tokens=megatron.log_prob_chunk_tokens,
-    )
-
-
-def precision(name: str | None) -> torch.dtype:
-    """Of a key `dtype`, on GPUs."""
-    return getattr(torch, name or "bfloat16")
-
-
 def _trained(
     config: TrainConfig, inputs: PlanInputs, role: str, needs: Mapping[str, tuple[str, ...]]
 ) -> Iterator[Owned]:
@@ -288,53 +240,22 @@ def _others(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[s
     policy, reward = config.actor_rollout_ref, config.reward_model
     inside = reference_in_actor(config)
     if needs_reference(config) and not (inside and policy.model.lora.rank):
-        ref, role = policy.ref, "actor" if inside else "ref"
-        where = (ref.megatron, ref.resource_pool, "ref", role)
-        blocks = policy.model.lora.blocks  # its weights are held as the actor's are
-        yield from _evaluated(config, inputs, inputs.model, "lm", *where, needs, blocks)
+        yield from _evaluated(config, inputs, policy.ref, "ref", "actor" if inside else "ref", needs)
     if reward.enable:
-        model = inputs.reward or inputs.model
-        yield from _evaluated(
-            config,
-            inputs,
-            model,
-            "value",
-            reward.megatron,
-            reward.resource_pool,
-            "reward_model",
-            "reward_model",
-            needs,
-        )
+        yield from _evaluated(config, inputs, reward, "reward_model", "reward_model", needs)
 
 
 def _evaluated(
     config: TrainConfig,
     inputs: PlanInputs,
-    model: ModelConfig,
-    head: str,
-    megatron: MegatronConfig,
-    pool: str,
+    section: RefConfig | RewardModelConfig,
     name: str,
     role: str,
     needs: Mapping[str, tuple[str, ...]],
-    base_block: int | None = None,
 ) -> Iterator[Owned]:
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    ref = config.actor_rollout_ref.ref
-    tokens = _tokens(ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu, longest)
-    use = ModelUse(
-        model,
-        _layout(megatron, config.resource_pools[pool]),
-        tokens,
-        tokens,
-        head,
-        trainable=False,
-        base_block=base_block,
-        itemsize=precision(megatron.dtype).itemsize,
-        chunk_tokens=megatron.log_prob_chunk_tokens,
-    )
+    use, pool = model_use(config, inputs, name), section.resource_pool
     stages, there = model_bytes(use, inputs.tables), _when(needs, f"{name}_weights")
-    movable = leaves(config, megatron.param_offload, pool, config.resource_pools)
+    movable = leaves(config, section.megatron.param_offload, pool, config.resource_pools)
     weights = tuple(stage.held.weights for stage in stages)
     yield Owned(f"{name}_weights", role, pool, weights, there if movable else None)
     if role != "actor":  # beside the actor's own passes they are one after the other

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from megarl.config import RMConfig, TrainConfig, TuningConfig, resolve
+from megarl.config import TrainConfig, TuningConfig, resolve
 from megarl.config.hub import fetch_models
-from megarl.layout.grid import ParallelLayout
-from megarl.memory.model import ModelUse, StageBytes, model_bytes
+from megarl.memory.model import StageBytes, model_bytes
 from megarl.models import read_model_config
-from megarl.models.lora import adapted_weights
-from megarl.trainer.memory_plan import PlanInputs, plan_memory, precision
+from megarl.trainer.memory_plan import PlanInputs, plan_memory
+from megarl.trainer.model_uses import tuning_use
 
 MULTIPLES = (16, 8, 4, 2)  # of what a micro-batch must hold, that are tried
 MOST_TOKENS = 65536  # more than fills a GPU makes it no faster
@@ -54,25 +53,7 @@ def _training_peak(config: TrainConfig, full: TrainConfig, limit: int) -> Callab
 
 
 def _tuning_peak(config: TuningConfig) -> Callable[[int], int]:
-    model, lora, megatron = read_model_config(config.model.path), config.model.lora, config.megatron
-    adapted = adapted_weights(model, lora) if lora.rank else None
-    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    use = ModelUse(
-        config=model,
-        layout=ParallelLayout.from_config(megatron, devices),
-        tokens=0,
-        evaluated=0,
-        head="value" if isinstance(config, RMConfig) else "lm",
-        itemsize=precision(megatron.dtype).itemsize,
-        lora=lora,
-        adapted=adapted,
-        base_block=lora.blocks,
-        distributed=megatron.use_distributed_optimizer,
-        overlap=megatron.overlap_grad_reduce,
-        on_host=config.optim.optimizer_cpu_offload,
-        recompute=megatron.recompute_granularity,
-        chunk_tokens=megatron.log_prob_chunk_tokens,
-    )
+    use = tuning_use(config, PlanInputs(read_model_config(config.model.path)))
     return lambda tokens: max(map(_held, model_bytes(replace(use, tokens=tokens, evaluated=tokens))))
 
 

@@ -58,10 +58,13 @@ from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.plugins import load_plugins
+from megarl.rendezvous import wait_for_all
 from megarl.trainer.blame import Names, blame, no_names
 from megarl.trainer.profiling import Profile
 from megarl.trainer.rank_states import rank_states, write_companions
 from megarl.trainer.specs import ModelSpec
+
+LOAD_TIMEOUTS = 10  # for all ranks to have loaded a model, in times of the one for collectives
 
 Share = list[list[int]]
 """The rows of a table that one data parallel rank works on, by micro-batch."""
@@ -85,12 +88,13 @@ class ModelWorker:
             print(f"layers: {self.layers_used()}")
         load_plugins(spec.plugins)
         self.layout = ParallelLayout.from_config(spec.megatron, info.world_size)
+        self.store = None if torch.distributed.is_initialized() else meet(info, spec.timeout)
         if base is None:
             init_parallel(
                 self.layout,
                 info.rank,
                 info.world_size,
-                store=None if torch.distributed.is_initialized() else meet(info, spec.timeout),
+                store=self.store,
                 timeout_s=spec.timeout,
                 seed=spec.megatron.seed,
             )
@@ -107,7 +111,7 @@ class ModelWorker:
             if spec.head == "value":
                 add_value_head(self.chunks, spec.megatron.seed)
                 if hasattr(self.chunks[-1], "value_head"):
-                    load_value_head(spec.path, self.chunks[-1].value_head.weight.data)
+                    self.read_value_head(spec.path, self.chunks[-1].value_head.weight.data)
         if spec.share_prompts is not None:
             model, dropout = unwrap(self.chunks)[0].config, spec.lora.dropout if spec.adapted else 0.0
             check_model(spec.share_prompts, model, self.layout, dropout)
@@ -193,12 +197,21 @@ class ModelWorker:
             seed=self.spec.megatron.seed,
         )
         self.read_weights(path, head, local_parameters(chunks))
+        if self.store is not None:
+            # Before anything collective: ranks read a large model from shared files at very different speeds.
+            world, limit = self.info.world_size, LOAD_TIMEOUTS * self.spec.timeout
+            what = f"the {'trained' if trainable else 'frozen'} {head} model of {path} is loaded"
+            wait_for_all(self.store, what, self.info.rank, world, limit)
         return chunks
 
     def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None:
         """Fill this rank's local tensors from a Hugging Face folder."""
         blocks = self.spec.lora.blocks
         load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head, blocks)
+
+    def read_value_head(self, path: str, weight: torch.Tensor) -> None:
+        """Fill a head that was put on another rank's model, if the Hugging Face folder has one."""
+        load_value_head(path, weight)
 
     def reserve_memory(self, parts: list[str]) -> None:
         """Begin to make room on the host for `parts`, which will be released again and again; for what does not exist yet after

@@ -18,10 +18,11 @@ from megarl.hybrid_engine.plan_command import size_text
 from megarl.layout.account import LINKS
 from megarl.memory.hardware import find_hardware, read_assumptions
 from megarl.memory.speed import Machine
+from megarl.memory.spread import likely
 from megarl.trainer.memory_command import print_plan, read_inputs
 from megarl.trainer.memory_plan import GIB, PlanInputs, plan_memory
 from megarl.trainer.plan_advice import Change, as_words, changes
-from megarl.trainer.plan_job import NOTE, JobPlan, as_json, assumed_text, assumed_words, plan_job
+from megarl.trainer.plan_job import NOTE, JobPlan, as_json, assumed_text, assumed_words, plan_job, range_words
 from megarl.trainer.plan_search import Search
 from megarl.trainer.plan_seconds import bubbles
 
@@ -86,6 +87,8 @@ def _search(
         proposals = [
             {
                 "seconds": each.seconds,
+                "seconds_low": likely(each.seconds)[0],
+                "seconds_high": likely(each.seconds)[1],
                 "phases": {phase.name: phase.seconds for phase in each.phases},
                 "peak": each.memory.peak,
                 "layout": each.words,
@@ -104,6 +107,9 @@ def _search(
     console.print(f"of {search.seen:,} layouts the fastest that fit and are legal", highlight=False)
     console.print(table)
     lines = [f"{number}: {each.words}\n   {' '.join(each.keys)}" for number, each in enumerate(found, 1)]
+    lines.append(
+        f"the first likely {range_words(found[0].seconds)} a step; differences within that are guesses"
+    )
     lines.append(
         "weight syncs are taken to send all that engines serve; `megarl plan step` with a layout's keys plans them"
     )
@@ -157,6 +163,11 @@ def print_job(console: Console, job: JobPlan) -> None:
     rate = job.tokens / job.seconds
     table.add_row("step", f"{job.seconds:.2f}", "100%", f"{rate:,.0f} ({rate / job.devices:,.0f} a GPU)")
     console.print(table)
+    console.print(
+        f"likely {range_words(job.seconds)} a step: so far are eight of ten public runs from their plans (docs/planning.md)",
+        soft_wrap=True,
+        highlight=False,
+    )
     table = Table("pipeline", "stages wait", "micro-batches", "optimizer steps", box=SIMPLE_HEAD)
     _right(table)
     for name, passes in bubbles(job.phases).items():

@@ -11,6 +11,7 @@ from megarl.hybrid_engine.plan_report import PlanReport, report
 from megarl.layout.grid import ParallelLayout, RankCoords, coords_of
 from megarl.memory.serving import engine_adapter_bytes
 from megarl.memory.speed import Machine
+from megarl.memory.spread import likely
 from megarl.trainer.lora_sync import served_adapters
 from megarl.trainer.memory_command import as_json as memory_json
 from megarl.trainer.memory_phases import frees_engines
@@ -18,6 +19,12 @@ from megarl.trainer.memory_plan import MemoryPlan, PlanInputs, engine_layout, pr
 from megarl.trainer.plan_seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
 
 NOTE = "seconds are estimates by formulas, nothing was measured; assumed (--assume name=value)"
+
+
+def range_words(seconds: float) -> str:
+    """What an estimate is worth."""
+    low, high = likely(seconds)
+    return f"from {low:,.0f} to {high:,.0f} s" if low >= 10 else f"from {low:.1f} to {high:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -105,26 +112,35 @@ class JobPlan:
 
 
 def plan_job(
-    config: TrainConfig, inputs: PlanInputs, machine: Machine, memory: MemoryPlan, sync: bool = True
+    config: TrainConfig,
+    inputs: PlanInputs,
+    machine: Machine,
+    memory: MemoryPlan,
+    sync: bool = True,
+    fused: bool = True,
 ) -> JobPlan:
     """The plan of a resolved and checked configuration.
 
     Args:
         sync: whether the weight sync is planned, copy by copy; else, and where only adapters are sent, it is estimated.
+        fused: as that of `Passes`.
     """
     figures, seconds = None, sync_estimate(config, inputs, machine)
     if sync and _adapters(config, inputs) is None:
         plan = configured_sync(config, inputs.model, config.actor_rollout_ref.rollout)
         figures = report(plan, machine.links)
-        seconds = figures.reshard.seconds
-    phases = step_phases(config, inputs, machine, memory, seconds)
+        seconds = figures.reshard.seconds + peer_seconds(config, inputs, machine)
+    phases = step_phases(config, inputs, machine, memory, seconds, fused)
     return JobPlan(config, machine, memory, figures, phases)
 
 
-def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> float:
+def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine, peers: bool = True) -> float:
     """At most: all that a rank of the engines gets comes from other GPUs, of its node where that is the only one.
 
     Engines that serve adapters beside their weights get these alone.
+
+    Args:
+        peers: with the rounds in which ranks meet, which follow from the trainer's layout.
     """
     policy, pools = config.actor_rollout_ref, config.resource_pools
     rollout, adapters = policy.rollout, _adapters(config, inputs)
@@ -135,7 +151,20 @@ def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> 
         size = engine_adapter_bytes(inputs.model, layout, adapters, precision(rollout.dtype))
     shared = policy.actor.resource_pool == rollout.resource_pool
     near = shared and pools[rollout.resource_pool].nnodes == 1
-    return size / machine.links["intra_node" if near else "inter_node"]
+    rate = machine.links["intra_node" if near else "inter_node"]
+    return size / rate + (peer_seconds(config, inputs, machine) if peers else 0.0)
+
+
+def peer_seconds(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> float:
+    """Of the rounds in which an engine's rank meets the trainer's ranks that hold what no other of these does; none for adapters alone."""
+    if _adapters(config, inputs) is not None:
+        return 0.0
+    policy, pools = config.actor_rollout_ref, config.resource_pools
+    pool = pools[policy.actor.resource_pool]
+    layout = ParallelLayout.from_config(policy.actor.megatron, pool.nnodes * pool.n_gpus_per_node)
+    holders = layout.pp * max(layout.tp, layout.ep * layout.etp)
+    own = policy.actor.resource_pool == policy.rollout.resource_pool
+    return (holders - own) * machine.assumed.peer
 
 
 def _adapters(config: TrainConfig, inputs: PlanInputs) -> LoraConfig | None:
@@ -172,6 +201,8 @@ def as_json(job: JobPlan, advice: list[dict[str, object]]) -> dict[str, object]:
         "phases": {phase.name: _phase_json(phase) for phase in job.phases},
         "step": {
             "seconds": job.seconds,
+            "seconds_low": likely(job.seconds)[0],
+            "seconds_high": likely(job.seconds)[1],
             "tokens": job.tokens,
             "tokens_per_s": job.tokens / job.seconds,
             "tokens_per_s_per_device": job.tokens / job.seconds / job.devices,

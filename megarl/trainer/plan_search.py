@@ -30,7 +30,7 @@ from megarl.trainer.memory_plan import (
     plan_memory,
     precision,
 )
-from megarl.trainer.plan_job import sync_estimate
+from megarl.trainer.plan_job import peer_seconds, sync_estimate
 from megarl.trainer.plan_seconds import PhaseTime, flops_of, generate, model_parts, step_phases, step_seconds
 
 RECOMPUTE = (None, "selective", "full")
@@ -91,7 +91,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class _Trainer:
-    """A layout of the models, and the seconds of their passes by phase."""
+    """A layout of the models, and the seconds of their passes, of gaps and of the sync's rounds by phase."""
 
     megatron: MegatronConfig
     phases: Mapping[str, float]
@@ -131,7 +131,7 @@ class Search:
         """The `count` fastest that fit, of equally fast ones the first; fewer, where there are no more."""
         trainers, engines = self._trainers(), self._engines()
         pairs = [
-            (step_seconds(self.recipe, {**trainer.phases, **engine.phases}), number, at)
+            (step_seconds(self.recipe, _together(trainer.phases, engine.phases)), number, at)
             for number, trainer in enumerate(trainers)
             for at, engine in enumerate(engines)
         ]
@@ -170,9 +170,11 @@ class Search:
                 parts = list(model_parts(config, self.inputs, self.machine))
             except ValueError:  # sizes that do not divide what they must
                 continue
-            phases: dict[tuple[str, str], float] = {}
+            gap = self.machine.assumed.phase
+            pool_of_engines = config.actor_rollout_ref.rollout.resource_pool
+            phases = {("sync", pool_of_engines): peer_seconds(config, self.inputs, self.machine)}
             for phase, part in parts:
-                phases[phase, part.pool] = phases.get((phase, part.pool), 0.0) + part.seconds
+                phases[phase, part.pool] = phases.get((phase, part.pool), 0.0) + part.seconds + gap
             longest: dict[str, float] = {}
             for (phase, _), seconds in phases.items():
                 longest[phase] = max(longest.get(phase, 0.0), seconds)
@@ -240,9 +242,10 @@ class Search:
                     continue
                 if tokens < longest:
                     continue
-                sync = sync_estimate(config, self.inputs, self.machine)
+                sync = sync_estimate(config, self.inputs, self.machine, peers=False)
                 made = generate(config, self.inputs, self.machine, tokens)
-                found.append(_Engine(rollout, {"sync": sync, "generate": made.seconds}))
+                gap = self.machine.assumed.phase
+                found.append(_Engine(rollout, {"sync": sync + gap, "generate": made.seconds + gap}))
         return found
 
     def _proposal(self, megatron: MegatronConfig, rollout: RolloutConfig) -> Proposal | None:
@@ -280,6 +283,12 @@ class Search:
             )
             self._too_large[key] = needed > self.limit - self.reserve
         return self._too_large[key]
+
+
+def _together(trainer: Mapping[str, float], engine: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of both by phase."""
+    names = (*engine, *trainer)
+    return {name: trainer.get(name, 0.0) + engine.get(name, 0.0) for name in names}
 
 
 def _megatrons(

@@ -7,6 +7,7 @@ part of an exact KL in the loss.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from megarl.memory.speed import Machine, Passes, PassTime, pass_time
 from megarl.models import ModelConfig
 from megarl.trainer.memory_plan import MOVED, MemoryPlan, PlanInputs, engine_layout, precision, served_bytes
 
+GAPS = "controller and workers"
 TIMED = ("sync", "generate", "score_model", "evaluate_models", "update")
 
 
@@ -90,13 +92,18 @@ def lengths(config: TrainConfig, machine: Machine) -> Lengths:
 
 
 def step_phases(
-    config: TrainConfig, inputs: PlanInputs, machine: Machine, plan: MemoryPlan, sync: float
+    config: TrainConfig,
+    inputs: PlanInputs,
+    machine: Machine,
+    plan: MemoryPlan,
+    sync: float,
+    fused: bool = True,
 ) -> list[PhaseTime]:
     """The phases of a step of a resolved configuration.
 
     Args:
         plan: its memory, which says how many tokens the engines' cache holds and what moves between phases.
-        sync: seconds that the weights travel.
+        sync: seconds that the weights travel. fused: as that of `Passes`.
     """
     texts, moves = lengths(config, machine), moved_seconds(plan, machine)
     count = resolve_batches(config).trajectories_per_step
@@ -106,10 +113,15 @@ def step_phases(
         "sync": [Part("weights", rollout, sync)],
         "generate": [Part("prompts", rollout, made.prefill), Part("tokens", rollout, made.decode)],
     }
-    for phase, part in model_parts(config, inputs, machine):
+    for phase, part in model_parts(config, inputs, machine, fused):
         parts.setdefault(phase, []).append(part)
     for phase, pool, seconds in moves:
         parts.setdefault(phase, []).append(Part("moved to and from the host", pool, seconds))
+    for found in parts.values():  # each role's workers are called, meet and free memory
+        roles = Counter(part.pool for part in found if part.passes is not None)
+        for pool in dict.fromkeys(part.pool for part in found):
+            gap = machine.assumed.phase * max(1, roles[pool])
+            found.append(Part(GAPS, pool, gap))
     whole = count * texts.whole
     return [
         PhaseTime(
@@ -150,11 +162,13 @@ def flops_of(inputs: PlanInputs, role: str, model: ModelConfig, head: str) -> Mo
     return inputs.flops[role, head]
 
 
-def model_parts(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> Iterator[tuple[str, Part]]:
+def model_parts(
+    config: TrainConfig, inputs: PlanInputs, machine: Machine, fused: bool = True
+) -> Iterator[tuple[str, Part]]:
     """What Megatron's models do, by phase."""
     batches, policy = resolve_batches(config), config.actor_rollout_ref
     actor, ref, critic, reward = policy.actor, policy.ref, config.critic, config.reward_model
-    run = _Roles(config, inputs, machine, batches)
+    run = _Roles(config, inputs, machine, batches, fused)
     if reward.enable:
         how = (reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
         model = inputs.reward or inputs.model
@@ -183,6 +197,7 @@ class _Roles:
     inputs: PlanInputs
     machine: Machine
     batches: BatchPlan
+    fused: bool = True
 
     def _passes(
         self,
@@ -206,6 +221,7 @@ class _Roles:
             megatron.recompute_granularity,
             precision(megatron.dtype).itemsize,
             on_host,
+            self.fused,
         )
 
     def evaluated(self, role, head, section, megatron, model, most) -> Part:

@@ -13,8 +13,11 @@ from pathlib import Path
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, config_problems, fit_problems, resolve
 from megarl.config.check_layout import split_sequences
 from megarl.config.hub import fetch_models, model_problems
+from megarl.config.multi_turn_sections import MultiTurnConfig
 from megarl.config.problems import raise_if_any
 from megarl.data.tokenizer import tokenizer_files
+from megarl.environments.environment import ENVIRONMENTS
+from megarl.environments.find import find_environment
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.weight_files import check_model_files
 from megarl.trainer.adapters import adapter_problems
@@ -40,7 +43,7 @@ def preflight(config: Config) -> None:
         config = fetch_models(config, weights=False)
     models, unreadable = _read_models(config)
     problems += [*unreadable, *fit_problems(config, *models), *_vocabulary_problems(config, models[0])]
-    problems += [*_tokenizer_problems(config), *data_problems(config)]
+    problems += [*_tokenizer_problems(config), *_environment_problems(config), *data_problems(config)]
     problems += _attention_problems(config)
     if not unreadable and not isinstance(config, EvalConfig):
         problems += likely_refusals(config)
@@ -104,6 +107,31 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
                 tokenizer_files(Path(path).expanduser())
             except ValueError as error:
                 yield f"{key}: {error}"
+
+
+def check_environment(config: TrainConfig | EvalConfig) -> None:
+    """That there is an environment of the name, which takes the options. Users' plugins have been imported.
+
+    Raises:
+        ValueError: see `find_environment`.
+    """
+    multi_turn = _multi_turn(config)
+    if multi_turn.enable and multi_turn.environment is not None:
+        find_environment(multi_turn.environment, multi_turn.options or {})
+
+
+def _environment_problems(config: Config) -> Iterator[str]:
+    """Of options. Another name is config_problems' to tell, or an environment of a plugin that is imported later."""
+    if not isinstance(config, TuningConfig) and _multi_turn(config).environment in ENVIRONMENTS:
+        try:
+            check_environment(config)
+        except ValueError as error:
+            yield str(error)
+
+
+def _multi_turn(config: TrainConfig | EvalConfig) -> MultiTurnConfig:
+    policy = config.actor_rollout_ref if isinstance(config, TrainConfig) else config
+    return policy.rollout.multi_turn
 
 
 def _attention_problems(config: Config) -> Iterator[str]:

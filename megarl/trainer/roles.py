@@ -20,12 +20,12 @@ from megarl.hybrid_engine import EngineLayout, SyncPlan, best_device_order
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.rollout.engine import AdapterConfig, EngineConfig
+from megarl.rollout.engine import AdapterConfig
 from megarl.rollout.environment import sglang_environment
 from megarl.trainer import kinds
 from megarl.trainer.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
-from megarl.trainer.determinism import is_deterministic
 from megarl.trainer.devices import pools_of
+from megarl.trainer.engine_config import engine_config, fp8_block, rollout_dtype
 from megarl.trainer.export import export_hf
 from megarl.trainer.lora_sync import engine_adapters, served_adapters
 from megarl.trainer.memory import DeviceMemory, device_memory, gpu_pools
@@ -40,10 +40,12 @@ from megarl.trainer.model_roles import (
 )
 from megarl.trainer.restarts import EngineRestarts
 from megarl.trainer.run import Run
+from megarl.trainer.slow_start import telling
 from megarl.trainer.sync import SyncFacts, connect, sync_weights
 from megarl.trainer.turns import TurnsSpec, turns_spec
 
 ENGINE = "megarl.trainer.engine:EngineWorker"
+ENGINE_LOG = "rollout-rank0.log"  # of the first engine
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def start_roles(
     if way is not None:
         run.say(way)
     sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
-    with run.status("starting models and rollout engines"):
+    with run.status("starting models and rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
         start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
         # A nursery has the models' imports before the engines'.
         last = kinds.ENGINE in run.nurseries and not freed
@@ -229,7 +231,7 @@ def sync_plan(
         config=model,
         parallel=layout,
         engines=engine_layout(rollout),
-        dtype=getattr(torch, rollout_dtype(rollout, engine_pool)),
+        dtype=getattr(torch, rollout_dtype(rollout, engine_pool.use_gpu)),
         bucket_bytes=rollout.sync_bucket_mb << 20,
         source_places=_places(actor_pool)[: layout.world],
         target_places=tuple(places[number] for number in device_order),
@@ -263,27 +265,14 @@ def start_engines(
         turns: how trajectories of several turns are played; None: they have one.
     """
     tp, nodes = rollout.tensor_model_parallel_size, rollout.nodes_per_engine
-    device, dtype = "cuda" if pool.use_gpu else "cpu", rollout_dtype(rollout, pool)
-    engine = EngineConfig(
-        model_path=model_path,
-        tensor_parallel_size=tp,
-        expert_parallel_size=rollout.expert_parallel_size,
-        device=device,
-        dtype=dtype,
-        fp8_block=fp8_block(rollout),
-        load_format="dummy" if synced else "auto",
-        context_length=context_length,
-        max_num_seqs=rollout.max_num_seqs,
-        max_total_tokens=rollout.max_total_tokens,
-        enable_memory_saver=releasable,
-        allow_unknown_version=rollout.allow_unknown_version,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        seed=rollout.seed,
-        start_timeout=rollout.start_timeout,
-        request_timeout=rollout.request_timeout,
-        stop_token_ids=rollout.stop_token_ids,
+    engine = engine_config(
+        rollout,
+        model_path,
+        context_length,
+        use_gpu=pool.use_gpu,
+        synced=synced,
+        releasable=releasable,
         adapters=adapters,
-        deterministic=is_deterministic(rollout, device, dtype, adapters is not None),
     )
     return run.start(
         WorkerGroup(
@@ -302,16 +291,6 @@ def start_engines(
             nursery=run.nurseries.get(kinds.ENGINE),
         )
     )
-
-
-def rollout_dtype(rollout: RolloutConfig, pool: ResourcePool) -> str:
-    """The dtype that the engines hold: the configured one, or the machine's own."""
-    return rollout.dtype or ("bfloat16" if pool.use_gpu else "float32")
-
-
-def fp8_block(rollout: RolloutConfig) -> tuple[int, int] | None:
-    """The blocks in which the engines hold weights in float8; None: they do not."""
-    return rollout.quantization_block_size if rollout.quantization == "fp8" else None
 
 
 def _places(pool: ResourcePool) -> tuple[RankPlace, ...]:

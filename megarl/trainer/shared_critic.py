@@ -23,6 +23,8 @@ from megarl.trainer.specs import ModelSpec
 class ActorCriticWorker(ActorWorker):
     """A rank of the policy and of the critic. What is the critic's alone are the parts "critic_..." of its memory."""
 
+    critic_class = CriticWorker
+
     def __init__(
         self,
         info: RankInfo,
@@ -33,7 +35,7 @@ class ActorCriticWorker(ActorWorker):
     ) -> None:
         super().__init__(info, spec, temperature, reference_path)
         self._actors = parameter_set(self.chunks, self.adapter)
-        self.critic = CriticWorker(info, critic, base=self)
+        self.critic = self.critic_class(info, critic, base=self)
         self._critics = parameter_set(self.critic.chunks, self.critic.adapter)
         self._actors.switch_on()
         trained = self._actors.parameters + self._critics.parameters

@@ -49,8 +49,10 @@ def test_the_process_is_ready_for_heavy_libraries(start_group):
         "CUDA_VISIBLE_DEVICES",
         "MY_VARIABLE",
         "CUDA_DEVICE_MAX_CONNECTIONS",
+        "NCCL_CUMEM_ENABLE",
+        "NCCL_NVLS_ENABLE",
     )
-    assert wait(group.call("environment", *names), [group]) == [["1", "lo", "", "7", "8"]]
+    assert wait(group.call("environment", *names), [group]) == [["1", "lo", "", "7", "8", "0", "0"]]
 
 
 def test_everything_that_a_rank_prints_is_in_its_log(trio):

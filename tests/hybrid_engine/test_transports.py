@@ -1,6 +1,7 @@
 """Weight syncs between real processes: memory as the kernel counts it, and ends that die."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,8 +152,8 @@ def test_an_end_that_dies_is_named_by_those_that_wait_for_it(
 
 
 def _send_from_gpu(share, folder, address, tensors):
-    """In a process of its own: a trainer rank that holds `tensors` on the GPU, and sends two versions."""
-    outbox = Outbox(share, folder, "127.0.0.1", "cuda", 60.0)
+    """In a process of its own: a trainer rank that holds `tensors` on the first GPU, and sends two versions."""
+    outbox = Outbox(share, folder, "127.0.0.1", "cuda", 120.0)
     address.put(outbox.address)
     parameters = {name: tensor.cuda() for name, tensor in tensors.items()}
     for version in (1, 2):
@@ -160,14 +161,28 @@ def _send_from_gpu(share, folder, address, tensors):
         parameters = {name: tensor + 1 for name, tensor in parameters.items()}
 
 
+@pytest.fixture
+def gpu_of_engine(request: pytest.FixtureRequest) -> Iterator[int]:
+    if torch.cuda.device_count() <= request.param:
+        pytest.skip(f"needs {request.param + 1} CUDA devices, this machine has {torch.cuda.device_count()}")
+    with torch.cuda.device(request.param):
+        yield request.param
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none")
-def test_from_device_memory_into_an_engine_on_the_same_gpu(model, tmp_path):
-    place = (RankPlace("node", "0"),)
+@pytest.mark.parametrize(
+    ("gpu_of_engine", "transport"), [(0, IPC), (1, P2P)], indirect=["gpu_of_engine"], ids=["same", "nccl"]
+)
+def test_from_device_memory_into_an_engine_on_a_gpu(model, tmp_path, gpu_of_engine, transport):
+    """On the same GPU, and over a pair's NCCL communicator on another one."""
+    source_place, target_place = ((RankPlace("node", str(gpu)),) for gpu in (0, gpu_of_engine))
     config, alone = read_model_config(model), ParallelLayout(world=1)
-    sync = SyncPlan(config, alone, EngineLayout(1), torch.bfloat16, BUCKET, place, place, device="cuda")
+    sync = SyncPlan(
+        config, alone, EngineLayout(1), torch.bfloat16, BUCKET, source_place, target_place, device="cuda"
+    )
     (source,), (target,) = sync.shares()
-    assert target.transports == {0: IPC}
+    assert target.transports == {0: transport}
     context = torch.multiprocessing.get_context("spawn")
     address, (parameters,) = context.Queue(), empty_shards(megatron_layout(config, alone))
     load_hf_weights(model, config, alone, 0, parameters)
@@ -175,11 +190,11 @@ def test_from_device_memory_into_an_engine_on_the_same_gpu(model, tmp_path):
     process.start()
     (tensors,) = empty_shards(sglang_layout(config, sync.engines))
     tensors = {name: tensor.cuda().bfloat16() for name, tensor in tensors.items()}
-    told = InboxFile(replace(target, padding={}), {0: address.get(timeout=120)}, 60.0)
+    told = InboxFile(replace(target, padding={}), {0: address.get(timeout=180)}, 120.0)
     receiver = Receiver(Shard(tensors), told, "session")
     state = load_file(f"{model}/model.safetensors")
     for version in (1, 2):
-        assert receiver.receive(version).buffer_bytes == 0
+        assert (receiver.receive(version).buffer_bytes == 0) == (transport == IPC)
         expected = expected_sglang(state, config.hf, Rank(0, 1))
         assert all(torch.equal(tensors[name].cpu(), values.bfloat16()) for name, values in expected.items())
         state = {name: tensor + 1 for name, tensor in state.items()}

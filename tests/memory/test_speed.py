@@ -3,13 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.hybrid_engine.layouts import EngineLayout
 from megarl.layout.grid import ParallelLayout
-from megarl.memory.decoding import Served, generation
+from megarl.memory.decoding import Served, _batches, _scale, generation, spread
 from megarl.memory.flops import ModelFlops, model_flops
 from megarl.memory.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
+from megarl.memory.kernels import decode_kernels, launches
 from megarl.memory.speed import Machine, Passes, pass_time
 from megarl.models import ModelConfig, read_model_config
 
@@ -18,6 +20,7 @@ MODELS = Path(__file__).resolve().parents[2] / "recipes/models"
 ALL = Assumptions(**dict.fromkeys(vars(Assumptions()), 1.0) | dict.fromkeys(SECONDS, 0.0))
 ROUND = replace(TABLE["H100"], bf16=1e15, fp8=2e15, hbm=1e12, nvlink=1e11, nic=1e10, host=1e10)
 MACHINE = Machine(ROUND, ALL, per_node=8)
+COMPUTES = Machine(replace(ROUND, hbm=1e24), ALL, per_node=8)  # reading and writing takes no time
 
 
 def model(name: str) -> tuple[ModelConfig, ModelFlops]:
@@ -26,44 +29,80 @@ def model(name: str) -> tuple[ModelConfig, ModelFlops]:
 
 
 def passes(name: str, machine: Machine = MACHINE, **sizes) -> Passes:
-    how = {key: sizes.pop(key) for key in ("trained", "recompute", "on_host", "itemsize") if key in sizes}
+    names = ("trained", "recompute", "on_host", "itemsize", "fused")
+    how = {key: sizes.pop(key) for key in names if key in sizes}
     config, flops = model(name)
     return Passes(config, flops, ParallelLayout(**sizes), machine, **how)
 
 
 def test_one_gpu_computes_and_sends_nothing() -> None:
+    """Backward attention takes 2.5 times the forward one's; logits are made once more."""
     config, flops = model("qwen2.5-0.5b")
-    assert passes("qwen2.5-0.5b", world=1).stages(1000, 99) == [
+    assert passes("qwen2.5-0.5b", COMPUTES, world=1).stages(1000, 99) == [
         pytest.approx(1000 * flops.forward(pairs=50) / 1e15)
     ]
-    (trained,) = passes("qwen2.5-0.5b", world=1, trained="weights").stages(1000, 99)
-    assert trained == pytest.approx(3000 * flops.forward(pairs=50) / 1e15)
-    (again,) = passes("qwen2.5-0.5b", world=1, trained="weights", recompute="full").stages(1000, 99)
-    head = 2 * config.vocab_size * config.hidden_size
+    head, pairs = (
+        2 * config.vocab_size * config.hidden_size,
+        24 * 2 * 14 * 128 * 50,
+    )  # layers, heads, keys and values
+    (trained,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="weights").stages(1000, 99)
+    assert trained == pytest.approx(1000 * (3 * 2 * flops.active + 3.5 * pairs + head) / 1e15)
+    (again,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="weights", recompute="full").stages(1000, 99)
     assert again - trained == pytest.approx(1000 * (flops.forward(pairs=50) - head) / 1e15)
-    (adapted,) = passes("qwen2.5-0.5b", world=1, trained="adapters").stages(1000, 99)
-    pairs = 24 * 2 * 14 * 128 * 50  # layers, heads, keys and values
-    assert adapted == pytest.approx(1000 * (2 * 2 * flops.active + 3 * pairs) / 1e15)
+    (adapted,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="adapters").stages(1000, 99)
+    assert adapted == pytest.approx(1000 * (2 * 2 * flops.active + 3.5 * pairs + head) / 1e15)
+
+
+def test_what_is_read_and_written_beside_the_matrices_takes_time() -> None:
+    """Qwen2.5-0.5B, forward, bfloat16, bytes of a token: of each of 24 layers with 896 hidden, 14 + 2 heads of 64 and 4864 between two
+    norms (4 bytes an element, torch's own 36), two residuals (6), a rotation (4, or 22) and a gated unit (6, or 10); 40 of a logit."""
+    _, flops = model("qwen2.5-0.5b")
+    endless = Machine(replace(ROUND, bf16=1e24), ALL, per_node=8)
+    whole = 151936 * 40
+    for fused, norm, rotation, gate in ((True, 4, 4, 6), (False, 36, 22, 10)):
+        layer = 2 * 896 * (norm + 6) + 16 * 64 * rotation + 4864 * gate
+        (found,) = passes("qwen2.5-0.5b", endless, world=1, fused=fused).stages(10**6, 99)
+        matrices = 2 * sum(each.dense for each in flops.layers)  # are read once
+        assert found == pytest.approx((10**6 * (24 * layer + whole) + matrices) / 1e12)
+
+
+def test_matrices_take_as_long_as_their_weights_are_read() -> None:
+    """Of one token; trained, every layer's gradients are read and written in float32."""
+    _, flops = model("qwen2.5-7b")
+    run = passes("qwen2.5-7b", world=1)
+    found = run.layer(flops.layers[0], 1, 99)
+    assert found.matrices == pytest.approx(2 * flops.layers[0].dense / 1e12) and found.summed == 0
+    trained = passes("qwen2.5-7b", world=1, trained="weights").layer(flops.layers[0], 1, 99)
+    assert trained.summed == pytest.approx(8 * flops.layers[0].dense / 1e12)
+
+
+def test_small_shares_of_tokens_leave_tiles_empty() -> None:
+    """Qwen3-30B-A3B: of 1024 tokens each of 128 experts gets 64 on one rank, so half of a tile of 128 more is computed on the average."""
+    _, flops = model("qwen3-30b-a3b")
+    layer = flops.layers[0]
+    found = passes("qwen3-30b-a3b", COMPUTES, world=1).layer(layer, 1024, 99).matrices
+    assert found == pytest.approx(2 * 1024 * (layer.dense + layer.active * (64 + 64) / 64) / 1e15)
+    more = passes("qwen3-30b-a3b", COMPUTES, world=8, ep=8).layer(layer, 1024, 99).matrices
+    assert more == pytest.approx(2 * 1024 * (layer.dense + layer.active * (512 + 64) / 512) / 1e15)
 
 
 def test_tensor_parallel_ranks_share_the_work_and_gather_hidden_states() -> None:
-    one, two = passes("qwen2.5-7b", world=1), passes("qwen2.5-7b", world=2, tp=2, sp=True)
+    one, two = passes("qwen2.5-7b", COMPUTES, world=1), passes("qwen2.5-7b", COMPUTES, world=2, tp=2, sp=True)
     sent = (
         28 * 4 * (1000 * 3584 * 2) / 2 / 1e11
     )  # layers; two gathered, two scattered, half of each from the other rank
     assert two.stages(1000, 99)[0] == pytest.approx(one.stages(1000, 99)[0] / 2 + sent)
-    far = passes("qwen2.5-7b", replace(MACHINE, per_node=1), world=2, tp=2, sp=True)
+    far = passes("qwen2.5-7b", replace(COMPUTES, per_node=1), world=2, tp=2, sp=True)
     assert far.stages(1000, 99)[0] == pytest.approx(one.stages(1000, 99)[0] / 2 + 10 * sent)
 
 
 def test_experts_get_their_tokens_from_the_ranks_of_their_group() -> None:
     """Qwen3-30B-A3B: 48 layers, 8 experts of a token, a hidden size of 2048."""
-    alone, near = passes("qwen3-30b-a3b", world=8), passes("qwen3-30b-a3b", world=8, ep=8)
-    sent = near.stages(1000, 99)[0] - alone.stages(1000, 99)[0]
-    assert sent == pytest.approx(48 * 2 * 1000 * 8 * 2048 * 2 * 7 / 8 / 1e11)
-    over = passes("qwen3-30b-a3b", world=16, ep=16)  # two nodes: half of the tokens leave theirs
-    sent = over.stages(1000, 99)[0] - alone.stages(1000, 99)[0]
-    assert sent == pytest.approx(48 * 2 * 1000 * 8 * 2048 * 2 / 2 / 1e10)
+    _, flops = model("qwen3-30b-a3b")
+    near = passes("qwen3-30b-a3b", world=8, ep=8).layer(flops.layers[0], 1000, 99)
+    assert near.sent == pytest.approx(2 * 1000 * 8 * 2048 * 2 * 7 / 8 / 1e11)
+    over = passes("qwen3-30b-a3b", world=16, ep=16).layer(flops.layers[0], 1000, 99)  # half leave their node
+    assert over.sent == pytest.approx(2 * 1000 * 8 * 2048 * 2 / 2 / 1e10)
 
 
 def test_gradients_and_weights_travel_between_replicas() -> None:
@@ -71,9 +110,14 @@ def test_gradients_and_weights_travel_between_replicas() -> None:
     matrices = sum(layer.dense for layer in flops.layers) + flops.head
     run = passes("qwen2.5-7b", world=8, trained="weights")
     assert run.reduce_seconds() == pytest.approx(matrices * (4 + 2) * 7 / 8 / 1e11)
+    # Two nodes: each GPU of a node passes an eighth of what leaves it through a network card of its own.
     assert passes("qwen2.5-7b", world=16, trained="weights").reduce_seconds() == pytest.approx(
-        matrices * (4 + 2) * 15 / 16 / 1e10
+        matrices * (4 + 2) * 15 / 16 / 8e10
     )
+    cut = passes(
+        "qwen2.5-7b", world=16, tp=8, trained="weights"
+    ).reduce_seconds()  # one rank of a replica a node
+    assert cut == pytest.approx(matrices / 8 * (4 + 2) / 2 / 1e10)
     assert passes("qwen2.5-7b", world=1, trained="weights").reduce_seconds() == 0.0
     assert config.num_layers == 28
 
@@ -109,10 +153,15 @@ def test_a_decode_step_reads_weights_and_cache() -> None:
     weights, token = 2 * 7_615_616_512, 2 * 28 * 4 * 128 * 2
     engine = served("qwen2.5-7b", 1, weights, token)
     read = weights - 2 * 152064 * 3584 + 16 * 1000 * token
-    assert engine.step_bytes(16, 1000) == pytest.approx(read)
-    assert engine.step_seconds(16, 1000) == pytest.approx(read / 1e12)
+    assert sum(engine.step_bytes(16, 1000)) == pytest.approx(read)
+    sampled = 152064 * 24 / 1e12  # of a text: its logits
+    assert engine.step_seconds(16, 1000) == pytest.approx(read / 1e12 + 16 * sampled)
+    parts = Machine(ROUND, replace(ALL, hbm=0.5, cache=0.25), 8)
+    slow = served("qwen2.5-7b", 1, weights, token, parts).step_seconds(16, 1000)
+    cache = 16 * 1000 * token
+    assert slow == pytest.approx((2 * (read - cache) + 4 * cache) / 1e12 + 32 * sampled)
     computed = 8192 * (2 * (7_615_616_512 - 152064 * 3584 - 28 * 2 * 3584 - 3584 - 28 * 4608) + 28 * 28 * 512)
-    assert engine.step_seconds(8192, 1) == pytest.approx(computed / 1e15, rel=1e-6)
+    assert engine.step_seconds(8192, 1) == pytest.approx(computed / 1e15 + 8192 * sampled, rel=1e-6)
 
 
 def test_few_tokens_touch_few_experts() -> None:
@@ -120,29 +169,62 @@ def test_few_tokens_touch_few_experts() -> None:
     experts, rest = 48 * 128 * 3 * 2048 * 768, 3_000_000_000
     engine = served("qwen3-30b-a3b", 1, experts + rest, 0, quantized=True)
     others = rest - 2 * 151936 * 2048
-    assert engine.step_bytes(1, 0) == pytest.approx(others + experts * 8 / 128)
-    assert engine.step_bytes(2, 0) == pytest.approx(others + experts * (1 - (120 / 128) ** 2))
-    assert engine.step_bytes(10_000, 0) == pytest.approx(others + experts)
+    for batch, part in ((1, 8 / 128), (2, 1 - (120 / 128) ** 2), (10_000, 1.0)):
+        assert engine.step_bytes(batch, 0) == (pytest.approx(others), pytest.approx(experts * part), 0)
 
 
 def test_an_engine_is_as_slow_as_its_longest_text() -> None:
+    """Texts that wait take the places of those that end; then the batch shrinks."""
     engine = served("qwen2.5-7b", 1, 15_000_000_000, 57344)
-    many = generation(engine, 100, 10, prompt=50, mean=200, longest=400, running=10)
-    assert many.steps == 2000 and many.batch == 10
-    assert many.decode == pytest.approx(2000 * engine.step_seconds(10, 150))
     few = generation(engine, 4, 4, prompt=50, mean=200, longest=400, running=10)
-    assert few.steps == 400 and few.batch == 2
     assert few.prefill == pytest.approx(4 * 50 * engine.flops.forward(25.5) / 1e15)
+    assert 200 < few.steps <= 400 and few.batch == pytest.approx(800 / few.steps)
+    many = generation(engine, 100, 10, prompt=50, mean=200, longest=400, running=10)
+    # 90 texts wait for ten places; the last ten end within the longest that may be.
+    assert many.steps == pytest.approx(90 * 200 / 10 + 400)
+    waiting, tail = 1800 * engine.step_seconds(10, 150), many.decode - 1800 * engine.step_seconds(10, 150)
+    assert 400 * engine.step_seconds(1, 50) < tail < 400 * engine.step_seconds(10, 450) < waiting
+    same = generation(engine, 10, 10, prompt=50, mean=400, longest=400, running=10)
+    assert same.steps == 400 and same.decode == pytest.approx(400 * engine.step_seconds(10, 250))
+
+
+@pytest.mark.parametrize("mean", [0.2, 0.5, 0.8])
+def test_lengths_are_drawn_until_the_longest(mean: float) -> None:
+    """Beside a million lengths that are drawn: texts that have not ended, and their spread."""
+    draws = np.random.default_rng(1).exponential(_scale(mean, 1.0), 10**6).clip(max=1.0)
+    assert draws.mean() == pytest.approx(mean, rel=3e-3)
+    assert spread(mean, 1.0) == pytest.approx(draws.std() / draws.mean(), rel=3e-3)
+    parts = list(_batches(1000, mean * 400, 400, 1000))
+    assert sum(steps for steps, _, _ in parts) == pytest.approx(400)
+    for _, batch, age in parts:
+        assert batch == pytest.approx(max(1, 1000 * (draws > age / 400).mean()), rel=0.02, abs=1)
 
 
 def test_what_takes_time_whatever_its_size() -> None:
-    """A pass of few tokens is as long as its launches, a step of an engine as its collectives and all that is beside them."""
-    slow = Machine(ROUND, replace(ALL, latency=1e-5, step=1e-3, launch=1e-2), 8)
+    """A pass of few tokens is as long as Python launches its kernels, a step of an engine as its collectives and kernels."""
+    slow = Machine(ROUND, replace(ALL, latency=1e-5, step=1e-3, dispatch=1e-3, kernel=1e-4), 8)
     run = passes("qwen2.5-7b", slow, world=1)
-    head, pairs = 2 * run.flops.head / 1e15, 28 * 28 * 512 / 1e15
-    assert run.stages(1, 1)[0] == pytest.approx(28 * 1e-2 + head + pairs)
+    assert run.layer(run.flops.layers[0], 1, 1).forward == pytest.approx(24 * 1e-3)
     fast, beside = served("qwen2.5-7b", 2, 10**10, 0), served("qwen2.5-7b", 2, 10**10, 0, machine=slow)
-    assert beside.step_seconds(1, 1) - fast.step_seconds(1, 1) == pytest.approx(1e-3 + 28 * 2 * 1e-5)
+    launched = 28 * 14 * 1e-4
+    assert beside.step_seconds(1, 1) - fast.step_seconds(1, 1) == pytest.approx(
+        1e-3 + 28 * 2 * 1e-5 + launched
+    )
+
+
+def test_collectives_between_nodes_wait_longer() -> None:
+    machine = Machine(ROUND, replace(ALL, latency=1e-5, hop=1e-6), 8)
+    assert [machine.latency(ranks) for ranks in (2, 8, 16, 32)] == pytest.approx([1e-5, 1e-5, 1.2e-5, 1.4e-5])
+    assert [machine.ring(8, 1), machine.ring(16, 1), machine.ring(2, 8)] == [1e11, 8e10, 1e10]
+
+
+def test_kernels_of_a_layer() -> None:
+    """By hand, of the layers that are there: grouped queries and an MLP, latent attention and experts with shared ones."""
+    qwen, deepseek = model("qwen2.5-7b"), model("deepseek-v3")
+    assert decode_kernels(qwen[0], qwen[1].layers[0]) == 10 + 4
+    assert decode_kernels(deepseek[0], deepseek[1].layers[0]) == 10 + 6 + 4
+    assert decode_kernels(deepseek[0], deepseek[1].layers[-1]) == 10 + 6 + 4 + 14
+    assert launches(deepseek[0], deepseek[1].layers[-1], 16) == 18 + 10 + 6 + 40 + 8
 
 
 def test_links_are_parts_of_peaks() -> None:

@@ -1,9 +1,16 @@
 """Memory that an engine releases, on the CPU: it goes back to the operating system, and comes back."""
 
+import os
+import sys
+from types import SimpleNamespace
+
 import psutil
 import pytest
+import torch
 
+from megarl.rollout import engine_memory
 from megarl.rollout.engine import EngineConfig, EngineError, NoValidWeightsError, SamplingParams
+from megarl.rollout.sglang_engine import SGLangEngine
 from tests.rollout.conftest import make_qwen2
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_state
@@ -81,3 +88,45 @@ def test_released_memory_is_free_and_serves_again(engine, model, tmp_path):
     engine.call("resume_memory", ["weights"])
     sync(engine, model, tmp_path / "3", 3)
     assert answers(engine) == expected
+
+
+FULL = {"weights": 600 * MIB, "kv_cache": 400 * MIB, "sync_buffers": 0, "device_used": 1500 * MIB}
+
+
+@pytest.mark.parametrize(("left", "problem"), [(500, None), (900, None), (1100, "released 1,000 MiB of weights and kv_cache"), (1600, "only 0 MiB more")])  # fmt: skip
+def test_a_release_is_held_to_what_the_driver_says(monkeypatch, model, left, problem):
+    """An engine on a GPU whose second rank's scheduler may be without the saver of memory."""
+    empty = {**FULL, "weights": 0, "kv_cache": 0}
+    answers = [[FULL, FULL], [{**empty, "device_used": 500 * MIB}, {**empty, "device_used": left * MIB}]]
+    engine = SGLangEngine(EngineConfig(str(model.path), device="cuda", enable_memory_saver=True))
+    for name in ("interrupt", "flush_cache"):
+        monkeypatch.setattr(engine, name, lambda: None)
+    monkeypatch.setattr(engine, "_memory", lambda what, tags: None)
+    monkeypatch.setattr(engine, "memory", lambda: answers.pop(0))
+    if problem is None:
+        engine.release_memory(["weights", "kv_cache"])
+        return
+    with pytest.raises(EngineError, match=rf"TP rank 1 .*{problem}"):
+        engine.release_memory(["weights", "kv_cache"])
+
+
+def test_the_driver_is_asked_for_the_device_and_the_process(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * MIB, 10 * MIB))
+    properties = SimpleNamespace(uuid="ab-cd")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert engine_memory._driver_bytes() == {"device_used": 7 * MIB}
+    processes = [
+        SimpleNamespace(pid=1, usedGpuMemory=5 * MIB),
+        SimpleNamespace(pid=os.getpid(), usedGpuMemory=2 * MIB),
+    ]
+    nvml = SimpleNamespace(
+        NVMLError=KeyError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: processes if handle == "GPU-ab-cd" else [],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert engine_memory._driver_bytes() == {"device_used": 7 * MIB, "process_used": 2 * MIB}
+    nvml.nvmlDeviceGetHandleByUUID = {}.__getitem__  # raises
+    assert engine_memory._driver_bytes() == {"device_used": 7 * MIB}

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megarl.layout.boxes import Box
+from megarl.rollout.binding import RefusedError, overlap
 from megarl.rollout.links import LinkError
 from megarl.rollout.packets import P2P, SHARED
-from megarl.rollout.receiver import Receiver, RefusedError, overlap
+from megarl.rollout.receiver import Receiver
 from tests.rollout.manifests import Slices
 from tests.rollout.sender import Sender
 
@@ -275,3 +276,44 @@ def test_parameters_may_move_in_memory(connect):
 def test_overlap(boxes, expected):
     assert overlap([Box(*box) for box in boxes]) is expected
     assert overlap([Box(*box) for box in reversed(boxes)]) is expected
+
+
+def test_what_sglang_changes_at_the_end_of_an_update_is_found(connect):
+    """Of the first version all is read once more; of later ones what is another tensor than it was."""
+    sender, sending, receiver, model = connect(ALL)
+    receiver.receive(1)
+    sending.result()
+    with torch.no_grad():
+        model.weight[2, 5] += 1
+    assert receiver.verify_again() == "SGLang's end_weight_update has changed down in weight"
+    with torch.no_grad():
+        model.weight[2, 5] -= 1
+    assert receiver.verify_again() is None
+
+    sending = sender.send(2)
+    receiver.receive(2)
+    sending.result()
+    model.bias.data = model.bias.data.clone()
+    assert receiver.verify_again() is None
+    model.bias.data = model.bias.data + 1
+    assert receiver.verify_again() == "SGLang's end_weight_update has changed bias in bias"
+    model.bias.data = model.bias.data.to(torch.float32)
+    assert "bias holds torch.float32, not torch.bfloat16" in receiver.verify_again()
+
+
+def test_a_refused_version_is_not_read_again(connect):
+    _, sending, receiver, _ = connect([TOP, LEFT, ALL_BIAS])
+    with pytest.raises(RefusedError):
+        receiver.receive(1)
+    sending.result()
+    assert receiver.verify_again() is None
+
+
+def test_scales_of_the_cache_are_one_after_a_version(connect):
+    """They are no part of it, and may hold anything before."""
+    _, sending, receiver, model = connect(ALL)
+    model.k_scale = torch.nn.Parameter(torch.tensor(5e-4), requires_grad=False)
+    model.k_scale._skip_weight_check = True
+    receiver.receive(1)
+    sending.result()
+    assert model.k_scale == 1.0 and torch.equal(model.bias, BIAS)

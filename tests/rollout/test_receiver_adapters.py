@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.rollout.binding import RefusedError, named_weights
 from megarl.rollout.links import LinkError
 from megarl.rollout.packets import P2P, SHARED
-from megarl.rollout.receiver import Received, Receiver, RefusedError, named_weights
+from megarl.rollout.receiver import Received, Receiver
 from tests.rollout.manager import Manager
 from tests.rollout.manifests import Slices
 from tests.rollout.sender import Sender

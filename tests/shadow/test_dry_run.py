@@ -50,12 +50,19 @@ def test_what_a_machine_lacks_is_said(
 
 
 def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None:
-    arguments = ["plan", "memory", str(RECIPE), *overrides(model), "--dry-run", "--ranks", "3", "--json"]
+    arguments = ["plan", "memory", str(RECIPE), *overrides(model), "--dry-run", "--ranks", "1,3", "--json"]
     assert main(arguments) in (0, 1)
     printed = json.loads(capsys.readouterr().out)
     assert {row["owner"] for row in printed["comparisons"]} >= {
         "actor_weights",
         "critic_optimizer",
         "ref_weights",
+        "rollout_weights",
+        "rollout_kv_cache",
     }
-    assert [report["rank"] for report in printed["ranks"]] == [3, 3]
+    assert [(report["role"], report["rank"]) for report in printed["ranks"]] == [
+        ("actor", 1), ("actor", 3), ("critic", 1), ("critic", 3), ("rollout", 0),
+    ]  # fmt: skip
+    for agreement in printed["agreement"].values():
+        assert agreement["ranks"] == [1, 3] and agreement["problems"] == []
+        assert agreement["matched"] > 0 and agreement["open_ended"] > 0  # ranks 0 and 2 were not run

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.shadow.collectives import Collective, disagreements
 from megarl.shadow.dry_run import Comparison, compare, run_ranks
 from megarl.trainer.memory_command import read_inputs
 from megarl.trainer.memory_plan import GIB, plan_memory
@@ -27,7 +26,8 @@ RESIDENT = ("weights", "gradients", "optimizer")
 def test_ranks_run_to_their_end_on_the_cuda_branch(reports) -> None:
     for report in reports.values():
         assert report["transformer_engine"]
-        assert set(report["phases"]) == {"evaluate", "first_update", "update"}
+        sends = {"sync"} if report["role"] == "actor" else set()
+        assert set(report["phases"]) == {"evaluate", "first_update", "update", "save", "load"} | sends
         assert report["flops"]["update"] == pytest.approx(3 * report["flops"]["first_update"])
         assert report["phases"]["update"]["left"] == 0
 
@@ -56,7 +56,7 @@ def test_passes_take_no_more_than_was_planned(reports, model: Path) -> None:
 def peaks(reports: Iterable[dict], keys: list[str]) -> list[Comparison]:
     config, inputs = read_inputs(str(RECIPE), keys, check=False)
     plan = plan_memory(config, inputs, 80 * GIB, 0)
-    return [row for report in reports for row in compare(plan, report) if row.phase != "always"]
+    return [row for report in reports for row in compare(plan, report) if row.phase in ("evaluate", "update")]
 
 
 @pytest.mark.parametrize("recompute", ["full", "null"])
@@ -87,38 +87,6 @@ def test_a_released_rank_leaves_nothing_but_workspaces(reports) -> None:
         assert not any("get_dummy_wgrad" in line for (_, _, line), _ in report["kept_by"])
 
 
-def logs(reports) -> dict[int, list[Collective]]:
-    return {
-        rank: [
-            Collective(name, tuple(group), peer, tuple(map(tuple, sizes)), size)
-            for name, group, peer, sizes, size in report["log"]
-        ]
-        for (role, rank), report in reports.items()
-        if role == "actor"
-    }
-
-
-def test_the_collectives_of_all_ranks_fit_together(reports) -> None:
-    compared, found = disagreements(logs(reports))
-    assert found == [] and compared >= 9
-
-
-@pytest.mark.parametrize("operation", ["_allgather_base_", "allreduce_", "send"])
-def test_a_collective_that_a_rank_leaves_out_is_found_and_named(reports, operation: str) -> None:
-    found = logs(reports)
-    victim = next(
-        rank for rank, log in found.items() if any(c.operation == operation and len(c.group) > 1 for c in log)
-    )
-    calls = [n for n, call in enumerate(found[victim]) if call.operation == operation and len(call.group) > 1]
-    lost = found[victim].pop(calls[len(calls) // 2])
-    _, differences = disagreements(found)
-    assert differences and all(str(victim) in text for text in differences)
-    if lost.peer is None:
-        assert f"their group {list(lost.group)}" in differences[0]
-    else:
-        assert f"rank {victim} sends rank {lost.peer}" in differences[0]
-
-
 def test_layers_in_torch_run_on_the_cuda_branch_too(machine, model: Path) -> None:
     """As on a machine without Transformer Engine."""
     (report,) = run_ranks(
@@ -138,15 +106,6 @@ def test_a_rank_that_fails_is_told_with_its_role_and_rank(machine, model: Path) 
     broken = [*overrides(model), "actor_rollout_ref.actor.megatron.recompute_granularity=nonsense"]
     with pytest.raises(RuntimeError, match=r"the shadow of actor rank 1 failed:(.|\n)*nonsense"):
         run_ranks(str(RECIPE), broken, [("actor", 1)], num_processes=1)
-
-
-def test_adapters_train_on_a_base_in_float8(machine, model: Path) -> None:
-    """Transformer Engine looks at the types of all parameters of a layer, the scales' among them."""
-    lora = ["rank=8", "base_dtype=float8", "base_block=16"]
-    keys = [*overrides(model), *(f"actor_rollout_ref.model.lora.{key}" for key in lora), "critic=null",
-            "algorithm.adv_estimator=grpo"]  # fmt: skip
-    (report,) = run_ranks(str(RECIPE), keys, [("actor", 0)], num_processes=1)
-    assert report["parts"]["adapters"] > 0 and report["phases"]["update"]["left"] == 0
 
 
 def test_weights_gradients_are_added_to_the_float32_ones_within_the_products(reports) -> None:

@@ -15,7 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPE = "recipes/qwen2.5_0.5b_ppo_single_gpu.yaml"
 
 
+SECONDS = 400  # with the first imports and compilations of a machine
+
+
 @pytest.mark.gpu
+@pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_planned_seconds_are_those_of_a_gpu_within_a_factor_of_two(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -24,7 +28,7 @@ def test_planned_seconds_are_those_of_a_gpu_within_a_factor_of_two(
     monkeypatch.chdir(ROOT)
     out = tmp_path / "figures.json"
     command = [sys.executable, "benchmarks/gpu_single.py", "--train-only", "--steps", "3", "--out", str(out)]
-    subprocess.run(command, check=True, timeout=280)
+    subprocess.run(command, check=True, timeout=SECONDS)
     figures = json.loads(out.read_text())
     known = [name for name in TABLE if name in figures["device"]]
     if not known:

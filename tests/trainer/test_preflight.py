@@ -262,6 +262,31 @@ def test_what_a_checkpoint_cannot_go_on_with_is_told_with_the_rest(
     assert train("data.seed=17") == []
 
 
+def test_options_that_the_environment_does_not_take(
+    train: Callable[..., list[str]], task: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    turns = f"{ROLLOUT}.multi_turn"
+    calculator = (f"{turns}.enable=true", f"{turns}.environment=calculator")
+    assert train(*calculator) == []
+    (found,) = train(*calculator, f"{turns}.options={{digitz: 3}}")
+    assert found.startswith("rollout.multi_turn.options={'digitz': 3}: Calculator(") and "digitz" in found
+    (unknown,) = train(f"{turns}.enable=true", f"{turns}.environment=calculatr")
+    assert "did you mean calculator" in unknown
+    (tmp_path / "room.py").write_text(
+        "from megarl.environments.environment import Environment, register_environment\n"
+        "@register_environment('preflight.room')\n"
+        "class Room(Environment):\n"
+        "    def __init__(self, doors): ...\n"
+        "    def reset(self, task): ...\n"
+        "    def step(self, turn): ...\n"
+    )
+    own = (f"plugins=[{tmp_path}/room.py]", f"{turns}.enable=true", f"{turns}.environment=preflight.room")
+    recipe, *keys = PPO
+    assert main(["train", str(REPOSITORY / recipe), *keys, *on(task, tmp_path / "run"), *own]) == 2
+    assert "Room(doors) does not take them: missing a required argument: 'doors'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_context_parallelism_on_gpus_needs_transformer_engine(
     train: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,112 @@
+"""Step `installed`: what is here, and whether the packages of the GPU path can be imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megarl.gpu_test.machine import machine_here
+from megarl.gpu_test.runner import Check
+from megarl.trainer.doctor_checks import FAILURE, OK, judge_node
+from megarl.trainer.doctor_facts import node_facts
+
+GIB = 1 << 30
+IMPORT_SECONDS = 150.0
+# Package -> what is imported of it. flash_attn is not among them: Transformer Engine decides whether it takes one.
+MODULES = {
+    "transformer-engine": "transformer_engine.pytorch",
+    "sglang-kernel": "sgl_kernel",
+    "torch-memory-saver": "torch_memory_saver",
+    "sglang": "sglang.srt.entrypoints.engine",
+    "megatron-core": "megatron.core.extensions.transformer_engine",
+    "ray": "ray",
+}
+# Of packages whose names on the index differ from version to version: found or not, they are told.
+OTHERS = ("deep_gemm", "flashinfer", "flash_attn", "amp_C", "fused_weight_gradient_mlp_cuda")
+
+
+def run(folder: Path) -> Iterator[Check]:
+    machine = machine_here()
+    for finding in judge_node(node_facts(".", ""), len(machine.gpus), {}):
+        wrong = finding.level == FAILURE
+        text = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
+        yield Check(finding.what, False if wrong else True if finding.level == OK else None, text)
+    yield from _cards()
+    yield _nvidia_smi()
+    for package, module in MODULES.items():
+        if package in machine.versions:
+            yield imported(module, required=True)
+        else:
+            yield Check(f"import {module}", None, f"{package} is not installed")
+    for module in OTHERS:
+        yield imported(module, required=False)
+    yield _layers()
+
+
+def imported(module: str, *, required: bool, python: str = sys.executable) -> Check:
+    """Import a module in a process of its own: a broken one shall not take this one with it."""
+    begun = time.monotonic()
+    code = f"import {module} as m; print('at', m.__file__, getattr(m, '__version__', ''))"
+    try:
+        done = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check(f"import {module}", False, f"not done after {IMPORT_SECONDS:.0f} s")
+    seconds = time.monotonic() - begun
+    if done.returncode == 0:
+        place = next((line for line in done.stdout.splitlines() if line.startswith("at ")), "")
+        return Check(f"import {module}", True, f"{seconds:.1f} s, {place}", {"seconds": seconds})
+    last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no message"]
+    return Check(f"import {module}", False if required else None, last[0])
+
+
+def _cards() -> Iterator[Check]:
+    for number in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        yield Check(
+            f"cuda:{number}",
+            None,
+            f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.multi_processor_count} multiprocessors, "
+            f"{free / GIB:.1f} of {total / GIB:.1f} GiB free, UUID {facts.uuid}",
+            {"free": free, "total": total},
+        )
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    if pairs:
+        apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+        yield Check("GPUs reach each other", None, f"not: {apart}" if apart else "all pairs do")
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    yield Check("libraries of torch", None, f"NCCL {nccl}, cuDNN {torch.backends.cudnn.version()}")
+    x = torch.randn(1024, 1024, device="cuda")
+    exact = x.cpu().double() @ x.cpu().double()
+    error = float(((x @ x).cpu().double() - exact).abs().max() / exact.abs().max())
+    yield Check("a product of matrices", error < 1e-2, f"largest difference {error:.1e}")
+
+
+def _nvidia_smi() -> Check:
+    fields = "name,uuid,driver_version,vbios_version,pcie.link.gen.max,pcie.link.width.max,mig.mode.current,power.limit"
+    done = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"], capture_output=True, text=True, timeout=60
+    )
+    return Check("nvidia-smi", None, done.stdout.strip() or done.stderr.strip())
+
+
+def _layers() -> Check:
+    """Megatron-core turns any error of Transformer Engine's import into "is not there"."""
+    code = "from megarl.megatron.transformer_config import has_transformer_engine as has; print('has', has())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS
+    )
+    there = "transformer-engine" in machine_here().versions
+    if done.returncode:
+        return Check("layers of models", False, done.stderr.strip().splitlines()[-1])
+    used = "has True" in done.stdout
+    text = "Transformer Engine's" if used else "megarl's own in torch: slower"
+    return Check("layers of models", used if there else None, text)

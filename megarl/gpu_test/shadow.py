@@ -1,0 +1,143 @@
+"""Step `shadow`: what a shadow run said of a rank's memory, beside the same rank on a real GPU.
+
+The shadow needs torch's CPU build, which is not where a GPU is: its numbers come with megarl (shadow_ranks.json). `python -m
+megarl.gpu_test.shadow` makes them anew on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.files import whole_file
+from megarl.gpu_test.runner import Check
+
+FILE = Path(__file__).with_name("shadow_ranks.json")
+MIB, GIB = 1 << 20, 1 << 30
+TOLERANCE = 0.05
+# Of what a shadow does not have: workspaces that cuBLAS and cuDNN take from torch's allocator.
+WORKSPACES = 256 * MIB
+KEPT = ("role", "rank", "parts", "released", "transformer_engine")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank of a recipe."""
+
+    recipe: str
+    role: str
+    rank: int
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}, {self.role} {self.rank}"
+
+
+CASES = (
+    Case("qwen2.5_0.5b_ppo_single_gpu", "actor", 0),
+    Case("qwen2.5_0.5b_ppo_single_gpu", "critic", 0),
+    Case("qwen2.5_7b_ppo_gsm8k", "actor", 3),
+    Case(
+        "qwen3_30b_a3b_grpo", "actor", 0, ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of a part or phase, as the shadow had them and as they were."""
+
+    name: str
+    shadow: int
+    found: int
+
+    @property
+    def ok(self) -> bool:
+        """Parts are the same tensors; a phase may take workspaces beside what the shadow knows."""
+        if self.name.startswith("part "):
+            return abs(self.found - self.shadow) <= TOLERANCE * self.shadow
+        return -TOLERANCE * self.shadow <= self.found - self.shadow <= TOLERANCE * self.shadow + WORKSPACES
+
+    def text(self) -> str:
+        difference = f"{(self.found - self.shadow) / self.shadow:+.1%}" if self.shadow else "no ratio"
+        return f"{_size(self.found)} on the GPU, {_size(self.shadow)} in the shadow: {difference}"
+
+
+def run(folder: Path) -> Iterator[Check]:
+    from megarl.gpu_test.alone import LoneRunner, cuda_meter
+
+    runner, known = LoneRunner(cuda_meter(), "cuda"), json.loads(FILE.read_text(encoding="utf-8"))
+    versions = known["versions"]
+    yield Check(
+        "the shadow's versions", None, ", ".join(f"{name} {version}" for name, version in versions.items())
+    )
+    for case, shadow in zip(CASES, known["ranks"], strict=True):
+        yield from compare_case(case, shadow, run_case(case, runner))
+
+
+def run_case(case: Case, runner: Any) -> dict[str, Any]:
+    from megarl.trainer.memory_command import read_inputs
+
+    config, inputs = read_inputs(f"recipe:{case.recipe}", list(case.overrides), check=False)
+    report = asdict(runner.run(config, inputs, case.role, case.rank))
+    gc.collect()
+    return report
+
+
+def compare_case(case: Case, shadow: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Check]:
+    for row in rows(shadow, found):
+        yield Check(
+            f"{case.name}: {row.name}", row.ok, row.text(), {"shadow": row.shadow, "found": row.found}
+        )
+    if shadow["transformer_engine"] != found["transformer_engine"]:
+        yield Check(f"{case.name}: layers", False, "Transformer Engine's are in one of the two only")
+
+
+def rows(shadow: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Row]:
+    """Of two reports of a rank, as JSON."""
+    for part in sorted({*shadow["parts"], *found["parts"]}):
+        yield Row(f"part {part}", shadow["parts"].get(part, 0), found["parts"].get(part, 0))
+    for phase in sorted({*shadow["phases"], *found["phases"]}):
+        one, other = shadow["phases"].get(phase), found["phases"].get(phase)
+        yield Row(f"peak of {phase}", one["peak"] if one else 0, other["peak"] if other else 0)
+    yield Row("after release", shadow["released"], found["released"])
+
+
+def kept(reports: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What of shadow reports comes with megarl."""
+    return [
+        {name: report[name] for name in KEPT}
+        | {"phases": {name: {"peak": phase["peak"]} for name, phase in report["phases"].items()}}
+        for report in reports
+    ]
+
+
+def shadow_case(case: Case) -> dict[str, Any]:
+    """Run a case as a shadow."""
+    from megarl.shadow.dry_run import run_ranks
+
+    (report,) = run_ranks(f"recipe:{case.recipe}", list(case.overrides), [(case.role, case.rank)])
+    return report
+
+
+def main() -> None:
+    from megarl.packages import installed
+
+    names = ("torch", "megatron-core")
+    versions = {name: installed(name) for name in names}
+    with whole_file(FILE) as out:
+        told = {"versions": versions, "ranks": kept([shadow_case(case) for case in CASES])}
+        out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.3f} GiB" if abs(size) >= GIB // 10 else f"{size / MIB:.2f} MiB"
+
+
+if __name__ == "__main__":
+    main()

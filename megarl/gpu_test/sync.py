@@ -1,0 +1,137 @@
+"""Step `sync`: a trainer rank and an engine rank in two processes; versions of a model's weights go from one to the other.
+
+On one GPU they go by CUDA IPC. The engine's side is megarl's receiver on tensors of its layout, without SGLang: what is measured is
+packing, handing over, writing and verifying.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.gpu_test.models import config_folder
+from megarl.gpu_test.runner import Check
+from megarl.hybrid_engine import EngineLayout, Outbox, SyncPlan
+from megarl.layout import Layout, RankPlace
+from megarl.layout.grid import ParallelLayout
+from megarl.models import read_model_config
+from megarl.rollout.packets import IPC
+from megarl.rollout.receiver import InboxFile, Receiver
+
+BUCKET = 256 << 20  # as of rollout.sync_bucket_mb
+SECONDS = 120.0
+NUM_VERSIONS = 3
+
+
+def run(folder: Path) -> Iterator[Check]:
+    yield from sync_versions(folder, config_folder(), "cuda", IPC)
+
+
+def sync_versions(folder: Path, model: str, device: str, transport: str) -> Iterator[Check]:
+    """Send versions of the model whose config.json is in `model`, and look at each element that came."""
+    sync = _plan(model, device)
+    _, (share,) = sync.shares()
+    yield Check("how they go", share.transports == {0: transport}, str(share.transports))
+    context = torch.multiprocessing.get_context("spawn")
+    told, results = context.Queue(), context.Queue()
+    process = context.Process(target=_send, args=(model, str(folder), device, told, results))
+    process.start()
+    try:
+        tensors = {
+            name: torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
+            for name, shape in shapes(sync.plan.target).items()
+        }
+        address = told.get(timeout=SECONDS)
+        receiver = Receiver(
+            _Tensors(tensors), InboxFile(replace(share, padding={}), {0: address}, SECONDS), "session"
+        )
+        for version in range(1, NUM_VERSIONS + 1):
+            told_seconds = results.get(timeout=SECONDS)  # what is to be sent is there
+            assert told_seconds == version
+            begun = time.perf_counter()
+            received = receiver.receive(version)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - begun
+            wrong = _differences(sync, tensors, version)
+            parts = ", ".join(f"{name} {value:.3f}" for name, value in received.seconds.items())
+            rate = received.bytes_written / seconds / 1e9
+            yield Check(
+                f"version {version}",
+                not wrong,
+                f"wrong: {', '.join(wrong)}"
+                if wrong
+                else f"{received.bytes_written / 1e9:.2f} GB in {seconds:.3f} s ({rate:.1f} GB/s): {parts}",
+                {"bytes": received.bytes_written, "seconds": seconds, "gb_per_s": rate, **received.seconds},
+            )
+        process.join(SECONDS)
+        yield Check("the sender ends", process.exitcode == 0, f"exit code {process.exitcode}")
+    finally:
+        process.kill()
+
+
+def _plan(model: str, device: str) -> SyncPlan:
+    place = (RankPlace("node", "0"),)
+    config, alone = read_model_config(model), ParallelLayout(world=1)
+    return SyncPlan(config, alone, EngineLayout(1), torch.bfloat16, BUCKET, place, place, device=device)
+
+
+def _send(model: str, folder: str, device: str, told: Any, results: Any) -> None:
+    """In a process of its own: the trainer rank."""
+    sync = _plan(model, device)
+    (share,), _ = sync.shares()
+    outbox = Outbox(share, folder, "127.0.0.1", device, SECONDS)
+    told.put(outbox.address)
+    known = shapes(sync.plan.source)
+    for version in range(1, NUM_VERSIONS + 1):
+        parameters = {name: _values(name, shape, version).to(device) for name, shape in known.items()}
+        results.put(version)
+        outbox.send(version, parameters)
+
+
+def _differences(sync: SyncPlan, tensors: dict[str, torch.Tensor], version: int) -> list[str]:
+    """The tensors with an element that is not what was sent."""
+    known, sources, wrong = shapes(sync.plan.source), {}, []
+    for copy in sync.plan.copies:
+        if copy.source_local not in sources:
+            sources[copy.source_local] = _values(copy.source_local, known[copy.source_local], version)
+        found = tensors[copy.target_local][copy.target_box.slices].cpu()
+        if not torch.equal(found, sources[copy.source_local][copy.source_box.slices].view(found.shape)):
+            wrong.append(copy.target_local)
+    return sorted(set(wrong))
+
+
+def _values(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
+    """Numbers that depend on the tensor's name, on the version and on the place."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode()))
+    return torch.randint(-1 << 15, 1 << 15, shape, dtype=torch.int16, generator=generator).bfloat16()
+
+
+def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """The local tensors of the layout's only rank, as large as its pieces need them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for piece in layout.pieces(0):
+        ends = [first + size for first, size in zip(piece.local_box.start, piece.local_box.size, strict=True)]
+        known = found.get(piece.local, tuple(ends))
+        found[piece.local] = tuple(max(pair) for pair in zip(known, ends, strict=True))
+    return found
+
+
+class _Tensors(torch.nn.Module):
+    """A model that has these parameters, whatever their names."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.tensors.items()
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
+        yield from self.tensors.values()

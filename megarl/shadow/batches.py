@@ -1,0 +1,130 @@
+"""Tables that fill the micro-batches of shadow ranks: as many of the longest rows as go into one, all of one length.
+
+All data parallel ranks are given the same rows, but for uneven trajectories: these are each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.algorithms.aggregate import LossCounts
+from megarl.config import TrainConfig, is_single_update
+from megarl.trainer.model_worker import Share
+
+VOCABULARY = 1000  # token ids are below
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A table, and the rows of each data parallel rank by micro-batch."""
+
+    table: pa.Table
+    shares: list[Share]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How micro-batches are filled.
+
+    Attributes:
+        tokens: of a micro-batch. longest: of a row. of: rows that must be in one micro-batch together.
+        dp: data parallel ranks.
+        uneven: whether each of them has rows of its own.
+    """
+
+    tokens: int
+    longest: int
+    dp: int
+    uneven: bool = False
+    of: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch."""
+        return self.of * max(1, self.tokens // (self.of * self.longest))
+
+    @property
+    def length(self) -> int:
+        return self.tokens // self.rows
+
+    def lengths(self, longest: int, micro_batches: int) -> list[int]:
+        """Of the rows of a table whose longest one has `longest` tokens."""
+        if not self.uneven:
+            return [longest] * (micro_batches * self.rows)
+        random = np.random.default_rng(1)
+        count = self.dp * micro_batches * self.rows
+        return random.integers(max(2, longest // 8), longest + 1, count).tolist()
+
+    def shares(self, micro_batches: int) -> list[Share]:
+        """The rows of each data parallel rank; those of `of` texts count once."""
+        each, parts = self.rows // self.of, self.dp if self.uneven else 1
+        micro = [list(range(number * each, (number + 1) * each)) for number in range(parts * micro_batches)]
+        shares = [micro[part * micro_batches : (part + 1) * micro_batches] for part in range(parts)]
+        return shares if self.uneven else shares * self.dp
+
+
+def trajectories(config: TrainConfig, fill: Fill, micro_batches: int) -> tuple[Batch, LossCounts]:
+    """What the updates of actor and critic read, and evaluations before them; and what a mini-batch of it holds."""
+    prompt = min(config.data.max_prompt_length, fill.length // 2)
+    responses = fill.lengths(fill.length - prompt, micro_batches)
+    random = np.random.default_rng(0)
+    names = ["ref_log_probs", "advantages", "values", "returns", "rollout_log_probs"]
+    if not is_single_update(config):
+        names.append("old_log_probs")
+    if config.algorithm.rollout_correction.rollout_is is not None:
+        names.append("rollout_is_weights")
+    table = pa.table(
+        {
+            "prompt_ids": _column(responses, lambda length: random.integers(0, VOCABULARY, prompt)),
+            "response_ids": _column(responses, lambda length: random.integers(0, VOCABULARY, length)),
+            "response_mask": _column(responses, lambda length: np.ones(length, bool)),
+            **{
+                name: _column(responses, lambda length: random.normal(size=length).astype(np.float32))
+                for name in names
+            },
+        }
+    )
+    copies = 1 if fill.uneven else fill.dp
+    counts = LossCounts(copies * sum(responses), copies * len(responses))
+    return Batch(table, fill.shares(micro_batches)), counts
+
+
+def examples(fill: Fill, micro_batches: int) -> Batch:
+    """Of supervised fine-tuning; as texts, what a reward model scores."""
+    return Batch(pa.table(_texts(fill, micro_batches)), fill.shares(micro_batches))
+
+
+def rankings(fill: Fill, micro_batches: int) -> Batch:
+    """Groups of `fill.of` texts, also as chats that a policy learns of."""
+    texts = {name: _lists(column, fill.of) for name, column in _texts(fill, micro_batches).items()}
+    count = range(len(texts["input_ids"]))
+    table = pa.table(
+        {
+            **texts,
+            "scores": _column(count, lambda number: np.arange(fill.of, dtype=np.float64)),
+            "margin": pa.array([0.0 for _ in count], pa.float32()),
+            "ref_log_probs": _column(count, lambda number: np.zeros(fill.of, np.float32)),
+        }
+    )
+    return Batch(table, fill.shares(micro_batches))
+
+
+def _texts(fill: Fill, micro_batches: int) -> dict[str, pa.Array]:
+    lengths, random = fill.lengths(fill.length, micro_batches), np.random.default_rng(0)
+    return {
+        "input_ids": _column(lengths, lambda length: random.integers(0, VOCABULARY, length).astype(np.int32)),
+        "loss_mask": _column(lengths, lambda length: np.ones(length, bool)),
+    }
+
+
+def _column(sizes: Iterable[int], make: Callable[[int], np.ndarray]) -> pa.Array:
+    return pa.array([make(size) for size in sizes])
+
+
+def _lists(column: pa.Array, each: int) -> pa.Array:
+    """Rows of `each` rows of a column."""
+    return pa.ListArray.from_arrays(pa.array(range(0, len(column) + 1, each), pa.int32()), column)

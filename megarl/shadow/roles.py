@@ -1,0 +1,297 @@
+"""The worker of a role as a shadow, and the steps that it takes: its own class and its own calls, but that no weight is read from a file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from megarl.cluster.worker import RankInfo
+from megarl.config import (
+    TrainConfig,
+    TuningConfig,
+    full_kl_in_reward,
+    needs_old_log_probs,
+    needs_ref_log_probs,
+    reference_in_actor,
+)
+from megarl.config.resolve import least_tokens
+from megarl.megatron.step import StepResult
+from megarl.memory.model import ModelUse
+from megarl.shadow.batches import Batch, Fill, examples, rankings, trajectories
+from megarl.shadow.process import SHARED
+from megarl.trainer.actor import ActorWorker
+from megarl.trainer.controls import make_controls
+from megarl.trainer.critic import CriticWorker
+from megarl.trainer.dpo_worker import DPOWorker
+from megarl.trainer.memory_plan import PlanInputs
+from megarl.trainer.model_specs import actor_arguments, critic_spec, reference_spec, reward_model_spec
+from megarl.trainer.model_uses import model_use, tuned_role
+from megarl.trainer.model_worker import ModelWorker
+from megarl.trainer.ptx import PtxUpdate
+from megarl.trainer.reward_worker import RewardModelWorker
+from megarl.trainer.rm_worker import RMWorker
+from megarl.trainer.sft_worker import SFTWorker
+from megarl.trainer.shared_critic import ActorCriticWorker
+from megarl.trainer.specs import ModelSpec
+from megarl.trainer.updates import policy_update
+
+NUM_STEPS = 100  # of the run that the rank would be of; schedules need one
+UNKNOWN = 1  # what a number is taken for that no operation of a shadow knows (`Shadow.assume`)
+
+Config = TrainConfig | TuningConfig
+
+
+class _Alone:
+    """A rank whose tensors nobody fills, and to whom no last stage tells its sums."""
+
+    def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None: ...
+
+    def read_value_head(self, path: str, weight: torch.Tensor) -> None: ...
+
+    def train(self, *given: Any, **named: Any) -> StepResult:
+        result = super().train(*given, **named)  # type: ignore[misc]
+        return result if result.stats else replace(result, stats=defaultdict(lambda: float(UNKNOWN)))
+
+
+class ShadowActor(_Alone, ActorWorker): ...
+
+
+class ShadowCritic(_Alone, CriticWorker): ...
+
+
+class ShadowActorCritic(_Alone, ActorCriticWorker):
+    critic_class = ShadowCritic
+
+
+class ShadowRewardModel(_Alone, RewardModelWorker): ...
+
+
+class ShadowSFT(_Alone, SFTWorker):
+    def train(self, *given: Any, **named: Any) -> StepResult:
+        result = super().train(*given, **named)
+        # Of the sum over all ranks, which is compared with what was asked for, a rank alone has its own part.
+        result.stats["tokens"] = float(UNKNOWN)
+        return result
+
+
+class ShadowRM(_Alone, RMWorker):
+    def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
+        return ModelWorker.load(
+            self, path, head, trainable=trainable
+        )  # how the head begins is nobody's memory
+
+
+class ShadowDPO(_Alone, DPOWorker): ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call of a rank, with one batch.
+
+    Attributes:
+        name: "evaluate", "first_update" (which makes the optimizer's states) or "update"; of a critic in the actor's processes
+            with `SHARED` before it.
+        received: the shape of the hidden states that pipeline stages send each other meanwhile: [tokens, 1, hidden].
+    """
+
+    name: str
+    run: Callable[[], Any]
+    received: tuple[int, int, int]
+
+
+def build_worker(config: Config, role: str, rank: int, world_size: int) -> ModelWorker:
+    info = RankInfo(rank, world_size, 0, "127.0.0.1", 1, role, "", ("0",), "")
+    if isinstance(config, TuningConfig):
+        spec = _unread(_tuning_spec(config))
+        if role == "rm":
+            return ShadowRM(info, spec, config.model.head_init)
+        return (ShadowSFT if role == "sft" else ShadowDPO)(info, spec)
+    if role == "critic":
+        return ShadowCritic(info, _unread(critic_spec(config, NUM_STEPS)))
+    if role == "ref":
+        temperature = config.actor_rollout_ref.rollout.temperature
+        return ShadowActor(info, _unread(reference_spec(config)), temperature)
+    if role == "reward_model":
+        return ShadowRewardModel(info, _unread(reward_model_spec(config)))
+    arguments = actor_arguments(config, NUM_STEPS)
+    specs = {name: _unread(arguments[name]) for name in ("spec", "critic") if name in arguments}
+    return (ShadowActorCritic if "critic" in specs else ShadowActor)(info, **{**arguments, **specs})
+
+
+def _tuning_spec(config: TuningConfig) -> ModelSpec:
+    return ModelSpec(
+        path=config.model.path,
+        head="value" if tuned_role(config) == "rm" else "lm",
+        megatron=config.megatron,
+        optim=config.optim,
+        num_updates=NUM_STEPS,
+        timeout=config.trainer.collective_timeout,
+        lora=config.model.lora,
+    )
+
+
+def _unread(spec: ModelSpec) -> ModelSpec:
+    """A spec whose adapters begin anew: no file of them is read."""
+    return replace(spec, lora=replace(spec.lora, adapter_path=None), plugins=())
+
+
+def steps_of(
+    config: Config,
+    inputs: PlanInputs,
+    worker: ModelWorker,
+    role: str,
+    micro_batches: int | None,
+    uneven: bool = False,
+) -> Iterator[Step]:
+    """What a rank does, one after the other.
+
+    Args:
+        micro_batches: of evaluations and the second update; None: as many as the pipeline has stages.
+        uneven: whether data parallel ranks have trajectories of their own, of several lengths.
+    """
+    use = model_use(config, inputs, role)
+    number = micro_batches or use.layout.pp
+    cut = _cut(config, use, role, uneven)
+    if isinstance(config, TuningConfig):
+        yield from _tuning_steps(config, worker, cut, number)
+    elif isinstance(worker, RewardModelWorker):
+        yield _scores(worker, cut.evaluated, number)
+    elif isinstance(worker, CriticWorker):
+        yield from _critic_steps(config, worker, worker, cut, number)
+    elif role == "ref":
+        assert isinstance(worker, ActorWorker)
+        batch, _ = trajectories(config, cut.evaluated, number)
+        yield Step(
+            "evaluate",
+            lambda: worker.compute_log_probs(batch.table, batch.shares, "ref_log_probs"),
+            _received(worker, worker.pack_share, batch),
+        )
+    else:
+        assert isinstance(worker, ActorWorker)
+        yield from _actor_steps(config, worker, cut, number)
+        if isinstance(worker, ActorCriticWorker):
+            cut = _cut(config, model_use(config, inputs, "critic"), "critic", uneven)
+            for step in _critic_steps(config, worker, worker.critic, cut, number):
+                yield replace(step, name=f"{SHARED}{step.name}")
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a role's micro-batches are filled, without gradients and with them."""
+
+    evaluated: Fill
+    trained: Fill
+
+
+def _cut(config: Config, use: ModelUse, role: str, uneven: bool) -> _Cut:
+    if isinstance(config, TuningConfig):
+        longest = config.data.max_length
+    else:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        if role == "reward_model":
+            longest = config.reward_model.max_length or longest
+    dp = use.layout.dp
+    return _Cut(Fill(use.evaluated, longest, dp, uneven), Fill(use.tokens, longest, dp, uneven))
+
+
+def _received(
+    worker: ModelWorker, pack: Callable[[pa.Table, list[list[int]]], list[Any]], batch: Batch
+) -> tuple[int, int, int]:
+    (packed,) = pack(batch.table, batch.shares[0][:1])
+    layout = worker.layout
+    return packed.num_tokens // (layout.tp if layout.sp else 1), 1, worker.config.hidden_size
+
+
+def _actor_steps(config: TrainConfig, worker: ActorWorker, cut: _Cut, number: int) -> Iterator[Step]:
+    how = policy_update(config, make_controls(config, NUM_STEPS), seed=0)
+    batch, _ = trajectories(config, cut.evaluated, number)
+    received = _received(worker, worker.pack_share, batch)
+    yield Step("evaluate", lambda: _evaluate_actor(config, worker, batch), received)
+    for name, count in (("first_update", 1), ("update", number)):
+        update, counts = trajectories(config, cut.trained, count)
+        call = (update.table, [update.shares], [counts], how, *_texts_beside(config, cut.trained))
+        received = _received(worker, worker.pack_share, update)
+        yield Step(name, lambda call=call: worker.update_policy(*call), received)
+
+
+def _evaluate_actor(config: TrainConfig, worker: ActorWorker, batch: Batch) -> None:
+    """What a step computes before its updates, of the policy and of a reference in its processes; where that is nothing, the
+    policy's log-probs."""
+    table, shares = batch.table, batch.shares
+    reference = worker.reference is not None and needs_ref_log_probs(config) and reference_in_actor(config)
+    if full_kl_in_reward(config) and worker.reference is not None:
+        worker.compute_full_kl(table, shares, "old_log_probs")
+    elif reference and needs_old_log_probs(config):
+        worker.compute_both_log_probs(table, shares, shares)
+    elif reference:
+        worker.compute_ref_log_probs(table, shares, "ref_log_probs")
+    else:
+        worker.compute_log_probs(table, shares, "old_log_probs")
+
+
+def _texts_beside(config: TrainConfig, fill: Fill) -> tuple[pa.Table, PtxUpdate] | tuple[()]:
+    """A micro-batch of the texts that the policy goes on learning, where there are any."""
+    ptx = config.data.ptx
+    if ptx is None:
+        return ()
+    batch = examples(replace(fill, longest=ptx.max_length), 1)
+    return batch.table, PtxUpdate([batch.shares], [UNKNOWN], config.actor_rollout_ref.actor.ptx_coef)
+
+
+def _critic_steps(
+    config: TrainConfig,
+    worker: CriticWorker | ActorCriticWorker,
+    critic: CriticWorker,
+    cut: _Cut,
+    number: int,
+) -> Iterator[Step]:
+    """`worker`: the one that is called, which is the actor where the critic is on its model."""
+    section = config.critic
+    assert section is not None
+    aggregation = policy_update(config, make_controls(config, NUM_STEPS), seed=0).aggregation
+    batch, _ = trajectories(config, cut.evaluated, number)
+    received = _received(critic, critic.pack_share, batch)
+    yield Step("evaluate", lambda: worker.compute_values(batch.table, batch.shares), received)
+    for name, count in (("first_update", 1), ("update", number)):
+        update, counts = trajectories(config, cut.trained, count)
+        how = (aggregation, section.cliprange_value, section.vf_coef)
+        call = (update.table, [update.shares], [counts], *how)
+        received = _received(critic, critic.pack_share, update)
+        yield Step(name, lambda call=call: worker.update_values(*call), received)
+
+
+def _scores(worker: RewardModelWorker, fill: Fill, number: int) -> Step:
+    batch = examples(fill, number)
+    received = _received(worker, worker.pack_texts, batch)
+    return Step("evaluate", lambda: worker.score_texts(batch.table, batch.shares), received)
+
+
+def _tuning_steps(config: TuningConfig, worker: ModelWorker, cut: _Cut, number: int) -> Iterator[Step]:
+    alone = examples(cut.evaluated, number)
+    received = _received(worker, worker.pack_examples, alone)
+    if isinstance(worker, RMWorker):
+        yield _scores(worker, cut.evaluated, number)
+    elif isinstance(worker, DPOWorker):
+        yield Step("evaluate", lambda: worker.token_log_probs(alone.table, alone.shares), received)
+    elif config.data.val_files is not None:
+        assert isinstance(worker, SFTWorker)
+        yield Step("evaluate", lambda: worker.sum_losses(alone.table, alone.shares), received)
+    fill = replace(cut.trained, of=least_tokens(config) // config.data.max_length)
+    for name, count in (("first_update", 1), ("update", number)):
+        batch = examples(fill, count) if isinstance(worker, SFTWorker) else rankings(fill, count)
+        yield Step(name, lambda batch=batch: _fit(config, worker, batch), received)
+
+
+def _fit(config: TuningConfig, worker: ModelWorker, batch: Batch) -> None:
+    if isinstance(worker, SFTWorker):
+        worker.train_examples(batch.table, batch.shares, UNKNOWN)
+    elif isinstance(worker, RMWorker):
+        worker.train_rankings(batch.table, batch.shares)
+    else:
+        assert isinstance(worker, DPOWorker)
+        worker.train_preferences(batch.table, batch.shares, config.dpo)

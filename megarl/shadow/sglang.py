@@ -1,0 +1,180 @@
+"""One rank of a recipe's SGLang engine as a shadow: SGLang's own runner on its CUDA branch, up to its pool of keys and values.
+
+Its model is built, its weights are processed as after loading and again as after a sync, and its pool is sized and made. What a sync
+would write is bound to its parameters as the receiver of a sync does it.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megarl.config import TrainConfig
+from megarl.hybrid_engine.layouts import EngineLayout, sglang_layout
+from megarl.hybrid_engine.quantize import dtype_in_fp8, with_scales
+from megarl.layout.boxes import Box
+from megarl.models import ModelConfig, logical_tensors, sglang_keeps_float32, sglang_padding
+from megarl.rollout.binding import RefusedError, check_complete, named_weights, place, weights_of
+from megarl.rollout.engine import EngineConfig
+from megarl.rollout.packets import Slice
+from megarl.rollout.sglang_model import read_model
+from megarl.rollout.sglang_start import server_arguments
+from megarl.shadow import collectives
+from megarl.shadow.mode import FakeMode, Shadow
+from megarl.trainer.engine_config import gpu_engine
+
+ROLE = "rollout"
+MAX_PROBLEMS = 20
+ADDRESS = "127.0.0.1:1"  # of the other nodes, none of which is there
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What a shadow rank of an engine held.
+
+    Attributes:
+        model: SGLang's class.
+        num_parameters: that a sync fills.
+        problems: why a sync would be refused, and what SGLang's processing after it changes under it; none: it fits.
+        weights: bytes before the pool. kv_cache: of the pool. kv_tokens: that it holds.
+        seconds: of a processor. host_peak: bytes of this process.
+        assumed: what was not known, and how often it was asked for.
+    """
+
+    role: str
+    rank: int
+    world_size: int
+    model: str
+    num_parameters: int
+    problems: list[str]
+    weights: int
+    kv_cache: int
+    kv_tokens: int
+    assumed: dict[str, int]
+    num_operations: int
+    seconds: float
+    host_peak: int
+
+
+def run(config: TrainConfig, facts: ModelConfig, rank: int, tell: Callable[[Shadow], None]) -> EngineReport:
+    """
+    Args:
+        config: resolved. facts: of its model.
+        rank: of an engine; a process has one, as SGLang has.
+        tell: given the shadow before it runs.
+    """
+    begun = time.process_time()
+    engine = gpu_engine(config, facts)
+    nodes = config.actor_rollout_ref.rollout.nodes_per_engine
+    engine = replace(engine, nodes=nodes, address=ADDRESS if nodes > 1 else None)
+    arguments = server_arguments(engine, read_model(engine))
+    shadow = Shadow()
+    tell(shadow)
+    collectives.leave_no_other_backend()
+    collectives.join(rank, engine.tensor_parallel_size)
+    dist.monitored_barrier = lambda *args, **kwargs: None
+    with FakeMode(), shadow, torch.no_grad():
+        runner = _runner(arguments, rank)
+        weights = shadow.tracker.current
+        problems = [*_misfits(engine, facts, rank, runner.model), *_changed(runner.model)]
+        runner.alloc_memory_pool()
+    return EngineReport(
+        role=ROLE,
+        rank=rank,
+        world_size=engine.tensor_parallel_size,
+        model=type(runner.model).__name__,
+        num_parameters=len(weights_of(runner.model)),
+        problems=problems[:MAX_PROBLEMS],
+        weights=weights,
+        kv_cache=shadow.tracker.current - weights,
+        kv_tokens=runner.max_total_num_tokens,
+        assumed=dict(shadow.assumed),
+        num_operations=shadow.num_operations,
+        seconds=time.process_time() - begun,
+        host_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    )
+
+
+def _runner(arguments: dict, rank: int):
+    """SGLang's runner of a model, made as its scheduler makes it (sglang 0.5.21, managers/scheduler.py and tp_worker.py)."""
+    from sglang.srt.configs.model_config import ModelConfig as SGLangConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.distributed.device_communicators import shm_broadcast
+    from sglang.srt.managers import scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_loader import loader
+    from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
+    from sglang.srt.server_args import ServerArgs
+
+    # Between processes of a node, not devices.
+    shm_broadcast.MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)
+    # Values of which nothing is known; what SGLang then asks of them (scales of the cache) keeps its first ones.
+    loader.initialize_dummy_weights = lambda model: None
+    told = ServerArgs(**{key: value for key, value in arguments.items() if key != "custom_sigquit_handler"})
+    publish(told, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
+    model_config = SGLangConfig.from_server_args(told)
+    bootstrap.init_parallel_runtime(server_args=told, device="cuda", dist_port=1)
+    bootstrap.init_layer_runtime(model_config=model_config)
+    scheduler.initialize_moe_config()
+    scheduler.initialize_fp8_gemm_config()
+    scheduler.initialize_fp4_gemm_config()
+    scheduler.initialize_bf16_gemm_config()
+    return ModelRunner(
+        model_config=model_config,
+        mem_fraction_static=get_schedule().mem_fraction_static,
+        gpu_id=0,
+        nccl_port=1,
+        server_args=told,
+    )
+
+
+def slices(engine: EngineConfig, facts: ModelConfig, rank: int) -> Iterator[Slice]:
+    """What a sync writes into a rank of an engine: every piece of the table of weights, with the type in which it travels."""
+    layout = sglang_layout(facts, EngineLayout(engine.tensor_parallel_size, engine.expert_parallel_size))
+    dtype = getattr(torch, engine.dtype)
+    if engine.fp8_block is not None:
+        layout = with_scales(layout, logical_tensors(facts), engine.fp8_block)
+    for piece in layout.pieces(rank):
+        kind = dtype if engine.fp8_block is None else dtype_in_fp8(piece.tensor, dtype)
+        kind = torch.float32 if sglang_keeps_float32(facts, piece.tensor) else kind
+        yield Slice(piece.tensor, piece.local, piece.local_box, str(kind).removeprefix("torch."))
+
+
+def _misfits(engine: EngineConfig, facts: ModelConfig, rank: int, model: torch.nn.Module) -> Iterator[str]:
+    """Why the receiver of a sync would refuse: no such parameter or place, another type, parts that are not filled."""
+    targets = {**dict(model.named_buffers()), **named_weights(model)}
+    written: dict[str, list[Box]] = {}
+    for item in slices(engine, facts, rank):
+        written.setdefault(item.local, []).append(item.box)
+        try:
+            place(item, targets)
+        except RefusedError as error:
+            yield str(error)
+    layout = EngineLayout(engine.tensor_parallel_size, engine.expert_parallel_size)
+    try:
+        check_complete(weights_of(model), written, sglang_padding(facts, layout.place(rank)))
+    except RefusedError as error:
+        yield str(error)
+
+
+def _changed(model: torch.nn.Module) -> Iterator[str]:
+    """What SGLang's processing at the end of a sync puts in another place, shape or type."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    def held() -> dict[str, tuple]:
+        return {
+            name: (value.untyped_storage()._cdata, tuple(value.shape), value.dtype)
+            for name, value in weights_of(model).items()
+        }
+
+    before = held()
+    DefaultModelLoader.postprocess_weights(model, torch.device("cuda"))
+    after = held()
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            yield f"{name} is another tensor after SGLang's end_weight_update: {before.get(name)}, {after.get(name)}"

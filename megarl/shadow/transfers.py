@@ -1,0 +1,184 @@
+"""What leaves a shadow rank beside its passes: a checkpoint, the weights for the engines, and its parts when they are released.
+
+Everything up to the last copy from the device is the rank's own code. Replaced are the bytes of a checkpoint's file (left out:
+metadata and `states.json` are really written and read, and peers are taken to hold nothing), and what engines answer (at once).
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megarl import dcp
+from megarl.config import TrainConfig
+from megarl.dcp import Chunk
+from megarl.hybrid_engine import Outbox, Sent
+from megarl.hybrid_engine.plan_command import configured_sync
+from megarl.megatron import checkpoint
+from megarl.megatron.checkpoint_base import BaseModel
+from megarl.models import ModelConfig
+from megarl.rollout.links import Token
+from megarl.rollout.packets import IPC, Packet, Parcel, Slice, SyncShare, aligned
+from megarl.shadow.tracker import Made, Tracker
+from megarl.trainer.actor import ActorWorker
+from megarl.trainer.lora_sync import served_adapters
+from megarl.trainer.memory_phases import frees_engines
+from megarl.trainer.model_worker import ModelWorker
+
+ENGINE = 0  # the rank that everything goes to
+WHOLE_BUCKETS = (
+    3  # each slot is packed, and one of them anew; of later buckets only new kinds of slices are sent
+)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that the device had less when a part left it, and more when it was back."""
+
+    freed: int
+    back: int
+
+
+@dataclass(frozen=True)
+class Released:
+    """A rank's parts, by name, as they left and came back; and what stayed when all had left, by what made it."""
+
+    parts: dict[str, Moved]
+    stays: dict[Made, int]
+
+
+def save_and_load(worker: ModelWorker, tracker: Tracker) -> int:
+    """Save the rank's states and load them, as phases "save" and "load"; returns the bytes of the tensors in its file."""
+    from megarl.trainer.rank_states import rank_states
+
+    if worker.spec.adapted:  # else its files are looked at, which a recipe need not have
+        worker.base_model = BaseModel(worker.spec.path, "")
+    with tempfile.TemporaryDirectory() as folder, _without_bytes() as sizes:
+        with tracker.phase("save"):
+            checkpoint.save_states(folder, rank_states(worker))
+            gc.collect()
+        with tracker.phase("load"):
+            checkpoint.load_states(folder, rank_states(worker))
+            gc.collect()
+    return sum(sizes)
+
+
+@contextmanager
+def _without_bytes() -> Iterator[list[int]]:
+    """A checkpoint of one rank whose tensors have a place in its file and no bytes there; yields their sizes, as they are saved."""
+    objects: dict[tuple[str, int], Any] = {}
+    sizes: list[int] = []
+
+    def save(value: Any, file: Any) -> tuple[int, int]:
+        start = file.tell()
+        file.write(b"\0")
+        if isinstance(value, torch.Tensor):
+            assert value.device.type == "cpu", "what is written is in the host's memory"
+            sizes.append(value.nbytes)
+        else:
+            objects[Path(file.name).name, start] = value
+        return start, 1
+
+    def load(reader: dcp.DCPReader, chunk: Chunk) -> torch.Tensor:
+        dtype = next(tensor.dtype for tensor in reader.tensors.values() if chunk in tensor.chunks)
+        return torch.empty(chunk.box.size, dtype=dtype)
+
+    def load_object(reader: dcp.DCPReader, key: str) -> Any:
+        stored = reader.objects[key]
+        return objects[stored.file, stored.offset]
+
+    def gather(value: Any) -> list[Any]:
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return [value if peer == rank else _nothing_of(value) for peer in range(world)]
+
+    with (
+        patch.object(dcp, "_save", save),
+        patch.object(dcp.DCPReader, "load", load),
+        patch.object(dcp.DCPReader, "load_object", load_object),
+        patch.object(checkpoint, "_gather", gather),
+        patch.object(checkpoint, "_check_whole", lambda held, shapes: None),  # of one rank it is not
+    ):
+        yield sizes
+
+
+def _nothing_of(value: Any) -> Any:
+    """What a rank without tensors gives where this one gives `value`: contents of a file, what it holds, or what is wrong."""
+    if isinstance(value, dcp.Contents):
+        return dcp.Contents({}, {})
+    return ([], {}, (0, None)) if len(value) == 3 else ([], set())
+
+
+class _ToNobody(Outbox):
+    """A rank's outbox whose engines take everything at once."""
+
+    def _connect(self) -> None: ...
+
+    def _hand_over(self, token: Token, packet: Packet, used: int) -> None: ...
+
+    def _wait_taken(self, version: int, bucket: int, sent: Sent) -> None: ...
+
+
+def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: Tracker) -> int:
+    """Pack a version of the weights for the engines as phase "sync", and give the slots up; returns the bytes of its slices."""
+    policy = config.actor_rollout_ref
+    sync = configured_sync(config, model, policy.rollout)
+    freed = frees_engines(config, config.resource_pools)
+    adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
+    slices = replace(sync, adapters=adapters).leaving(worker.info.rank)
+    share = SyncShare(
+        worker.info.rank, {ENGINE: IPC}, _buckets(slices, sync.bucket_limit), {}, sync.fp8_block
+    )
+    with tracker.phase("sync"), tempfile.TemporaryDirectory() as folder:
+        worker.outbox = _ToNobody(share, folder, "127.0.0.1", "cuda", 1.0)
+        held = {ENGINE: None} if policy.rollout.sync_skip_unchanged else None
+        sent = worker.send_weights(1, held, merged=adapters is None)
+        if held is not None:
+            worker.send_weights(2, {ENGINE: 1}, merged=adapters is None)
+        worker.outbox.close()
+        worker.outbox = None
+        gc.collect()
+    return sent.bytes_sent
+
+
+def _buckets(slices: Sequence[Slice], limit: int) -> tuple[tuple[Parcel, ...], ...]:
+    """Slices in their order as packets of at most `limit` bytes; of those after the first few only what is new in kind."""
+    buckets, current, size, seen = [], [], 0, set()
+    for item in slices:
+        kind = item.reading, item.dtype, item.box.size
+        if len(buckets) >= WHOLE_BUCKETS and kind in seen:
+            continue
+        seen.add(kind)
+        if current and size + aligned(item.nbytes) > limit:
+            buckets.append(tuple(current))
+            current, size = [], 0
+        current.append(item)
+        size += aligned(item.nbytes)
+    if current:
+        buckets.append(tuple(current))
+    return tuple((Parcel(ENGINE, 0, bucket),) for bucket in buckets)
+
+
+def release_and_resume(worker: ModelWorker, tracker: Tracker) -> Released:
+    """Have the rank's parts leave its device one after the other as phase "release", and come back as phase "resume"."""
+    freed, back = {}, {}
+    with tracker.phase("release"):
+        for part in worker.parts:
+            before = tracker.current
+            worker.release_memory([part])
+            freed[part] = before - tracker.current
+        gc.collect()
+        stays = tracker.live()
+    with tracker.phase("resume"):
+        for part in worker.parts:
+            before = tracker.current
+            worker.resume_memory([part])
+            back[part] = tracker.current - before
+    return Released({part: Moved(freed[part], back[part]) for part in freed}, stays)

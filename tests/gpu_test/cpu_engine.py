@@ -1,0 +1,24 @@
+"""The engine's step on a CPU: `python -m tests.gpu_test.cpu_engine FOLDER`, in the environment of an engine's process; checks as JSON lines."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from megarl.gpu_test.engine import use
+from megarl.gpu_test.models import TINY, make_model
+from megarl.rollout.engine import EngineConfig
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    model = make_model(folder / "model", TINY)
+    config = EngineConfig(
+        str(model), load_format="auto", context_length=128, max_total_tokens=4096, enable_memory_saver=True
+    )
+    for check in use(config, folder, None, prompts=4, tokens=8):
+        print(json.dumps(asdict(check)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

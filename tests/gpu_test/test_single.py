@@ -1,0 +1,41 @@
+"""Figures beside published ones."""
+
+from megarl.gpu_test.published import ARTICLE, RL_16K, beside
+from megarl.gpu_test.single import figures
+
+REPORT = {
+    "what": "PPO with a critic",
+    "device": "NVIDIA H100 80GB HBM3",
+    "phases": {
+        "sync": {"seconds": 0.5, "tokens_per_s": None, "mfu": None},
+        "generate": {"seconds": 4.0, "tokens_per_s": 8192.0, "mfu": 0.01},
+        "step": {"seconds": 6.65, "tokens_per_s": 3404.0, "mfu": None},
+    },
+    "peak_mib": 61234.0,
+    "peak_of": "of the GPU",
+}
+
+
+def test_a_step_stands_beside_the_articles() -> None:
+    checks = list(figures("gpu_single.py", REPORT, ARTICLE, "step"))
+    assert all(check.ok in (True, None) for check in checks)
+    by_name = {check.name: check for check in checks}
+    assert by_name["generate"].found == "4.000 s, 8,192 tokens/s, MFU 1.0%"
+    assert by_name["peak memory"].figures == {"mib": 61234.0}
+    text = by_name["beside PPO of Qwen2.5-0.5B, H800"].found
+    assert "3,404 tokens/s, 2.00x of 1,702; 6.65 s a step, 0.50x of 13.3" in text
+    assert "354 a trajectory" in text and "nothing was generated" not in text
+
+
+def test_a_step_without_an_engine_says_that_it_is_none() -> None:
+    phases = {name: found for name, found in REPORT["phases"].items() if name != "generate"}
+    *_, last = figures("gpu_single.py", {**REPORT, "phases": phases}, ARTICLE, "step")
+    assert "nothing was generated here" in last.found
+
+
+def test_mfu_stands_beside_mfu() -> None:
+    text = beside(RL_16K, 23_800.0, 2.75, 0.222)
+    assert "2.00x of 11,900; 2.75 s a step; MFU 22.2% (published: 11.1%)" in text
+    # 13.3 s of 1,702 tokens/s are few tokens: the caveat's arithmetic.
+    tokens = ARTICLE.tokens_per_s * ARTICLE.seconds
+    assert (round(tokens), round(tokens / 64)) == (22637, 354)

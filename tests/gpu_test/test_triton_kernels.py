@@ -1,0 +1,55 @@
+"""Triton kernels of the GPU path, interpreted on a CPU, beside the same in torch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megarl.gpu_test.comparison import Pair, compared
+from megarl.gpu_test.triton_kernels import CASES, positions
+from megarl.shadow import device
+
+PARTS = {
+    "queries", "keys", "values", "gradient of queries", "gradient of keys and values", "gradient of the rotary key",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not (device.PACKAGES / "triton").is_dir(), reason="Triton is not installed for shadow runs"
+)
+def test_kernels_compute_what_torch_does() -> None:
+    """In a process of its own: Triton reads the variable when it is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megarl.gpu_test.triton_kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(CASES)
+    for check in found:
+        assert check["ok"], check
+        assert set(check["figures"]) == PARTS
+
+
+def test_a_rank_has_a_chunk_from_each_end_of_every_sequence() -> None:
+    assert positions((8, 4), 0, 2).tolist() == [0, 1, 6, 7, 0, 3]
+    assert positions((8, 4), 1, 2).tolist() == [2, 3, 4, 5, 1, 2]
+    assert positions((2, 1), 0, 1).tolist() == [0, 1, 0]
+
+
+def test_what_differs_or_raises_is_no_success() -> None:
+    one = torch.tensor([1.0, 2.0])
+    assert compared("same", lambda: [Pair("a", one, one)], 1e-6).ok
+    assert not compared("other", lambda: [Pair("a", one, one), Pair("b", one + 0.1, one)], 1e-2).ok
+    assert not compared("nan", lambda: [Pair("a", one * torch.nan, one)], 1e-2).ok
+    assert not compared("shape", lambda: [Pair("a", one[:1], one)], 1e-2).ok
+    assert not compared("nothing", lambda: [], 1e-2).ok
+
+    def broken():
+        yield Pair("a", one, one)
+        raise RuntimeError("an illegal memory access")
+
+    check = compared("raises", broken, 1e-2)
+    assert check.ok is False and "RuntimeError: an illegal memory access" in check.found

@@ -1,0 +1,30 @@
+"""Every recipe for GPUs in its real size: ranks of its first, middle and last stages, beside the plan."""
+
+import pytest
+
+from megarl.shadow.dry_run import CLASSES, chosen_ranks, compare, run_ranks
+from megarl.trainer.memory_command import read_inputs
+from megarl.trainer.memory_plan import GIB, plan_memory
+from tests.test_recipes import ON_GPUS, ROOT
+
+TOLERANCE = 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("recipe", ON_GPUS)
+def test_its_ranks_take_what_was_planned(machine, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = f"recipes/{recipe}.yaml"
+    config, inputs = read_inputs(path, [], check=False)
+    ranks = chosen_ranks(config, inputs, CLASSES)
+    plan = plan_memory(config, inputs, 80 * GIB, 0)
+    for report in run_ranks(path, [], ranks):
+        rows = list(compare(plan, report))
+        assert {row.phase for row in rows} >= {"always", "evaluate", "update", "release"}
+        for row in rows:
+            if row.phase == "always":
+                assert row.planned == pytest.approx(row.found, rel=1e-3), row
+            else:
+                assert row.difference > -TOLERANCE, row
+        assert report["phases"]["update"]["left"] == 0

@@ -1,0 +1,71 @@
+"""Settings of a job that change what a rank's CUDA branch does: each runs through its steps on tiny ranks, in one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.shadow.dry_run import compare, start
+from megarl.shadow.process import Request
+from megarl.trainer.memory_command import read_inputs
+from megarl.trainer.memory_plan import GIB, plan_memory
+from tests.shadow.conftest import RECIPE, overrides
+
+POLICY = "actor_rollout_ref"
+MEGATRON = f"{POLICY}.actor.megatron"
+GRPO = ("critic=null", "algorithm.adv_estimator=grpo")
+CASES = {
+    "context parallel": [f"{MEGATRON}.pipeline_model_parallel_size=1", f"{MEGATRON}.context_parallel_size=2"],
+    "virtual stages, gradients reduced meanwhile, no distributed optimizer": [
+        f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
+        f"{MEGATRON}.overlap_grad_reduce=true",
+        f"{MEGATRON}.use_distributed_optimizer=false",
+    ],
+    "optimizer on the host, engines in float8, unchanged slices not sent": [
+        f"{POLICY}.actor.optim.optimizer_cpu_offload=true",
+        f"{POLICY}.rollout.quantization=fp8",
+        f"{POLICY}.rollout.quantization_block_size=[16,16]",
+        f"{POLICY}.rollout.sync_skip_unchanged=true",
+    ],
+    "float16": [f"{MEGATRON}.dtype=float16"],
+    "merged adapters on a base in float8": [
+        *(f"{POLICY}.model.lora.{key}" for key in ("rank=8", "base_dtype=float8", "base_block=16")),
+        f"{POLICY}.rollout.lora_sync=merged",
+    ],
+}
+RANK = 2  # of the second stage, where there are two
+
+
+@pytest.fixture(scope="module")
+def found(machine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The report of a rank for each case."""
+    folder = tmp_path_factory.mktemp("settings")
+    outs = {name: folder / f"{number}.jsonl" for number, name in enumerate(CASES)}
+    requests = [
+        Request(str(RECIPE), keys_of(name, model), [("actor", RANK)], str(outs[name]), micro_batches=4)
+        for name in CASES
+    ]
+    start(requests, folder / "log").wait()
+    lines = {name: out.read_text().splitlines() if out.exists() else [] for name, out in outs.items()}
+    failed = next((name for name, each in lines.items() if not each), None)
+    assert failed is None, f"{failed}: {(folder / 'log').read_text()[-3000:]}"
+    return {name: json.loads(each[0]) for name, each in lines.items()}
+
+
+def keys_of(name: str, model: Path) -> list[str]:
+    return [*overrides(model), *GRPO, *CASES[name]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_runs_through_its_steps_and_takes_what_was_planned(found, name: str, model: Path) -> None:
+    report, keys = found[name], keys_of(name, model)
+    assert set(report["phases"]) == {"evaluate", "first_update", "update", "sync", "save", "load"}
+    assert report["phases"]["update"]["left"] == 0
+    config, inputs = read_inputs(str(RECIPE), keys, check=False)
+    rows = list(compare(plan_memory(config, inputs, 80 * GIB, 0), report))
+    for row in rows:
+        if row.phase == "always":
+            assert row.planned == row.found, row
+        elif row.phase != "release":
+            assert row.difference > -0.05, row
+    assert len(rows) >= 6 and report["saved"] > 0 and report["sent"] > 0

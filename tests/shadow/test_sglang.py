@@ -1,0 +1,87 @@
+"""SGLang's own models and pool on the CUDA branch, executed without a GPU, against the table of weights and the plan."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.shadow import engine
+from megarl.shadow.dry_run import Comparison, compare, run_ranks
+from megarl.trainer.memory_command import read_inputs
+from megarl.trainer.memory_plan import GIB, MemoryPlan, plan_memory
+from tests.shadow.conftest import RECIPE, expert_overrides, overrides
+
+ROOT = RECIPE.parents[1]
+ROLLOUT = "actor_rollout_ref.rollout"
+GPU_RECIPES = sorted(
+    path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem.startswith(("qwen", "deepseek", "llama"))
+)  # fmt: skip
+
+
+def shadow(recipe: Path, keys: list[str], rank: int, **card: object) -> tuple[MemoryPlan, dict]:
+    """The plan of a recipe, and the report of a rank of its engines on cards of 80 GiB."""
+    config, inputs = read_inputs(str(recipe), keys, check=False)
+    plan = plan_memory(config, inputs, 80 * GIB, 0)
+    (report,) = run_ranks(
+        str(recipe), keys, [(engine.ROLE, rank)], card=card, engine_environment=engine.environment(config)
+    )
+    return plan, report
+
+
+def check(plan: MemoryPlan, report: dict, tolerance: float) -> None:
+    assert report["problems"] == []
+    rows = list(compare(plan, report))
+    assert [row.owner for row in rows] == ["rollout_weights", "rollout_kv_cache"]
+    for row in rows:
+        assert abs(row.difference) < tolerance, row
+    assert report["kv_tokens"] == pytest.approx(plan.kv_tokens, rel=tolerance)
+
+
+def test_a_dense_engine_has_the_parameters_and_the_cache_that_were_planned(machine, model: Path) -> None:
+    plan, report = shadow(RECIPE, [*overrides(model), f"{ROLLOUT}.max_total_tokens=null"], 1)
+    assert (report["model"], report["world_size"]) == ("Qwen2ForCausalLM", 2)
+    check(plan, report, 0.02)  # a tiny model shows the list of free tokens, 8 bytes each
+
+
+def test_experts_in_float8_have_the_scales_that_a_sync_fills(machine, experts: Path) -> None:
+    """DeepSeek-V3's kind on TP2 EP2, whose blocks of scales are cut as its weights are."""
+    fp8 = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization_block_size=[16,16]"]
+    keys = [
+        *expert_overrides(experts),
+        *fp8,
+        f"{ROLLOUT}.expert_parallel_size=2",
+        f"{ROLLOUT}.dtype=bfloat16",
+    ]
+    plan, report = shadow(RECIPE, keys, 1)
+    assert report["model"] == "DeepseekV3ForCausalLM"
+    check(plan, report, 0.05)
+
+
+def test_what_does_not_fit_is_a_finding_of_the_command() -> None:
+    report = {"role": "rollout", "rank": 0, "world_size": 1, "model": "M", "num_parameters": 2, "problems": ["a is missing"],
+              "num_operations": 1, "kv_tokens": 3, "seconds": 1.0}  # fmt: skip
+    assert "    a is missing" in engine.details(report)
+    assert (
+        Comparison("rollout 0", *next(engine.sizes({"rollout_weights": 5}, {"weights": 10}))).difference
+        == -0.5
+    )
+
+
+@pytest.mark.slow
+def test_a_sync_in_float8_fits_on_blackwell(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own choice of kernels would pack the scales as soon as weights are loaded."""
+    monkeypatch.chdir(ROOT)
+    keys = [f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.quantization=fp8"]
+    _, report = shadow(
+        ROOT / "recipes" / "qwen2.5_7b_dapo.yaml", keys, 0, name="NVIDIA B200", capability=(10, 0)
+    )
+    assert report["problems"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", GPU_RECIPES)
+def test_every_recipe_for_gpus(machine, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    monkeypatch.chdir(ROOT)
+    config, _ = read_inputs(f"recipe:{recipe}", [], check=False)
+    last = config.actor_rollout_ref.rollout.tensor_model_parallel_size - 1
+    plan, report = shadow(ROOT / "recipes" / f"{recipe}.yaml", [], last)
+    check(plan, report, 0.01)

@@ -1,0 +1,84 @@
+"""The planner beside public runs (benchmarks/published.py): how near it is, and that the page says just that."""
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megarl.memory.spread import HIGH, LOW
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def published() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        return importlib.import_module("published")
+
+
+@pytest.fixture(scope="module")
+def found(published: ModuleType) -> list:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return published.compare_all([*published.ROWS, *published.HELD_OUT])
+
+
+def test_four_of_five_runs_are_within_half_as_much_again_and_none_beyond_twice(
+    published: ModuleType, found: list
+) -> None:
+    """Of the rows that the terms were made with; those that were held out are as they came."""
+    seen = [each for each in found if each.row in published.ROWS]
+    assert len(seen) >= 20
+    assert published.share(seen, 1.5) >= 0.8
+    assert published.share(seen, 2.0) == 1.0
+    slower = [replace(each, planned=each.planned / 3) for each in seen]
+    assert published.share(slower, 1.5) < 0.2
+
+
+def test_the_page_has_the_table_that_is_computed(published: ModuleType, found: list) -> None:
+    assert published.markdown(found) in (ROOT / "docs/planning.md").read_text()
+
+
+def test_the_range_that_is_printed_is_that_of_the_rows(published: ModuleType, found: list) -> None:
+    assert published.spread_of(found) == (LOW, HIGH)
+    inside = sum(LOW <= each.ratio <= HIGH for each in found)
+    assert 0.75 <= inside / len(found) <= 0.85
+
+
+def test_what_a_framework_does_otherwise_takes_longer(published: ModuleType) -> None:
+    """Launches from Python, whole tensors gathered, memory that is not page-locked, rows that are not levelled, kernels that are not
+    fused: each alone, of a run without them."""
+    (row,) = (each for each in published.ROWS if each.name == "verl 30B-A3B, 8 H20")
+    plain = replace(row, eager=False, gathers=False, pageable=False, balanced=True)
+    plain = replace(plain, measures="step", keys=(*plain.keys, "trainer.nnodes=2"))
+    with published.models() as folders:
+        base = published.compare(plain, folders).parts
+        for name, value, phase in (
+            ("eager", True, "generate"),
+            ("gathers", True, "sync"),
+            ("pageable", True, "generate"),
+            ("balanced", False, "update"),
+            ("fused", False, "update"),
+        ):
+            parts = published.compare(replace(plain, **{name: value}), folders).parts
+            assert parts[phase] > base[phase], name
+
+
+def test_it_is_printed_for_people_and_for_programs(
+    published: ModuleType, found: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(published, "compare_all", lambda rows: found)
+    published.main(["--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert [row["ratio"] for row in report["rows"]] == [each.ratio for each in found]
+    assert {row["held_out"] for row in report["rows"]} == {True, False}
+    assert report["spread"] == [LOW, HIGH] and report["not_expressed"]
+    published.main([])
+    out = capsys.readouterr().out
+    assert out.count("not expressed: ") == len(published.NOT_EXPRESSED)
+    for words in ("Seen while the terms were made: ", "Held out: "):
+        assert words in out

@@ -21,7 +21,7 @@ def text_values(output: Tensor, batch: PackedBatch, cp_group: dist.ProcessGroup 
         cp_group: the context parallel group; needed with cp > 1, where this and its backward pass are collectives.
     """
     assert output.shape == (batch.num_tokens,), (output.shape, batch.num_tokens)
-    bounds = batch.cu_seqlens.cpu().numpy().astype(np.int64)
+    bounds = np.cumsum([0, *batch.aligned])
     text_at = np.full(bounds[-1], -1)
     text_at[batch.first] = np.arange(len(batch.first))
     own = text_at[zigzag(bounds, batch.cp)[batch.cp_rank]]

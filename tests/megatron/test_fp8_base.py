@@ -279,13 +279,13 @@ def test_a_weight_is_gone_between_the_passes_though_a_layer_holds_on_to_it() -> 
     assert layer.weight.dtype == FP8 and layer.weight.shape == (16, 24)
 
 
-def _alone(rendezvous: str, results: Any, *args: Any) -> None:
+def _alone(rendezvous: str, results: str, *args: Any) -> None:
     """In a process of its own: `_train` as the one rank of this machine's backend."""
     torch.distributed.init_process_group(
         platform.backend(), init_method=f"file://{rendezvous}", rank=0, world_size=1
     )
     history, tensors = _train(0, 1, *args)
-    results.put((history, {name: tensor.cpu() for name, tensor in tensors.items()}))
+    torch.save((history, {name: tensor.cpu() for name, tensor in tensors.items()}), results)
 
 
 @pytest.mark.gpu
@@ -299,12 +299,13 @@ def test_adapters_on_a_gpu_are_those_on_the_dequantised_base(
     options = {"dtype": torch.bfloat16, "recompute_granularity": recompute}
     context, found = multiprocessing.get_context("spawn"), []
     for folder, block in ((plain, BLOCK), (rounded, None)):
-        results = context.Queue()
-        arguments = (str(tmp_path / f"meet-{block}"), results, folder, LORA, {}, block, options)
+        results = tmp_path / f"results-{block}"
+        arguments = (str(tmp_path / f"meet-{block}"), str(results), folder, LORA, {}, block, options)
         process = context.Process(target=_alone, args=arguments)
         process.start()
-        found.append(results.get(timeout=400))
-        process.join(60)
+        process.join(400)
+        assert process.exitcode == 0
+        found.append(torch.load(results))
     (history, tensors), (wanted, exact_tensors) = found
     assert history == wanted
     for name, tensor in exact_tensors.items():

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     check_models(config, inputs.model, inputs.critic, inputs.reward)
     ranks = chosen_ranks(config, inputs, options.ranks)
     card = {"memory": round(options.gpu_memory * GIB)}
-    plan = plan_memory(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
+    plan = plan_memory(config, inputs, round(options.gpu_memory * GIB))
     reports = run_ranks(options.recipe, options.overrides, ranks, card=card)
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]

@@ -186,7 +186,7 @@ def test_its_causes_are_rows_of_the_table(capsys) -> None:
         ([QWEN, "--reserve", "-1"], "--reserve is -1 GiB; it must be at least 0"),
         ([QWEN, "trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=32"], "is more than the 16 devices of resource pool"),
         ([QWEN, "--fit", "--max-nodes", "1", "--gpu-memory", "30"], "on no number of nodes up to --max-nodes 1"),
-        ([QWEN, "--fit", "--gpu-memory", "8"], "engines on up to "),
+        ([QWEN, "--fit", "--gpu-memory", "8", "--reserve", "6"], "engines on up to "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(arguments, message, capsys) -> None:

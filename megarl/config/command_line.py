@@ -316,8 +316,8 @@ def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument("--command", choices=[name for name in RECIPES if name != "eval"], help=text)
     text = "of a GPU; default: 79 (as sold: 80 GB)"
     command.add_argument("--gpu-memory", type=float, default=79.0, metavar="GIB", help=text)
-    text = "of it that is not planned with: CUDA, NCCL, fragments; default: 6"
-    command.add_argument("--reserve", type=float, default=6.0, metavar="GIB", help=text)
+    text = "of it that is not planned owner by owner: CUDA, NCCL, fragments; default: by what is on a GPU"
+    command.add_argument("--reserve", type=float, metavar="GIB", help=text)
     command.add_argument(
         "--fit", action="store_true", help="find the fewest nodes, and a layout, on which it fits"
     )
@@ -355,8 +355,8 @@ def _add_plan_step(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help=text)
     text = "of a GPU; default: the hardware's"
     command.add_argument("--gpu-memory", type=float, metavar="GIB", help=text)
-    text = "of it that is not planned with: CUDA, NCCL, fragments; default: 6"
-    command.add_argument("--reserve", type=float, default=6.0, metavar="GIB", help=text)
+    text = "of it that is not planned owner by owner: CUDA, NCCL, fragments; default: by what is on a GPU"
+    command.add_argument("--reserve", type=float, metavar="GIB", help=text)
     text = (
         "estimate the weight sync instead of planning every copy, which takes a minute for the largest models"
     )

@@ -28,7 +28,7 @@ from megarl.shadow import device, engine
 from megarl.shadow.agreement import agreements, all_ranks, lines
 from megarl.shadow.page import fullest, page
 from megarl.shadow.process import SHARED, Request
-from megarl.trainer.memory_command import plan_of, read_planned
+from megarl.trainer.memory_command import plan_of, read_planned, reserve_bytes
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
 from megarl.trainer.model_uses import model_use, roles_of
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     roles = list(dict.fromkeys(role for role, _ in ranks))
     together = all_ranks(config, inputs, roles) if options.agree else []
     card = {"memory": round(options.gpu_memory * GIB)}
-    plan = plan_of(config, inputs, round(options.gpu_memory * GIB), round(options.reserve * GIB))
+    plan = plan_of(config, inputs, round(options.gpu_memory * GIB), reserve_bytes(options.reserve))
     engines = isinstance(config, TrainConfig)
     reports = run_ranks(
         options.recipe,

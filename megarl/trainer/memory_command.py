@@ -27,17 +27,15 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: names the option or key, and what would be right; the memory does not fit.
     """
-    for name in ("gpu_memory", "reserve"):
-        if getattr(options, name) < 0:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {getattr(options, name):g} GiB; it must be at least 0"
-            )
+    for name, value in (("gpu-memory", options.gpu_memory), ("reserve", options.reserve)):
+        if value is not None and value < 0:
+            raise ValueError(f"--{name} is {value:g} GiB; it must be at least 0")
     if options.html is not None:
         raise ValueError(f"--html {options.html} is of shadow ranks: give --dry-run, too")
     if options.max_nodes < 1:
         raise ValueError(f"--max-nodes is {options.max_nodes}; it must be at least 1")
     config, inputs = read_planned(options.recipe, options.overrides, options.command)
-    limit, reserve = round(options.gpu_memory * GIB), round(options.reserve * GIB)
+    limit, reserve = round(options.gpu_memory * GIB), reserve_bytes(options.reserve)
     keys = []
     if options.fit:
         if not isinstance(config, TrainConfig):
@@ -50,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
         if found is None:
             raise ValueError(
                 f"on no number of nodes up to --max-nodes {options.max_nodes} does it fit {options.gpu_memory:g} GiB of each "
-                f"device (less --reserve {options.reserve:g})"
+                f"device (less {reserve_words(options.reserve)})"
             )
         config, plan = found
         keys = layout_keys(config)
@@ -62,6 +60,16 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(as_json(plan, keys), indent=2))
     else:
         print_plan(Console(), config, plan, keys)
+
+
+def reserve_bytes(option: float | None) -> int | None:
+    """Of --reserve, in GiB; None: by what is on a GPU."""
+    return None if option is None else round(option * GIB)
+
+
+def reserve_words(option: float | None) -> str:
+    """What is taken off a GPU's memory."""
+    return f"--reserve {option:g}" if option is not None else "what CUDA, NCCL and fragments take"
 
 
 def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[TrainConfig, PlanInputs]:
@@ -97,7 +105,9 @@ def read_planned(
     return config, PlanInputs(read_model_config(config.model.path))
 
 
-def plan_of(config: TrainConfig | TuningConfig, inputs: PlanInputs, limit: int, reserve: int) -> MemoryPlan:
+def plan_of(
+    config: TrainConfig | TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None
+) -> MemoryPlan:
     """The plan of what `read_planned` has read; the arguments are those of `plan_memory`."""
     plan = plan_memory if isinstance(config, TrainConfig) else plan_tuning
     return plan(config, inputs, limit, reserve)
@@ -121,6 +131,7 @@ def as_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:
         },
         "peak": plan.peak,
         "reserve": plan.reserve,
+        "reserved": dict(plan.reserved),
         "limit": plan.limit,
         "kv_tokens": plan.kv_tokens,
         "kv_token_bytes": plan.kv_token_bytes,
@@ -147,6 +158,9 @@ def print_plan(
         table.add_row(owner.name, *(_cell(max(owner.at(phase))) for phase in plan.phases))
     table.add_section()
     table.add_row("all of these", *(_cell(plan.fullest(phase)) for phase in plan.phases), style="bold")
+    table.add_section()
+    for name, size in plan.reserved:
+        table.add_row(name, *(_cell(size) for _ in plan.phases))
     wide = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, wide)  # names are never cut
     console.print(table)

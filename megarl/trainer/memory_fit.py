@@ -24,7 +24,12 @@ KEYS = {
 
 
 def fit(
-    config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int, max_nodes: int, engines: bool = True
+    config: TrainConfig,
+    inputs: PlanInputs,
+    limit: int,
+    reserve: int | None,
+    max_nodes: int,
+    engines: bool = True,
 ) -> tuple[TrainConfig, MemoryPlan] | None:
     """The configuration with the fewest nodes, up to `max_nodes`, whose memory fits; None: there is none.
 
@@ -39,7 +44,7 @@ def fit(
         ValueError: engines do not fit, on however many nodes.
     """
     itemsize = 1 if config.actor_rollout_ref.model.lora.blocks is not None else 2
-    sizes = _engine_sizes(config, inputs, limit - reserve, max_nodes) if engines else []
+    sizes = _engine_sizes(config, inputs, limit - (reserve or 0), max_nodes) if engines else []
     least = itemsize * sum(
         map(prod, logical_tensors(inputs.model).values())
     )  # of the weights, on all devices
@@ -102,7 +107,7 @@ def layout_keys(config: TrainConfig) -> list[str]:
 
 
 def _plans(
-    config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int, nodes: int, engines: list[int]
+    config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int | None, nodes: int, engines: list[int]
 ) -> Iterator[tuple[TrainConfig, MemoryPlan]]:
     """Of all candidates on so many nodes that the model can have."""
     for candidate in _candidates(config, inputs.model, nodes, engines):

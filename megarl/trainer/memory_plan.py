@@ -37,6 +37,7 @@ from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
 from megarl.trainer.lora_sync import served_adapters
 from megarl.trainer.memory_phases import frees_engines, leaves, phase_needs, trained_parts
+from megarl.trainer.memory_reserve import reserve_rows
 from megarl.trainer.model_uses import model_use, precision
 
 MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped
@@ -83,7 +84,7 @@ class MemoryPlan:
     Attributes:
         phases: of a step.
         kv_tokens: that an engine's cache holds, 0 where nothing is left for it; kv_token_bytes: of each, on a rank.
-        limit: bytes of a device. reserve: what is left of it to CUDA, NCCL and fragments.
+        limit: bytes of a device. reserve: of it, what is not planned owner by owner; reserved: its causes, where they are known.
     """
 
     owners: tuple[Owned, ...]
@@ -94,6 +95,7 @@ class MemoryPlan:
     longest: int
     limit: int
     reserve: int
+    reserved: tuple[tuple[str, int], ...] = ()
 
     def total(self, phase: str, pool: str) -> int:
         """Of the pool's fullest device: the fullest stage of each role."""
@@ -167,12 +169,14 @@ class PlanInputs:
         return self.adapted[role, lora]
 
 
-def plan_memory(config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int) -> MemoryPlan:
+def plan_memory(
+    config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
+) -> MemoryPlan:
     """The plan of a resolved configuration.
 
     Args:
         limit: bytes of a device.
-        reserve: bytes that are not planned with.
+        reserve: bytes that are not planned with; None: by what is on a GPU (`reserve_rows`).
 
     Raises:
         ValueError: a layout that cannot be.
@@ -182,11 +186,12 @@ def plan_memory(config: TrainConfig, inputs: PlanInputs, limit: int, reserve: in
     served, kv_tokens, token = engine_owners(config, inputs, needs, limit)
     phases = ["sync", "generate", *(["score_model"] if config.reward_model.enable else [])]
     phases += ["evaluate_models"] if evaluates(config) else []
-    phases += [] if config.critic is None else ["update_critic"]
+    phases += ["update_actor"] if config.critic is None else ["update_critic", "update_actor"]
     longest = config.data.max_prompt_length + config.data.max_response_length
-    return MemoryPlan(
-        (*owners, *served), (*phases, "update_actor"), pools, kv_tokens, token, longest, limit, reserve
-    )
+    rows = reserve_rows(config, inputs.model) if reserve is None else ()
+    reserve = sum(size for _, size in rows) if reserve is None else reserve
+    owned = (*owners, *served)
+    return MemoryPlan(owned, tuple(phases), pools, kv_tokens, token, longest, limit, reserve, rows)
 
 
 def _trained(

@@ -14,7 +14,9 @@ from megarl.trainer.model_uses import tuning_use
 
 MULTIPLES = (16, 8, 4, 2)  # of what a micro-batch must hold, that are tried
 MOST_TOKENS = 65536  # more than fills a GPU makes it no faster
-RESERVE = 6 << 30  # bytes of a GPU that are not planned with: the default of `megarl plan memory --reserve`
+RESERVE = (
+    6 << 30
+)  # bytes of a GPU that are left to what `megarl.memory.reserve` lists: as much as two models and an engine take
 
 
 def fitting_tokens(config: TrainConfig | TuningConfig, least: int, limit: int) -> int:

@@ -25,7 +25,7 @@ class Change:
 
 
 def changes(
-    recipe: str, overrides: Sequence[str], config: TrainConfig, limit: int, reserve: int
+    recipe: str, overrides: Sequence[str], config: TrainConfig, limit: int, reserve: int | None
 ) -> list[Change]:
     """Those that lower the peak or make the job fit, best first: what fits, then by the memory that is left.
 

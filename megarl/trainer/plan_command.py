@@ -19,7 +19,7 @@ from megarl.layout.account import LINKS
 from megarl.memory.hardware import find_hardware, read_assumptions
 from megarl.memory.speed import Machine
 from megarl.memory.spread import likely
-from megarl.trainer.memory_command import print_plan, read_inputs
+from megarl.trainer.memory_command import print_plan, read_inputs, reserve_bytes, reserve_words
 from megarl.trainer.memory_plan import GIB, PlanInputs, plan_memory
 from megarl.trainer.plan_advice import Change, as_words, changes
 from megarl.trainer.plan_job import NOTE, JobPlan, as_json, assumed_text, assumed_words, plan_job, range_words
@@ -39,12 +39,12 @@ def run(options: argparse.Namespace, page: Page) -> None:
     gpu, assumed = find_hardware(options.hardware), read_assumptions(options.assume)
     memory = gpu.memory_gib if options.gpu_memory is None else options.gpu_memory
     for name, value in (("gpu-memory", memory), ("reserve", options.reserve)):
-        if value < 0:
+        if value is not None and value < 0:
             raise ValueError(f"--{name} is {value:g} GiB; it must be at least 0")
     # A layout that is searched for may stand in place of one that is not legal on these devices.
     config, inputs = read_inputs(options.recipe, options.overrides, check=not options.search)
     machine = Machine(gpu, assumed, config.trainer.n_gpus_per_node)
-    limit, reserve = round(memory * GIB), round(options.reserve * GIB)
+    limit, reserve = round(memory * GIB), reserve_bytes(options.reserve)
     if options.search:
         _search(options, inputs, machine, limit, reserve)
         return
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
 
 
 def _search(
-    options: argparse.Namespace, inputs: PlanInputs, machine: Machine, limit: int, reserve: int
+    options: argparse.Namespace, inputs: PlanInputs, machine: Machine, limit: int, reserve: int | None
 ) -> None:
     """Print what `Search` finds."""
     if options.html is not None:
@@ -118,8 +118,9 @@ def _search(
 
 def _nothing(search: Search) -> str:
     """Why there is no layout to propose."""
-    recipe, limit, reserve = search.recipe, search.limit / GIB, search.reserve / GIB
-    text = f"no layout on the recipe's devices fits {limit:g} GiB of each (less --reserve {reserve:g})"
+    recipe, limit = search.recipe, search.limit / GIB
+    words = reserve_words(None if search.reserve is None else search.reserve / GIB)
+    text = f"no layout on the recipe's devices fits {limit:g} GiB of each (less {words})"
     if not search.trainers:
         text += "; the actor's weights, gradients and optimizer states take more: more or larger devices, or adapters"
     if not search.engines:

@@ -110,7 +110,7 @@ class Search:
     """The search, and what it worked out on the way.
 
     Attributes:
-        recipe: as it was read, not resolved. limit, reserve: bytes of a device, and what is not planned with.
+        recipe: as it was read, not resolved. limit: bytes of a device. reserve: what is not planned with (as of `plan_memory`).
         trainers, engines: layouts of the models and of the engines that may fit. seen: pairs of these, whose time was estimated.
         planned: those whose memory was planned.
     """
@@ -119,7 +119,7 @@ class Search:
     inputs: PlanInputs
     machine: Machine
     limit: int
-    reserve: int
+    reserve: int | None
     trainers: int = 0
     engines: int = 0
     seen: int = 0
@@ -163,7 +163,7 @@ class Search:
         for megatron in _megatrons(self.recipe.actor_rollout_ref.actor.megatron, model, world, per_node):
             try:
                 check_model(megatron, model)
-                if self._least_bytes(megatron, world) > self.limit - self.reserve:
+                if self._least_bytes(megatron, world) > self.limit - (self.reserve or 0):
                     continue
                 config = resolve(self._configured(megatron, self.recipe.actor_rollout_ref.rollout))
                 check_models(config, model, self.inputs.critic, self.inputs.reward)
@@ -281,7 +281,7 @@ class Search:
             needed = (
                 held.weights + held.adapters + held.gradients + held.optimizer + stage.kept + stage.working
             )
-            self._too_large[key] = needed > self.limit - self.reserve
+            self._too_large[key] = needed > self.limit - (self.reserve or 0)
         return self._too_large[key]
 
 

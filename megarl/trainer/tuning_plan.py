@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megarl.config import PoolConfig, SFTConfig, TuningConfig
 from megarl.config.resolve import GLOBAL_POOL, least_tokens
 from megarl.memory.model import model_bytes
+from megarl.memory.reserve import reserved
 from megarl.trainer.memory_phases import trained_parts
 from megarl.trainer.memory_plan import MemoryPlan, Owned, PlanInputs
 from megarl.trainer.model_uses import model_use, tuned_role
@@ -17,7 +18,9 @@ from megarl.trainer.model_uses import model_use, tuned_role
 EVALUATE, UPDATE = "evaluate", "update"
 
 
-def plan_tuning(config: TuningConfig, inputs: PlanInputs, limit: int, reserve: int) -> MemoryPlan:
+def plan_tuning(
+    config: TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
+) -> MemoryPlan:
     """The plan of a resolved configuration; the arguments are those of `plan_memory`.
 
     Raises:
@@ -31,7 +34,11 @@ def plan_tuning(config: TuningConfig, inputs: PlanInputs, limit: int, reserve: i
     owners = tuple(
         owner for owner in _owners(config, inputs) if owner.phases is None or owner.phases & {*phases}
     )
-    return MemoryPlan(owners, phases, {GLOBAL_POOL: pool}, longest, 0, longest, limit, reserve)
+    use = model_use(config, inputs, tuned_role(config))
+    rows = tuple(reserved([use.layout], None).items()) if reserve is None else ()
+    rows = tuple((cause, size) for cause, size in rows if size)
+    reserve = sum(size for _, size in rows) if reserve is None else reserve
+    return MemoryPlan(owners, phases, {GLOBAL_POOL: pool}, longest, 0, longest, limit, reserve, rows)
 
 
 def _owners(config: TuningConfig, inputs: PlanInputs) -> Iterator[Owned]:

@@ -150,6 +150,35 @@ def test_micro_batches_that_wait_for_their_backward_pass() -> None:
     assert Counter(_in_flight(virtual, 0, 4)) == Counter([4, 4])
 
 
+def test_what_is_beside_the_owners_follows_from_the_processes_of_a_gpu(capsys) -> None:
+    """PPO has a critic's process more than GRPO; a reward model is another. --reserve says otherwise."""
+    gsm8k, reward = (
+        f"recipes/{name}.yaml" for name in ("qwen2.5_7b_ppo_gsm8k", "llama3_8b_ppo_reward_model")
+    )
+    of_two, of_three, of_four = planned(capsys, QWEN), planned(capsys, gsm8k), planned(capsys, reward)
+    for number, plan in ((2, of_two), (3, of_three), (4, of_four)):
+        assert plan["reserved"][f"CUDA contexts: {number}"] == number * GIB // 2
+        assert plan["reserve"] == sum(plan["reserved"].values())
+    assert of_two["reserve"] < of_three["reserve"] < of_four["reserve"]
+    said = planned(capsys, gsm8k, "--reserve", "6")
+    assert (said["reserve"], said["reserved"]) == (6 * GIB, {})
+    assert not planned(capsys, gsm8k, "--reserve", "75")["fits"]
+
+
+def test_its_causes_are_rows_of_the_table(capsys) -> None:
+    assert main(["plan", "memory", QWEN]) == 0
+    text = capsys.readouterr().out
+    for name in (
+        "CUDA contexts: 2",
+        "NCCL communicators: 4",
+        "CUDA graphs",
+        "sampling",
+        "workspaces",
+        "fragments",
+    ):
+        assert name in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -157,7 +186,7 @@ def test_micro_batches_that_wait_for_their_backward_pass() -> None:
         ([QWEN, "--reserve", "-1"], "--reserve is -1 GiB; it must be at least 0"),
         ([QWEN, "trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=32"], "is more than the 16 devices of resource pool"),
         ([QWEN, "--fit", "--max-nodes", "1", "--gpu-memory", "30"], "on no number of nodes up to --max-nodes 1"),
-        ([QWEN, "--fit", "--gpu-memory", "8"], "engines on up to "),
+        ([QWEN, "--fit", "--gpu-memory", "8", "--reserve", "6"], "engines on up to "),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(arguments, message, capsys) -> None:

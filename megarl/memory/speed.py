@@ -21,9 +21,8 @@ from megarl.models import ModelConfig
 GRADIENT, STATES = 4, 12  # bytes of a trained weight: its gradient, and master copy and two moments
 TRAINED = ("weights", "adapters")
 TILE = 128  # rows of an expert's tokens that a kernel takes at a time
-BACKWARD_ATTENTION = (
-    2.5  # forward operations: scores are made again (Dao 2023, arXiv:2307.08691, section 3.1.2)
-)
+# In forward operations: scores are made again (Dao 2023, arXiv:2307.08691, section 3.1.2).
+BACKWARD_ATTENTION = 2.5
 # Bytes that are read and written for a logit by megarl/megatron/logprobs.py: out of the matrix, to float32, over the temperature, largest,
 # less it, exponentials, sum; backward, where logits are made again: the same first steps, gradients, back to bfloat16, two matrices.
 LOGIT, LOGIT_BACKWARD = 40, 58

@@ -32,14 +32,14 @@ class Case:
 
 
 def leave_out_a_send() -> None:
-    """The second output of a stage is not sent on."""
+    """The third output of a stage is not sent on."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     original, made = P2PCommunicator.send_forward, [0]
 
     def send_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         made[0] += 1
-        return None if made[0] == 2 else original(self, *args, **kwargs)
+        return None if made[0] == 3 else original(self, *args, **kwargs)
 
     P2PCommunicator.send_forward = send_forward
 

@@ -19,7 +19,8 @@ from megarl.models.table import megatron_pieces
 SCALES = "_scale_inv"
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-STRIP_ELEMENTS = 1 << 20
+STRIP_ELEMENTS = 1 << 20  # on a CPU, so that a strip stays in its caches
+GPU_STRIP_ELEMENTS = 1 << 24  # smaller ones take a GPU less time than their kernels take to start
 
 Block = tuple[int, int]
 """Rows and columns that share a scale."""
@@ -48,7 +49,7 @@ def quantise(weight: torch.Tensor, block: Block, values: torch.Tensor, scales: t
         scales[of_blocks].copy_(block_scales(exact, block))
         values[rows].copy_((exact / _spread(scales[of_blocks], block, exact.shape)).to(FP8))
 
-    _over_strips(weight.shape, block, strip)
+    _over_strips(weight, block, strip)
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block: Block, dtype: torch.dtype) -> torch.Tensor:
@@ -59,7 +60,7 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor, block: Block, dtype: 
         exact = values[rows].float()
         out[rows].copy_(exact.mul_(_spread(scales[of_blocks], block, exact.shape)))
 
-    _over_strips(values.shape, block, strip)
+    _over_strips(values, block, strip)
     return out
 
 
@@ -69,10 +70,11 @@ def _spread(scales: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tens
     return wide.repeat_interleave(block[0], 0)[: shape[0]]
 
 
-def _over_strips(shape: torch.Size, block: Block, use: Callable[[slice, slice], None]) -> None:
+def _over_strips(weight: torch.Tensor, block: Block, use: Callable[[slice, slice], None]) -> None:
     """Call use(rows, rows of blocks) for strips of whole blocks, which bound what is taken beside the weight."""
-    height = max(1, STRIP_ELEMENTS // (shape[1] * block[0]))
-    for first in range(0, -(-shape[0] // block[0]), height):
+    elements = STRIP_ELEMENTS if weight.device.type == "cpu" else GPU_STRIP_ELEMENTS
+    height = max(1, elements // (weight.shape[1] * block[0]))
+    for first in range(0, -(-weight.shape[0] // block[0]), height):
         use(slice(first * block[0], (first + height) * block[0]), slice(first, first + height))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.layout.grid import ParallelLayout, layers_of
-from megarl.models import MegatronPlace, megatron_pieces, read_model_config
+from megarl.models import MegatronPlace, float8, megatron_pieces, read_model_config
 from megarl.models.float8 import FP8, base_weights, check_base_block, dequantise, in_blocks, quantise
 from megarl.models.lora import linear_weights
 from megarl.models.tiny import make_tiny_model
@@ -86,3 +86,21 @@ def test_all_linear_weights_of_a_rank(folder: str) -> None:
     assert found["0:decoder.layers.1.mlp.experts.linear_fc1.weight3"] == (48, 64)
     assert found["0:decoder.layers.1.self_attention.linear_proj.weight"] == (64, 48)
     assert not [name for name in found if "router" in name or "embedding" in name or "output_layer" in name]
+
+
+@pytest.mark.parametrize(("device", "strips"), [("cpu", 4), ("meta", 1)])
+def test_a_weight_that_is_not_on_a_cpu_is_made_in_few_kernels(
+    device: str, strips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors on torch's device "meta" stand for a GPU's: a kernel over a small strip is done before the next one is started."""
+    seen = []
+    spread = float8._spread
+
+    def counted(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+        seen.append(tuple(shape))
+        return torch.empty(shape, device=device) if device == "meta" else spread(scales, block, shape)
+
+    monkeypatch.setattr(float8, "_spread", counted)
+    values = torch.zeros(2048, 2048, device=device).to(FP8)
+    dequantise(values, torch.ones(16, 16, device=device), (128, 128), torch.bfloat16)
+    assert len(seen) == strips and sum(rows for rows, _ in seen) == 2048

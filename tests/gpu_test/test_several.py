@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import TrainConfig, check_config, load_config
+from megarl.gpu_test.models import config_folder
 from megarl.gpu_test.several import MARK, NUM_STEPS, SETTINGS, _figures, _killed, read_metrics, schedulers
 from megarl.shipped import shipped
 
@@ -15,7 +16,7 @@ def test_the_runs_keys_fit_the_recipe(tmp_path: Path) -> None:
     """But for its model and data, which the step makes."""
     recipe = shipped() / "recipes" / "quickstart_ppo.yaml"
     (tmp_path / "train.parquet").touch()
-    keys = [f"actor_rollout_ref.model.path={tmp_path}", f"data.train_files={tmp_path}/train.parquet"]
+    keys = [f"actor_rollout_ref.model.path={config_folder()}", f"data.train_files={tmp_path}/train.parquet"]
     config = load_config(TrainConfig, recipe, [*SETTINGS, *keys])
     check_config(config)
     assert config.trainer.total_training_steps == NUM_STEPS and config.trainer.n_gpus_per_node == 2

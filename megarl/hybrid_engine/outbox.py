@@ -1,7 +1,8 @@
 """What a trainer rank sends in a weight sync: packed bucket by bucket into two slots, handed over as packets.
 
 The slots (`Slots`) are the only memory that a sync takes on the trainer's side. Engine ranks on the same machine read them in
-place; to others packets are sent from them. A slot is packed anew when all engine ranks have taken what lay in it.
+place; to others packets are sent from them. A slot is packed anew when all engine ranks have taken what lay in it. Slots that
+do not last are taken for a version and offered to the engines, which say when they have closed them.
 
 On a CPU a slot is shared memory without a name (memfd), passed on as an open file: nothing is left of it when the
 processes that map it have ended, however they ended.
@@ -20,7 +21,7 @@ import torch
 from megarl.hybrid_engine.quantize import read_scales, read_values
 from megarl.hybrid_engine.slots import Slots
 from megarl.rollout.checksum import checksum
-from megarl.rollout.inbox import RANK, SLOTS
+from megarl.rollout.inbox import OFFER, RANK, after_all
 from megarl.rollout.links import Line, LinkError, Pair, Sending, Token, naming_peer
 from megarl.rollout.packets import CONVERT, P2P, QUANTISE, SCALE, Address, Packet, Parcel, SyncShare, aligned
 
@@ -57,8 +58,7 @@ class Outbox:
         timeout: float,
         slots: Slots | None = None,
     ) -> None:
-        """Takes the slots' memory.
-
+        """
         Args:
             folder: private to this process, with a short path; a socket is put there.
             host: address of this machine for other ones.
@@ -73,7 +73,10 @@ class Outbox:
         self._pairs: dict[int, Pair] = {}
         self._sendings: dict[int, list[Sending]] = {}
         self._known: dict[int, tuple[int, list[torch.Tensor]]] = {}
-        self._slots = self._memory.take(share.num_slots if share.slot_bytes else 0, share.slot_bytes)
+        self._slots: list[torch.Tensor] = []
+        self._offered = False  # to the engine ranks that map them
+        if self._memory.lasting:
+            self._take_slots()
         self._mapping = [peer for peer, transport in share.transports.items() if transport != P2P]
         self._remote = sorted(peer for peer, transport in share.transports.items() if transport == P2P)
         self._path = Path(folder, f"weights-{secrets.token_hex(4)}.socket")
@@ -84,8 +87,13 @@ class Outbox:
         port = self._far.getsockname()[1] if self._far is not None else None
         self.address = Address(share.rank, str(self._path), host, port)
 
+    def _take_slots(self) -> None:
+        share = self._share
+        self._slots = self._memory.take(share.num_slots if share.slot_bytes else 0, share.slot_bytes)
+
     @property
     def buffer_bytes(self) -> int:
+        """Of the slots that are there."""
         return sum(slot.nbytes for slot in self._slots)
 
     def send(
@@ -111,10 +119,16 @@ class Outbox:
             raise LinkError(
                 "this trainer rank gave up its links: trainer and engines have to be connected anew"
             )
+        if not self._slots:
+            self._take_slots()
         sent = Sent(version, buffer_bytes=self.buffer_bytes)
         try:
             if len(self._lines) + len(self._pairs) < len(self._share.transports):
                 self._connect()
+            if not self._offered:
+                for line in self._lines.values():
+                    self._offer_slots(line)
+                self._offered = True
             checksums: dict[int, list[torch.Tensor]] = {peer: [] for peer in self._share.transports}
             num_buckets, first = len(self._share.buckets), 0 if whole else self._share.frozen
             for bucket in range(first, num_buckets + len(self._slots)):
@@ -125,6 +139,11 @@ class Outbox:
                     packet, used = self._pack((version, bucket), parcel, parameters, known, sent)
                     checksums[parcel.peer].append(packet.checksums.clone())
                     self._hand_over((version, bucket), packet, used)
+            if not self._memory.lasting:
+                for line in self._lines.values():
+                    line.expect(after_all(version, self._share))
+                self._slots, self._offered = [], False
+                self._memory.close()
         except BaseException:
             self.close()  # the engine ranks shall not wait for what does not come
             raise
@@ -149,7 +168,6 @@ class Outbox:
         # First those that map memory, here as there: an order in which nobody waits in a circle.
         while len(self._lines) < len(self._mapping):
             rank, line = self._accept(self._near, [peer for peer in self._mapping if peer not in self._lines])
-            self._offer_slots(line)
             self._lines[rank] = line
         while len(self._pairs) < len(self._remote):
             rank, line = self._accept(self._far, [peer for peer in self._remote if peer not in self._pairs])
@@ -169,12 +187,13 @@ class Outbox:
         return rank, line
 
     def _offer_slots(self, line: Line) -> None:
+        lasting = self._memory.lasting
         if self._device == "cpu":
-            line.send(SLOTS.pack(len(self._slots), self._share.slot_bytes))
+            line.send(OFFER.pack(len(self._slots), self._share.slot_bytes, lasting))
             line.send_files(self._memory.files)
         else:
             handles = pickle.dumps([share_device_buffer(slot) for slot in self._slots])
-            line.send(SLOTS.pack(len(self._slots), -len(handles)) + handles)
+            line.send(OFFER.pack(len(self._slots), -len(handles), lasting) + handles)
 
     def _known_checksums(
         self, peer: int, held: Mapping[int, int | None] | None, index: int

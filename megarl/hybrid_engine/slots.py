@@ -1,8 +1,10 @@
 """The memory that a trainer rank packs weights into: one piece for each bucket that is on its way at a time.
 
+On a GPU it is there while weights travel, and what trains or generates next has the room; on a CPU it stays.
+
 It belongs to the process, not to a connection. What an engine opens of it by CUDA IPC is counted by torch, and counted down by
 the engine alone: one that was killed never does, and torch would keep the memory for good though nobody uses it
-(CudaIPCSentDataLimbo in torch/csrc/CudaIPCTypes.cpp). So the next connection gets the memory of the last one.
+(CudaIPCSentDataLimbo in torch/csrc/CudaIPCTypes.cpp). So the next connection gets the memory of one that broke.
 """
 
 import mmap
@@ -12,10 +14,16 @@ import torch
 
 
 class Slots:
-    """`take` gives the slots; `files` are those of them that other processes may map (CPU)."""
+    """`take` gives the slots; `files` are those of them that other processes may map (CPU).
 
-    def __init__(self, device: str) -> None:
+    Attributes:
+        lasting: whether they stay between two syncs.
+    """
+
+    def __init__(self, device: str, lasting: bool | None = None) -> None:
+        """`lasting`: None: on a CPU."""
         self._device = device
+        self.lasting = device == "cpu" if lasting is None else lasting
         self._slots: list[torch.Tensor] = []
         self.files: list[int] = []
 
@@ -32,6 +40,9 @@ class Slots:
         for file in files:
             os.close(file)
         self._slots = []
+        if self._device != "cpu":
+            torch.cuda.ipc_collect()  # what the engines have closed
+            torch.cuda.empty_cache()
 
     def _make(self, size: int) -> torch.Tensor:
         if self._device != "cpu":

@@ -19,7 +19,12 @@ from megarl.rollout.links import Line, LinkError, Pair, Token
 from megarl.rollout.packets import P2P, Address, Parcel, SyncShare
 
 RANK = struct.Struct("<q")
-SLOTS = struct.Struct("<qq")  # how many, bytes of each
+OFFER = struct.Struct("<qqq")  # of slots: how many, bytes of each, whether they last beyond a version
+
+
+def after_all(version: int, share: SyncShare) -> Token:
+    """What an engine rank says when it has closed slots that do not last."""
+    return version, len(share.buckets)
 
 
 class Inbox:
@@ -50,13 +55,22 @@ class Inbox:
         return self._remote.buffer_bytes if self._remote is not None else 0
 
     def begin(self, first: int = 0) -> None:
-        """A version is about to come, from bucket `first` on."""
+        """A version is about to come, from bucket `first` on; all its buckets are taken and released, and `end` is called."""
         if self._closed:
             raise LinkError(
                 "the connection was given up after an error: trainer and engine have to be connected anew"
             )
+        for source in self._mapped.values():
+            source.begin()
         if self._remote is not None:
             self._remote.begin(first)
+
+    def end(self, version: int) -> None:
+        """All buckets were taken; nothing refers to their packets any more."""
+        for source in self._mapped.values():
+            source.end(after_all(version, self._share))
+        if self._remote is not None:
+            self._remote.end()
 
     def take(self, version: int, bucket: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The packets of a bucket as they arrive: which parcel, and its bytes (uint8). Valid until `release`."""
@@ -113,11 +127,26 @@ class MappedSource:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        count, size = SLOTS.unpack(line.receive(SLOTS.size))
+        self._slots: list[torch.Tensor] = []
+        self._lasting = True
+
+    def begin(self) -> None:
+        """Map what the trainer rank offers, unless it is mapped and lasts."""
+        if self._slots:
+            return
+        count, size, lasting = OFFER.unpack(self._line.receive(OFFER.size))
+        self._lasting = bool(lasting)
         if size >= 0:
-            self._slots = [_map(file, size) for file in line.receive_files(count)]
+            self._slots = [_map(file, size) for file in self._line.receive_files(count)]
         else:  # on a device; -size bytes describe how it is opened
-            self._slots = [open_device_buffer(handle) for handle in pickle.loads(line.receive(-size))]
+            handles = pickle.loads(self._line.receive(-size))
+            self._slots = [open_device_buffer(handle) for handle in handles]
+
+    def end(self, token: Token) -> None:
+        """Close slots that do not last, and say so."""
+        if not self._lasting:
+            self._slots = []
+            self._line.say(token)
 
     def take(self, token: Token, parcel: Parcel) -> torch.Tensor:
         self._line.expect(token)
@@ -152,7 +181,10 @@ def open_device_buffer(handle: tuple) -> torch.Tensor:
 
 
 class RemoteSources:
-    """Trainer ranks of other machines; a thread receives one bucket while another is written."""
+    """Trainer ranks of other machines; a thread receives one bucket while another is written.
+
+    Its slots are there while a version comes; on a CPU they stay.
+    """
 
     def __init__(self, share: SyncShare, pairs: dict[int, Pair], device: str) -> None:
         self._pairs, self._device = pairs, device
@@ -161,10 +193,8 @@ class RemoteSources:
             for bucket, parcels in enumerate(share.buckets)
         ]
         self._buckets = [(bucket, parcels) for bucket, parcels in self._buckets if parcels]
-        size = max(sum(parcel.nbytes for parcel in parcels) for _, parcels in self._buckets)
-        self._slots = [
-            torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(self._buckets)))
-        ]
+        self._size = max(sum(parcel.nbytes for parcel in parcels) for _, parcels in self._buckets)
+        self._slots: list[torch.Tensor] = []
         self._arrived: queue.Queue = queue.Queue()
         self._free = threading.Semaphore(0)
         self._closed = False
@@ -174,8 +204,18 @@ class RemoteSources:
         return sum(slot.nbytes for slot in self._slots)
 
     def begin(self, first: int) -> None:
+        if not self._slots:
+            number = min(2, len(self._buckets))
+            self._slots = [
+                torch.empty(self._size, dtype=torch.uint8, device=self._device) for _ in range(number)
+            ]
         self._arrived, self._free = queue.Queue(), threading.Semaphore(len(self._slots))
         threading.Thread(target=self._receive, args=(first,), name="weights", daemon=True).start()
+
+    def end(self) -> None:
+        if self._device != "cpu":
+            self._slots = []
+            torch.cuda.empty_cache()
 
     def take(self, bucket: int) -> dict[int, torch.Tensor]:
         """By trainer rank, the bytes of its packet."""

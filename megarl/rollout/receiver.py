@@ -182,11 +182,13 @@ class Receiver:
         Args:
             whole: false: what training leaves alone does not come; it is there from the last whole version.
         """
-        received = Received(version, buffer_bytes=self._inbox.buffer_bytes)
+        received = Received(version)
         refusal = self._bind(whole)
         first = 0 if whole else self._share.frozen
         try:
             refusal = self._take(version, first, received, refusal)
+            received.buffer_bytes = self._inbox.buffer_bytes
+            self._inbox.end(version)
         except LinkError:
             self._holds_frozen = False
             self.close()  # the trainer ranks shall not wait for this one

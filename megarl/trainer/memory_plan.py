@@ -225,7 +225,7 @@ def _trained(
     yield Owned(f"{role}_evaluating", owner, pool, _of(stages, "evaluating"), frozenset({"evaluate_models"}))
     if role == "actor":
         bucket = SLOTS * (config.actor_rollout_ref.rollout.sync_bucket_mb << 20)
-        yield Owned("actor_sync_buffers", role, pool, (bucket,) * len(stages), None)
+        yield Owned("actor_sync_buffers", role, pool, (bucket,) * len(stages), frozenset({"sync"}))
         if any(stage.merged for stage in stages):
             yield Owned("actor_merging", role, pool, _of(stages, "merged"), frozenset({"sync"}))
 
@@ -295,7 +295,13 @@ def engine_owners(
     # What another GPU sends comes into slots of the rank's own; what its own has it reads where that is.
     if pool != policy.actor.resource_pool or pool_devices(config.resource_pools, pool) > 1:
         owned.append(
-            Owned("rollout_sync_buffers", "rollout", pool, (SLOTS * (rollout.sync_bucket_mb << 20),), None)
+            Owned(
+                "rollout_sync_buffers",
+                "rollout",
+                pool,
+                (SLOTS * (rollout.sync_bucket_mb << 20),),
+                frozenset({"sync"}),
+            )
         )
     return owned, tokens, token
 

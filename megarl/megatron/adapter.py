@@ -104,9 +104,9 @@ class Adapter(torch.nn.Module):
     def norms(self, layer: torch.nn.Module) -> Tensor:
         """The norm of each adapted row of W + scaling B A [rows of b]; no gradient flows through it (DoRA, section
         4.3)."""
-        squares = (
-            self._heads.merged(exact_weight(layer), self.a, self.b, self._scaling).float().square().sum(1)
-        )
+        weight = exact_weight(layer).detach().clone()
+        self._heads.merge(weight, self.a, self.b, self._scaling)
+        squares = weight[self._heads.rows].float().square().sum(1)
         if self._cut == COLUMNS:
             squares = reduce_from_tensor_model_parallel_region(squares)
         return squares.sqrt().to(self.m.dtype)
@@ -124,10 +124,10 @@ class Adapter(torch.nn.Module):
             norms: DoRA: `norms(layer)`, which ranks that share columns work out together; None: done here.
         """
         weight = exact_weight(layer).detach().clone()
-        rows = self._heads.merged(weight, self.a, self.b, self._scaling)
+        self._heads.merge(weight, self.a, self.b, self._scaling)
         if self._lora.use_dora:
-            rows *= (self.m / (self.norms(layer) if norms is None else norms))[:, None]
-        weight[self._heads.rows] = rows
+            magnitudes = self.m / (self.norms(layer) if norms is None else norms)
+            weight *= self._heads.spread(magnitudes, 1.0)[:, None]
         return weight
 
 
@@ -206,8 +206,9 @@ class ExpertAdapter(torch.nn.Module):
     @torch.no_grad()
     def norms(self, layer: torch.nn.Module, expert: int) -> Tensor:
         a, b = self.parameter("a", expert), self.parameter("b", expert)
-        weight = exact_weight(layer, f"weight{expert}")
-        squares = self._heads.merged(weight, a, b, self._scaling).float().square().sum(1)
+        weight = exact_weight(layer, f"weight{expert}").detach().clone()
+        self._heads.merge(weight, a, b, self._scaling)
+        squares = weight[self._heads.rows].float().square().sum(1)
         if self._cut == COLUMNS:
             squares = reduce_from_tensor_model_parallel_region(squares, group=self._group)
         return squares.sqrt().to(b.dtype)
@@ -223,13 +224,10 @@ class ExpertAdapter(torch.nn.Module):
     def merged(self, layer: torch.nn.Module, expert: int, norms: Tensor | None = None) -> Tensor:
         """As `Adapter.merged`, of one expert."""
         weight = exact_weight(layer, f"weight{expert}").detach().clone()
-        rows = self._heads.merged(
-            weight, self.parameter("a", expert), self.parameter("b", expert), self._scaling
-        )
+        self._heads.merge(weight, self.parameter("a", expert), self.parameter("b", expert), self._scaling)
         if self._lora.use_dora:
-            norms = self.norms(layer, expert) if norms is None else norms
-            rows *= (self.parameter("m", expert) / norms)[:, None]
-        weight[self._heads.rows] = rows
+            magnitudes = self.parameter("m", expert) / (self.norms(layer, expert) if norms is None else norms)
+            weight *= self._heads.spread(magnitudes, 1.0)[:, None]
         return weight
 
 
@@ -270,12 +268,11 @@ class _Heads:
         """[rows of b] -> [out], `fill` at rows that are not adapted."""
         return values.new_full((self._out,), fill).index_copy(0, self.rows, values)
 
-    def merged(self, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-        """W + scaling B A at the rows of b [rows of b, in]."""
-        found = weight[self.rows]
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> None:
+        """Add scaling B A to W in place; one tensor's product exists beside it at a time."""
         for number, rows in enumerate(self._of):
-            found[rows] += scaling * (b[rows] @ self._own(a, number, 0))
-        return found
+            product = (b[rows] @ self._own(a, number, 0)).mul_(scaling)
+            weight.index_add_(0, self.rows[rows], product)
 
 
 def _normed(layer: torch.nn.Module, x: Tensor) -> Tensor:

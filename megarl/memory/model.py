@@ -56,7 +56,7 @@ class StageBytes:
         held: weights, adapters, gradients, optimizer.
         kept: activations that wait for their backward pass.
         working: what a pass needs at a time beside these; evaluating: what a forward pass without gradients needs.
-        merged: the largest layer's weight with its adapters, which exists while weights are sent.
+        merged: a layer's weight with its adapters, and what is added to it at a time, while weights are sent; the largest layer's.
     """
 
     held: TrainingBytes
@@ -143,7 +143,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
         kept,
         working=_working(use, tensors, use.tokens // layout.cp, last) if use.trainable else 0,
         evaluating=_evaluating(use, tensors, evaluated, stage == 0, last),
-        merged=_largest_layer(tensors) * use.itemsize if use.lora.rank else 0,
+        merged=_merging(use, tensors) if use.lora.rank else 0,
     )
 
 
@@ -201,7 +201,7 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, 
         parts.append(tokens * dense * item + (4 if first else 3) * hidden)
     parts += [size + 3 * hidden for size in _evaluated_adapters(use, tensors, tokens)]
     if last and use.head == "lm":
-        parts.append(_head(use, tokens))
+        parts.append(_head(use, tokens) + 2 * hidden)  # and the last norm's input and output
     return max(parts, default=0) + _exact(use, tensors)
 
 
@@ -252,6 +252,18 @@ def _own(use: ModelUse, tokens: int) -> int:
 def _exact(use: ModelUse, tensors: StageTensors) -> int:
     """The largest layer that is made of a base in float8."""
     return _largest_layer(tensors) * use.itemsize if use.base_block is not None else 0
+
+
+def _merging(use: ModelUse, tensors: StageTensors) -> int:
+    """A copy of a layer's weight and the product of the adapters of one tensor in it (of one expert's, where it has some); of a base
+    in float8 also what the copy is made of."""
+    adapted, exact = {slot.module for slot, _ in tensors.slots}, int(use.base_block is not None)
+    copies = {
+        tensor.numel * (exact + (2 if tensor.name.rpartition(".")[0] in adapted else 0))
+        for tensor in tensors.weights
+        if tensor.projection
+    }
+    return max(copies, default=0) * use.itemsize
 
 
 def _largest_layer(tensors: StageTensors) -> int:

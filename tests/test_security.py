@@ -40,6 +40,7 @@ UNPICKLED = {
     "rewards/functions.py": "pickle.loads",  # the reward function of this very program
     "rollout/inbox.py": "pickle.loads",  # of a trainer rank, over a Unix socket in a folder that only this user enters
     "rollout/receiver.py": "pickle.loads",  # of the engine's parent, from a file in such a folder
+    "shadow/peers.py": "pickle.loads",  # of a fork of this process, over a pipe
 }
 EXECUTED = {
     "cluster/nursery.py": "run_path",  # what Ray starts as its worker, in a process that is asked for in its place

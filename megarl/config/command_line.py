@@ -36,7 +36,7 @@ examples:
     "rm": "example:\n  megarl rm recipe:preference_rm trainer.total_epochs=1\n",
     "dpo": "example:\n  megarl dpo recipe:three_stages_dpo_cpu dpo.beta=0.1\n",
     "eval": "example:\n  megarl eval recipe:quickstart_eval model.path=outputs/demo/ppo/hf\n",
-    "doctor": "examples:\n  megarl doctor recipe:quickstart_ppo\n  megarl doctor --gpu --steps installed,engine\n",
+    "doctor": "examples:\n  megarl doctor recipe:quickstart_ppo\n  megarl doctor --gpu\n",
 }
 KEYS = """
 keys: docs/config.md, or `megarl config --reference`; `megarl config RECIPE --changed` prints those that a recipe sets

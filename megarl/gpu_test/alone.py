@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megarl.shadow.collectives import Collective
+from megarl.shadow.collectives import Alike, Log
 from megarl.shadow.rank import Runner
 from megarl.shadow.tracker import Made, Phase
 
@@ -70,11 +70,16 @@ class Alone(TorchDispatchMode):
     def __init__(self, meter: Meter, device: str) -> None:
         super().__init__()
         self.tracker, self._device = meter, device
-        self.received: tuple[int, ...] = ()
+        self.peers = Alike()
+        self.log = Log(self.peers)  # of groups and objects alone
         self.flops: dict[str, Counter[str]] = defaultdict(Counter)
-        self.log: list[Collective] = []
         self.assumed: Counter[str] = Counter()
+        self.waits: dict[str, Counter[str]] = defaultdict(Counter)
         self.num_operations = 0
+
+    @property
+    def phase(self) -> str:
+        return self.tracker.name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num_operations += 1
@@ -94,8 +99,8 @@ class Alone(TorchDispatchMode):
 
     def _receive(self, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
-            if not tensor.is_floating_point() and tensor.numel() == len(self.received):
-                tensor.copy_(torch.tensor(self.received, dtype=tensor.dtype).reshape(tensor.shape))
+            if not tensor.is_floating_point() and tensor.numel() == len(self.peers.received):
+                tensor.copy_(torch.tensor(self.peers.received, dtype=tensor.dtype).reshape(tensor.shape))
 
 
 class LoneRunner(Runner):
@@ -107,5 +112,10 @@ class LoneRunner(Runner):
 
     @contextmanager
     def _running(self) -> Iterator[Any]:
-        with Alone(self._meter, self._device) as alone:
-            yield alone
+        self.shadow = Alone(self._meter, self._device)
+        self.log = self.shadow.log
+        try:
+            with self.shadow:
+                yield self.shadow
+        finally:
+            self.shadow = None

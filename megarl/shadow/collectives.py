@@ -175,6 +175,7 @@ def leave_no_other_backend(current: Callable[[], Rank | None]) -> None:
         current: the shadow that runs now; None: none does.
     """
     new_group, all_reduce, batch = dist.new_group, dist.all_reduce, dist.batch_isend_irecv
+    wait_for_device = torch.cuda.synchronize
 
     def without_traffic(
         ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **rest: Any
@@ -237,6 +238,7 @@ def leave_no_other_backend(current: Callable[[], Rank | None]) -> None:
         rank = current()
         if rank is not None:
             rank.log.wait_for_all()
+        wait_for_device(device)
 
     dist.new_group = without_traffic
     dist.all_gather_object = all_gather_object

@@ -207,12 +207,17 @@ def _received(
     return packed.num_tokens // (layout.tp if layout.sp else 1), 1, worker.config.hidden_size
 
 
+def _updates(worker: ModelWorker, number: int) -> tuple[tuple[str, int], ...]:
+    """Names, and micro-batches: virtual stages take turns with as many as there are stages."""
+    return ("first_update", worker.layout.pp if worker.layout.vpp else 1), ("update", number)
+
+
 def _actor_steps(config: TrainConfig, worker: ActorWorker, cut: _Cut, number: int) -> Iterator[Step]:
     how = policy_update(config, make_controls(config, NUM_STEPS), seed=0)
     batch, _ = trajectories(config, cut.evaluated, number)
     received = _received(worker, worker.pack_share, batch)
     yield Step("evaluate", lambda: _evaluate_actor(config, worker, batch), received)
-    for name, count in (("first_update", 1), ("update", number)):
+    for name, count in _updates(worker, number):
         update, counts = trajectories(config, cut.trained, count)
         call = (update.table, [update.shares], [counts], how, *_texts_beside(config, cut.trained))
         received = _received(worker, worker.pack_share, update)
@@ -257,7 +262,7 @@ def _critic_steps(
     batch, _ = trajectories(config, cut.evaluated, number)
     received = _received(critic, critic.pack_share, batch)
     yield Step("evaluate", lambda: worker.compute_values(batch.table, batch.shares), received)
-    for name, count in (("first_update", 1), ("update", number)):
+    for name, count in _updates(worker, number):
         update, counts = trajectories(config, cut.trained, count)
         how = (aggregation, section.cliprange_value, section.vf_coef)
         call = (update.table, [update.shares], [counts], *how)
@@ -282,7 +287,7 @@ def _tuning_steps(config: TuningConfig, worker: ModelWorker, cut: _Cut, number: 
         assert isinstance(worker, SFTWorker)
         yield Step("evaluate", lambda: worker.sum_losses(alone.table, alone.shares), received)
     fill = replace(cut.trained, of=least_tokens(config) // config.data.max_length)
-    for name, count in (("first_update", 1), ("update", number)):
+    for name, count in _updates(worker, number):
         batch = examples(fill, count) if isinstance(worker, SFTWorker) else rankings(fill, count)
         yield Step(name, lambda batch=batch: _fit(config, worker, batch), received)
 

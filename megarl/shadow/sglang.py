@@ -75,7 +75,7 @@ def run(config: TrainConfig, facts: ModelConfig, rank: int, tell: Callable[[Shad
     arguments = server_arguments(engine, read_model(engine))
     shadow = Shadow()
     tell(shadow)
-    collectives.leave_no_other_backend()
+    collectives.leave_no_other_backend(lambda: shadow)
     collectives.join(rank, engine.tensor_parallel_size)
     dist.monitored_barrier = lambda *args, **kwargs: None
     with FakeMode(), shadow, torch.no_grad():

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,15 @@ def test_a_machine_without_gpus_has_megarls_own_layers() -> None:
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine with a GPU where megatron-core could not import Transformer Engine."""
     monkeypatch.setattr(platform, "is_cuda", lambda: True)
     monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]  # what the test made; then what was there comes back
 
 
 def test_its_absence_is_said(on_a_gpu, monkeypatch: pytest.MonkeyPatch) -> None:

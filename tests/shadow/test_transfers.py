@@ -29,8 +29,10 @@ def test_each_part_frees_what_it_has_and_takes_it_back(reports) -> None:
     for report in reports.values():
         for part, moved in report["moved"].items():
             held = report["parts"][part]
+            # With gradients leaves what Transformer Engine keeps of their shapes after an update.
+            kept = report["phases"]["first_update"]["kept"] if part == "gradients" else 0
             # Every tensor of a reference that is not in one buffer is rounded by the allocator.
-            assert held <= moved["freed"] == moved["back"] < held + (16 << 10), part
+            assert held <= moved["freed"] - kept == moved["back"] < held + (16 << 10), part
 
 
 def test_what_is_alike_is_sent_a_few_times_only() -> None:

@@ -65,9 +65,8 @@ def refuse(
 
 def megarl(*arguments: str) -> subprocess.CompletedProcess:
     """The command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "megarl.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-m", "megarl.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_a_mistyped_key_is_answered_at_once() -> None:

@@ -30,12 +30,20 @@ def test_every_package_that_is_imported_is_required() -> None:
 
 
 def test_the_wheel_requires_what_is_imported_but_megatron_and_sglang() -> None:
-    """Not only by way of others, which may stop to bring it. Transformer Engine is a part of the GPU image. The room rollout/ is that of SGLang, and of what it brings; what
+    """Not only by way of others, which may stop to bring it. Transformer Engine and Triton are parts of the GPU image. The room rollout/ is that of SGLang, and of what it brings; what
     shadow/ imports is in requirements/shadow.txt."""
     by_module = packages_distributions()
     files = [path for path in modules() if not {"rollout", "shadow"} & set(path.parts)]
     names = {name.split(".")[0] for path in files for _, name in imports_of(path)}
-    names -= {*sys.stdlib_module_names, "megarl", "megatron", "sglang", "transformer_engine", *OPTIONAL}
+    names -= {
+        *sys.stdlib_module_names,
+        "megarl",
+        "megatron",
+        "sglang",
+        "transformer_engine",
+        "triton",
+        *OPTIONAL,
+    }
     core = (ROOT / "setup.py").read_text().partition("CORE = [")[2].partition("\n]")[0]
     required = {normal(name) for name in re.findall(r'^    "([\w.-]+)', core, re.MULTILINE)}
     assert {normal(package) for name in names for package in by_module[name]} - required == set()

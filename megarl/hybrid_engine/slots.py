@@ -39,8 +39,8 @@ class Slots:
         files, self.files = self.files, []  # taken at once: a thread that sends may be closing, too
         for file in files:
             os.close(file)
-        self._slots = []
-        if self._device != "cpu":
+        made, self._slots = len(self._slots), []
+        if self._device != "cpu" and made:
             torch.cuda.ipc_collect()  # what the engines have closed
             torch.cuda.empty_cache()
 

@@ -15,6 +15,7 @@ from megarl.models.float8 import check_base_block
 from megarl.models.shards import Shapes
 
 EXPERTS = ".mlp.experts."  # in the names of their weights
+MICRO_BATCH = 64  # bytes of a token in it: its id, target and position, numbers of its loss
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, 
     parts += [size + 3 * hidden for size in _evaluated_adapters(use, tensors, tokens)]
     if last and use.head == "lm":
         parts.append(_head(use, tokens) + 2 * hidden)  # and the last norm's input and output
-    return max(parts, default=0) + _exact(use, tensors)
+    return max(parts, default=0) + tokens * MICRO_BATCH + _exact(use, tensors)
 
 
 def _evaluated_attention(use: ModelUse, tokens: int) -> int:

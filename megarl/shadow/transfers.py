@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from megarl import dcp
+from megarl import dcp, platform
 from megarl.config import TrainConfig
 from megarl.dcp import Chunk
 from megarl.hybrid_engine import Outbox, Sent
@@ -137,7 +137,7 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
         worker.info.rank, {ENGINE: IPC}, _buckets(slices, sync.bucket_limit), {}, sync.fp8_block
     )
     with tracker.phase("sync"), tempfile.TemporaryDirectory() as folder:
-        worker.outbox = _ToNobody(share, folder, "127.0.0.1", "cuda", 1.0)
+        worker.outbox = _ToNobody(share, folder, "127.0.0.1", platform.device().type, 1.0)
         held = {ENGINE: None} if policy.rollout.sync_skip_unchanged else None
         sent = worker.send_weights(1, held, merged=adapters is None)
         if held is not None:

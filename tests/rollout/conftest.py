@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.rollout.engine import EngineConfig
+from megarl.rollout.engine import EngineConfig, NoValidWeightsError, SamplingParams
 from tests.rollout.invariance import OBSTACLE
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import sync_state
@@ -67,9 +67,16 @@ def model_b(tmp_path_factory) -> Model:
     return make_qwen2(tmp_path_factory.mktemp("qwen2-b"), seed=2)
 
 
+def refuses_before_a_sync(process: EngineProcess) -> None:
+    """Looked at where the engine is made: whichever test is the first that it is shared by may bring it weights."""
+    assert process.call("weight_version") is None
+    with pytest.raises(NoValidWeightsError, match="before a sync"):
+        process.call("generate", [[1, 2]], ["a"], SamplingParams(temperature=0.0, max_new_tokens=2))
+
+
 @pytest.fixture(scope="session")
 def engine(model_a, tmp_path_factory) -> Iterator[EngineProcess]:
-    """A TP2 engine that was started with dummy weights."""
+    """A TP2 engine that was started with dummy weights, and refuses to serve them."""
     log = tmp_path_factory.mktemp("engine") / "engine.log"
     config = EngineConfig(
         str(model_a.path),
@@ -80,6 +87,7 @@ def engine(model_a, tmp_path_factory) -> Iterator[EngineProcess]:
         deterministic=OBSTACLE is None,
     )
     process = EngineProcess(config, log).start()
+    refuses_before_a_sync(process)
     yield process
     process.close()
 

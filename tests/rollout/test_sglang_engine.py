@@ -47,12 +47,6 @@ def assert_serves(engine, model, version):
         assert generation.weight_version == version
 
 
-def test_serves_nothing_before_a_sync(engine):
-    assert engine.call("weight_version") is None
-    with pytest.raises(NoValidWeightsError, match="before a sync"):
-        engine.call("generate", PROMPTS, UIDS, GREEDY)
-
-
 def test_shared_memory_has_no_name_that_a_killed_engine_would_leave_behind(engine):
     mapped = {
         path

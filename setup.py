@@ -82,6 +82,13 @@ setup(
     author="The megarl authors",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
+    # What it is built on, and the paper that its 3D-HybridEngine goes back to.
+    project_urls={
+        "Paper": "https://arxiv.org/abs/2409.19256",
+        "Megatron-core": "https://github.com/NVIDIA/Megatron-LM",
+        "SGLang": "https://github.com/sgl-project/sglang",
+        "Ray": "https://github.com/ray-project/ray",
+    },
     keywords=[
         "reinforcement learning",
         "RLHF",

@@ -71,6 +71,9 @@ def test_the_metadata_say_what_it_is(wheel: Path) -> None:
         told = HeaderParser().parsestr(file.read(f"megarl-{__version__}.dist-info/METADATA").decode())
     assert (told["License-Expression"], told["Author"]) == ("Apache-2.0", "The megarl authors")
     assert told["Description-Content-Type"] == "text/markdown" and told["Requires-Python"] == ">=3.11"
+    addresses = dict(line.split(", ", 1) for line in told.get_all("Project-URL"))
+    assert addresses["Paper"] == "https://arxiv.org/abs/2409.19256"
+    assert all(address.startswith("https://") for address in addresses.values())
     classifiers = told.get_all("Classifier")
     assert "Typing :: Typed" in classifiers and "Programming Language :: Python :: 3.12" in classifiers
     required = [text for text in told.get_all("Requires-Dist") if "extra ==" not in text]

@@ -1,4 +1,4 @@
-"""What every rank has in its environment before torch is imported."""
+"""The environment of a rank's process."""
 
 from __future__ import annotations
 

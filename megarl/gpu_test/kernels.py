@@ -5,7 +5,7 @@ Transformer Engine's are those that models are made of here (megarl/megatron/lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -39,10 +39,16 @@ def made(device: str, *shape: int, seed: int = 0, scale: float = 1.0) -> tuple[t
     return values.clone().requires_grad_(), values.float().requires_grad_()
 
 
-def both_backward(found: torch.Tensor, expected: torch.Tensor) -> None:
+def with_gradients(
+    found: torch.Tensor, expected: torch.Tensor, leaves: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
+) -> Iterator[Pair]:
+    """An output and, after a backward pass, the gradients of its leaves, each with what it is compared with."""
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(99)).to(expected.device)
     found.backward(weight.to(found.dtype))
     expected.backward(weight)
+    yield Pair("output", found, expected)
+    for name, leaf, other in leaves:
+        yield Pair(f"gradient of {name}", leaf.grad, other.grad)
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -76,11 +82,9 @@ def _te_attention(device: str, heads: int, groups: int, width: int, value_width:
     )  # fmt: skip
     expected = attention(query_too, key_too, value_too)
     found = found.view(expected.shape)
-    both_backward(found, expected)
-    yield Pair("output", found, expected)
-    yield Pair("gradient of queries", query.grad, query_too.grad)
-    yield Pair("gradient of keys", key.grad, key_too.grad)
-    yield Pair("gradient of values", value.grad, value_too.grad)
+    names = ("queries", "keys", "values")
+    leaves = zip(names, (query, key, value), (query_too, key_too, value_too), strict=True)
+    yield from with_gradients(found, expected, leaves)
 
 
 def _te_norm_linear(device: str) -> Iterator[Pair]:
@@ -96,11 +100,10 @@ def _te_norm_linear(device: str) -> Iterator[Pair]:
     found = module(x)
     scaled = x_too * torch.rsqrt(x_too.square().mean(-1, keepdim=True) + 1e-6) * norm
     expected = scaled @ weight.T
-    both_backward(found, expected)
-    yield Pair("output", found, expected)
-    yield Pair("gradient of the input", x.grad, x_too.grad)
-    yield Pair("gradient of the norm", module.layer_norm_weight.grad, norm.grad)
-    yield Pair("gradient of the weight", module.weight.grad, weight.grad)
+    leaves = [
+        ("the input", x, x_too), ("the norm", module.layer_norm_weight, norm), ("the weight", module.weight, weight),
+    ]  # fmt: skip
+    yield from with_gradients(found, expected, leaves)
 
 
 def _te_norm(device: str) -> Iterator[Pair]:
@@ -110,9 +113,7 @@ def _te_norm(device: str) -> Iterator[Pair]:
     module = te.RMSNorm(128, eps=1e-6, params_dtype=torch.bfloat16, device=device)
     found = module(x)
     expected = x_too * torch.rsqrt(x_too.square().mean(-1, keepdim=True) + 1e-6)
-    both_backward(found, expected)
-    yield Pair("output", found, expected)
-    yield Pair("gradient", x.grad, x_too.grad)
+    yield from with_gradients(found, expected, [("the input", x, x_too)])
 
 
 def _te_experts(device: str) -> Iterator[Pair]:
@@ -126,11 +127,8 @@ def _te_experts(device: str) -> Iterator[Pair]:
     copies = [weight.detach().float().requires_grad_() for weight in weights]
     found = module(x, splits)
     expected = torch.cat([part @ copy.T for part, copy in zip(x_too.split(splits), copies, strict=True)])
-    both_backward(found, expected)
-    yield Pair("output", found, expected)
-    yield Pair("gradient of the input", x.grad, x_too.grad)
-    for number in (0, 2, 3):
-        yield Pair(f"gradient of expert {number}", weights[number].grad, copies[number].grad)
+    experts = ((f"expert {number}", weights[number], copies[number]) for number in (0, 2, 3))
+    yield from with_gradients(found, expected, [("the input", x, x_too), *experts])
 
 
 def _te_rotary(device: str) -> Iterator[Pair]:
@@ -147,9 +145,7 @@ def _te_rotary(device: str) -> Iterator[Pair]:
     chosen = table[places, 0]
     one, other = x_too.chunk(2, -1)
     expected = x_too * chosen.cos() + torch.cat([-other, one], -1) * chosen.sin()
-    both_backward(found, expected)
-    yield Pair("output", found, expected)
-    yield Pair("gradient", x.grad, x_too.grad)
+    yield from with_gradients(found, expected, [("the input", x, x_too)])
 
 
 def _te_adam(device: str) -> Iterator[Pair]:
@@ -175,11 +171,9 @@ def _flash(device: str) -> Iterator[Pair]:
     future = torch.ones(200, 200, dtype=torch.bool, device=device).triu(1)
     scores = (query_too @ key_too.transpose(2, 3) / 8.0).masked_fill(future, -torch.inf)
     expected = scores.softmax(-1) @ value_too
-    both_backward(found, expected)
-    yield Pair("output", found, expected)
-    yield Pair("gradient of queries", query.grad, query_too.grad)
-    yield Pair("gradient of keys", key.grad, key_too.grad)
-    yield Pair("gradient of values", value.grad, value_too.grad)
+    names = ("queries", "keys", "values")
+    leaves = zip(names, (query, key, value), (query_too, key_too, value_too), strict=True)
+    yield from with_gradients(found, expected, leaves)
 
 
 def _checksum(device: str) -> Iterator[Pair]:

@@ -119,10 +119,10 @@ class Outbox:
             raise LinkError(
                 "this trainer rank gave up its links: trainer and engines have to be connected anew"
             )
-        if not self._slots:
-            self._take_slots()
-        sent = Sent(version, buffer_bytes=self.buffer_bytes)
         try:
+            if not self._slots:
+                self._take_slots()
+            sent = Sent(version, buffer_bytes=self.buffer_bytes)
             if len(self._lines) + len(self._pairs) < len(self._share.transports):
                 self._connect()
             if not self._offered:

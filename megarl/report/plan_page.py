@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.hybrid_engine.plan_command import size_text
 from megarl.layout.account import LINKS
+from megarl.report.bars import stacked
 from megarl.report.html import render
 from megarl.trainer.memory_plan import GIB
 from megarl.trainer.plan_advice import Change, as_words
@@ -64,17 +65,8 @@ def _bars(job: JobPlan) -> dict[str, Any]:
         "kind": "rows",
         "title": "Memory by phase",
         "about": "GiB by owner; the dashed line is the memory of a GPU without the reserve",
-        "unit": "GiB",
         "rows": list(held),
-        "parts": [
-            {
-                "colour": f"c{number % 10}",
-                "label": name,
-                "values": [round(by.get(name, 0) / GIB, 4) for by in held.values()],
-            }
-            for number, name in enumerate(owners)
-        ],
-        "totals": [round(sum(by.values()) / GIB, 4) for by in held.values()],
+        **stacked((name, [by.get(name, 0) for by in held.values()]) for name in owners),
         "limit": (job.memory.limit - job.memory.reserve) / GIB,
     }
 

@@ -26,16 +26,16 @@ from megarl.config.model_fit import check_models
 from megarl.files import whole_file
 from megarl.shadow import device, engine
 from megarl.shadow.agreement import agreements, all_ranks, lines
-from megarl.shadow.page import fullest, page
+from megarl.shadow.page import fullest, page, size_text
 from megarl.shadow.process import SHARED, Request
-from megarl.trainer.memory_command import plan_of, read_planned, reserve_bytes
+from megarl.trainer.memory_command import read_planned, reserve_bytes
 from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
 from megarl.trainer.model_uses import model_use, roles_of
+from megarl.trainer.tuning_plan import plan_of
 
 CLASSES = "classes"
 MODULE = "megarl.shadow.process"
 NUM_LINES = 5
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def print_comparison(
         for row in (row for row in found if row.rank == rank):
             text = f"{row.difference:+.1%}"
             text = f"{text}, too small" if row.difference < -tolerance / 100 else text
-            table.add_row(f"  {row.owner}", row.phase, _size(row.planned), _size(row.found), text)
+            table.add_row(f"  {row.owner}", row.phase, size_text(row.planned), size_text(row.found), text)
         table.add_section()
     wide = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, wide)  # names are never cut
@@ -303,16 +303,12 @@ def _details(report: Mapping) -> Iterator[str]:
     )
     yield f"  largest at the peak of the {last}:"
     for (phase, _, line), size in report["phases"][last]["largest"][:NUM_LINES]:
-        yield f"    {_size(size)}  {line} ({phase})"
+        yield f"    {size_text(size)}  {line} ({phase})"
     for phase in (phase for phase in ("save", "load") if phase in report["phases"]):
-        yield f"  takes to {phase} a checkpoint: {_size(report['phases'][phase]['peak'])}"
-    yield f"  stays when everything is released: {_size(report['released'])}"
+        yield f"  takes to {phase} a checkpoint: {size_text(report['phases'][phase]['peak'])}"
+    yield f"  stays when everything is released: {size_text(report['released'])}"
     for (_, _, line), size in report["kept_by"][:NUM_LINES]:
         if size >= report["released"] / 100:
-            yield f"    {_size(size)}  {line}"
+            yield f"    {size_text(size)}  {line}"
     for what, times in sorted(report["assumed"].items(), key=lambda item: -item[1]):
         yield f"  assumed {times} times: {what}"
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:.3f} GiB" if size >= GIB // 10 else f"{size / MIB:.2f} MiB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl.report.bars import stacked
 from megarl.report.html import render
 from megarl.shadow import engine
 from megarl.trainer.memory_plan import GIB
@@ -16,7 +17,6 @@ NOTE = (
     "Each rank's own code ran on a CUDA device that is there by name only: bytes are those of tensors, rounded as torch's "
     "allocator rounds them. Fragments, CUDA's context, NCCL's buffers and scratch memory of kernels are not in them."
 )
-COLOURS = 10  # of the page's style
 
 
 def page(recipe: str, found: Sequence[Comparison], reports: Sequence[Mapping], tolerance: float) -> str:
@@ -41,7 +41,7 @@ def page(recipe: str, found: Sequence[Comparison], reports: Sequence[Mapping], t
                 "name": name,
                 "charts": range(len(charts), len(charts) + (1 if of_engine else 2)),
                 "rows": [_cells(row) for row in rows],
-                "largest": [[_size(size), made[0], f"{made[2]}, {made[1]}"] for made, size in largest],
+                "largest": [[size_text(size), made[0], f"{made[2]}, {made[1]}"] for made, size in largest],
                 "facts": list(engine.details(report)) if of_engine else _facts(report),
             }
         )
@@ -81,20 +81,8 @@ def _owners(name: str, rows: Sequence[Comparison]) -> dict[str, Any]:
         "kind": "rows",
         "title": f"{name}: the peak by owner",
         "about": "GiB; what is always there, and what an update takes beside it, or an evaluation where there is none",
-        "unit": "GiB",
         "rows": ["plan", "dry run"],
-        "parts": [
-            {
-                "colour": f"c{number % COLOURS}",
-                "label": row.owner,
-                "values": [round(row.planned / GIB, 4), round(row.found / GIB, 4)],
-            }
-            for number, row in enumerate(there)
-        ],
-        "totals": [
-            round(sum(row.planned for row in there) / GIB, 4),
-            round(sum(row.found for row in there) / GIB, 4),
-        ],
+        **stacked((row.owner, [row.planned, row.found]) for row in there),
     }
 
 
@@ -110,34 +98,27 @@ def _lines(name: str, report: Mapping) -> dict[str, Any]:
         "kind": "rows",
         "title": f"{name}: the peak by line, in phase {peak}",
         "about": "GiB on the device at the peak, by the line that made it and the phase in which it did",
-        "unit": "GiB",
         "rows": list(sizes),
-        "parts": [
-            {
-                "colour": f"c{number % COLOURS}",
-                "label": phase,
-                "values": [round(by_phase.get(phase, 0) / GIB, 4) for by_phase in sizes.values()],
-            }
-            for number, phase in enumerate(phases)
-        ],
-        "totals": [round(sum(by_phase.values()) / GIB, 4) for by_phase in sizes.values()],
+        **stacked((phase, [by_phase.get(phase, 0) for by_phase in sizes.values()]) for phase in phases),
     }
 
 
 def _cells(row: Comparison) -> list[str]:
-    return [row.owner, row.phase, _size(row.planned), _size(row.found), f"{row.difference:+.1%}"]
+    return [row.owner, row.phase, size_text(row.planned), size_text(row.found), f"{row.difference:+.1%}"]
 
 
 def _facts(report: Mapping) -> list[str]:
     kept = [
-        f"{_size(size)} by {made[2]}" for made, size in report["kept_by"] if size >= report["released"] / 100
+        f"{size_text(size)} by {made[2]}"
+        for made, size in report["kept_by"]
+        if size >= report["released"] / 100
     ]
     return [
-        f"stays when everything is released: {_size(report['released'])}"
+        f"stays when everything is released: {size_text(report['released'])}"
         + (f" ({'; '.join(kept)})" if kept else ""),
         *(f"assumed {times} times: {what}" for what, times in report["assumed"].items()),
     ]
 
 
-def _size(size: int) -> str:
+def size_text(size: int) -> str:
     return f"{size / GIB:.3f} GiB" if size >= GIB // 10 else f"{size / 2**20:.2f} MiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,10 +16,11 @@ from megarl.config.hub import fetch_models
 from megarl.config.model_fit import check_models
 from megarl.config.recipe_command import TRAINING, recipe_command
 from megarl.config.recipes import shown
-from megarl.models import read_model_config
 from megarl.trainer.memory_fit import fit, layout_keys
-from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs, plan_memory
-from megarl.trainer.tuning_plan import plan_tuning
+from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
+from megarl.trainer.tuning_plan import plan_of
+
+C = TypeVar("C", bound=TrainConfig | TuningConfig)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -74,14 +76,7 @@ def reserve_words(option: float | None) -> str:
 
 def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[TrainConfig, PlanInputs]:
     """A recipe, resolved and (without the files of its data) checked, and the facts of its models."""
-    config = load_config(TrainConfig, recipe, overrides)
-    if check:
-        check_config(config, data_files=False)
-    config = fetch_models(resolve(config), weights=False)
-    model = read_model_config(config.actor_rollout_ref.model.path)
-    critic = None if config.critic is None else read_model_config(config.critic.model.path)
-    reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None
-    return config, PlanInputs(model, critic, reward)
+    return _read(TrainConfig, recipe, overrides, check)
 
 
 def read_planned(
@@ -95,22 +90,15 @@ def read_planned(
     Raises:
         ValueError: besides what `load_config` and `check_config` raise, nothing says which command it is of.
     """
-    schema = TRAINING[command or recipe_command(recipe, overrides)]
-    if schema is TrainConfig:
-        return read_inputs(recipe, overrides, check)
+    return _read(TRAINING[command or recipe_command(recipe, overrides)], recipe, overrides, check)
+
+
+def _read(schema: type[C], recipe: str, overrides: list[str], check: bool) -> tuple[C, PlanInputs]:
     config = load_config(schema, recipe, overrides)
     if check:
         check_config(config, data_files=False)
     config = fetch_models(resolve(config), weights=False)
-    return config, PlanInputs(read_model_config(config.model.path))
-
-
-def plan_of(
-    config: TrainConfig | TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None
-) -> MemoryPlan:
-    """The plan of what `read_planned` has read; the arguments are those of `plan_memory`."""
-    plan = plan_memory if isinstance(config, TrainConfig) else plan_tuning
-    return plan(config, inputs, limit, reserve)
+    return config, PlanInputs.read(config)
 
 
 def as_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:

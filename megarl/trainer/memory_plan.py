@@ -15,6 +15,7 @@ from megarl.config import (
     RewardModelConfig,
     RolloutConfig,
     TrainConfig,
+    TuningConfig,
     evaluates,
     needs_reference,
     pool_devices,
@@ -32,7 +33,7 @@ from megarl.memory.serving import (
     rotary_bytes,
     token_bytes,
 )
-from megarl.models import ModelConfig
+from megarl.models import ModelConfig, read_model_config
 from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
 from megarl.trainer.lora_sync import served_adapters
@@ -160,6 +161,18 @@ class PlanInputs:
     stages: dict[object, list[StageBytes]] = field(default_factory=dict)
     tables: dict[object, StageTensors] = field(default_factory=dict)
     flops: dict[tuple[str, str], ModelFlops] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, config: TrainConfig | TuningConfig) -> PlanInputs:
+        """The facts of a resolved configuration's models, whose folders are here."""
+        if not isinstance(config, TrainConfig):
+            return cls(read_model_config(config.model.path))
+        critic, reward = config.critic, config.reward_model
+        return cls(
+            read_model_config(config.actor_rollout_ref.model.path),
+            None if critic is None else read_model_config(critic.model.path),
+            read_model_config(reward.model.path) if reward.enable else None,
+        )
 
     def weights(self, role: str, model: ModelConfig, lora: LoraConfig) -> Shapes | None:
         if not lora.rank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,6 +10,7 @@ from megarl.config import (
     CriticConfig,
     DPOConfig,
     MegatronConfig,
+    OptimConfig,
     PoolConfig,
     RMConfig,
     TrainConfig,
@@ -79,15 +80,10 @@ def _trained(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
         tokens=tokens,
         evaluated=evaluated,
         head="lm" if role == "actor" else "value",
-        itemsize=precision(megatron.dtype).itemsize,
         lora=lora,
         adapted=inputs.weights(role, model, lora),
         base_block=base_block,
-        distributed=megatron.use_distributed_optimizer,
-        overlap=megatron.overlap_grad_reduce,
-        on_host=section.optim.optimizer_cpu_offload,
-        recompute=megatron.recompute_granularity,
-        chunk_tokens=megatron.log_prob_chunk_tokens,
+        **_training(megatron, section.optim),
     )
 
 
@@ -140,16 +136,23 @@ def tuning_use(config: TuningConfig, inputs: PlanInputs) -> ModelUse:
         tokens=tokens,
         evaluated=tokens,
         head="value" if isinstance(config, RMConfig) else "lm",
-        itemsize=precision(megatron.dtype).itemsize,
         lora=lora,
         adapted=inputs.weights(tuned_role(config), inputs.model, lora),
         base_block=lora.blocks,
-        distributed=megatron.use_distributed_optimizer,
-        overlap=megatron.overlap_grad_reduce,
-        on_host=config.optim.optimizer_cpu_offload,
-        recompute=megatron.recompute_granularity,
-        chunk_tokens=megatron.log_prob_chunk_tokens,
+        **_training(megatron, config.optim),
     )
+
+
+def _training(megatron: MegatronConfig, optim: OptimConfig) -> dict[str, Any]:
+    """What a `ModelUse` says of how a model is trained."""
+    return {
+        "itemsize": precision(megatron.dtype).itemsize,
+        "distributed": megatron.use_distributed_optimizer,
+        "overlap": megatron.overlap_grad_reduce,
+        "on_host": optim.optimizer_cpu_offload,
+        "recompute": megatron.recompute_granularity,
+        "chunk_tokens": megatron.log_prob_chunk_tokens,
+    }
 
 
 def _layout(megatron: MegatronConfig, pool: PoolConfig) -> ParallelLayout:

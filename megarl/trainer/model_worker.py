@@ -20,6 +20,10 @@ from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import from_lists
 from megarl.freed_memory import keep_freed_memory
 from megarl.hybrid_engine import (
+    AdapterExport,
+    Bundle,
+    ExportPlan,
+    adapter_export_plan,
     load_adapters,
     load_hf_weights,
 )
@@ -56,7 +60,6 @@ from megarl.models.lora import ADAPTER
 from megarl.plugins import load_plugins
 from megarl.rendezvous import wait_for_all
 from megarl.trainer.blame import Names, blame, check_update, no_names
-from megarl.trainer.exporting import Exporting
 from megarl.trainer.profiling import Profile
 from megarl.trainer.rank_states import rank_states, write_companions
 from megarl.trainer.specs import ModelSpec
@@ -70,7 +73,7 @@ RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
 """Row numbers, and by column (flat values, offsets) of one list for each of these rows."""
 
 
-class ModelWorker(Exporting):
+class ModelWorker:
     """One rank. Every method is called on all ranks of the role at once."""
 
     def __init__(self, info: RankInfo, spec: ModelSpec, base: ModelWorker | None = None) -> None:
@@ -123,6 +126,8 @@ class ModelWorker(Exporting):
             )
         self.parts = self._parts(owns_model=base is None)
         self.reserved: list[Offloadable] = []
+        self.export: ExportPlan | None = None
+        self.adapter_export: AdapterExport | None = None
         self.saving: Saving | None = None
         self.profile: Profile | None = None
         self.base_model: BaseModel | None = None  # found out by the first save or load
@@ -327,6 +332,32 @@ class ModelWorker(Exporting):
         why = partial(blame, self.chunks, batches, head, loss, names)
         check_update(result, self.spec.optim.min_loss_scale, why)
         return result
+
+    def export_plan(self, mtp: bool) -> ExportPlan:
+        """How the model is exported. `mtp`: with the source model's multi-token prediction layers."""
+        dtype = platform.torch_dtype(self.config.dtype)
+        self.export = ExportPlan(self.config, self.layout, dtype, mtp=mtp, head=self.spec.head)
+        return self.export
+
+    def adapter_plan(self) -> AdapterExport:
+        """How the adapters are exported, with the value head if there is one."""
+        spec = self.spec
+        self.adapter_export = adapter_export_plan(
+            self.config, self.layout, spec.lora, self.dtype, adapter=self.adapter, head=spec.head
+        )
+        return self.adapter_export
+
+    def pack_adapters(self) -> Bundle:
+        """What this rank holds of the adapters, after `adapter_plan`."""
+        assert self.adapter_export is not None
+        assert_resident(self.chunks)
+        return self.adapter_export.pack(self.info.rank, local_parameters(self.chunks))
+
+    def pack_export(self, shard: int) -> Bundle:
+        """What this rank holds of a shard file of the Hugging Face checkpoint, after `export_plan`."""
+        assert self.export is not None
+        assert_resident(self.chunks)
+        return self.export.pack(shard, self.info.rank, self.trained_tensors())
 
     def of_role(self, role: str) -> ModelWorker:
         """The worker of a role that these ranks have; `role`: the name of its folder in checkpoints."""

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config import PoolConfig, SFTConfig, TuningConfig
+from megarl.config import PoolConfig, SFTConfig, TrainConfig, TuningConfig
 from megarl.config.resolve import GLOBAL_POOL, least_tokens
 from megarl.memory.model import model_bytes
 from megarl.memory.reserve import reserved
 from megarl.trainer.memory_phases import trained_parts
-from megarl.trainer.memory_plan import MemoryPlan, Owned, PlanInputs
+from megarl.trainer.memory_plan import MemoryPlan, Owned, PlanInputs, plan_memory
 from megarl.trainer.model_uses import model_use, tuned_role
 
 EVALUATE, UPDATE = "evaluate", "update"
+
+
+def plan_of(
+    config: TrainConfig | TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
+) -> MemoryPlan:
+    """The plan of a resolved configuration of any command that trains; the arguments are those of `plan_memory`."""
+    plan = plan_memory if isinstance(config, TrainConfig) else plan_tuning
+    return plan(config, inputs, limit, reserve)
 
 
 def plan_tuning(

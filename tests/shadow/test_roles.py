@@ -7,8 +7,9 @@ import pytest
 
 from megarl.shadow.dry_run import Comparison, compare, start
 from megarl.shadow.process import Request
-from megarl.trainer.memory_command import plan_of, read_planned
+from megarl.trainer.memory_command import read_planned
 from megarl.trainer.memory_plan import GIB
+from megarl.trainer.tuning_plan import plan_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PPO = """

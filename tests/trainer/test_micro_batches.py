@@ -12,7 +12,7 @@ from megarl.trainer import micro_batches
 from megarl.trainer.doctor_facts import Gpu
 from megarl.trainer.memory_command import read_inputs
 from megarl.trainer.memory_plan import GIB, plan_memory
-from megarl.trainer.micro_batch_memory import RESERVE, fitting_tokens
+from megarl.trainer.micro_batch_memory import fitting_tokens
 from megarl.trainer.micro_batches import with_chosen_size
 from tests.trainer.conftest import PPO, REPOSITORY, on
 
@@ -72,12 +72,12 @@ def test_gpus_hold_what_is_chosen_and_not_twice_as_much(monkeypatch: pytest.Monk
         for times in (1, 2):
             keys = [f"{ACTOR}.ppo_max_token_len_per_gpu={times * tokens}"]
             sized, inputs = read_inputs(str(LARGE), keys)
-            plan = plan_memory(sized, inputs, memory * GIB, RESERVE)
+            plan = plan_memory(sized, inputs, memory * GIB)
             peak = max(plan.fullest(phase) for phase in ("evaluate_models", "update_critic", "update_actor"))
             if tokens > longest and times == 1:
-                assert peak + RESERVE <= memory * GIB
+                assert peak + plan.reserve <= memory * GIB
             if tokens < 16 * longest and times == 2:
-                assert peak + RESERVE > memory * GIB
+                assert peak + plan.reserve > memory * GIB
 
 
 @pytest.mark.parametrize("schema", [SFTConfig, RMConfig])

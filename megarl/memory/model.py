@@ -195,7 +195,9 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, 
         assert moe is not None
         # Permuted, exchanged and sorted tokens and the outputs; of both linear layers the first one's outputs and their product.
         routed = 4 * config.hidden_size + 3 * moe.ffn_hidden_size // use.layout.etp
-        parts.append(_routed(use, tokens) * routed * item + 5 * hidden)
+        # The layer's own, what shared experts give; of a pipeline's stage its input, the last one and the one that comes.
+        own = 5 + (moe.shared_ffn_hidden_size > 0) + (3 if use.layout.pp > 1 else 0)
+        parts.append(_routed(use, tokens) * routed * item + own * hidden)
     if any(".mlp.linear_fc1" in name for name in names):
         # Gate and up, and their product.
         dense = 3 * config.ffn_hidden_size // use.layout.tp

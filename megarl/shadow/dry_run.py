@@ -89,12 +89,14 @@ def run(options: argparse.Namespace) -> int:
     )
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]
-    fit = agreements(reports)
-    if together:
-        of_all = run_ranks(
+    # Of ranks that run apart nothing follows: each takes its peers to have what it has, and a stage without experts has other calls.
+    fit = agreements(
+        run_ranks(
             options.recipe, options.overrides, together, card=card, command=options.command, together=True
         )
-        fit = agreements(of_all)
+        if together
+        else []
+    )
     if options.html is not None:
         with whole_file(Path(options.html)) as temporary:
             temporary.write_text(page(options.recipe, found, reports, options.tolerance), encoding="utf-8")
@@ -104,7 +106,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(told, indent=2))
     else:
         print_comparison(Console(), found, reports, options.tolerance)
-        print("\n".join(lines(fit)))
+        for line in lines(fit):
+            print(line)
     agree = not any(agreement.problems for agreement in fit.values())
     return 1 if wrong or not agree or any(report.get("problems") for report in reports) else 0
 

@@ -55,8 +55,8 @@ def test_ranks_agree_in_a_dry_run_only(capsys) -> None:
 
 
 def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None:
-    arguments = ["plan", "memory", str(RECIPE), *overrides(model), "--dry-run", "--ranks", "1,3", "--json"]
-    assert main(arguments) in (0, 1)
+    arguments = ["plan", "memory", str(RECIPE), *overrides(model), "--dry-run", "--ranks", "1,3"]
+    assert main([*arguments, "--agree", "--json"]) in (0, 1)
     printed = json.loads(capsys.readouterr().out)
     assert {row["owner"] for row in printed["comparisons"]} >= {
         "actor_weights",
@@ -68,6 +68,7 @@ def test_the_command_prints_the_comparison(machine, model: Path, capsys) -> None
     assert [(report["role"], report["rank"]) for report in printed["ranks"]] == [
         ("actor", 1), ("actor", 3), ("critic", 1), ("critic", 3), ("rollout", 0),
     ]  # fmt: skip
+    assert set(printed["agreement"]) == {"actor", "critic"}
     for agreement in printed["agreement"].values():
-        assert agreement["ranks"] == [1, 3] and agreement["problems"] == []
-        assert agreement["matched"] > 0 and agreement["open_ended"] > 0  # ranks 0 and 2 were not run
+        assert agreement["ranks"] == [0, 1, 2, 3] and agreement["problems"] == []
+        assert agreement["matched"] > 0 and agreement["open_ended"] == 0

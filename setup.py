@@ -14,7 +14,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SHIPPED = ("launch", "recipes", "requirements")  # megarl/shipped.py finds them
+SHIPPED = ("launch", "recipes", "requirements")  # megarl/util/shipped.py finds them
 
 
 class BuildWithShipped(build_py):
@@ -124,9 +124,9 @@ setup(
     install_requires=CORE,
     extras_require={"rollout": ROLLOUT, "dev": DEV},
     entry_points={
-        "console_scripts": ["megarl = megarl.cli:program"],
+        "console_scripts": ["megarl = megarl.cli.main:program"],
         # What SGLang's wheel lacks on a machine without a GPU; both are inert elsewhere.
-        "torch.backends": ["megarl_cpu_sglang = megarl.rollout.cpu_sglang:on_torch_import"],
-        "sglang.srt.plugins": ["megarl_cpu_sglang = megarl.rollout.cpu_sglang:on_sglang_start"],
+        "torch.backends": ["megarl_cpu_sglang = megarl.sglang_cpu.hooks:on_torch_import"],
+        "sglang.srt.plugins": ["megarl_cpu_sglang = megarl.sglang_cpu.hooks:on_sglang_start"],
     },
 )

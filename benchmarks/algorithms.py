@@ -79,7 +79,7 @@ def prepare() -> None:
     if (TASK / "sft" / "hf" / "config.json").is_file():
         return
     for command in (["make-task", str(TASK)], ["sft", "recipes/quickstart_sft.yaml"]):
-        subprocess.run([sys.executable, "-m", "megarl.cli", *command], cwd=REPOSITORY, check=True)
+        subprocess.run([sys.executable, "-m", "megarl", *command], cwd=REPOSITORY, check=True)
 
 
 def run_case(case: Case, steps: int, seed: int) -> dict[str, object]:
@@ -88,7 +88,7 @@ def run_case(case: Case, steps: int, seed: int) -> dict[str, object]:
     (REPOSITORY / folder / "metrics.jsonl").unlink(missing_ok=True)
     begun = time.perf_counter()
     result = subprocess.run(
-        [sys.executable, "-m", "megarl.cli", "train", *case.arguments(folder, steps, seed)],
+        [sys.executable, "-m", "megarl", "train", *case.arguments(folder, steps, seed)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

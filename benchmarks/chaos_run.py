@@ -33,7 +33,7 @@ _TITLES = {
     "Ray GCS": "gcs_server",
 }
 KINDS = (*_TITLES, "reward worker", _CONTROLLER)
-_REWARD_WORKER = "megarl.rewards.worker"
+_REWARD_WORKER = "megarl.rewards.processes.worker"
 _FOOTPRINT = re.compile(r"/(?:tmp/megarl-[\w]+|dev/shm/[\w.-]+)")
 _RANK = re.compile(r"^MEGARL_RANK=(\w+)$", re.MULTILINE)
 

@@ -68,7 +68,7 @@ class Task:
     def command(self, run_folder: Path) -> list[str]:
         """The command of a run into `run_folder`: always the same, also to go on."""
         return [
-            *(sys.executable, "-m", "megarl.cli", "train", *SETTINGS, *SURVIVAL),
+            *(sys.executable, "-m", "megarl", "train", *SETTINGS, *SURVIVAL),
             f"data.train_files={self.folder}/data/train.parquet",
             f"actor_rollout_ref.model.path={self.folder}/model",
             f"custom_reward_function.path={self.folder}/reward.py",

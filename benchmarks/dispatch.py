@@ -44,16 +44,17 @@ from megarl.data.trajectories import (
 )
 from megarl.layout.grid import ParallelLayout
 from megarl.rollout.engine import SamplingParams
-from megarl.trainer.advantages import compute_batch_advantages
-from megarl.trainer.controls import make_controls
-from megarl.trainer.dispatch import READ, MicroBatching, columns_of
-from megarl.trainer.memory import device_memory
-from megarl.trainer.model_roles import Role
-from megarl.trainer.rollouts import APART, generate
-from megarl.trainer.run import Run
-from megarl.trainer.stages import evaluate_models
-from megarl.trainer.sync import SyncFacts, VersionFacts, sync_weights
-from megarl.trainer.updates import learnt_of, update
+from megarl.trainer.roles.device_memory import device_memory
+from megarl.trainer.roles.model_roles import Role
+from megarl.trainer.roles.types import SyncFacts, VersionFacts
+from megarl.trainer.roles.weight_sync import sync_weights
+from megarl.trainer.run.run import Run
+from megarl.trainer.stages.advantages import compute_batch_advantages
+from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.passes import evaluate_models
+from megarl.trainer.stages.rollouts import APART, generate
+from megarl.trainer.stages.updates import learnt_of, update
+from megarl.trainer.workers.dispatch import READ, MicroBatching, columns_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = 8  # of a prompt

@@ -14,12 +14,12 @@ import pyarrow as pa
 import ray
 
 from megarl.cluster import ResourcePool, WorkerGroup, wait
+from megarl.cluster.ranks import RankInfo
 from megarl.cluster.relay import RELAY, RelayedGroup, shares_of
-from megarl.cluster.worker import RankInfo
 from megarl.data.trajectories import Generation, build_trajectories, list_lengths, take
-from megarl.hybrid_engine import Sent
 from megarl.layout.grid import ParallelLayout, coords_of
 from megarl.rollout.engine import SyncReport
+from megarl.weight_sync.sender import Sent
 
 ENGINE_RANKS = 8
 

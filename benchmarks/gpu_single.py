@@ -10,8 +10,8 @@ every response is as long as it may be; what is learnt means nothing.
 Where SGLang's kernels are not installed (or with --train-only) the training phases alone run, on synthetic trajectories of
 these lengths, and the output says so. `--shrink` is the same with a tiny model and short texts, also on a CPU.
 
-MFU: the operations of a phase (megarl/memory/flops.py: matrices forward and backward, causal attention, the output layer at
-response tokens only; nothing that is computed twice) over its seconds and the card's peak in bfloat16 (megarl/memory/cards.py; none
+MFU: the operations of a phase (megarl/costs/flops.py: matrices forward and backward, causal attention, the output layer at
+response tokens only; nothing that is computed twice) over its seconds and the card's peak in bfloat16 (megarl/costs/cards.py; none
 for a card that is not listed there).
 """
 
@@ -37,11 +37,11 @@ from facts import environment
 from transformers import AutoTokenizer
 
 from megarl.config import TrainConfig, load_config, needs_old_log_probs, needs_ref_log_probs, resolve
+from megarl.costs.cards import peak_bf16
+from megarl.costs.flops import ModelFlops, causal_pairs, model_flops
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.gsm8k import word_problem
 from megarl.data.trajectories import Generation, build_trajectories, expand_prompts
-from megarl.memory.cards import peak_bf16
-from megarl.memory.flops import ModelFlops, causal_pairs, model_flops
 from megarl.models import read_model_config
 from megarl.models.tiny import make_tiny_model
 
@@ -270,7 +270,7 @@ def run(options: argparse.Namespace, gpu: bool, generates: bool) -> dict:
         folder = Path(name)
         make_tiny_model(folder / "model", arithmetic_texts(), **job.shape)
         keys = overrides(folder, job, options, generates)
-        command = [sys.executable, "-m", "megarl.cli", "train", str(RECIPE), *keys]
+        command = [sys.executable, "-m", "megarl", "train", str(RECIPE), *keys]
         config = resolve(load_config(TrainConfig, RECIPE, keys))
         output = None if options.verbose else subprocess.DEVNULL
         with (

@@ -2,7 +2,7 @@
 
     python benchmarks/imports.py --out FILE
 
-Each line is the median of processes that import nothing else (`megarl.imports.without_collection` is what megarl's own use).
+Each line is the median of processes that import nothing else (`megarl.util.imports.without_collection` is what megarl's own use).
 """
 
 import argparse
@@ -16,11 +16,11 @@ from pathlib import Path
 from facts import REPOSITORY, environment
 
 # What a trainer rank imports, and what an engine's owner does; on a GPU its schedulers, too.
-MODULES = ("megarl.trainer.model_worker", "sglang.srt.managers.scheduler")
+MODULES = ("megarl.trainer.workers.model", "sglang.srt.managers.scheduler")
 CHILD = """
 import contextlib, importlib, json, resource, sys
-import megarl.imports
-with megarl.imports.without_collection() if sys.argv[2] == "paused" else contextlib.nullcontext():
+import megarl.util.imports
+with megarl.util.imports.without_collection() if sys.argv[2] == "paused" else contextlib.nullcontext():
     importlib.import_module("torch")
     importlib.import_module(sys.argv[1])
 used = resource.getrusage(resource.RUSAGE_SELF)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megarl.config.lora_section import LoraConfig
-from tests.memory.measure import measure_rank
-from tests.memory.models import make_models
+from megarl.config.schema.lora import LoraConfig
+from tests.costs.measure import measure_rank
+from tests.costs.models import make_models
 from tests.ranks import RankPool
 
 LAYOUTS = {"one": (1, {}), "tp2_sp": (2, {"tp": 2, "sp": True}), "pp2": (2, {"pp": 2}), "dp2": (2, {})}

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from facts import environment
 
+from megarl.costs.flops import model_flops
 from megarl.data.balance import (
     MiniBatch,
     partition_balanced,
@@ -29,7 +30,6 @@ from megarl.data.balance import (
 )
 from megarl.data.gsm8k import INSTRUCTION
 from megarl.data.plan_figures import aligned_lengths, plan_figures
-from megarl.memory.flops import model_flops
 from megarl.models import read_model_config
 
 MODEL = Path(__file__).resolve().parent.parent / "recipes/models/qwen2.5-7b"

@@ -22,15 +22,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megarl.memory.decoding import spread
-from megarl.memory.flops import model_flops
-from megarl.memory.hardware import TABLE, Assumptions
-from megarl.memory.speed import Machine
+from megarl.costs.decoding import spread
+from megarl.costs.flops import model_flops
+from megarl.costs.hardware import TABLE, Assumptions
+from megarl.costs.speed import Machine
 from megarl.models import logical_tensors
-from megarl.trainer.memory_command import read_inputs
-from megarl.trainer.memory_plan import GIB, PlanInputs, plan_memory
-from megarl.trainer.plan_job import JobPlan, plan_job
-from megarl.trainer.plan_seconds import Part, lengths
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.job import JobPlan, plan_job
+from megarl.plan.memory import GIB, plan_memory
+from megarl.plan.memory_command import read_inputs
+from megarl.plan.seconds import Part, lengths
 
 BASE = "recipe:bases/math_grpo"
 RESERVE = 6 * GIB

@@ -33,8 +33,8 @@ from rich.table import Table
 from weight_sync_cases import CASES, DTYPE, Case, lora_of, model_of, sync_plan
 from weight_sync_ranks import TIMEOUT, Ranks, answers, call, full_gather
 
-from megarl.hybrid_engine.layouts import hf_layout
-from megarl.rollout.receiver import InboxFile
+from megarl.weight_sync.model_layouts import hf_layout
+from megarl.weight_sync.receiver import InboxFile
 
 ADAPTERS = "adapters"
 TRANSPORTS = {"megarl": "shared_memory", "megarl p2p": "p2p", ADAPTERS: "shared_memory"}

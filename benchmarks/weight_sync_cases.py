@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from megarl.config import LoraConfig
-from megarl.hybrid_engine.layouts import EngineLayout, megatron_layout, sglang_layout
-from megarl.hybrid_engine.sync import SyncPlan
 from megarl.layout import RankPlace, place_engines
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.models.config import MoEConfig
+from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.sync_plan import SyncPlan
 
 DTYPE = torch.float32
 

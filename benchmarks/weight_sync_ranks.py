@@ -12,13 +12,13 @@ import torch.distributed as dist
 from full_gather import FullGather, Gatherer, loader
 from weight_sync_cases import DTYPE, Case, lora_of, model_of
 
-from megarl.hybrid_engine.adapter_sync import megatron_adapters, served_adapters
-from megarl.hybrid_engine.layouts import hf_layout, megatron_layout, sglang_layout
-from megarl.hybrid_engine.outbox import Outbox
 from megarl.layout import Layout, Piece
 from megarl.models.lora import logical_adapters, scaling
-from megarl.rollout.adapters import remember_manager
-from megarl.rollout.receiver import Receiver
+from megarl.weight_sync.adapter_slot import remember_manager
+from megarl.weight_sync.adapters import megatron_adapters, served_adapters
+from megarl.weight_sync.model_layouts import hf_layout, megatron_layout, sglang_layout
+from megarl.weight_sync.receiver import Receiver
+from megarl.weight_sync.sender import Outbox
 
 TIMEOUT = 300.0
 

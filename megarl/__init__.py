@@ -1,9 +1,9 @@
 """megarl: reinforcement learning for language models on Megatron-core, SGLang and Ray.
 
-The Python API: `Trainer`, `DataCollector`, `make_trainer_config` (see megarl.trainer.api).
+The Python API: `Trainer`, `DataCollector`, `make_trainer_config` (see megarl.api.trainer).
 
 Importing this package imports nothing else, until one of these names is used: SGLang's and torch's plugin entry points
-load `megarl.rollout.cpu_sglang` while torch itself is still being imported.
+load `megarl.sglang_cpu.hooks` while torch itself is still being imported.
 """
 
 import importlib
@@ -12,9 +12,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 _API = {
-    "DataCollector": "megarl.trainer.api",
-    "Trainer": "megarl.trainer.api",
-    "make_trainer_config": "megarl.trainer.api_config",
+    "DataCollector": "megarl.api.trainer",
+    "Trainer": "megarl.api.trainer",
+    "make_trainer_config": "megarl.api.config",
 }
 __all__ = ["DataCollector", "Trainer", "__version__", "make_trainer_config"]
 

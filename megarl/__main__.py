@@ -1,6 +1,6 @@
 """`python -m megarl`: the `megarl` command."""
 
-from megarl.cli import program
+from megarl.cli.main import program
 
 if __name__ == "__main__":
     program()

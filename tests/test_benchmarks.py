@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.memory.flops import LayerFlops, ModelFlops
+from megarl.costs.flops import LayerFlops, ModelFlops
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [

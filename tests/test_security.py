@@ -1,8 +1,8 @@
 """What nobody may get megarl to do, or to tell.
 
-Elsewhere: programs of the model and their limits (tests/rewards/test_sandbox.py, test_code_tests.py), tensors of
-checkpoints with a payload (tests/megatron/test_checkpoint_format.py), ports of a lone engine and of Ray alone
-(tests/rollout/test_sglang_engine.py, tests/cluster/test_group.py).
+Elsewhere: programs of the model and their limits (tests/rewards/sandbox/test_sandbox.py, test_code_tests.py), tensors of
+checkpoints with a payload (tests/megatron/checkpoint/test_format.py), ports of a lone engine and of Ray alone
+(tests/rollout/sglang/test_engine.py, tests/cluster/test_group.py).
 """
 
 import ast
@@ -21,14 +21,14 @@ import psutil
 import pytest
 import torch
 
+from megarl.checkpoints.dcp import DCPReader
 from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, load_config
-from megarl.config.options import walk
+from megarl.config.schema.options import walk
 from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.dcp import DCPReader
 from megarl.models.tiny import make_tiny_model
 from megarl.rollout.engine import EngineConfig
-from megarl.rollout.sglang_start import server_arguments
-from tests.trainer.conftest import PPO, REPOSITORY, command, environment, on
+from megarl.rollout.sglang.start import server_arguments
+from tests.fixtures.runs import PPO, REPOSITORY, command, environment, on
 from tests.trainer.test_faults import SMALL
 
 PACKAGE = REPOSITORY / "megarl"
@@ -38,14 +38,14 @@ SECRET = "sk-not-for-anybodys-eyes"
 UNPICKLED = {
     "dcp.py": "pickle.Unpickler",  # a checkpoint's metadata: by a list of names, below
     "rewards/functions.py": "pickle.loads",  # the reward function of this very program
-    "rollout/inbox.py": "pickle.loads",  # of a trainer rank, over a Unix socket in a folder that only this user enters
-    "rollout/receiver.py": "pickle.loads",  # of the engine's parent, from a file in such a folder
+    "weight_sync/inbox.py": "pickle.loads",  # of a trainer rank, over a Unix socket in a folder that only this user enters
+    "weight_sync/receiver.py": "pickle.loads",  # of the engine's parent, from a file in such a folder
     "shadow/peers.py": "pickle.loads",  # of a fork of this process, over a pipe
 }
 EXECUTED = {
-    "cluster/nursery.py": "run_path",  # what Ray starts as its worker, in a process that is asked for in its place
+    "cluster/fork_server.py": "run_path",  # what Ray starts as its worker, in a process that is asked for in its place
     "plugins.py": "exec_module",  # the files that the configuration names
-    "rewards/jail/main.py": "exec",  # programs of the model, in the jail
+    "rewards/sandbox/jail/main.py": "exec",  # programs of the model, in the jail
 }
 UNSAFE = {
     "pickle": {"load", "loads", "Unpickler"},

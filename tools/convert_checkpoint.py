@@ -6,7 +6,7 @@ Example: python tools/convert_checkpoint.py Qwen2.5-7B-Instruct Qwen2.5-7B-Instr
 
 import sys
 
-from megarl.cli import main
+from megarl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", *sys.argv[1:]]))

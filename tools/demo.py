@@ -55,7 +55,7 @@ def run(*arguments: str) -> float:
     """Run one megarl command; returns its seconds. Ends the demo where the command fails."""
     console.print(f"\n[bold]$ megarl {shlex.join(arguments)}[/bold]")
     begun = time.perf_counter()
-    result = subprocess.run([sys.executable, "-m", "megarl.cli", *arguments], cwd=REPOSITORY)
+    result = subprocess.run([sys.executable, "-m", "megarl", *arguments], cwd=REPOSITORY)
     if result.returncode:
         sys.exit(f"the demo ended: the command above failed with exit code {result.returncode}")
     return time.perf_counter() - begun

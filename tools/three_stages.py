@@ -37,7 +37,7 @@ def run(*arguments: str) -> float:
     """Run one megarl command; returns its seconds. Ends everything where the command fails."""
     console.print(f"\n[bold]$ megarl {shlex.join(arguments)}[/bold]")
     begun = time.perf_counter()
-    result = subprocess.run([sys.executable, "-m", "megarl.cli", *arguments], cwd=REPOSITORY)
+    result = subprocess.run([sys.executable, "-m", "megarl", *arguments], cwd=REPOSITORY)
     if result.returncode:
         sys.exit(f"ended: the command above failed with exit code {result.returncode}")
     return time.perf_counter() - begun

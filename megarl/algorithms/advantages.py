@@ -22,7 +22,7 @@ from torch import Tensor
 from megarl.algorithms.groups import centred, gpg, grpo, grpo_passk, opo, rloo
 from megarl.algorithms.ragged import check_ragged, segment_ids, segment_sum
 from megarl.algorithms.returns import gae, masked_whiten, reward_to_go
-from megarl.plugins import Registry
+from megarl.util.plugins import Registry
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.plugins import Registry
+from megarl.util.plugins import Registry
 
 Sums = dict[str, Tensor]  # metric name -> float64 scalar without gradient; see megarl/algorithms/metrics.py
 

@@ -29,7 +29,7 @@ from megarl.checkpoints.manifest import (
 )
 from megarl.checkpoints.retention import STATE_FILE, Keep, kept_steps, parse_best, read_best
 from megarl.checkpoints.sealing import seal_file
-from megarl.files import check_url, is_url
+from megarl.util.files import check_url, is_url
 
 NUM_THREADS = 4
 

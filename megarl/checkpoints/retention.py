@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.files import whole_file
+from megarl.util.files import whole_file
 
 STATE_FILE = "state.json"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megarl.files import naming
+from megarl.util.files import naming
 
 CHUNK_BYTES = 8 << 20
 NUM_THREADS = 8  # hashing and reading release the GIL

@@ -40,7 +40,7 @@ from megarl.checkpoints.mirror import Mirror
 from megarl.checkpoints.retention import STATE_FILE, Keep, kept_steps, read_best, write_best
 from megarl.checkpoints.sealing import FileFacts, flush_folder, seal_files, write_flushed
 from megarl.checkpoints.writer_lock import WriterLock
-from megarl.files import naming
+from megarl.util.files import naming
 
 _PARTIAL, _PRUNED, _REPLACED = "partial", "pruned", "replaced"
 _HIDDEN = re.compile(rf"\.(step-[0-9]+)\.[0-9a-f]+-[0-9]+\.({_PARTIAL}|{_PRUNED}|{_REPLACED})")

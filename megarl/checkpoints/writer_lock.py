@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from megarl.files import naming
+from megarl.util.files import naming
 
 BEAT_SECONDS = 5.0
 DEAD_SECONDS = 60.0

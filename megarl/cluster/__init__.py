@@ -30,7 +30,7 @@ from megarl.cluster.cluster import (
     stop_cluster,
 )
 from megarl.cluster.environment import rank_environment
-from megarl.cluster.errors import (
+from megarl.cluster.failures.errors import (
     RayFailed,
     RunFailure,
     WaitTimeout,
@@ -39,17 +39,17 @@ from megarl.cluster.errors import (
     WorkerHung,
     WorkerLost,
 )
-from megarl.cluster.failure import stream, wait
+from megarl.cluster.failures.failure import stream, wait
+from megarl.cluster.failures.ray_log import ray_words_in
+from megarl.cluster.failures.report import write_report
+from megarl.cluster.failures.stuck import ending_when_stuck
+from megarl.cluster.failures.watch import Watch
+from megarl.cluster.fork_server import Kind
 from megarl.cluster.group import WorkerGroup
-from megarl.cluster.nursery import Kind
 from megarl.cluster.pool import Device, ResourcePool
-from megarl.cluster.ray_log import ray_words_in
+from megarl.cluster.ranks import RankInfo
 from megarl.cluster.relay import group_kind
-from megarl.cluster.report import write_report
 from megarl.cluster.spans import SpanCollector
-from megarl.cluster.stuck import ending_when_stuck
-from megarl.cluster.watch import Watch
-from megarl.cluster.worker import RankInfo
 
 __all__ = [
     "Cluster",

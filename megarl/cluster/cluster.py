@@ -28,11 +28,12 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
-from megarl.cluster.errors import RankProcess, RayFailed
+from megarl.cluster.failures.errors import RayFailed
+from megarl.cluster.fork_server import Kind, start_nursery
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked, process_state, remove_scratch
 from megarl.cluster.hosts import start_guard
-from megarl.cluster.nursery import Kind, start_nursery
-from megarl.signals import job_signals_blocked
+from megarl.cluster.ranks import RankProcess
+from megarl.util.signals import job_signals_blocked
 
 _MIB = 2**20
 _FIRST_CALL = "/ray.rpc.NodeInfoGcsService/GetClusterId"

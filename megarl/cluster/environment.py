@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megarl import nccl
+from megarl.util import nccl
 
 
 def rank_environment(gpu_ids: tuple[str, ...], single_machine: bool) -> dict[str, str]:

@@ -19,16 +19,17 @@ from typing import Any
 import ray
 
 from megarl.cluster.environment import rank_environment
-from megarl.cluster.errors import RankProcess, RayFailed
-from megarl.cluster.failure import Part, wait
+from megarl.cluster.failures.errors import RayFailed
+from megarl.cluster.failures.failure import Part, wait
+from megarl.cluster.failures.missing import Missing
+from megarl.cluster.failures.watch import Watch
+from megarl.cluster.fork_server import interpreter
 from megarl.cluster.guard import kill_marked, parent_of, remove_scratch
 from megarl.cluster.hosts import on_node
-from megarl.cluster.missing import Missing
-from megarl.cluster.nursery import interpreter
 from megarl.cluster.pool import Device, ResourcePool
+from megarl.cluster.ranks import ProcessFacts, RankInfo, RankProcess
 from megarl.cluster.tables import sent
-from megarl.cluster.watch import Watch
-from megarl.cluster.worker import ProcessFacts, RankInfo, Worker
+from megarl.cluster.worker import Worker
 
 # The share of a device that each group takes in Ray's books: up to eight groups on a device. Memory and time
 # are shared by agreement between the roles, not by this number.

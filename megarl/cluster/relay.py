@@ -21,10 +21,10 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from megarl.cluster.errors import RankProcess, RayFailed, rank_error
-from megarl.cluster.failure import GRACE_SECONDS, Part
+from megarl.cluster.failures.errors import RayFailed, rank_error
+from megarl.cluster.failures.failure import GRACE_SECONDS, Part
 from megarl.cluster.group import Call, WorkerGroup
-from megarl.cluster.worker import RankInfo, RelayedErrors
+from megarl.cluster.ranks import RankInfo, RankProcess, RelayedErrors
 
 MOST_RANKS = 16  # of a share; those of one are on one machine
 RELAY = "megarl.cluster.relay:Relay"

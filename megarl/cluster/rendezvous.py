@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from megarl.rendezvous import open_store
+from megarl.util.rendezvous import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-    from megarl.cluster.worker import RankInfo
+    from megarl.cluster.ranks import RankInfo
 
 
 def meet(info: RankInfo, timeout_s: float) -> TCPStore:

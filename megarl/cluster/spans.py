@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from megarl.cluster.hosts import submit
-from megarl.spans import Facts, Span
+from megarl.util.spans import Span
 
 if TYPE_CHECKING:
-    from megarl.cluster.errors import RankProcess
     from megarl.cluster.group import WorkerGroup
+    from megarl.cluster.ranks import RankProcess
 
-_LONGEST_TEXT = 80
 _CLOCK_SECONDS = 10.0  # until a node must have told its time
 _CLOCK_ROUNDS = 5
-
-
-def facts_of_call(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Facts:
-    """Numbers and short texts among the arguments of a call, by parameter; of tables their rows and the bytes of their buffers.
-
-    Raises:
-        TypeError: a function of this signature does not take these arguments.
-    """
-    facts: Facts = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        if hasattr(
-            value, "num_rows"
-        ):  # pyarrow is not imported here: a rank has to have its environment first
-            facts |= {f"{name}_rows": value.num_rows, f"{name}_bytes": value.get_total_buffer_size()}
-        elif isinstance(value, int | float) and math.isfinite(value):  # JSON has no other numbers
-            facts[name] = value
-        elif isinstance(value, str):
-            facts[name] = value[:_LONGEST_TEXT]
-        elif isinstance(value, list | tuple) and value and all(isinstance(part, str) for part in value):
-            facts[name] = ", ".join(value)[:_LONGEST_TEXT]
-    return facts
 
 
 class SpanCollector:

@@ -18,95 +18,24 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from megarl import nccl
 from megarl.cluster.affinity import use_cores
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
-from megarl.cluster.spans import facts_of_call
+from megarl.cluster.ranks import ProcessFacts, RankError, RankInfo, RelayedErrors
 from megarl.cluster.tables import received, sent
-from megarl.imports import without_collection
-from megarl.signals import outlive_job_signals
-from megarl.spans import Facts, Span, Spans
+from megarl.util import nccl
+from megarl.util.imports import without_collection
+from megarl.util.signals import outlive_job_signals
+from megarl.util.spans import Facts, Span, Spans, facts_of_call
 
 _MARK_NAME = f"{MARK_PREFIX}RANK"
 _SHARED_MEMORY = "/dev/shm"
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """What a rank knows of itself and its group; the first argument of every worker class.
-
-    `master_addr` and `master_port` are where the ranks of the group meet, or, where a rank has several `parts`, its parts;
-    `part` is the number of this process among these. What is called on a rank comes to its part 0.
-    `device_ids` are the GPUs that CUDA_VISIBLE_DEVICES shows in this process, in order; empty without GPUs.
-    `scratch` is a folder of this rank alone, in memory where the machine has such a file system; it is removed
-    with all that is in it when the rank has ended, however that was.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    master_addr: str
-    master_port: int
-    role: str
-    log_path: str
-    device_ids: tuple[str, ...]
-    scratch: str
-    part: int = 0
-    parts: int = 1
-
-
-@dataclass(frozen=True)
-class ProcessFacts:
-    """What a process reports once it is set up.
-
-    `mark` is the `NAME=value` that all its descendants carry (see guard.py); `port` is reserved for its
-    group's rendezvous, on request.
-    """
-
-    pid: int
-    mark: str
-    scratch: str
-    host: str
-    node_id: str
-    port: int | None
-
-
-class RankError(Exception):
-    """An exception in a rank, in words: the controller need not be able to import (or unpickle) the original.
-
-    `time` is the rank's clock in seconds since the epoch, `log_tail` the end of its log before the traceback.
-    """
-
-    def __init__(self, kind: str, message: str, remote_traceback: str, when: float, tail: str) -> None:
-        super().__init__(kind, message, remote_traceback, when, tail)
-        self.kind = kind
-        self.message = message
-        self.remote_traceback = remote_traceback
-        self.time = when
-        self.log_tail = tail
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.message}"
-
-
-class RelayedErrors(Exception):
-    """What a relay (see relay.py) has instead of answers; passed on as it is.
-
-    `errors` are those of its ranks, by rank: `RankError` of a rank that raised, another of one that cannot be reached;
-    `silent` are ranks that have not answered yet.
-    """
-
-    def __init__(self, errors: dict[int, Exception], silent: list[int]) -> None:
-        super().__init__(errors, silent)
-        self.errors, self.silent = errors, silent
 
 
 class Worker:

@@ -13,13 +13,6 @@ that do not fit each other, the devices or the files, `check_models` for layouts
 What it must not know: torch, or any other room.
 """
 
-from megarl.config.algorithm_sections import (
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    KLControlConfig,
-    PolicyLossConfig,
-    RolloutCorrectionConfig,
-)
 from megarl.config.batches import (
     BatchPlan,
     RolePlan,
@@ -31,12 +24,8 @@ from megarl.config.batches import (
     resolve_batches,
     save_batch_plan,
 )
-from megarl.config.check import check_config, config_problems
-from megarl.config.data_sections import DataConfig
-from megarl.config.dpo_sections import DPOConfig, DPODataConfig, DPOLossConfig
-from megarl.config.health_section import HealthConfig
-from megarl.config.load import load_config, save_config, to_dict
-from megarl.config.lora_section import LoraConfig
+from megarl.config.checks.all import check_config, config_problems
+from megarl.config.loading.load import load_config, save_config, to_dict
 from megarl.config.model_fit import (
     check_model,
     check_models,
@@ -57,16 +46,14 @@ from megarl.config.resolve import (
     reference_in_actor,
     resolve,
 )
-from megarl.config.reward_sections import (
-    CodeRewardConfig,
-    CustomRewardConfig,
-    JudgeConfig,
-    OverlongBufferConfig,
-    RewardConfig,
-    RewardModelConfig,
+from megarl.config.schema.algorithm import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
 )
-from megarl.config.rm_sections import RMConfig, RMDataConfig
-from megarl.config.schema import (
+from megarl.config.schema.commands import (
     ActorConfig,
     ActorRolloutRefConfig,
     CriticConfig,
@@ -84,10 +71,29 @@ from megarl.config.schema import (
     TrainedModelConfig,
     TrainerConfig,
 )
-from megarl.config.sections import SamplingConfig
-from megarl.config.sft_sections import SFTConfig, SFTDataConfig
-from megarl.config.tuning_sections import TuningConfig, TuningTrainerConfig
-from megarl.config.validation_sections import ValSetConfig, val_set_sampling
+from megarl.config.schema.data import DataConfig, ValSetConfig, val_set_sampling
+from megarl.config.schema.health import HealthConfig
+from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.rewards import (
+    CodeRewardConfig,
+    CustomRewardConfig,
+    JudgeConfig,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
+from megarl.config.schema.sections import SamplingConfig
+from megarl.config.schema.supervised import (
+    DPOConfig,
+    DPODataConfig,
+    DPOLossConfig,
+    RMConfig,
+    RMDataConfig,
+    SFTConfig,
+    SFTDataConfig,
+    TuningConfig,
+    TuningTrainerConfig,
+)
 
 __all__ = [
     "ActorConfig",

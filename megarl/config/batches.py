@@ -9,11 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import overload
 
-from megarl.config.dpo_sections import DPOConfig
 from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, reference_in_actor, resolve
-from megarl.config.reward_sections import RewardModelConfig
-from megarl.config.rm_sections import RMConfig
-from megarl.config.schema import (
+from megarl.config.schema.commands import (
     ActorConfig,
     CriticConfig,
     MegatronConfig,
@@ -21,8 +18,9 @@ from megarl.config.schema import (
     RefConfig,
     TrainConfig,
 )
-from megarl.config.tuning_sections import TuningConfig
-from megarl.files import whole_file
+from megarl.config.schema.rewards import RewardModelConfig
+from megarl.config.schema.supervised import DPOConfig, RMConfig, TuningConfig
+from megarl.util.files import whole_file
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from megarl.config.launch_sections import KubeRayConfig, LaunchConfig, SkyPilotConfig, SlurmConfig
-from megarl.config.options import field_types, members, section_type
+from megarl.config.schema.launch import KubeRayConfig, LaunchConfig, SkyPilotConfig, SlurmConfig
+from megarl.config.schema.options import field_types, members, section_type
 
 TARGETS = {
     "local": ("on this machine, as `megarl train` would", None),

@@ -5,10 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from megarl.config.resolve import needs_reference
-from megarl.config.rm_sections import RMConfig
-from megarl.config.schema import ActorConfig, CriticConfig, EvalConfig, TrainConfig
-from megarl.config.sft_sections import SFTConfig
-from megarl.config.tuning_sections import TuningConfig
+from megarl.config.schema.commands import ActorConfig, CriticConfig, EvalConfig, TrainConfig
+from megarl.config.schema.supervised import RMConfig, SFTConfig, TuningConfig
 
 _POLICY = "actor_rollout_ref"
 

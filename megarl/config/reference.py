@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
-from megarl.config.dpo_sections import DPOConfig
-from megarl.config.foreign import FLAGS
-from megarl.config.load import plain_value
-from megarl.config.options import field_types, is_required, section_type, table_type, type_text
-from megarl.config.rm_sections import RMConfig
-from megarl.config.schema import EvalConfig, TrainConfig
-from megarl.config.sft_sections import SFTConfig
+from megarl.config.aliases import FLAGS
+from megarl.config.loading.load import plain_value
+from megarl.config.schema.commands import EvalConfig, TrainConfig
+from megarl.config.schema.options import field_types, is_required, section_type, table_type, type_text
+from megarl.config.schema.supervised import DPOConfig, RMConfig, SFTConfig
 
 _INTRODUCTION = """\
 # Configuration

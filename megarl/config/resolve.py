@@ -3,11 +3,8 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from megarl.config.algorithm_sections import COVARIANCE_LOSSES, SEQUENCE_LOSSES
-from megarl.config.dpo_sections import DPOConfig
-from megarl.config.reward_sections import RewardModelConfig
-from megarl.config.rm_sections import RMConfig
-from megarl.config.schema import (
+from megarl.config.schema.algorithm import COVARIANCE_LOSSES, SEQUENCE_LOSSES
+from megarl.config.schema.commands import (
     STREAMED,
     ActorConfig,
     CriticConfig,
@@ -21,7 +18,8 @@ from megarl.config.schema import (
     TrainConfig,
     TrainerConfig,
 )
-from megarl.config.tuning_sections import TuningConfig, TuningTrainerConfig
+from megarl.config.schema.rewards import RewardModelConfig
+from megarl.config.schema.supervised import DPOConfig, RMConfig, TuningConfig, TuningTrainerConfig
 
 GLOBAL_POOL = "global"
 # Of a micro-batch whose size is not given: so many times what it must hold, up to so many tokens.

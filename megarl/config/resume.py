@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.load import to_dict
+from megarl.config.loading.load import to_dict
 
 _ABSENT = "(not there)"
 # (pattern of a key, why a run cannot go on with another value of it)

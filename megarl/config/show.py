@@ -7,12 +7,12 @@ from typing import Any
 
 import yaml
 
-from megarl.config.document import YamlDumper
-from megarl.config.load import plain_value
-from megarl.config.options import field_types, is_free, walk
+from megarl.config.loading.document import YamlDumper
+from megarl.config.loading.load import plain_value
 from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, resolve
-from megarl.config.schema import EvalConfig, TrainConfig
-from megarl.config.tuning_sections import TuningConfig
+from megarl.config.schema.commands import EvalConfig, TrainConfig
+from megarl.config.schema.options import field_types, is_free, walk
+from megarl.config.schema.supervised import TuningConfig
 
 Config = TrainConfig | TuningConfig | EvalConfig
 

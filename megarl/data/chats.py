@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.check_data import OWN_TEMPLATE_KEYS
+from megarl.config.checks.data import OWN_TEMPLATE_KEYS
 from megarl.data.files import Column, find
 
 Message = dict[str, Any]

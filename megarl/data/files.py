@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.sources import DataFile
-from megarl.files import naming, whole_file
+from megarl.util.files import naming, whole_file
 
 READ_BLOCK_ROWS = 1024
 NUM_ERRORS_SHOWN = 5

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from megarl.config.data_sections import SamplerConfig
+from megarl.config.schema.data import SamplerConfig
 from megarl.data.samplers import Sampler, epoch_order, make_sampler
 
 

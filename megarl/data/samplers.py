@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megarl.config.data_sections import SamplerConfig
+from megarl.config.schema.data import SamplerConfig
 from megarl.data.files import lookup
 from megarl.data.trajectories import list_lengths
-from megarl.plugins import Registry
+from megarl.util.plugins import Registry
 
 Order = Callable[[pa.Table, int, int], np.ndarray]
 SAMPLERS: Registry[Any] = Registry("sampler", "data.sampler.name")

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import fsspec
 
-from megarl.files import check_url, is_url
+from megarl.util.files import check_url, is_url
 
 _GLOB_CHARACTERS = "*?["
 

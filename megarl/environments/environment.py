@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.plugins import Registry
+from megarl.util.plugins import Registry
 
 Message = Mapping[str, Any]
 """A chat message: role, content and whatever else the model's template reads."""

@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 
+from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.data.trajectories import Generation
 from megarl.gpu_test.models import QWEN_HALF, make_model
 from megarl.gpu_test.runner import Check
-from megarl.hybrid_engine import EngineLayout, Outbox, SyncPlan, load_hf_weights
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.rollout.engine import EngineConfig, SamplingParams
-from megarl.rollout.receiver import InboxFile
+from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.receiver import InboxFile
+from megarl.weight_sync.sender import Outbox
+from megarl.weight_sync.sync_plan import SyncPlan
 
 MIB, GIB = 1 << 20, 1 << 30
 SECONDS = 120.0
@@ -48,7 +51,7 @@ def use(
     Args:
         free: bytes of the device's memory that are free; None: they cannot be told.
     """
-    from megarl.rollout.sglang_engine import SGLangEngine
+    from megarl.rollout.sglang.engine import SGLangEngine
 
     before = free() if free is not None else 0
     engine = SGLangEngine(config)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from megarl.doctor.checks import FAILURE, OK, judge_node
+from megarl.doctor.facts import node_facts
 from megarl.gpu_test.machine import machine_here
 from megarl.gpu_test.runner import Check
-from megarl.trainer.doctor_checks import FAILURE, OK, judge_node
-from megarl.trainer.doctor_facts import node_facts
 
 GIB = 1 << 30
 IMPORT_SECONDS = 150.0

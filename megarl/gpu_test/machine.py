@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.packages import KNOWN, installed
-from megarl.trainer.doctor_facts import Gpu, node_facts
+from megarl.doctor.facts import Gpu, node_facts
+from megarl.util.packages import KNOWN, installed
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "triton", "apex", "nvidia-nccl-cu13")

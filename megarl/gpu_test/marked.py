@@ -13,7 +13,7 @@ from megarl.gpu_test.runner import Check
 
 TIMEOUT = 420  # seconds of a test: the first imports and compilations are part of it
 LAST = 400  # characters of a failure
-PLAN = "tests/trainer/test_plan_gpu.py"  # trains for minutes
+PLAN = "tests/plan/test_plan_gpu.py"  # trains for minutes
 
 
 MARK = "mark.gpu"

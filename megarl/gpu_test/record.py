@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.files import whole_file
 from megarl.gpu_test.machine import Machine
 from megarl.gpu_test.runner import FAILED, IMPOSSIBLE, PASSED, Check, Result
+from megarl.util.files import whole_file
 
 GIB = 1 << 30
 MARKS = {PASSED: "passed", FAILED: "**failed**", IMPOSSIBLE: "could not run"}

@@ -20,7 +20,7 @@ import psutil
 from megarl.data.arithmetic import write_arithmetic
 from megarl.gpu_test.models import TINY, make_model
 from megarl.gpu_test.runner import Check
-from megarl.shipped import shipped
+from megarl.util.shipped import shipped
 
 NUM_STEPS = 6
 POLL_SECONDS = 0.2
@@ -59,7 +59,7 @@ def train(folder: Path, more: list[str], *, kill: bool) -> Iterator[Check]:
     make_model(folder / "model", TINY)
     metrics = folder / "run" / "metrics.jsonl"
     command = [
-        *(sys.executable, "-m", "megarl.cli", "train", str(shipped() / "recipes" / "quickstart_ppo.yaml")),
+        *(sys.executable, "-m", "megarl", "train", str(shipped() / "recipes" / "quickstart_ppo.yaml")),
         *SETTINGS,
         f"data.train_files={folder}/data/train.parquet",
         f"actor_rollout_ref.model.path={folder}/model",

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.files import whole_file
 from megarl.gpu_test.runner import Check
+from megarl.util.files import whole_file
 
 FILE = Path(__file__).with_name("shadow_ranks.json")
 MIB, GIB = 1 << 20, 1 << 30
@@ -80,7 +80,7 @@ def read_known() -> dict[str, dict[str, Any]]:
 
 
 def run_case(case: Case, runner: Any) -> dict[str, Any]:
-    from megarl.trainer.memory_command import read_inputs
+    from megarl.plan.memory_command import read_inputs
 
     config, inputs = read_inputs(f"recipe:{case.recipe}", list(case.overrides), check=False)
     report = asdict(runner.run(config, inputs, case.role, case.rank))
@@ -129,7 +129,7 @@ def shadow_case(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Of all cases, or of those whose numbers in `CASES` are given."""
-    from megarl.packages import installed
+    from megarl.util.packages import installed
 
     known = read_known()
     versions = {name: installed(name) for name in ("torch", "megatron-core")}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config.problems import did_you_mean
+from megarl.config.loading.problems import did_you_mean
 from megarl.gpu_test.machine import Machine
-from megarl.packages import KNOWN
+from megarl.util.packages import KNOWN
 
 SECONDS = 480.0  # a step's limit
 ENGINE = ("sglang", "sglang-kernel", "torch-memory-saver")

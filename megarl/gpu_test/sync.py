@@ -17,12 +17,14 @@ import torch
 
 from megarl.gpu_test.models import config_folder
 from megarl.gpu_test.runner import Check
-from megarl.hybrid_engine import EngineLayout, Outbox, SyncPlan
 from megarl.layout import Layout, RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.rollout.packets import IPC
-from megarl.rollout.receiver import InboxFile, Receiver
+from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.packets import IPC
+from megarl.weight_sync.receiver import InboxFile, Receiver
+from megarl.weight_sync.sender import Outbox
+from megarl.weight_sync.sync_plan import SyncPlan
 
 BUCKET = 256 << 20  # as of rollout.sync_bucket_mb
 SECONDS = 120.0

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megarl.config.problems import raise_if_any
+from megarl.config.loading.problems import raise_if_any
 
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 

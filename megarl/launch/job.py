@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, TuningConfig, resolve
-from megarl.config.check import value_problems
-from megarl.config.check_layout import engine_problems, layout_problems, pool_problems, update_problems
-from megarl.config.document import YamlDumper, merge, parse_override, plain, read_file
-from megarl.config.launch_sections import LaunchConfig
-from megarl.config.load import load_config, load_with_origins
-from megarl.config.problems import raise_if_any
-from megarl.config.recipes import recipe_path
+from megarl.config.checks.all import value_problems
+from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
+from megarl.config.loading.document import YamlDumper, merge, parse_override, plain, read_file
+from megarl.config.loading.load import load_config, load_with_origins
+from megarl.config.loading.problems import raise_if_any
+from megarl.config.loading.recipes import recipe_path
+from megarl.config.schema.launch import LaunchConfig
 
 SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
 

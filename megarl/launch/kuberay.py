@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from megarl.config.document import YamlDumper
-from megarl.config.launch_sections import KubeRayConfig
+from megarl.config.loading.document import YamlDumper
+from megarl.config.schema.launch import KubeRayConfig
 from megarl.launch.job import Job
 from megarl.launch.pods import (
     RECIPE_FOLDER,

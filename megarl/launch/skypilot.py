@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.document import YamlDumper
+from megarl.config.loading.document import YamlDumper
 from megarl.launch.environment import read_variables
 from megarl.launch.job import Job
 

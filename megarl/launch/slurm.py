@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.launch.environment import read_variables
 from megarl.launch.job import Job
-from megarl.shipped import shipped
+from megarl.util.shipped import shipped
 
 ROOT = shipped()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.config.schema import MegatronConfig
+    from megarl.config.schema.commands import MegatronConfig
 
 
 @dataclass(frozen=True)

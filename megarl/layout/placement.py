@@ -9,9 +9,9 @@ engine that spans several nodes to its nodes: assignment problems both, solved e
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from megarl.layout.garbage import collection_paused
 from megarl.layout.layouts import Layout, RankPlace
 from megarl.layout.plan import Plan, make_plan
+from megarl.util.gc_pause import collection_paused
 
 
 @collection_paused()

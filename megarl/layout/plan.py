@@ -21,9 +21,9 @@ from megarl.layout.account import LINKS, Account
 from megarl.layout.boxes import Box
 from megarl.layout.buckets import even_pace, fill_buckets
 from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
-from megarl.layout.garbage import collection_paused
 from megarl.layout.holdings import Holdings
 from megarl.layout.layouts import Layout
+from megarl.util.gc_pause import collection_paused
 
 
 class Copy(NamedTuple):

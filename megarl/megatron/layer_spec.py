@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megarl.megatron import torch_te
+from megarl.megatron.cpu import torch_te
 from megarl.megatron.transformer_config import has_transformer_engine
 
 

@@ -19,7 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megarl import platform
 from megarl.megatron.build import unwrap
-from megarl.megatron.checkpoint_optimizer import parts_of
+from megarl.megatron.checkpoint.optimizer import parts_of
 from megarl.megatron.host_adam import HostAdam
 from megarl.megatron.host_memory import HostRoom
 from megarl.megatron.layers_used import drop_dummy_gradients

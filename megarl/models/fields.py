@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.files import read_json_object
+from megarl.util.files import read_json_object
 
 _MOST = (1 << 31) - 1  # of any size or number in a model
 _LARGEST = 1e30  # no number of a model is as large, and whatever is computed with it stays finite

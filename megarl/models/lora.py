@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
 
-from megarl.config.lora_section import ALL_LINEAR, LoraConfig
-from megarl.config.problems import did_you_mean
+from megarl.config.loading.problems import did_you_mean
+from megarl.config.schema.lora import ALL_LINEAR, LoraConfig
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
 from megarl.models.shards import Shapes

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.files import json_object, read_json_object
+from megarl.util.files import json_object, read_json_object
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors opens no file with a longer one

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megarl.files import whole_file
 from megarl.report.data import read_runs
 from megarl.report.page import page
+from megarl.util.files import whole_file
 
 FILE = "report.html"
 

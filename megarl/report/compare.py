@@ -7,8 +7,8 @@ from dataclasses import MISSING
 from typing import Any
 
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig
-from megarl.config.load import plain_value
-from megarl.config.options import walk
+from megarl.config.loading.load import plain_value
+from megarl.config.schema.options import walk
 from megarl.config.show import source_of
 from megarl.report.data import RunRecord
 

@@ -13,16 +13,16 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from megarl.cluster.report import FOLDER as FAILURES
+from megarl.cluster.failures.report import FOLDER as FAILURES
 from megarl.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from megarl.data.trajectories import list_lengths, read_trajectories
 from megarl.report.timeline import Recorded, read_timeline
-from megarl.trainer.dumped import step_file
-from megarl.trainer.health import HEALTH_FILE
-from megarl.trainer.logger import METRICS_FILE, read_metrics
-from megarl.trainer.resumed import CONFIG_FILE
-from megarl.trainer.run_facts import RunFacts, read_facts
-from megarl.trainer.scoring import ERRORS_FILE
+from megarl.trainer.health.monitor import HEALTH_FILE
+from megarl.trainer.run.facts import RunFacts, read_facts
+from megarl.trainer.run.logger import METRICS_FILE, read_metrics
+from megarl.trainer.run.resumed import CONFIG_FILE
+from megarl.trainer.stages.saved_trajectories import step_file
+from megarl.trainer.stages.scoring import ERRORS_FILE
 
 SCORES_FILE, EVALUATION_FILE = "scores.json", "trajectories.parquet"  # of `megarl eval`
 _LONGEST_TEXT = 2000  # characters of a prompt or a response that are shown

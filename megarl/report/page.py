@@ -27,7 +27,7 @@ from megarl.report.html import render
 from megarl.report.memory import memory_by_phase
 from megarl.report.seconds import COLOURS, PHASES, busy_ranks, last_step, phases_of_steps, shares_of_phases
 from megarl.report.tiles import Tile, status_of, tiles_of
-from megarl.trainer.timeline import CONTROLLER
+from megarl.trainer.run.timeline import CONTROLLER
 
 _LAST_STEPS = 20  # of tables that have a row for each step
 _LINKS = ("local", "intra_node", "inter_node", "total", "max_per_rank")

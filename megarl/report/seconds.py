@@ -10,8 +10,8 @@ from typing import Any
 
 from megarl.report.data import RunRecord
 from megarl.report.timeline import Recorded, Track, nested
-from megarl.spans import Span
-from megarl.trainer.timeline import CONTROLLER, STEP
+from megarl.trainer.run.timeline import CONTROLLER, STEP
+from megarl.util.spans import Span
 
 # Phases of a step that are in no other one, and what they are called; what a step's seconds have beside them is OTHER.
 PHASES = {

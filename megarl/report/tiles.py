@@ -13,7 +13,7 @@ from statistics import median
 from megarl.report.curves import UNITS
 from megarl.report.data import RunRecord
 from megarl.report.figures import duration, figure
-from megarl.trainer.run_facts import FINISHED
+from megarl.trainer.run.facts import FINISHED
 
 # The headline of a run is the first of these that it has.
 _HEADLINES = {

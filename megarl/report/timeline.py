@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.spans import Span, busy
-from megarl.trainer.timeline import CONTROLLER, STEP
-from megarl.trainer.trace_file import read_events
+from megarl.trainer.run.timeline import CONTROLLER, STEP
+from megarl.trainer.run.trace_file import read_events
+from megarl.util.spans import Span, busy
 
 Windows = Mapping[int, tuple[int, int]]
 """By step its begin and its end, in ns since the epoch."""

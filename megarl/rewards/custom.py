@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.plugins import import_file
+from megarl.util.plugins import import_file
 
 # (data_source, solution_str, ground_truth, extra_info) by keyword, and prompt_str if it has such a parameter
 # -> a number, or a dict with one under "score"; or a coroutine of that.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from megarl.plugins import load_plugins
 from megarl.rewards.custom import RewardFunction, load_reward_function
 from megarl.rewards.registry import REWARDS, needs_ground_truth, rules_of
+from megarl.util.plugins import load_plugins
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ in a file that the recipe names in `plugins` makes `reward.rule=length` known, a
 
 from collections.abc import Callable, Iterable, Sequence
 
-from megarl.plugins import Registry
-from megarl.rewards import code_tests, gsm8k, judge, math_boxed, math_dapo, text
 from megarl.rewards.custom import RewardFunction
+from megarl.rewards.rules import code_tests, gsm8k, judge, math_boxed, math_dapo, text
+from megarl.util.plugins import Registry
 
 REWARDS: Registry[RewardFunction] = Registry("reward rule", "reward.rule")
 _RULE_OF: dict[str, str] = {}  # data source, or its beginning if it ends in "*"

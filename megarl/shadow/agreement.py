@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.config import TrainConfig, TuningConfig
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.model_uses import model_use
 from megarl.shadow.agree import Agreement, agree
 from megarl.shadow.collectives import Collective
-from megarl.trainer.memory_plan import PlanInputs
-from megarl.trainer.model_uses import model_use
 
 LARGEST_WORLD = 64  # ranks of a role, each a process of some hundred megabytes
 

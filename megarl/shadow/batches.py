@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossCounts
 from megarl.config import TrainConfig, is_single_update
-from megarl.trainer.model_worker import Share
+from megarl.trainer.workers.model import Share
 
 VOCABULARY = 1000  # token ids are below
 

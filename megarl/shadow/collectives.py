@@ -20,8 +20,8 @@ from megarl.shadow.values import give, value_of
 
 SEND, RECEIVE = "send", "recv_"
 _NAMES = {"_allgather_base_": "all_gather", "allgather_": "all_gather of a list", "allreduce_": "all_reduce",
-          "_reduce_scatter_base_": "reduce_scatter", "alltoall_base_": "all_to_all", "broadcast_": "broadcast",
-          "recv_": "receive"}  # fmt: skip
+          "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter of a list",
+          "alltoall_base_": "all_to_all", "broadcast_": "broadcast", "recv_": "receive"}  # fmt: skip
 
 
 class Collective(NamedTuple):
@@ -34,7 +34,7 @@ class Collective(NamedTuple):
         sizes: (elements, dtype) of each tensor.
         bytes: of the larger side.
         communicator: the group's name: groups of the same ranks have communicators of their own.
-        sends, expects: elements for and from each rank of the group, where they may differ (an all-to-all, a gather of a list).
+        sends, expects: elements for and from each rank of the group, where they may differ (an all-to-all, a gather or reduce-scatter of a list).
         detail: what must be the same on all ranks beside sizes, such as the rank that a broadcast comes from.
         batch: a number that sends and receives of one `batch_isend_irecv` share.
         until: the rank waited for it before its call of this number (the log's length: at its end); None: it never did.
@@ -288,6 +288,8 @@ def _shares(operation: str, args: Sequence[Any], size: int) -> tuple[tuple[int, 
         return _splits(source, sent, size), _splits(output, received, size)
     if operation == "allgather_":
         return (args[1][0].numel(),) * size, tuple(tensor.numel() for tensor in args[0][0])
+    if operation == "reduce_scatter_":
+        return tuple(tensor.numel() for tensor in args[1][0]), (args[0][0].numel(),) * size
     return (), ()
 
 

@@ -15,8 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.files import whole_file
-from megarl.packages import requirements
+from megarl.util.files import whole_file
+from megarl.util.packages import requirements
 
 SOURCE = Path(__file__).with_name("device.cpp")
 PACKAGES = Path(sys.prefix) / "shadow-packages"

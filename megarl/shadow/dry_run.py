@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -23,39 +23,21 @@ from rich.table import Table
 
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.model_fit import check_models
-from megarl.files import whole_file
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.memory import GIB
+from megarl.plan.memory_command import read_planned, reserve_bytes
+from megarl.plan.model_uses import model_use, roles_of
+from megarl.plan.supervised import plan_of
 from megarl.shadow import device, engine
 from megarl.shadow.agreement import agreements, all_ranks, lines
+from megarl.shadow.comparison import Comparison, compare
 from megarl.shadow.page import fullest, page, size_text
-from megarl.shadow.process import SHARED, Request
-from megarl.trainer.memory_command import read_planned, reserve_bytes
-from megarl.trainer.memory_plan import GIB, MemoryPlan, PlanInputs
-from megarl.trainer.model_uses import model_use, roles_of
-from megarl.trainer.tuning_plan import plan_of
+from megarl.shadow.requests import Request
+from megarl.util.files import whole_file
 
 CLASSES = "classes"
 MODULE = "megarl.shadow.process"
 NUM_LINES = 5
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Bytes of one owner on a rank: as planned, and as the rank had them.
-
-    Attributes:
-        phase: "always", or the phase whose peak it is.
-    """
-
-    rank: str
-    owner: str
-    phase: str
-    planned: int
-    found: int
-
-    @property
-    def difference(self) -> float:
-        """Of the plan, relative to what was found; negative where the plan is too small."""
-        return (self.planned - self.found) / self.found if self.found else float(self.planned > 0)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -233,47 +215,6 @@ def _failure(share: Sequence[tuple[str, int]], out: Path, log: Path) -> str:
     # torch names all kernels of an operation that has none for a device, after what matters.
     tail = "\n  ".join([line for line in lines if "registered at /" not in line][-30:])
     return f"the shadow of {role} rank {rank} failed:\n  {tail}"
-
-
-def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
-    """What a rank held and took, beside the plan of its stage."""
-    if report["role"] == engine.ROLE:
-        planned = {owner.name: max(owner.stages) for owner in plan.owners}
-        for row in engine.sizes(planned, report):
-            yield Comparison(f"{report['role']} {report['rank']}", *row)
-        return
-    role, stage, parts, phases = report["role"], report["stage"], report["parts"], report["phases"]
-    name = f"{role} {report['rank']} (stage {stage})"
-    owners = {owner.name: owner.stages for owner in plan.owners}
-    shared = SHARED if f"{SHARED}update" in phases else None  # a critic in the actor's processes
-    for prefix, of in ((role, ""), *([("critic", shared)] if shared else [])):
-        for part in ("weights", "adapters", "gradients", "optimizer"):
-            if f"{prefix}_{part}" in owners:
-                found = parts.get(f"{of}{part}", 0)
-                yield Comparison(name, f"{prefix}_{part}", "always", owners[f"{prefix}_{part}"][stage], found)
-    if "reference" in parts:
-        yield Comparison(name, "ref_weights", "always", owners["ref_weights"][stage], parts["reference"])
-    for prefix, of in ((role, ""), *([("critic", shared)] if shared else [])):
-        if f"{of}evaluate" in phases:
-            # What stays of the first pass are workspaces that libraries keep: they are a line of their own.
-            took = phases[f"{of}evaluate"]["peak"] - phases[f"{of}evaluate"]["left"]
-            evaluating = owners[f"{prefix}_evaluating"][stage]
-            yield Comparison(name, f"{prefix}_evaluating", f"{of}evaluate", evaluating, took)
-        if f"{of}update" in phases:
-            update = owners[f"{prefix}_activations"][stage] + owners[f"{prefix}_working"][stage]
-            # What the first update leaves for later ones is there in all of them.
-            took = phases[f"{of}update"]["peak"] + phases[f"{of}first_update"]["kept"]
-            yield Comparison(name, f"{prefix}_activations + working", f"{of}update", update, took)
-    if "sync" in phases:
-        merging = owners[f"{role}_merging"][stage] if f"{role}_merging" in owners else 0
-        sending = owners[f"{role}_sync_buffers"][stage] + merging
-        yield Comparison(name, f"{role}_sync_buffers", "sync", sending, phases["sync"]["peak"])
-    for part, moved in report["moved"].items():
-        owner = "ref_weights" if part == "reference" else part if part in owners else f"{role}_{part}"
-        if owner in owners and owners[owner][stage]:
-            # With gradients leaves what an update keeps in their place.
-            kept = phases["first_update"]["kept"] if part == "gradients" else 0
-            yield Comparison(name, owner, "release", owners[owner][stage], moved["freed"] - kept)
 
 
 def print_comparison(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.shadow import device
-from megarl.shadow.process import Request
+from megarl.shadow.requests import Request
 
 
 def main() -> None:
@@ -27,8 +27,8 @@ def main() -> None:
     engine_kernels.install()
     sys.modules["megatron.core"] = None  # type: ignore[assignment]  # SGLang would import it for its own debugging
 
+    from megarl.plan.memory_command import read_inputs
     from megarl.shadow import sglang
-    from megarl.trainer.memory_command import read_inputs
 
     config, inputs = read_inputs(request.recipe, request.overrides, check=False)
     report = sglang.run(config, inputs.model, rank, running.append)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.report.bars import stacked
+from megarl.plan.bars import stacked
+from megarl.plan.memory import GIB
 from megarl.report.html import render
 from megarl.shadow import engine
-from megarl.trainer.memory_plan import GIB
 
 if TYPE_CHECKING:
-    from megarl.shadow.dry_run import Comparison
+    from megarl.shadow.comparison import Comparison
 
 NOTE = (
     "Each rank's own code ran on a CUDA device that is there by name only: bytes are those of tensors, rounded as torch's "

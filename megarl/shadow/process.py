@@ -8,35 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 from megarl.shadow import device
-
-SHARED = "critic_"  # before the steps and parts of a critic in the actor's processes
-
-
-@dataclass(frozen=True)
-class Request:
-    """Which ranks of a recipe to run, one after the other.
-
-    Attributes:
-        ranks: (role, rank).
-        out: the file for the reports.
-        together: whether the ranks of a role run at the same time, with uneven data, and receive what their peers send.
-        command: whose recipe it is; None: what its keys say.
-        transformer_engine: whether its layers are used, as on a machine where it is installed; else megarl's own in torch.
-    """
-
-    recipe: str
-    overrides: list[str]
-    ranks: list[tuple[str, int]]
-    out: str
-    micro_batches: int | None = None
-    transformer_engine: bool = True
-    together: bool = False
-    card: dict[str, object] = field(default_factory=dict)
-    command: str | None = None
+from megarl.shadow.requests import Request
 
 
 def main() -> None:
@@ -57,9 +33,9 @@ def main() -> None:
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its import fails, as where it is not installed
 
+    from megarl.plan.memory_command import read_planned
     from megarl.shadow import together
     from megarl.shadow.rank import Runner
-    from megarl.trainer.memory_command import read_planned
 
     runner = Runner(*([transformer_engine.forget_workspaces] if first.transformer_engine else []))
     running.append(runner)

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from megarl.config import TrainConfig, TuningConfig
 from megarl.megatron.parallel import destroy_parallel
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.model_uses import model_use
 from megarl.shadow import collectives, transfers
 from megarl.shadow.collectives import Alike, Collective, Log, Peers
 from megarl.shadow.mode import FakeMode, Shadow
@@ -23,10 +25,8 @@ from megarl.shadow.roles import build_worker, steps_of
 from megarl.shadow.tracker import Made, Phase
 from megarl.shadow.transfers import Moved
 from megarl.shadow.values import choose_unevenly
-from megarl.trainer.actor import ActorWorker
-from megarl.trainer.memory_plan import PlanInputs
-from megarl.trainer.model_uses import model_use
-from megarl.trainer.model_worker import ModelWorker
+from megarl.trainer.workers.actor import ActorWorker
+from megarl.trainer.workers.model import ModelWorker
 
 LARGEST_LINES = 40
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from megarl.cluster.worker import RankInfo
+from megarl.cluster.ranks import RankInfo
 from megarl.config import (
     TrainConfig,
     TuningConfig,
@@ -20,25 +20,25 @@ from megarl.config import (
     reference_in_actor,
 )
 from megarl.config.resolve import least_tokens
+from megarl.costs.model import ModelUse
 from megarl.megatron.step import StepResult
-from megarl.memory.model import ModelUse
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.model_uses import model_use, tuned_role
 from megarl.shadow.batches import Batch, Fill, examples, rankings, trajectories
-from megarl.shadow.process import SHARED
-from megarl.trainer.actor import ActorWorker
-from megarl.trainer.controls import make_controls
-from megarl.trainer.critic import CriticWorker
-from megarl.trainer.dpo_worker import DPOWorker
-from megarl.trainer.memory_plan import PlanInputs
-from megarl.trainer.model_specs import actor_arguments, critic_spec, reference_spec, reward_model_spec
-from megarl.trainer.model_uses import model_use, tuned_role
-from megarl.trainer.model_worker import ModelWorker
-from megarl.trainer.ptx import PtxUpdate
-from megarl.trainer.reward_worker import RewardModelWorker
-from megarl.trainer.rm_worker import RMWorker
-from megarl.trainer.sft_worker import SFTWorker
-from megarl.trainer.shared_critic import ActorCriticWorker
-from megarl.trainer.specs import ModelSpec
-from megarl.trainer.updates import policy_update
+from megarl.shadow.requests import SHARED
+from megarl.trainer.roles.model_specs import actor_arguments, critic_spec, reference_spec, reward_model_spec
+from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.updates import policy_update
+from megarl.trainer.workers.actor import ActorWorker
+from megarl.trainer.workers.critic import CriticWorker
+from megarl.trainer.workers.dpo import DPOWorker
+from megarl.trainer.workers.model import ModelWorker
+from megarl.trainer.workers.ptx import PtxUpdate
+from megarl.trainer.workers.reward_model import RewardModelWorker
+from megarl.trainer.workers.reward_training import RMWorker
+from megarl.trainer.workers.sft import SFTWorker
+from megarl.trainer.workers.shared_critic import ActorCriticWorker
+from megarl.trainer.workers.specs import ModelSpec
 
 NUM_STEPS = 100  # of the run that the rank would be of; schedules need one
 UNKNOWN = 1  # what a number is taken for that no operation of a shadow knows (`Shadow.assume`)

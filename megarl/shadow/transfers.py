@@ -17,21 +17,22 @@ from unittest.mock import patch
 
 import torch
 
-from megarl import dcp, platform
+from megarl import platform
+from megarl.checkpoints import dcp
+from megarl.checkpoints.dcp import Chunk
 from megarl.config import TrainConfig
-from megarl.dcp import Chunk
-from megarl.hybrid_engine import Outbox, Sent
-from megarl.hybrid_engine.plan_command import configured_sync
-from megarl.megatron import checkpoint
-from megarl.megatron.checkpoint_base import BaseModel
+from megarl.costs.phases import frees_engines
+from megarl.megatron.checkpoint import checkpoint
+from megarl.megatron.checkpoint.base import BaseModel
 from megarl.models import ModelConfig
-from megarl.rollout.links import Token
-from megarl.rollout.packets import IPC, Packet, Parcel, Slice, SyncShare, aligned
+from megarl.plan.sync_command import configured_sync
 from megarl.shadow.tracker import Made, Tracker
-from megarl.trainer.actor import ActorWorker
-from megarl.trainer.lora_sync import served_adapters
-from megarl.trainer.memory_phases import frees_engines
-from megarl.trainer.model_worker import ModelWorker
+from megarl.trainer.roles.lora_sync import served_adapters
+from megarl.trainer.workers.actor import ActorWorker
+from megarl.trainer.workers.model import ModelWorker
+from megarl.weight_sync.links import Token
+from megarl.weight_sync.packets import IPC, Packet, Parcel, Slice, SyncShare, aligned
+from megarl.weight_sync.sender import Outbox, Sent
 
 ENGINE = 0  # the rank that everything goes to
 WHOLE_BUCKETS = (
@@ -57,7 +58,7 @@ class Released:
 
 def save_and_load(worker: ModelWorker, tracker: Tracker) -> int:
     """Save the rank's states and load them, as phases "save" and "load"; returns the bytes of the tensors in its file."""
-    from megarl.trainer.rank_states import rank_states
+    from megarl.trainer.workers.rank_states import rank_states
 
     if worker.spec.adapted:  # else its files are looked at, which a recipe need not have
         worker.base_model = BaseModel(worker.spec.path, "")

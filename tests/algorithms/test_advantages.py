@@ -14,8 +14,8 @@ from megarl.algorithms.advantages import (
     compute_advantages,
     register_advantage,
 )
-from megarl.config.algorithm_sections import ADV_ESTIMATORS, GROUP_ESTIMATORS
-from megarl.plugins import load_plugins
+from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS
+from megarl.util.plugins import load_plugins
 from tests.algorithms.ragged_examples import brief, normal, offsets_of, ragged_masks, rows
 
 

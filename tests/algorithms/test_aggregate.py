@@ -10,7 +10,7 @@ from megarl.algorithms.aggregate import (
     loss_counts,
     token_weights,
 )
-from megarl.config import algorithm_sections
+from megarl.config.schema import algorithm as algorithm_sections
 from tests.algorithms.ragged_examples import normal, offsets_of, ragged_masks, repeatable, rows
 
 

@@ -16,8 +16,8 @@ from megarl.algorithms.policy_loss import (
     register_policy_loss,
 )
 from megarl.algorithms.ragged import segment_ids
-from megarl.config.algorithm_sections import POLICY_LOSSES, SEQUENCE_LOSSES
-from megarl.plugins import load_plugins
+from megarl.config.schema.algorithm import POLICY_LOSSES, SEQUENCE_LOSSES
+from megarl.util.plugins import load_plugins
 from tests.algorithms.ragged_examples import brief, normal, ragged_masks, repeatable, rows
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoints import CheckpointStore, Keep, read_checkpoint, steps_in
-from megarl.files import naming
+from megarl.util.files import naming
 from tests.checkpoints.shared import DAMAGES, NAMES, assert_whole, content, flip_bit, save, write_files
 from tests.disks import small_disk
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.cluster import WorkerDied, wait
-from megarl.cluster.failure import stream
+from megarl.cluster.failures.failure import stream
 from megarl.cluster.group import _devices_of_processes
 from tests.cluster.processes import alive, alive_after
 

@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from megarl.cluster.hosts import reserve_port
+from megarl.cluster.ranks import RankInfo
 from megarl.cluster.rendezvous import meet
-from megarl.cluster.worker import RankInfo
 from tests.ranks import RankError, RankPool
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from megarl.cluster import SpanCollector, stream, wait
 from megarl.cluster import spans as module
-from megarl.cluster.spans import clock_ahead, facts_of_call
+from megarl.cluster.spans import clock_ahead
+from megarl.util.spans import facts_of_call
 
 
 def collected(group):

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from megarl.cluster import RayFailed, cluster
-from megarl.trainer.preemption import REQUEUE
+from megarl.trainer.run.preemption import REQUEUE
 
 
 def test_a_server_that_does_not_come_up_is_a_failure_of_rays_and_leaves_nothing(monkeypatch, tmp_path):

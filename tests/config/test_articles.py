@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.config import TrainConfig, check_config, load_config, resolve, resolve_batches
-from megarl.config.document import entries, read_file
-from megarl.config.load import load_with_origins
+from megarl.config.loading.document import entries, read_file
+from megarl.config.loading.load import load_with_origins
 from megarl.config.notes import notes
 from tests.config.conftest import lines_of
 

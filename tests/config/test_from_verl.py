@@ -12,10 +12,10 @@ import yaml
 from megarl.algorithms.advantages import ESTIMATORS
 from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.config import TrainConfig, load_config
-from megarl.config.foreign import COMMANDS, key_advice
-from megarl.config.options import walk
+from megarl.config.aliases import COMMANDS, key_advice
+from megarl.config.schema.options import walk
 from megarl.rewards.registry import REWARDS, rules_of
-from tests.config.test_foreign import verl_keys
+from tests.config.test_aliases import verl_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/from_verl.md").read_text()

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.config import EvalConfig, RMConfig, SFTConfig, TrainConfig
-from megarl.config.options import section_type, table_type, walk
 from megarl.config.reference import reference
+from megarl.config.schema.options import section_type, table_type, walk
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/config.md"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.cli import SCHEMAS, main
+from megarl.cli.main import SCHEMAS, main
 from megarl.config import EvalConfig, SFTConfig, TrainConfig, resolve, to_dict
-from megarl.config.load import load_with_origins
+from megarl.config.loading.load import load_with_origins
 from megarl.config.notes import notes, said_here
 from megarl.config.show import resolved_keys, source_of, yaml_text
 

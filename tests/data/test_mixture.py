@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.data_sections import SamplerConfig
+from megarl.config.schema.data import SamplerConfig
 from megarl.data.loader import BatchLoader, TableFeed
 from megarl.data.mixture import MixtureFeed, Shares
 from megarl.data.samplers import make_sampler

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.data_sections import SAMPLERS as NAMES
-from megarl.config.data_sections import SamplerConfig
+from megarl.config.schema.data import SAMPLERS as NAMES
+from megarl.config.schema.data import SamplerConfig
 from megarl.data.loader import BatchLoader, TableFeed
 from megarl.data.samplers import SAMPLERS, Sampler, epoch_order, make_sampler
-from megarl.plugins import load_plugins
+from megarl.util.plugins import load_plugins
 
 
 def make_table(numbers):

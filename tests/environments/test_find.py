@@ -1,10 +1,10 @@
 import pytest
 
-from megarl.config.multi_turn_sections import ENVIRONMENTS as NAMES
+from megarl.config.schema.multi_turn import ENVIRONMENTS as NAMES
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import ENVIRONMENTS, Environment
 from megarl.environments.find import BUILT_IN, find_environment
-from megarl.plugins import load_plugins
+from megarl.util.plugins import load_plugins
 
 PLUGIN = """
 from megarl.environments.environment import Environment, StepResult, register_environment

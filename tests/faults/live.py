@@ -10,10 +10,12 @@ import psutil
 from megarl.config import TrainConfig, load_config, resolve
 from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.models.tiny import make_tiny_model
-from megarl.rewards.scorer import Scorer, make_scorer
-from megarl.trainer.inputs import TrainInputs, load_train_inputs
-from megarl.trainer.roles import Roles, start_roles
-from megarl.trainer.run import Run, open_run
+from megarl.rewards.processes.scorer import Scorer, make_scorer
+from megarl.trainer.roles.roles import start_roles
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.run import Run
+from megarl.trainer.run.start import open_run
+from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
 
 STEPS = 9
 # Four requests of an engine are answered at a time: most are open when the first come.

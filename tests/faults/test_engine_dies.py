@@ -21,14 +21,16 @@ from megarl.config import TrainConfig, load_config, resolve
 from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.data.trajectories import expand_prompts, ragged
 from megarl.models.tiny import make_tiny_model
-from megarl.rewards.scorer import make_scorer
+from megarl.rewards.processes.scorer import make_scorer
 from megarl.rollout.engine import SamplingParams
-from megarl.trainer.inputs import load_train_inputs
-from megarl.trainer.ppo import epochs
-from megarl.trainer.roles import Roles, start_roles
-from megarl.trainer.rollouts import generate
-from megarl.trainer.run import Run, open_run
-from megarl.trainer.sync import sync_weights
+from megarl.trainer.loops.ppo import epochs
+from megarl.trainer.roles.roles import start_roles
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.roles.weight_sync import sync_weights
+from megarl.trainer.run.run import Run
+from megarl.trainer.run.start import open_run
+from megarl.trainer.stages.inputs import load_train_inputs
+from megarl.trainer.stages.rollouts import generate
 
 # 16 requests an engine, 4 of which are answered at a time: most are open when the first come.
 SAMPLING = SamplingParams(max_new_tokens=64, seed=7, ignore_eos=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from megarl.trainer.sync import sync_weights
+from megarl.trainer.roles.weight_sync import sync_weights
 from tests.faults.test_engine_dies import OVERRIDES, Served, serving
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ from megarl.config import EvalConfig, load_config, resolve
 from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.data.trajectories import read_trajectories
 from megarl.models.tiny import make_tiny_model
-from megarl.trainer import evaluate as evaluation
-from megarl.trainer.scoring import Rewards
+from megarl.trainer.loops import evaluate as evaluation
+from megarl.trainer.stages.scoring import Rewards
 
 NUM_PROBLEMS, SAMPLES = 12, 2
 

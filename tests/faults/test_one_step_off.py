@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from megarl.cluster import WorkerDied
 from megarl.config import TrainConfig
-from megarl.trainer.batches import Collected, OneStepOff
-from megarl.trainer.controls import make_controls
-from megarl.trainer.export import export_hf
-from megarl.trainer.ppo import answer, collect, epochs, learn
-from megarl.trainer.roles import Roles
-from megarl.trainer.run import Run
-from megarl.trainer.scoring import Rewards
+from megarl.trainer.loops.ppo import answer, collect, epochs, learn
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.export import export_hf
+from megarl.trainer.run.run import Run
+from megarl.trainer.schedule.collectors import Collected, OneStepOff
+from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.scoring import Rewards
 from tests.faults.live import STEPS, scheduler, start
 
 

@@ -16,17 +16,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config import TrainConfig
-from megarl.rewards.scorer import make_scorer
-from megarl.trainer.batches import Collected
-from megarl.trainer.controls import make_controls
-from megarl.trainer.export import export_hf
-from megarl.trainer.modes import make_batches
-from megarl.trainer.ppo import answer, collect, epochs, learn
-from megarl.trainer.roles import Roles
-from megarl.trainer.run import Run
-from megarl.trainer.scoring import Rewards
-from megarl.trainer.streamed import Streamed
-from megarl.trainer.under_way_files import save_under_way
+from megarl.rewards.processes.scorer import make_scorer
+from megarl.trainer.loops.ppo import answer, collect, epochs, learn
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.export import export_hf
+from megarl.trainer.run.run import Run
+from megarl.trainer.schedule.collectors import Collected
+from megarl.trainer.schedule.in_flight_files import save_under_way
+from megarl.trainer.schedule.modes import make_batches
+from megarl.trainer.schedule.streaming import Streamed
+from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.scoring import Rewards
 from tests.faults.live import STEPS, scheduler, start
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.gpu_test import command
 from megarl.gpu_test.runner import FAILED, IMPOSSIBLE, PASSED, Result
 from megarl.gpu_test.steps import STEPS, Step

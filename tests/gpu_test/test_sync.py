@@ -7,7 +7,7 @@ import pytest
 
 from megarl.gpu_test import sync
 from megarl.gpu_test.models import config_folder
-from megarl.rollout.packets import IPC, SHARED
+from megarl.weight_sync.packets import IPC, SHARED
 
 
 @pytest.fixture

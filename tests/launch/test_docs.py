@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.launch.job import make_job
 from tests.launch.kube_api import LOG, Store, serving
 

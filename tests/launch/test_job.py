@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import RUNNERS, main
-from megarl.config.launch_sections import LaunchConfig
-from megarl.config.options import section_type, walk
+from megarl.cli.main import RUNNERS, main
+from megarl.config.schema.launch import LaunchConfig
+from megarl.config.schema.options import section_type, walk
 from megarl.launch.environment import read_variables
 from megarl.launch.job import Job, make_job, name_of, seconds_of
 

@@ -9,7 +9,7 @@ import pytest
 import ray
 import yaml
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.config import TrainConfig, load_config
 from megarl.launch.kuberay import RAY_VERSION
 from tests.launch.crd import WHOLE, operator_problems, schema_problems, trimmed_schema, whole_schema

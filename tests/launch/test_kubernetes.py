@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from megarl.cli import main
+from megarl.cli.main import main
 from tests.launch.kubernetes import NAMESPACES, Cluster, obstacle, running
 from tests.launch.played import LOG
 from tests.launch.test_docs import KUBERAY, PAGE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SFT = str(ROOT / "recipes/quickstart_sft.yaml")

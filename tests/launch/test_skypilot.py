@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.config import TrainConfig, load_config
 from tests.launch.examples import examples
 

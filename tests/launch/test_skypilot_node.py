@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.launch.skypilot import TOKEN
 
 ROOT = Path(__file__).resolve().parents[2]

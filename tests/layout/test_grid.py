@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import MegatronConfig
+from megarl.config.schema.commands import MegatronConfig
 from megarl.layout.grid import ParallelLayout, layers_of
 
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from megarl.hybrid_engine.layouts import megatron_layout
 from megarl.layout import Piece
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.packed import PackedBatch
 from megarl.megatron.packing import pack_trajectories
 from megarl.megatron.parallel import ParallelLayout, coords, init_parallel
 from megarl.models import read_model_config
+from megarl.weight_sync.model_layouts import megatron_layout
 
 VOCAB = 300
 

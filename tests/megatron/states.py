@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema import OptimConfig
-from megarl.dcp import DCPReader
-from megarl.hybrid_engine import load_hf_weights
+from megarl.checkpoints.dcp import DCPReader
+from megarl.checkpoints.hf.load import load_hf_weights
+from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
-from megarl.megatron.checkpoint import RankStates
-from megarl.megatron.checkpoint_optimizer import fragments
-from megarl.megatron.checkpoint_places import model_places
+from megarl.megatron.checkpoint.checkpoint import RankStates
+from megarl.megatron.checkpoint.optimizer import fragments
+from megarl.megatron.checkpoint.places import model_places
 from megarl.megatron.host_adam import BUCKET
 from megarl.megatron.logprobs import lm_head
 from megarl.megatron.optimizer import build_optimizer

@@ -10,13 +10,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megarl import platform
-from megarl.hybrid_engine.layouts import megatron_layout
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.megatron.transformer_config import check_layout
 from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.config import MLAConfig, MoEConfig
+from megarl.weight_sync.model_layouts import megatron_layout
 from tests.ranks import RankPool
 
 CONFIG = ModelConfig(

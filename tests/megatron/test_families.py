@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megarl.hybrid_engine import load_hf_weights
+from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.logprobs import lm_head

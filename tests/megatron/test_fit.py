@@ -15,11 +15,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config import MegatronConfig, SFTConfig, check_model, load_config
-from megarl.config.check_layout import layout_problems
+from megarl.config.checks.layout import layout_problems
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.megatron import transformer_config
 from megarl.megatron.build import _build_chunk
-from megarl.megatron.fp8_base import Float8Base
+from megarl.megatron.lora.fp8_base import Float8Base
 from megarl.megatron.parallel import destroy_parallel
 from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.config import MLAConfig, MoEConfig

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import OptimConfig
-from megarl.hybrid_engine import load_hf_weights
+from megarl.checkpoints.hf.load import load_hf_weights
+from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.logprobs import lm_head

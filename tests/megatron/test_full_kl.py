@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from megarl.hybrid_engine import load_hf_weights
+from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.full_kl import token_full_kl
 from megarl.megatron.logprobs import head_weight, hidden_head, lm_head

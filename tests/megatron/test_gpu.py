@@ -16,7 +16,7 @@ SECONDS = 240  # a rank's first imports, and kernels that are compiled for the f
 
 def _log_probs(model_path: str, rendezvous: str, table, results, rank: int, world: int) -> None:
     """In a process of its own: log-probs of the table's responses by one tensor parallel rank on NCCL, in bfloat16."""
-    from megarl.hybrid_engine import load_hf_weights
+    from megarl.checkpoints.hf.load import load_hf_weights
     from megarl.layout.grid import ParallelLayout
     from megarl.megatron.build import build_model, local_parameters
     from megarl.megatron.logprobs import lm_head

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.megatron.adam import FusedAdam
-from megarl.megatron.checkpoint import load_states, save_states
-from megarl.megatron.checkpoint_optimizer import parts_of
+from megarl.megatron.checkpoint.checkpoint import load_states, save_states
+from megarl.megatron.checkpoint.optimizer import parts_of
+from megarl.megatron.cpu.adam import FusedAdam
 from megarl.megatron.host_adam import SLOTS, HostAdam, Slots
 from megarl.megatron.offload import HostStates, optimizer_of
 from megarl.megatron.optimizer import optimizer_step, zero_gradients

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from megarl.config.schema import OptimConfig
+from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron import offload
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training

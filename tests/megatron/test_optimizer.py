@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import OptimConfig
+from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.adam import FusedAdam
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.cpu.adam import FusedAdam
 from megarl.megatron.optimizer import build_optimizer, optimizer_step, zero_gradients
 from megarl.megatron.parallel import init_parallel
 from tests.megatron.test_build import CONFIG

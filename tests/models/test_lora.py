@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megarl.config.lora_section import LoraConfig
+from megarl.config.schema.lora import LoraConfig
 from megarl.layout.boxes import Box, Piece
 from megarl.layout.grid import ParallelLayout, coords_of, layers_of
 from megarl.models import MegatronPlace, ModelConfig, megatron_pieces, read_model_config

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megarl.config.lora_section import LoraConfig
+from megarl.config.schema.lora import LoraConfig
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights
 from megarl.models.sglang_lora import adapted_layers, why_not_served

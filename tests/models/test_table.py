@@ -1,10 +1,9 @@
-"""What the tables say beyond the tensors' places, which tests/hybrid_engine/test_round_trips.py compares with both sides."""
+"""What the tables say beyond the tensors' places, which tests/checkpoints/hf/test_round_trips.py compares with both sides."""
 
 from math import prod
 
 import pytest
 
-from megarl.hybrid_engine import EngineLayout, megatron_layout, sglang_layout
 from megarl.layout.grid import ParallelLayout
 from megarl.models import (
     FAMILIES,
@@ -15,6 +14,7 @@ from megarl.models import (
     sglang_padding,
 )
 from megarl.models.fields import Fields
+from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
 from tests.models.published import CONFIGS
 
 

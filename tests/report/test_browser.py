@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.cli.main import main
 from tests.report.chromium import BROWSER, PACKAGES, Browser, chromium
 from tests.report.folders import write_run
 

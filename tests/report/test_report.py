@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.report.timeline import nested, read_timeline
-from megarl.spans import Span
+from megarl.util.spans import Span
 from tests.report.folders import EVIL, Page, hash_of, step_line, write_run
 
 

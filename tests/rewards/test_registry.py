@@ -2,10 +2,10 @@ import sys
 
 import pytest
 
-from megarl.config.reward_sections import RULES
-from megarl.plugins import load_plugins
+from megarl.config.schema.rewards import RULES
 from megarl.rewards.functions import RewardFunctions, RewardSpec
 from megarl.rewards.registry import REWARDS, register_reward, rules_of
+from megarl.util.plugins import load_plugins
 
 
 def test_the_configuration_knows_the_rules_that_there_are():
@@ -89,5 +89,5 @@ def test_what_a_worker_imports_is_light():
     """Workers start quickly: nothing that they import at once is large."""
     import subprocess
 
-    code = "import sys, megarl.rewards.worker; print(sorted({'torch', 'numpy', 'sympy', 'httpx', 'yaml'} & set(sys.modules)))"
+    code = "import sys, megarl.rewards.processes.worker; print(sorted({'torch', 'numpy', 'sympy', 'httpx', 'yaml'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

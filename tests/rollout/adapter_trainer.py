@@ -11,18 +11,19 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from megarl.config.lora_section import LoraConfig
-from megarl.hybrid_engine import EngineLayout, SyncPlan, megatron_layout
-from megarl.hybrid_engine.adapter_sync import megatron_adapters
+from megarl.config.schema.lora import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights, scaling
 from megarl.models.sglang_lora import adapted_layers
 from megarl.rollout.engine import AdapterConfig, SyncReport
-from megarl.rollout.receiver import InboxFile
-from tests.hybrid_engine.shards import empty_shards, load_all
+from megarl.weight_sync.adapters import megatron_adapters
+from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout
+from megarl.weight_sync.receiver import InboxFile
+from megarl.weight_sync.sync_plan import SyncPlan
 from tests.rollout.runner import EngineProcess
 from tests.rollout.sender import TamperingOutbox
+from tests.weight_sync.shards import empty_shards, load_all
 
 Tensors = Mapping[str, torch.Tensor]
 BUCKET = 4_000  # bytes: so that adapters have several

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.rollout.batch_invariant import obstacle
+from megarl.sglang_cpu.batch_invariant import obstacle
 
 OBSTACLE = obstacle()
 needs_invariance = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))

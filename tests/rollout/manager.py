@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megarl.rollout.adapters import remember_manager
+from megarl.weight_sync.adapter_slot import remember_manager
 
 
 class Manager:

@@ -7,11 +7,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megarl.hybrid_engine.outbox import Outbox
 from megarl.layout.boxes import Box
-from megarl.rollout.links import Token
-from megarl.rollout.packets import P2P, SHARED, Packet, Parcel, Slice, SyncShare
-from megarl.rollout.receiver import InboxFile
+from megarl.weight_sync.links import Token
+from megarl.weight_sync.packets import P2P, SHARED, Packet, Parcel, Slice, SyncShare
+from megarl.weight_sync.receiver import InboxFile
+from megarl.weight_sync.sender import Outbox
 from tests.rollout.manifests import Slices, rank_slices
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.rollout.binding import RefusedError, named_weights
-from megarl.rollout.links import LinkError
-from megarl.rollout.packets import P2P, SHARED
-from megarl.rollout.receiver import Received, Receiver
+from megarl.weight_sync.binding import RefusedError, named_weights
+from megarl.weight_sync.links import LinkError
+from megarl.weight_sync.packets import P2P, SHARED
+from megarl.weight_sync.receiver import Received, Receiver
 from tests.rollout.manager import Manager
 from tests.rollout.manifests import Slices
 from tests.rollout.sender import Sender
-from tests.rollout.test_receiver import BIAS, WEIGHT, Tiny
+from tests.weight_sync.test_receiver import BIAS, WEIGHT, Tiny
 
 A, B = torch.arange(24.0).view(6, 4) + 100, torch.arange(16.0).view(8, 2) + 200
 ADAPTER_BYTES = 4 * (24 + 16)

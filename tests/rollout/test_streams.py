@@ -9,7 +9,7 @@ from megarl.environments.environment import Environment, StepResult, Task
 from megarl.models.tiny import train_tokenizer
 from megarl.rollout.engine import NoValidWeightsError, SamplingParams, WeightSyncError
 from megarl.rollout.turns import Player, TurnLimits
-from tests.rollout.test_sglang_engine import PROMPTS, UIDS, hf_log_probs
+from tests.rollout.sglang.test_engine import PROMPTS, UIDS, hf_log_probs
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=12, seed=3, ignore_eos=True)
 

@@ -8,27 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.lora_section import LoraConfig
-from megarl.hybrid_engine import load_hf_weights
+from megarl.checkpoints.hf.load import load_hf_weights
+from megarl.config.schema.lora import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
-from megarl.megatron.lora import attach_adapters, rank_pieces
-from megarl.megatron.merged import MergedParameters
+from megarl.megatron.lora.lora import attach_adapters, rank_pieces
+from megarl.megatron.lora.merged import MergedParameters
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights, adapter_pieces, logical_adapters
-from megarl.rollout.adapters import Slot, buffers_of
+from megarl.plan.memory import SLOTS
 from megarl.rollout.engine import EngineConfig, NoValidWeightsError, WeightSyncError
-from megarl.rollout.packets import P2P
-from megarl.trainer.memory_plan import SLOTS
+from megarl.weight_sync.adapter_slot import Slot, buffers_of
+from megarl.weight_sync.packets import P2P
 from tests.ranks import RankPool
 from tests.rollout.adapter_trainer import BUCKET, AdapterTrainer, adapters_of, engine_adapters, peft_model
 from tests.rollout.conftest import TP, Model
 from tests.rollout.manager import Manager
 from tests.rollout.planned import assert_as_planned
 from tests.rollout.runner import EngineProcess
-from tests.rollout.test_families import make_model
-from tests.rollout.test_sglang_engine import GREEDY, PROMPTS, UIDS, hf_greedy, hf_log_probs
+from tests.rollout.sglang.test_engine import GREEDY, PROMPTS, UIDS, hf_greedy, hf_log_probs
+from tests.rollout.sglang.test_families import make_model
 
 LORA = LoraConfig(rank=4, alpha=6)
 STAGES = ParallelLayout(world=2, pp=2)

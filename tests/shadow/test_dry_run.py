@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.cli.main import main
+from megarl.plan.memory_command import read_inputs
 from megarl.shadow import device
-from megarl.shadow.dry_run import Comparison, chosen_ranks
-from megarl.trainer.memory_command import read_inputs
+from megarl.shadow.comparison import Comparison
+from megarl.shadow.dry_run import chosen_ranks
 from tests.shadow.conftest import RECIPE, overrides
 
 ROOT = RECIPE.parents[1]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megarl.models.tiny import make_tiny_model
+from megarl.plan.memory_command import read_inputs
 from megarl.shadow.agreement import agreements, all_ranks
-from megarl.trainer.memory_command import read_inputs
 from tests.shadow.conftest import RECIPE, overrides
 from tests.shadow.test_together import WITHOUT_CRITIC, run
 from tests.shadow.together_cases import Case

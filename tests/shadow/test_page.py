@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
-from megarl.shadow.dry_run import Comparison
+from megarl.cli.main import main
+from megarl.shadow.comparison import Comparison
 from megarl.shadow.page import page
 from tests.shadow.conftest import RECIPE
 

@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from megarl.shadow.dry_run import Comparison, compare, run_ranks
-from megarl.trainer.memory_command import read_inputs
-from megarl.trainer.memory_plan import GIB, plan_memory
+from megarl.plan.memory import GIB, plan_memory
+from megarl.plan.memory_command import read_inputs
+from megarl.shadow.comparison import Comparison, compare
+from megarl.shadow.dry_run import run_ranks
 from tests.shadow.conftest import RECIPE, expert_overrides, overrides
 
 WORKSPACE = "transformer_engine.pytorch.cpp_extensions.gemm"
 LAYERS = (
     *(
-        "megarl.megatron.attention",
-        "megarl.megatron.rotary",
-        "megarl.megatron.norm",
-        "megarl.megatron.torch_te",
+        "megarl.megatron.cpu.attention",
+        "megarl.megatron.cpu.rotary",
+        "megarl.megatron.cpu.norm",
+        "megarl.megatron.cpu.torch_te",
     ),
     *("megatron.core.transformer", "megatron.core.models", "megatron.core.tensor_parallel"),
 )

@@ -2,9 +2,10 @@
 
 import pytest
 
-from megarl.shadow.dry_run import CLASSES, chosen_ranks, compare, run_ranks
-from megarl.trainer.memory_command import read_inputs
-from megarl.trainer.memory_plan import GIB, plan_memory
+from megarl.plan.memory import GIB, plan_memory
+from megarl.plan.memory_command import read_inputs
+from megarl.shadow.comparison import compare
+from megarl.shadow.dry_run import CLASSES, chosen_ranks, run_ranks
 from tests.test_recipes import ON_GPUS, ROOT
 
 TOLERANCE = 0.05

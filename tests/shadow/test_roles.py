@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.shadow.dry_run import Comparison, compare, start
-from megarl.shadow.process import Request
-from megarl.trainer.memory_command import read_planned
-from megarl.trainer.memory_plan import GIB
-from megarl.trainer.tuning_plan import plan_of
+from megarl.plan.memory import GIB
+from megarl.plan.memory_command import read_planned
+from megarl.plan.supervised import plan_of
+from megarl.shadow.comparison import Comparison, compare
+from megarl.shadow.dry_run import start
+from megarl.shadow.requests import Request
 
 ROOT = Path(__file__).resolve().parents[2]
 PPO = """
@@ -46,7 +47,7 @@ LORA = ["model.lora.rank=16", "megatron.pipeline_model_parallel_size=1"]
 KEPT = (
     "transformer_engine.pytorch.cpp_extensions.gemm:",  # workspaces
     "megatron.core.models.common.embeddings.rotary_pos_embedding:",  # tables of angles
-    "megarl.megatron.adapter:",  # which rows of a layer are whose
+    "megarl.megatron.lora.adapter:",  # which rows of a layer are whose
 )
 SHARED = ["actor_rollout_ref.model.lora.rank=16", "critic.model.lora.rank=16", "critic.model.share_base=true"]
 

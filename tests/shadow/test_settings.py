@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.shadow.dry_run import compare, start
-from megarl.shadow.process import Request
-from megarl.trainer.memory_command import read_inputs
-from megarl.trainer.memory_plan import GIB, plan_memory
+from megarl.plan.memory import GIB, plan_memory
+from megarl.plan.memory_command import read_inputs
+from megarl.shadow.comparison import compare
+from megarl.shadow.dry_run import start
+from megarl.shadow.requests import Request
 from tests.shadow.conftest import RECIPE, overrides
 
 POLICY = "actor_rollout_ref"

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.plan.memory import GIB, MemoryPlan, plan_memory
+from megarl.plan.memory_command import read_inputs
 from megarl.shadow import engine
-from megarl.shadow.dry_run import Comparison, compare, run_ranks
-from megarl.trainer.memory_command import read_inputs
-from megarl.trainer.memory_plan import GIB, MemoryPlan, plan_memory
+from megarl.shadow.comparison import Comparison, compare
+from megarl.shadow.dry_run import run_ranks
 from tests.shadow.conftest import RECIPE, expert_overrides, overrides
 
 ROOT = RECIPE.parents[1]

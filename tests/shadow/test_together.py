@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megarl.models.tiny import make_tiny_model
+from megarl.plan.memory_command import read_inputs
 from megarl.shadow.agree import Agreement
 from megarl.shadow.agreement import agreements, all_ranks
 from megarl.shadow.collectives import Collective
-from megarl.trainer.memory_command import read_inputs
 from tests.shadow.conftest import RECIPE, expert_overrides, overrides
 from tests.shadow.together_cases import Case
 

@@ -3,8 +3,8 @@
 import pytest
 
 from megarl.layout import Box
-from megarl.rollout.packets import Slice
 from megarl.shadow.transfers import WHOLE_BUCKETS, _buckets
+from megarl.weight_sync.packets import Slice
 
 
 def test_a_checkpoint_has_what_the_rank_holds_and_takes_nothing_of_the_device(reports) -> None:

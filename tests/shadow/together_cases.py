@@ -61,9 +61,9 @@ def main() -> None:
     cuda.install(cuda.Card(), current)
     transformer_engine.install(current)
 
+    from megarl.plan.memory_command import read_inputs
     from megarl.shadow import together
     from megarl.shadow.rank import Runner
-    from megarl.trainer.memory_command import read_inputs
 
     class Faulty(Runner):
         """Runs one rank with a fault, in that rank's process."""

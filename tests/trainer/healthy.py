@@ -1,9 +1,9 @@
 """A configuration, its monitor, and the metrics of a step that is healthy, for the tests of findings and of health."""
 
 from megarl.config import TrainConfig, load_config, resolve
-from megarl.trainer.controls import make_controls
-from megarl.trainer.findings import History, find
-from megarl.trainer.health import HealthMonitor
+from megarl.trainer.health.findings import History, find
+from megarl.trainer.health.monitor import HealthMonitor
+from megarl.trainer.stages.controls import make_controls
 
 ACTOR = "actor_rollout_ref.actor"
 REQUIRED = [

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from megarl.checkpoints import steps_in
 from megarl.data.trajectories import list_lengths, ragged, read_trajectories
-from tests.trainer.conftest import PPO, on, steps, succeed
+from tests.fixtures.runs import PPO, on, steps, succeed
 
 N = 4
 ONE_DEVICE = [

@@ -12,17 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.config import TrainConfig, check_config, resolve
-from megarl.config.load import load_config
+from megarl.config.loading.load import load_config
 from megarl.data.preference_chats import PreferenceChats
 from megarl.data.preferences import PreferenceDataset, PreferenceKeys
 from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.rewards.processes.scorer import make_scorer
 from megarl.rewards.sample import Sample
-from megarl.rewards.scorer import make_scorer
-from megarl.trainer.inputs import load_train_inputs
-from tests.trainer.conftest import command, environment, steps
+from megarl.trainer.stages.inputs import load_train_inputs
+from tests.fixtures.runs import command, environment, steps
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/data.md").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.data.trajectories import read_trajectories
-from tests.trainer.conftest import PPO, on, steps, succeed
+from tests.fixtures.runs import PPO, on, steps, succeed
 from tests.trainer.test_dapo import ONE_DEVICE
 
 ACTOR = "actor_rollout_ref.actor"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.conftest import TWO_STEPS, megarl, on, steps, succeed
+from tests.fixtures.runs import TWO_STEPS, megarl, on, steps, succeed
 
 # A policy loss of a plugin.
 NAN_LOSS = """

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.trajectories import read_trajectories
 from megarl.models.tiny import make_tiny_model
-from tests.trainer.conftest import PPO, on, steps, succeed
+from tests.fixtures.runs import PPO, on, steps, succeed
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 GRPO = [

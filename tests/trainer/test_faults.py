@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.processes import alive, alive_after, guards_of
 from tests.disks import small_disk
-from tests.trainer.conftest import PPO, REPOSITORY, command, environment, megarl, on
+from tests.fixtures.runs import PPO, REPOSITORY, command, environment, megarl, on
 
 END_SECONDS = 15
 # As little as a run needs: two actor ranks that wait for each other, one engine, no critic, no reference.

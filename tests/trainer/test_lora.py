@@ -17,24 +17,25 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.kl import FULL_KL
 from megarl.algorithms.policy_loss import PolicyLossOptions
-from megarl.cluster.worker import RankInfo
+from megarl.checkpoints.hf.adapters import adapter_export_plan, write_peft_adapter
+from megarl.checkpoints.hf.export import ExportPlan, assemble
+from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 from megarl.data.trajectories import list_lengths
-from megarl.hybrid_engine import ExportPlan, adapter_export_plan, assemble, write_peft_adapter
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.trainer.actor import ActorWorker
-from megarl.trainer.critic import CriticWorker
-from megarl.trainer.dispatch import MicroBatching, forward_plan, plan_rows, update_plan
-from megarl.trainer.model_worker import ModelWorker
-from megarl.trainer.sft import learnt_tokens
-from megarl.trainer.sft_worker import SFTWorker
-from megarl.trainer.shared_critic import ActorCriticWorker
-from megarl.trainer.specs import ModelSpec, PolicyUpdate
+from megarl.trainer.loops.sft import learnt_tokens
+from megarl.trainer.workers.actor import ActorWorker
+from megarl.trainer.workers.critic import CriticWorker
+from megarl.trainer.workers.dispatch import MicroBatching, forward_plan, plan_rows, update_plan
+from megarl.trainer.workers.model import ModelWorker
+from megarl.trainer.workers.sft import SFTWorker
+from megarl.trainer.workers.shared_critic import ActorCriticWorker
+from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
 from tests.megatron.hf import make_table, save_model
 from tests.ranks import RankPool
-from tests.trainer.test_actor import TEMPERATURE, hugging_face
 from tests.trainer.test_runs import losses_of
+from tests.trainer.workers.test_actor import TEMPERATURE, hugging_face
 
 LORA, CRITIC_LORA = LoraConfig(rank=4, alpha=8), LoraConfig(rank=2, target_modules=("q_proj", "down_proj"))
 CUT = MicroBatching(mini_batch_size=4, max_tokens=24, micro_batch_size=None)

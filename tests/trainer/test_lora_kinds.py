@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.trajectories import read_trajectories
 from megarl.models.tiny import make_tiny_model
-from tests.trainer.conftest import PPO, on, steps, succeed
+from tests.fixtures.runs import PPO, on, steps, succeed
 from tests.trainer.test_families import GRPO, REWARD, greedy_differences
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"

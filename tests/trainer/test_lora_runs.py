@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
-from megarl.trainer.logger import read_metrics
-from tests.trainer.conftest import PPO, on, steps, succeed
+from megarl.trainer.run.logger import read_metrics
+from tests.fixtures.runs import PPO, on, steps, succeed
 from tests.trainer.test_runs import OFFLOAD, losses_of
 
 RANK, ALPHA = 4, 8

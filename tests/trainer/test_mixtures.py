@@ -11,10 +11,10 @@ from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.tiny import make_tiny_model
-from megarl.trainer.logger import read_metrics
-from tests.hybrid_engine.shards import quantise
-from tests.trainer.conftest import succeed
+from megarl.trainer.run.logger import read_metrics
+from tests.fixtures.runs import succeed
 from tests.trainer.test_runs import plain_losses
+from tests.weight_sync.shards import quantise
 
 
 def test_deepseek_from_float8_keeps_its_prediction_layer(task, tmp_path):

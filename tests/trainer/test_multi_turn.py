@@ -9,7 +9,7 @@ import pytest
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import environment_notes, ragged, read_trajectories
-from tests.trainer.conftest import PPO, on, steps, succeed
+from tests.fixtures.runs import PPO, on, steps, succeed
 
 PLUGIN = """
 from megarl.environments.environment import Environment, StepResult, register_environment

@@ -20,8 +20,8 @@ from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.trajectories import TRAJECTORY_SCHEMA, read_trajectories
 from megarl.models.tiny import make_tiny_model
 from megarl.report.timeline import Recorded, read_timeline
-from megarl.spans import Span
-from tests.trainer.conftest import (
+from megarl.util.spans import Span
+from tests.fixtures.runs import (
     PPO,
     REPOSITORY,
     assert_same_steps,
@@ -74,7 +74,7 @@ BLOW = """
 import os, signal, sys
 from pathlib import Path
 
-worker = sys.modules.get("megarl.trainer.actor")
+worker = sys.modules.get("megarl.trainer.workers.actor")
 if worker is not None:
     as_it_is, calls = worker.ActorWorker.update_policy, []
 

@@ -15,7 +15,7 @@ from megarl.algorithms.aggregate import LossAggregation, loss_counts, token_weig
 from megarl.algorithms.covariance import ClipCov, KLCov, token_covariance
 from megarl.algorithms.metrics import rollout_difference
 from megarl.algorithms.policy_loss import PolicyLossOptions, PolicyTokens, actor_loss
-from megarl.cluster.worker import RankInfo
+from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data.trajectories import append_column, ragged, take
 from megarl.megatron.logprobs import lm_head
@@ -24,9 +24,9 @@ from megarl.megatron.packed import PackedBatch
 from megarl.megatron.parallel import coords
 from megarl.megatron.sequences import sequence_ids
 from megarl.megatron.step import train_step
-from megarl.trainer.actor import ActorWorker, whole_sequences, with_selection
-from megarl.trainer.dispatch import merge_columns
-from megarl.trainer.specs import ModelSpec, PolicyUpdate
+from megarl.trainer.workers.actor import ActorWorker, whole_sequences, with_selection
+from megarl.trainer.workers.dispatch import merge_columns
+from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
 from tests.megatron.hf import VOCAB, check_gradients, make_table, optimizer_settings, place_model, save_model
 
 LOW, HIGH = 0.2, 0.3

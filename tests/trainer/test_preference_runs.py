@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
-from tests.trainer.conftest import PPO, on, steps, succeed
+from tests.fixtures.runs import PPO, on, steps, succeed
 from tests.trainer.test_dapo import ONE_DEVICE
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.checkpoints import find_damage, read_checkpoint, steps_in
 from tests.disks import small_disk
-from tests.trainer.conftest import assert_same_steps, megarl, succeed
+from tests.fixtures.runs import assert_same_steps, megarl, succeed
 
 # Two ranks (TP2) with actor, reference and critic on one frozen model, one engine that is sent adapters alone.
 PPO = [
@@ -51,7 +51,7 @@ def begin_save(folder, states, *, background):
             pass
     return as_it_is(folder, states, background=background)
 
-worker = sys.modules.get("megarl.trainer.model_worker")
+worker = sys.modules.get("megarl.trainer.workers.model")
 if worker is not None:
     as_it_is, worker.begin_save = worker.begin_save, begin_save
 """

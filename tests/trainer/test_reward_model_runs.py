@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.trajectories import read_trajectories
 from megarl.models.tiny import make_tiny_model
-from tests.trainer.conftest import PPO, on, steps, succeed
+from tests.fixtures.runs import PPO, on, steps, succeed
 
 REWARD = "def compute_score(solution_str, **rest):\n    return len(solution_str) % 2\n"
 OFF = 1e-5  # what a score may be off

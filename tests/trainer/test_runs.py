@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.costs.training import BUCKET, SLOTS
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import ragged, read_trajectories
-from megarl.memory.training import BUCKET, SLOTS
-from megarl.trainer.earlier_runs import ENTRIES
-from megarl.trainer.logger import read_metrics
+from megarl.trainer.run.earlier_runs import ENTRIES
+from megarl.trainer.run.logger import read_metrics
 from tests.data.shared import SHARED_DATA
-from tests.trainer.conftest import PPO, TWO_STEPS, on, steps, succeed
+from tests.fixtures.runs import PPO, TWO_STEPS, on, steps, succeed
 
 
 def test_the_first_update_is_on_policy_exactly(ppo_run):
@@ -154,7 +154,7 @@ def test_a_resumed_run_with_memory_that_comes_and_goes_is_the_same(ppo_run, tmp_
 
 
 def assert_one_copy_and_one_cache(step):
-    """What was measured on the devices, by phase; see `megarl.trainer.memory_phases`."""
+    """What was measured on the devices, by phase; see `megarl.costs.phases`."""
     there = {
         phase: {
             name.rpartition("/")[2]

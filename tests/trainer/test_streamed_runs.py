@@ -12,7 +12,7 @@ import pytest
 
 from megarl.checkpoints import steps_in
 from megarl.data.trajectories import read_trajectories
-from tests.trainer.conftest import REPOSITORY, command, environment, steps, succeed
+from tests.fixtures.runs import REPOSITORY, command, environment, steps, succeed
 
 # Four responses at a time of the twelve that two steps' prompts have: most are open when a step has its batch.
 RECIPE = [

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from megarl.cli import main
+from megarl.cli.main import main
 from megarl.report.timeline import Recorded, read_timeline
-from megarl.trainer.trace_file import TIMELINE
-from tests.trainer.conftest import steps
+from megarl.trainer.run.trace_file import TIMELINE
+from tests.fixtures.runs import steps
 
 
 @pytest.fixture(scope="module")

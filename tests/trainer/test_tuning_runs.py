@@ -13,7 +13,7 @@ from megarl.data.loader import TableLoader
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
-from tests.trainer.conftest import steps, succeed
+from tests.fixtures.runs import steps, succeed
 
 EPS = 1e-4  # Adam's first steps divide by the gradient's size: a greater one keeps rounding small
 OPTIM = ("optim.lr=3e-3", "optim.weight_decay=0", f"optim.eps={EPS}")

@@ -5,7 +5,7 @@ import pyarrow as pa
 
 from megarl.data.trajectories import PROMPT_SCHEMA, Generation, build_trajectories, expand_prompts
 from megarl.rewards.sample import Score
-from megarl.trainer.scoring import Scored, join_scores
+from megarl.trainer.stages.scoring import Scored, join_scores
 
 
 def prompts(*uids, source="megarl/arithmetic"):

@@ -1,0 +1,333 @@
+"""The Python API, for scripts and notebooks: collect trajectories, update the policy, step by step.
+
+    from megarl import Trainer, make_trainer_config
+
+    config = make_trainer_config(algo="ppo", devices=8, rollouts_per_device=64, actor_micro_batch_size=4)
+    with Trainer(config, actor_model="Qwen/Qwen2.5-0.5B-Instruct", reward_fn=score) as trainer:
+        while trainer.step < 100 and not trainer.stop:  # health.early_stop
+            data = trainer.collect_data(prompts)
+            results = trainer.update_policy(data)
+            print(trainer.step, results["reward"])
+        trainer.save("policy")
+
+docs/api.md has a complete program, and all types. It is `megarl train` cut in two: the same configuration, processes and stages, in the
+same order. With trainer.save_freq (or `save_checkpoint`) the same program, started again after whatever ended it, goes on from its
+last checkpoint, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+from ray import cloudpickle
+
+from megarl.api.prompts import Prompts, PromptSupply
+from megarl.config import TrainConfig, check_config, needs_rules, resolve
+from megarl.config.aliases import key_advice
+from megarl.config.loading.hub import fetch_models
+from megarl.rewards.processes.scorer import Scorer, make_scorer
+from megarl.trainer.health.monitor import start_monitor, watch
+from megarl.trainer.loops.ppo import collect, epochs, learn
+from megarl.trainer.roles.roles import policy_checkpoints, start_roles
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.export import ADAPTER_FOLDER, export_hf
+from megarl.trainer.run.opening import model_text
+from megarl.trainer.run.preemption import ending_at_once
+from megarl.trainer.run.run import Run
+from megarl.trainer.run.start import open_run
+from megarl.trainer.run.timeline import STEP
+from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.groups import Groups
+from megarl.trainer.stages.inputs import ModelInputs, load_model_inputs
+from megarl.trainer.stages.nonfinite import whole_step
+from megarl.trainer.stages.reward_model import score_weights
+from megarl.trainer.stages.scoring import Rewards, check_prompts
+from megarl.trainer.workers.ptx import load_ptx
+from megarl.util.plugins import load_plugins
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The trajectories of a step, scored, with the version of the weights that generated them."""
+
+    groups: Groups
+    version: int
+    metrics: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+    @property
+    def table(self) -> pa.Table:
+        """A row a trajectory: token ids, masks, log-probs, `score`, `weight_version`, ..."""
+        return self.groups.batch()
+
+
+class DataCollector:
+    """Generates and scores trajectories with the newest weights; `Trainer.collect_data` is its `collect`."""
+
+    def __init__(
+        self, config: TrainConfig, run: Run, roles: Roles, models: ModelInputs, scorer: Scorer
+    ) -> None:
+        self._config, self._run, self._roles, self._models, self._scorer = config, run, roles, models, scorer
+        self._rewards = Rewards(run, scorer, models.tokenizer, *score_weights(config))
+        self.supply = PromptSupply(
+            config.data,
+            models.tokenizer,
+            self._check,
+            several_turns=config.actor_rollout_ref.rollout.multi_turn.enable,
+        )
+        self.version = 0  # of the weights that the engines hold
+
+    def collect(self, prompts: Prompts) -> TrainingData:
+        """Trajectories for the next `data.train_batch_size` of the prompts, with the weights as they are now.
+
+        Args:
+            prompts: texts, chats (lists of {role, content}), dicts with `prompt` and what its reward needs (`ground_truth`,
+                `data_source`, `extra_info`), or a prompt table. The same prompts given again go on where the last call
+                ended, in a new order each time that all have had their turn (`data.shuffle`).
+
+        Raises:
+            ValueError: a prompt that is none, by its number; a data source without a reward.
+        """
+        batches = self.supply.batches(prompts)
+        self.version += 1
+        run = self._run
+        run.seconds.clear()
+        with run.timed(STEP, {"step": self.version, "half": "collect"}):
+            groups, metrics = collect(
+                self._config,
+                run,
+                self._roles,
+                batches,
+                self._rewards,
+                self._models.reward_model,
+                self.version,
+            )
+        self.supply.report(*groups.prompt_scores())
+        return TrainingData(groups, self.version, metrics, dict(run.seconds))
+
+    def _check(self, table: pa.Table) -> None:
+        if needs_rules(self._config):
+            check_prompts(self._scorer, table)
+
+
+class Trainer:
+    """A run: its processes start with it and end with `close`, or at the end of its `with` block.
+
+    Until then SIGTERM and SIGUSR1 end the program (SystemExit, code 75: to be started again), unless it has handlers for them.
+
+    It goes on from a checkpoint as `trainer.resume_mode` says (auto: from the newest of its run folder, if there is one).
+
+    Attributes:
+        step: updates so far, those before the checkpoint included.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        actor_model: str | Path | None = None,
+        critic_model: str | Path | None = None,
+        reward_fn: RewardFunction | None = None,
+        **unknown: Any,
+    ) -> None:
+        """
+        Args:
+            config: of `make_trainer_config` or `load_config`.
+            actor_model: folder or Hub id of the policy; None: as the configuration says.
+            critic_model: the same for the critic's first weights; None: the configuration's, or the policy's.
+            reward_fn: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async, gives a number, or a dict
+                with "score" whose other numbers become metrics; None: as the configuration says. It runs in processes
+                of its own: what it refers to travels with it.
+
+        Raises:
+            ValueError: everything that is wrong with configuration and models, and with the checkpoint to go on from, before
+                anything is started.
+        """
+        for name in unknown:
+            raise ValueError(f"Trainer({name}=...): {key_advice(name) or 'there is no such argument'}")
+        config = _with_models(config, actor_model, critic_model)
+        _refuse_keys_of_the_loop(config)
+        check_config(config, data_files=False)
+        if reward_fn is not None and not needs_rules(config):
+            raise ValueError(
+                "reward_fn: its scores would count nothing beside the reward model's; give reward_model.rule_weight, or "
+                "leave it out"
+            )
+        load_plugins(config.plugins)
+        self.config = fetch_models(resolve(config))
+        num_steps = self.config.trainer.total_training_steps
+        assert num_steps is not None, "make_trainer_config sets it, _with_models checks it"
+        function = None if reward_fn is None else cloudpickle.dumps(reward_fn)
+        told_to_end = "ending; started again, the program goes on from its last checkpoint, if there is one"
+        with ExitStack() as stack:  # closes what was opened if something fails on the way
+            stack.enter_context(ending_at_once(told_to_end, keep_handlers=True))
+            scorer = stack.enter_context(make_scorer(self.config, function))
+            models = load_model_inputs(self.config)
+            facts = {"model": model_text(self.config.actor_rollout_ref.model.path, models.model)}
+            self._run = stack.enter_context(
+                open_run(self.config, total_steps=num_steps, facts=facts, signals=False)
+            )
+            self._run.show_rewards(scorer)
+            for warning in models.warnings:
+                self._run.say(warning)
+            self._roles = start_roles(self.config, self._run, models.model, num_steps)
+            self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
+            ptx = load_ptx(self.config, models.tokenizer)
+            self._texts = epochs(ptx) if ptx is not None else None
+            self._controls = make_controls(self.config, num_steps)
+            self._monitor = start_monitor(self._run, self.config, self._controls)
+            parts = {
+                "controls": self._controls,
+                "monitor": self._monitor,
+                "prompts": self.collector.supply,
+                "ptx": ptx,
+            }
+            self._checkpoints = policy_checkpoints(self.config, self._run, self._roles, parts)
+            self.step = self.collector.version = self._checkpoints.resume()
+            stack.push(self._finish)
+            self._stack = stack.pop_all()
+
+    def collect_data(self, prompts: Prompts) -> TrainingData:
+        """Generate and score trajectories; see `DataCollector.collect`."""
+        return self.collector.collect(prompts)
+
+    def update_policy(self, data: TrainingData) -> dict[str, float]:
+        """Train critic and policy on trajectories; returns the step's metrics, and `reward`, their mean score (NaN of a
+        step that was left out, see trainer.on_nonfinite). Saves a checkpoint if one is due (trainer.save_freq, save_minutes).
+
+        Raises:
+            ValueError: the trajectories are not those of the newest weights.
+            OSError: the checkpoint could not be written, and trainer.on_save_error says stop.
+        """
+        if data.version != self.collector.version or self.step >= data.version:
+            raise ValueError(
+                f"update_policy: data of collect_data number {data.version}, of which there were "
+                f"{self.collector.version}; the policy is updated once with what was collected last"
+            )
+        run, roles = self._run, self._roles
+        self.step = step = data.version
+        with run.step(step) as metrics:
+            run.seconds.update(data.seconds)
+            metrics |= data.metrics
+            batch = None
+            with whole_step(run, self.config, self._controls, step, metrics):
+                batch, learnt = learn(
+                    self.config, run, roles, data.groups.batch(), self._controls, step, self._texts
+                )
+                metrics |= learnt
+            metrics |= roles.memory.report()
+            if batch is not None:
+                metrics |= watch(run, self._monitor, step, metrics, batch)
+        self._checkpoints.after(step, metrics, last=False)
+        return {"reward": metrics.get("critic/score/mean", math.nan), **metrics}
+
+    @property
+    def stop(self) -> str | None:
+        """Why training should end here, by `health.early_stop`; None: it may go on."""
+        return self._monitor.stop
+
+    def save(self, folder: str | Path) -> str:
+        """Write the policy as a Hugging Face model, whole or not at all; returns the folder's path.
+
+        With LoRA its weights are merged ones, and the adapters are written into `adapter` in it, in PEFT's format.
+        """
+        path = Path(folder).expanduser()
+        with self._roles.memory.held("export"):
+            model = self.config.actor_rollout_ref.model
+            return export_hf(self._run, self._roles.actor.group, model, path, path / ADAPTER_FOLDER)
+
+    def save_checkpoint(self) -> Path | None:
+        """Save what training goes on from (models, optimizers, schedules, random numbers, the position in the prompts), as
+        `checkpoints/step-<n>` in the run folder; returns that, or None if it failed and trainer.on_save_error says continue.
+
+        Raises:
+            ValueError: nothing was trained so far, or trajectories were collected that the policy was not updated with.
+            OSError: it could not be written; older ones stay as they were.
+        """
+        if not self.step or self.collector.version != self.step:
+            raise ValueError(
+                f"save_checkpoint: {self.step} updates with the data of {self.collector.version} collect_data calls; a "
+                "checkpoint is saved after update_policy, before the next collect_data"
+            )
+        return self._checkpoints.save(self.step)
+
+    def close(self) -> None:
+        """End every process of the run, after a checkpoint that is still written; a second time nothing."""
+        self._stack.close()
+
+    def _finish(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._checkpoints.finish()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def _refuse_keys_of_the_loop(config: TrainConfig) -> None:
+    """ValueError for keys that only `megarl train` reads."""
+    data, trainer = config.data, config.trainer
+    given = {
+        "data.train_files": data.train_files,
+        "data.mixture": data.mixture,
+        "data.val_files": data.val_files,
+        "data.val_sets": data.val_sets,
+        "data.streaming": data.streaming,
+        "trainer.test_freq": trainer.test_freq != -1,
+        "trainer.max_run_minutes": trainer.max_run_minutes is not None,
+        "trainer.best_metric": trainer.best_metric is not None,
+        "trainer.max_restarts": trainer.max_restarts != 0,
+        "trainer.val_before_train": trainer.val_before_train,
+        "trainer.mode": trainer.mode != "sync",
+        "trainer.rollout_only": trainer.rollout_only,
+        "trainer.train_only": trainer.train_only,
+    }
+    names = [name for name, value in given.items() if value]
+    if names:
+        raise ValueError(
+            f"{', '.join(names)}: only `megarl train` reads them; a Trainer is given its prompts (collect_data), and the program "
+            "says what else is done; leave them out"
+        )
+
+
+def _with_models(
+    config: TrainConfig, actor_model: str | Path | None, critic_model: str | Path | None
+) -> TrainConfig:
+    """The configuration with the models that were given."""
+    for name, model in (("actor_model", actor_model), ("critic_model", critic_model)):
+        if model is not None and not isinstance(model, str | Path):
+            raise ValueError(
+                f"{name} must be the folder of a Hugging Face model or its id on the Hub, found {type(model).__name__}: "
+                "megarl builds Megatron's shards from the files; model.save_pretrained(folder) writes them"
+            )
+    policy, critic = config.actor_rollout_ref, config.critic
+    if actor_model is not None:
+        policy = replace(policy, model=replace(policy.model, path=str(Path(actor_model).expanduser())))
+    if not policy.model.path:
+        raise ValueError("actor_model is required: the folder of a Hugging Face model, or its id on the Hub")
+    if critic_model is not None:
+        if critic is None:
+            raise ValueError(
+                f"critic_model: algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic"
+            )
+        critic = replace(critic, model=replace(critic.model, path=str(Path(critic_model).expanduser())))
+    if config.trainer.total_training_steps is None:
+        raise ValueError(
+            "trainer.total_training_steps is required: the updates of the run, over which schedules go"
+        )
+    return replace(config, actor_rollout_ref=policy, critic=critic)

@@ -1,0 +1,132 @@
+"""One checkpoint into another: planned, moved file by file, checked before it appears."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from megarl.checkpoints.convert.extract import extract_adapters
+from megarl.checkpoints.convert.merge import MergedSource
+from megarl.checkpoints.convert.moves import Moves
+from megarl.checkpoints.convert.sources import open_source
+from megarl.checkpoints.convert.targets import TARGETS
+from megarl.checkpoints.hf.folder import read_companions
+from megarl.util.files import whole_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was converted, and what of the source was left out, in words."""
+
+    source_kind: str
+    target_kind: str
+    num_tensors: int
+    num_bytes: int
+    num_files: int
+    left_out: tuple[str, ...]
+
+
+def convert(
+    source: str,
+    target: str,
+    *,
+    to: str | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = 4 << 30,
+    mtp: bool = True,
+    companions: str | None = None,
+    adapter: str | None = None,
+    console: Console | None = None,
+) -> Conversion:
+    """Write the checkpoint `source` as another one, the new folder `target`.
+
+    Args:
+        to: "hf", "megatron", or "peft" for the adapters that a Megatron checkpoint has beside its weights; None: what
+            the source is not, or "hf" with an adapter.
+        dtype: of the weights, one of DTYPES; None: each keeps its own.
+        shard_bytes: size of a file; a larger tensor is alone in its own.
+        mtp: whether multi-token prediction layers are kept.
+        companions: the Hugging Face folder to take config and tokenizer from, for a Megatron checkpoint that has
+            none of its own.
+        adapter: folder of adapters in PEFT's format to merge into the weights of a Hugging Face folder.
+        console: where progress is shown.
+
+    Raises:
+        ValueError: a wrong argument; a source with anything missing, left over or of another shape than its config
+            makes it; tensors of different types that one tensor is to hold; a value beyond the largest of `dtype`; an
+            adapter that is not of this model, or not finite.
+        OSError: the disk is full or not writable.
+        In either case nothing is left of the target.
+    """
+    _check_arguments(target, to, dtype, shard_bytes)
+    opened = open_source(source, companions, mtp)
+    if to == "peft":
+        if adapter is not None:
+            raise ValueError(
+                "--merge makes a model of an adapter, --to peft takes adapters out of a checkpoint"
+            )
+        tensors = extract_adapters(opened, target, DTYPES.get(dtype))
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        return Conversion(opened.kind, to, len(tensors), num_bytes, 1, ())
+    if adapter is not None:
+        opened = MergedSource(opened, adapter)
+    opened.check()
+    kind = to or ("megatron" if opened.kind == "hf" and adapter is None else "hf")
+    writing = TARGETS[kind](opened.config, opened.head, opened.mtp)
+    moves = Moves(opened, writing, DTYPES.get(dtype))
+    files = moves.files(shard_bytes)
+    companion_files = read_companions(opened.companions, opened.config, moves.main_dtype, opened.mtp)
+    with whole_folder(target) as folder:
+        with progress(console, moves.num_bytes, f"{opened.kind} -> {kind}") as advance:
+            for at, items in enumerate(files):
+                tensors = moves.assemble(items)
+                writing.write_file(folder, at, len(files), tensors)
+                advance(sum(tensor.nbytes for tensor in tensors.values()))
+                del tensors  # before the next file's are made
+        writing.finish(folder, companion_files)
+        _check_written(folder / writing.checkpoint, moves)
+    left_out = [opened.ignored] if opened.ignored else []
+    if opened.config.num_mtp_layers and not opened.mtp:
+        left_out.append("multi-token prediction layers")
+    return Conversion(opened.kind, kind, len(moves.dtypes), moves.num_bytes, len(files), tuple(left_out))
+
+
+def _check_arguments(target: str, to: str | None, dtype: str | None, shard_bytes: int) -> None:
+    if Path(target).exists():
+        raise ValueError(f"{target!r} exists; name a new folder, or remove it first")
+    kinds = (*TARGETS, "peft")
+    if to not in (None, *kinds):
+        raise ValueError(f"a checkpoint can be converted to {', '.join(kinds)}, not to {to!r}")
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+    if shard_bytes < 1:
+        raise ValueError(f"the size of a file must be at least a byte, found {shard_bytes}")
+
+
+def _check_written(folder: Path, moves: Moves) -> None:
+    """Read names, shapes and types of what was written, and compare them with the target's definition."""
+    written = open_source(str(folder))
+    assert written.kind == moves.target.kind
+    written.check()
+    wrong = [
+        f"{local} was written as {written.dtype(local)} instead of {dtype}"
+        for local, dtype in moves.dtypes.items()
+        if written.dtype(local) != dtype
+    ]
+    assert not wrong, wrong
+
+
+@contextmanager
+def progress(console: Console | None, num_bytes: int, text: str) -> Iterator[Callable[[int], None]]:
+    if console is None:
+        yield lambda advance: None
+        return
+    with Progress(*Progress.get_default_columns(), console=console) as progress:
+        task = progress.add_task(text, total=num_bytes)
+        yield lambda advance: progress.advance(task, advance)

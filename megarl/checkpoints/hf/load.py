@@ -1,0 +1,291 @@
+"""Hugging Face files -> Megatron shards: each rank reads only the slices that it holds."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megarl.layout import Box, Copy, make_plan
+from megarl.layout.grid import ParallelLayout
+from megarl.models import ModelConfig, logical_tensors, mtp_copies, read_model_config
+from megarl.models.float8 import SCALES, Block, quantise
+from megarl.models.table import VALUE_HEAD
+from megarl.models.weight_files import stored_tensors
+from megarl.weight_sync.model_layouts import hf_layout, megatron_layout
+
+SCALE = "_scale_inv"  # what is added to a tensor's name for that of its scales
+_FLOAT8 = "F8_E4M3"
+# safetensors' names
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    _FLOAT8: torch.float8_e4m3fn,
+}
+
+
+def open_weights(file: Path) -> safe_open:
+    """Open a safetensors file; ValueError if it is none, or not all of it is there."""
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no complete safetensors file: {error}") from None
+
+
+class HFReader:
+    """Reads boxes of a Hugging Face checkpoint's tensors (`tensors`, by name) without reading the whole tensors.
+
+    A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and those
+    made like them), is read as what it stands for: each element times its block's scale.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.tensors = stored_tensors(path)
+        self._stack = ExitStack()
+        self._open: dict[Path, safe_open] = {}
+
+    def __enter__(self) -> "HFReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def check(self, config: ModelConfig, head: str, mtp: bool = False) -> None:
+        """Refuse a checkpoint whose names or shapes are not the model's with that head, as the headers tell.
+
+        mtp: whether its multi-token prediction layers must be there; what they repeat of the model may be missing
+            nonetheless, and all of them if they are not wanted.
+
+        Raises:
+            ValueError: names every tensor that is missing, left over or of another shape.
+        """
+        shapes = logical_tensors(config, head, mtp)
+        copies = mtp_copies(config) if mtp else {}
+        ignore = {*logical_tensors(config, mtp=True), "lm_head.weight", "score.weight"} - set(shapes)
+        optional = {*ignore, *copies, *(("score.weight",) if head == "value" else ())}
+        wrong = [f"{name} is missing" for name in shapes if name not in self.tensors and name not in optional]
+        for name in self.tensors:
+            tensor = name.removesuffix(SCALE)
+            if tensor in shapes:
+                wrong += self._mistakes(name, shapes[tensor], config.fp8_block)
+            elif tensor not in ignore and not name.endswith("rotary_emb.inv_freq"):
+                wrong.append(f"{name} is not a tensor of this model")
+        if wrong:
+            raise ValueError(f"checkpoint {self.path} does not fit its config: " + "; ".join(wrong))
+
+    def _mistakes(self, name: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> Iterator[str]:
+        """What is wrong with the tensor `name`: one of `shape`, or the scales of one."""
+        found, tensor = self.shape(name), name.removesuffix(SCALE)
+        quantised = tensor in self.tensors and self.tensors[tensor].dtype == _FLOAT8
+        if name != tensor:
+            if block is None or not quantised:
+                reason = (
+                    "config.json says of no quantisation" if block is None else f"{tensor} is not in float8"
+                )
+                yield f"{name} is there, but {reason}"
+                return
+            shape = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
+        elif quantised and name + SCALE not in self.tensors:
+            yield f"{name} is in float8, but {name}{SCALE} is missing"
+        if found != shape:
+            yield f"{name} has shape {found}, config.json makes it {shape}"
+
+    def check_mtp_copies(self, config: ModelConfig) -> None:
+        """Refuse MTP layers whose repeated embedding or head is not the model's; reads all of them.
+
+        Raises:
+            ValueError: names the tensors that differ.
+        """
+        for name, original in mtp_copies(config).items():
+            if name in self.tensors and not self._equal(name, original):
+                raise ValueError(f"checkpoint {self.path}: {name} should be equal to {original}, but is not")
+
+    def _equal(self, name: str, other: str) -> bool:
+        (rows, *rest), step = self.shape(name), 4096
+        for first in range(0, rows, step):
+            box = Box.rows(first, min(step, rows - first), (rows, *rest))
+            if not torch.equal(self.read(name, box), self.read(other, box)):
+                return False
+        return True
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The values in the box; float32 for a tensor in float8 with scales."""
+        values = self._slice(name)[box.slices]
+        if name + SCALE not in self.tensors:
+            return values
+        assert self._block is not None, f"{name}{SCALE} is there, but config.json says of no quantisation"
+        row, column = (start % size for start, size in zip(box.start, self._block, strict=True))
+        blocks = tuple(
+            slice(start // size, -(-(start + extent) // size))
+            for start, extent, size in zip(box.start, box.size, self._block, strict=True)
+        )
+        scales = self._slice(name + SCALE)[blocks]
+        return dequantise(values, scales, self._block, (row, column))
+
+    @cached_property
+    def _config(self) -> ModelConfig:
+        return read_model_config(self.path)
+
+    @property
+    def _block(self) -> tuple[int, int] | None:
+        return self._config.fp8_block
+
+    def read_blocks(
+        self, name: str, box: Box, block: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Values and scales as the file has them, of a box of whole blocks; None: it has none of this size."""
+        if name + SCALE not in self.tensors or self._block != block:
+            return None
+        blocks = tuple(
+            slice(start // step, -(-(start + extent) // step))
+            for start, extent, step in zip(box.start, box.size, block, strict=True)
+        )
+        return self._slice(name)[box.slices], self._slice(name + SCALE)[blocks]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the tensor's values: as the file has it, or the model's own for one in float8 with scales.
+
+        Raises:
+            ValueError: a type that no weight has; names the tensor.
+        """
+        if name + SCALE in self.tensors:
+            return getattr(torch, self._config.dtype)
+        found = self.tensors[name].dtype
+        if found not in _DTYPES:
+            raise ValueError(
+                f"{self.tensors[name].file}: {name} is of type {found}; supported: {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[found]
+
+    def _slice(self, name: str):
+        file = self.tensors[name].file
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(open_weights(file))
+        return self._open[file].get_slice(name)
+
+
+def dequantise(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], start: tuple[int, int]
+) -> torch.Tensor:
+    """Each element times the scale of its block, in float32 (DeepSeek-V3's `weight_dequant`).
+
+    Args:
+        values: [rows, columns], float8 or any type.
+        scales: [blocks of rows, blocks of columns], those that the values lie in.
+        block: rows and columns of a block.
+        start: where within the first block the values begin.
+
+    Returns: [rows, columns], float32.
+    """
+    result = values.to(torch.float32)
+    columns = (torch.arange(values.shape[1]) + start[1]) // block[1]
+    wide = scales.to(torch.float32)[:, columns]
+    for index in range(len(scales)):
+        first = max(0, index * block[0] - start[0])
+        result[first : (index + 1) * block[0] - start[0]] *= wide[index]
+    return result
+
+
+def check_hf_weights(path: str, config: ModelConfig, head: str = "lm", mtp: bool = False) -> None:
+    """Refuse what `load_hf_weights` would refuse, from the headers of the files alone.
+
+    mtp: whether multi-token prediction layers must be there, too.
+    """
+    with HFReader(path) as reader:
+        reader.check(config, head, mtp)
+
+
+def load_hf_weights(
+    path: str,
+    config: ModelConfig,
+    parallel: ParallelLayout,
+    rank: int,
+    parameters: Mapping[str, torch.Tensor],
+    head: str = "lm",
+    base_block: int | None = None,
+) -> None:
+    """Fill a Megatron rank's parameters (named as pieces name them) from the checkpoint at `path`.
+
+    Padding rows of the vocabulary become zero. A value head that the checkpoint lacks keeps the values
+    it was built with; the language model head of a checkpoint is not read for head="value".
+
+    Args:
+        base_block: rows and columns of a block of the parameters that are in float8 (`build_model`). These are taken as
+            they are from a checkpoint with blocks of this size; others are quantised, one parameter at a time.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor, has one too many or one of another shape.
+    """
+    plan = make_plan(hf_layout(config, head), megatron_layout(config, parallel, head))
+    needed = plan.copies_to(rank)
+    with HFReader(path) as reader:
+        reader.check(config, head)
+        copies = [copy for copy in needed if copy.tensor in reader.tensors]
+        in_blocks = {local for local in parameters if local + SCALE in parameters}
+        for local in {copy.target_local for copy in copies} - in_blocks:
+            parameters[local].zero_()
+        for copy in copies:
+            if copy.target_local not in in_blocks:
+                parameters[copy.target_local][copy.target_box.slices].copy_(
+                    reader.read(copy.tensor, copy.box)
+                )
+        if in_blocks:
+            assert base_block is not None
+            load_blocks(reader, copies, parameters, in_blocks, (base_block, base_block))
+    unfilled = (
+        set(parameters) - {copy.target_local for copy in needed} - {f"{name}{SCALE}" for name in in_blocks}
+    )
+    assert not unfilled, f"parameters that no weight table names: {sorted(unfilled)}"
+
+
+def load_value_head(path: str, weight: torch.Tensor) -> None:
+    """Fill a value head's weight from the checkpoint at `path`; one that it lacks keeps its values."""
+    with HFReader(path) as reader:
+        if VALUE_HEAD in reader.tensors:
+            weight.copy_(reader.read(VALUE_HEAD, Box.whole(tuple(weight.shape))))
+
+
+def load_blocks(
+    reader: HFReader,
+    copies: Iterable[Copy],
+    parameters: Mapping[str, torch.Tensor],
+    names: set[str],
+    block: Block,
+) -> None:
+    """Fill the parameters `names`, each of which has its scales beside it.
+
+    Beside the model one parameter's values are held at a time, in float32.
+
+    Args:
+        copies: what of the checkpoint lies where in the parameters; none of `names` cuts a block.
+    """
+    by_name: dict[str, list[Copy]] = {name: [] for name in names}
+    for copy in copies:
+        if copy.target_local in by_name:
+            by_name[copy.target_local].append(copy)
+    for name, parts in by_name.items():
+        values, scales = parameters[name], parameters[name + SCALES]
+        for copy in parts:
+            place = values[copy.target_box.slices]
+            place_of_scales = scales[_blocks_of(copy.target_box, block)]
+            stored = reader.read_blocks(copy.tensor, copy.box, block)
+            if stored is None:
+                quantise(reader.read(copy.tensor, copy.box).to(values.device), block, place, place_of_scales)
+            else:
+                place.copy_(stored[0])
+                place_of_scales.copy_(stored[1])
+
+
+def _blocks_of(box: Box, block: Block) -> tuple[slice, ...]:
+    return tuple(
+        slice(start // step, -(-(start + extent) // step))
+        for start, extent, step in zip(box.start, box.size, block, strict=True)
+    )

@@ -1,0 +1,364 @@
+"""The `megarl` command: `train`, `sft`, `rm`, `dpo`, `eval`, `doctor`, `replay`, `config`, `make-task`, `verify`, `convert`, `plan`,
+`launch`, `report`, `recipes`, `requirements`.
+
+A mistake of the user's ends in one message without a traceback and exit code 2; a run that fails in one that
+names the process, with exit code 1. A run that has saved its state and is to be started again ends with 75.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from megarl import __version__
+from megarl.cli.arguments import PLAN_MEMORY, PLAN_STEP, make_parser
+from megarl.config import (
+    DPOConfig,
+    EvalConfig,
+    RMConfig,
+    SFTConfig,
+    TrainConfig,
+    TuningConfig,
+    check_config,
+    resolve,
+)
+from megarl.config.aliases import COMMANDS, flag_advice
+from megarl.config.loading.hub import fetch_models
+from megarl.config.loading.load import load_with_origins
+from megarl.config.loading.problems import did_you_mean
+from megarl.config.notes import notes, said_here
+from megarl.config.reference import reference
+from megarl.config.show import changed_keys, resolved_keys, yaml_text
+from megarl.trainer.run.preemption import ending_at_once
+from megarl.util.packages import require, requirements
+from megarl.util.plugins import load_plugins
+from megarl.util.signals import JOB_SIGNALS
+
+C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
+
+SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in COMMANDS:
+        print(f"error: megarl has no command {arguments[0]!r}: {COMMANDS[arguments[0]]}", file=sys.stderr)
+        return 2
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in RUNNERS:
+        hint = did_you_mean(arguments[0], RUNNERS) or f"; there are {', '.join(RUNNERS)}"
+        print(f"error: megarl has no command {arguments[0]!r}{hint}", file=sys.stderr)
+        return 2
+    if " ".join(arguments[:2]) in (PLAN_MEMORY, PLAN_STEP):
+        arguments[:2] = [" ".join(arguments[:2])]
+    elif arguments[:1] == ["plan"] and len(arguments) > 1 and not Path(arguments[1]).exists():
+        words = [command.removeprefix("plan ") for command in (PLAN_MEMORY, PLAN_STEP)]
+        if arguments[1].isalpha() and (hint := did_you_mean(arguments[1], words)):
+            print(f"error: megarl plan has no command and no file {arguments[1]!r}{hint}", file=sys.stderr)
+            return 2
+    parser = make_parser(__version__, RUNNERS)
+    options, unknown = parser.parse_known_args(arguments)
+    if "overrides" in options and all("=" in text and not text.startswith("-") for text in unknown):
+        options.overrides, unknown = [*options.overrides, *unknown], []  # argparse takes none after options
+    if unknown:
+        advice = [text for text in map(flag_advice, unknown) if text is not None]
+        parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice]))
+    try:
+        with ending_at_once() if options.run in (_train, _sft, _rm, _dpo) else nullcontext():
+            code = options.run(options) or 0
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError as error:
+        if not _reader_is_gone():
+            print(f"error: {_plain_words(error)}", file=sys.stderr)
+            return 1
+        return 128 + signal.SIGPIPE
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {_plain_words(error)}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _reader_is_gone() -> bool:
+    """Whether who read what is printed has ended, as in `megarl config ... | head`; nothing is printed any more then."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    gone = any(events & select.POLLERR for _, events in poll.poll(0))
+    if gone:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what Python still has to write at its end
+    return gone
+
+
+def _write_out() -> None:
+    """Write what is still to be printed, as long as somebody reads it; Python itself would complain at its end."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _reader_is_gone()
+
+
+def _plain_words(error: OSError) -> str:
+    """Such as "/data/run/metrics.jsonl: No space left on device"."""
+    return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+
+
+def _read(schema: type[C], options: argparse.Namespace) -> tuple[C, dict[str, str]]:
+    recipe, overrides = options.recipe, options.overrides
+    if "=" in recipe and not Path(recipe).exists():
+        recipe, overrides = None, [recipe, *overrides]
+    return load_with_origins(schema, recipe, overrides)
+
+
+def _configured(schema: type[C], options: argparse.Namespace) -> C:
+    """The resolved configuration, with the user's own files imported and models on this machine."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "torchrun started several copies of this command, each of which would start all processes of the run: "
+            "run it once, without torchrun; trainer.nnodes and trainer.n_gpus_per_node say how many devices there are"
+        )
+    from megarl.doctor.preflight import check_environment, preflight
+    from megarl.plan.micro_batches import with_chosen_size
+
+    config, origins = _read(schema, options)
+    preflight(config)
+    remarks = notes(config, said_here(origins, options.recipe))
+    config, chosen = with_chosen_size(config)
+    for note in (*remarks, *chosen):
+        print(f"note: {note}")
+    require(["megatron-core"] if isinstance(config, TuningConfig) else ["megatron-core", "sglang"])
+    if not isinstance(config, TuningConfig):
+        load_plugins(config.plugins)
+        check_environment(config)
+    return fetch_models(resolve(config))
+
+
+def _config(options: argparse.Namespace) -> None:
+    if options.reference:
+        print(reference(), end="")
+        return
+    if options.recipe is None:
+        raise ValueError("megarl config needs a recipe, key=value, or --reference")
+    config, origins = _read(SCHEMAS[options.command], options)
+    keys = changed_keys(config, origins) if options.changed else resolved_keys(config, origins)
+    remarks = notes(config, said_here(origins, options.recipe))
+    if options.json:
+        values = {key: {"value": value, "from": origin} for key, (value, origin) in keys.items()}
+        print(json.dumps({"keys": values, "notes": remarks}, indent=2))
+    else:
+        print(yaml_text(keys), end="")
+        for remark in remarks:
+            print(f"# note: {remark}")
+    check_config(config)  # last, so that what is wrong can be looked up above
+
+
+# The commands import what they need when they run: `megarl --help` and a mistyped key answer at once.
+
+
+def _train(options: argparse.Namespace) -> None:
+    config = _configured(TrainConfig, options)
+    if not config.trainer.rollout_only and config.trainer.train_only is None:
+        _run_supervised("ppo", config)
+        return
+    from megarl.trainer.run.process_kinds import premises_of
+
+    with premises_of(config) as premises:
+        from megarl.trainer.loops.offline import generate_only, learn_only
+
+        (generate_only if config.trainer.rollout_only else learn_only)(config, premises)
+
+
+def _sft(options: argparse.Namespace) -> None:
+    _run_supervised("sft", _configured(SFTConfig, options))
+
+
+def _rm(options: argparse.Namespace) -> None:
+    _run_supervised("rm", _configured(RMConfig, options))
+
+
+def _dpo(options: argparse.Namespace) -> None:
+    _run_supervised("dpo", _configured(DPOConfig, options))
+
+
+def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
+    """`train` of a module of trainer/."""
+    from megarl.trainer.run.process_kinds import premises_of
+
+    with premises_of(config) as premises:  # the run's processes make their imports while this one does
+        from megarl.trainer.run.supervision import supervised
+
+        supervised(config, import_module(f"megarl.trainer.{module}").train, premises)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    config = _configured(EvalConfig, options)
+    from megarl.trainer.run.process_kinds import premises_of
+
+    with premises_of(config) as premises:
+        from megarl.trainer.loops.evaluate import evaluate, print_scores
+
+        print_scores(evaluate(config, premises), config.trainer.default_local_dir)
+
+
+def _make_task(options: argparse.Namespace) -> None:
+    from megarl.cli.make_task import make_preference_task, make_task
+
+    names = (
+        "seed",
+        "max_operand",
+        "teacher_errors",
+        "num_sft",
+        "num_train",
+        "num_test",
+        "hidden_size",
+        "num_layers",
+    )
+    shared = {name: getattr(options, name) for name in names}
+    if not options.preferences:
+        make_task(options.out, **shared, calculator=options.calculator)
+        return
+    if options.calculator:
+        raise ValueError("--calculator and --preferences are two tasks; give one of them")
+    make_preference_task(
+        options.out,
+        **shared,
+        label_noise=options.label_noise,
+        num_texts=options.num_texts,
+        num_rankings=options.num_rankings,
+    )
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from megarl.trainer.run.verify import verify_greedy
+
+    verify_greedy(options.model, options.trajectories, options.max_samples)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from megarl.checkpoints.convert.command import run
+
+    run(options)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from megarl.plan.sync_command import run
+
+    run(options)
+
+
+def _plan_memory(options: argparse.Namespace) -> int | None:
+    if options.dry_run:
+        from megarl.shadow.dry_run import run as dry_run
+
+        return dry_run(options)
+    if options.agree:
+        raise ValueError("--agree runs ranks as --dry-run does: give --dry-run --agree")
+    from megarl.plan.memory_command import run
+
+    return run(options)
+
+
+def _plan_step(options: argparse.Namespace) -> None:
+    from megarl.plan.page import page
+    from megarl.plan.step_command import run
+
+    run(options, page)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if options.gpu:
+        from megarl.gpu_test.command import run
+
+        return run(options)
+    config = None if options.recipe is None else _read(TrainConfig, options)[0]
+    from megarl.doctor.doctor import examine, examine_here, print_findings
+
+    return print_findings(examine_here() if config is None else examine(config))
+
+
+def _replay(options: argparse.Namespace) -> None:
+    from megarl.trainer.loops.replay import Request, replay
+
+    paths = {
+        name: None if getattr(options, name) is None else Path(getattr(options, name))
+        for name in ("trajectories", "checkpoint", "out")
+    }
+    replay(Request(Path(options.folder), options.step, options.overrides, **paths))
+
+
+def _report(options: argparse.Namespace) -> None:
+    from megarl.report.command import run
+
+    run(options)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from megarl.launch.command import launch
+
+    return launch(options, RUNNERS)
+
+
+def _recipes(options: argparse.Namespace) -> None:
+    from megarl.cli.recipes import run
+
+    run(options)
+
+
+def _requirements(options: argparse.Namespace) -> None:
+    print(requirements(options.name))
+
+
+RUNNERS = {
+    "train": _train,
+    "sft": _sft,
+    "rm": _rm,
+    "dpo": _dpo,
+    "eval": _eval,
+    "config": _config,
+    "make-task": _make_task,
+    "verify": _verify,
+    "convert": _convert,
+    "plan": _plan,
+    PLAN_MEMORY: _plan_memory,
+    PLAN_STEP: _plan_step,
+    "doctor": _doctor,
+    "replay": _replay,
+    "report": _report,
+    "launch": _launch,
+    "recipes": _recipes,
+    "requirements": _requirements,
+}
+
+
+def program() -> NoReturn:
+    """The command `megarl`: `main`, and the process ends with its exit code whatever signals come on the way out."""
+    try:
+        try:
+            sys.exit(main())
+        finally:
+            _write_out()
+    finally:  # Python takes a second to end; a job's signal would make a failure of a run that is whole
+        for number in JOB_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    program()

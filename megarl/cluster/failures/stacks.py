@@ -1,0 +1,129 @@
+"""Where the processes of ranks are: the Python stacks of all their threads, also of ranks that hang in C code."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from megarl.cluster.guard import marked_processes, process_state
+from megarl.cluster.hosts import log_tail, submit
+from megarl.cluster.ranks import RankProcess
+
+_ANSWER_SECONDS = 1.0  # for a process to write its stacks
+_REST_SECONDS = 0.1  # without another line they are whole
+# Files whose functions wait for other ranks (torch 2.13, megatron-core 0.19).
+_WAITING = re.compile(
+    r"torch/distributed/|p2p_communication\.py|param_and_grad_buffer\.py|megarl/rollout/(links|inbox)\.py|megarl/rendezvous\.py"
+)
+
+_CALLED = re.compile(r"megarl/cluster/worker\.py\", line \d+ in (start|invoke|stream)\b")
+
+
+@dataclass(frozen=True)
+class ProcessStacks:
+    """One process; `state` as /proc tells it (R, S, D, T), `text` what faulthandler wrote, "" if it wrote nothing."""
+
+    pid: int
+    title: str
+    state: str
+    text: str
+
+    @property
+    def stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+
+@dataclass(frozen=True)
+class RankStacks:
+    """What a rank's machine tells of it; `processes` is empty where none lives."""
+
+    processes: tuple[ProcessStacks, ...]
+    log_tail: str
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether its own process, the first, runs and is in a collective."""
+        own = self.processes[:1]
+        return any(not one.stopped and _WAITING.search(one.text) for one in own)
+
+    @property
+    def is_called(self) -> bool:
+        """Whether its own process works on a call, or does not tell."""
+        own = self.processes[:1]
+        return any(not one.text or _CALLED.search(one.text) for one in own)
+
+
+def stacks_of(processes: Sequence[RankProcess], seconds: float = 15.0) -> list[RankStacks | None]:
+    """The stacks of ranks and of what they started, in their order; None: their machine did not answer in time."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes: dict[str, list[tuple[int, str, str]]] = {}
+    for process in processes:
+        nodes.setdefault(process.node_id, []).append((process.pid, process.mark, process.log_path))
+    refs = {node: submit(node, stacks_here, ranks) for node, ranks in nodes.items() if node != here}
+    found = {node: stacks_here(ranks) for node, ranks in nodes.items() if node == here}
+    deadline = time.monotonic() + seconds
+    for node, ref in refs.items():
+        try:
+            found[node] = ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))
+        except ray.exceptions.RayError:
+            continue
+    answers = {node: iter(of_node) for node, of_node in found.items()}
+    return [next(answers[process.node_id]) if process.node_id in answers else None for process in processes]
+
+
+def stacks_here(ranks: Sequence[tuple[int, str, str]]) -> list[RankStacks]:
+    """The stacks of ranks of this machine, each given as (process id, mark, log)."""
+    # A rank's processes share its log, and are asked one after the other; the ranks all at once.
+    with ThreadPoolExecutor(max_workers=max(1, len(ranks))) as pool:
+        return list(pool.map(lambda rank: _stacks_of_rank(*rank), ranks))
+
+
+def _stacks_of_rank(pid: int, mark: str, log_path: str) -> RankStacks:
+    tail = log_tail(log_path)[0]
+    if not pid:
+        return RankStacks((), tail)
+    pids = [pid, *(other for other in marked_processes(mark, process_group=pid) if other != pid)]
+    stacks = [_stacks_of_process(each) for each in pids]
+    return RankStacks(tuple(one for one in stacks if one is not None), tail)
+
+
+def _stacks_of_process(pid: int) -> ProcessStacks | None:
+    state = process_state(pid)
+    if state is None:
+        return None
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+        text = _ask(pid) if state not in ("T", "t") and _answers(pid) else ""
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return None
+    return ProcessStacks(pid, title[:200], state, text)
+
+
+def _answers(pid: int) -> bool:
+    """Whether the process has a handler of SIGUSR1, which would kill it otherwise."""
+    with open(f"/proc/{pid}/status") as lines:
+        caught = next(line for line in lines if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def _ask(pid: int) -> str:
+    """What the process writes to its log when it is asked for its stacks."""
+    log_path = os.readlink(f"/proc/{pid}/fd/2")
+    if not os.path.isfile(log_path):
+        return ""
+    with open(log_path, "rb") as file:
+        file.seek(0, os.SEEK_END)
+        os.kill(pid, signal.SIGUSR1)
+        text, deadline, quiet = b"", time.monotonic() + _ANSWER_SECONDS, 0.0
+        while time.monotonic() < deadline and not (text and quiet >= _REST_SECONDS):
+            time.sleep(0.02)
+            part = file.read()
+            quiet = 0.0 if part else quiet + 0.02
+            text += part
+    return text.decode(errors="replace")

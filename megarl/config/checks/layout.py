@@ -1,0 +1,327 @@
+"""Checks of devices and batches: pools, parallel layouts, what must divide what.
+
+Values that are out of range by themselves are reported elsewhere; here they only must not break the arithmetic,
+so a check whose operands are no positive numbers is left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from megarl.config.loading.problems import did_you_mean
+from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, resolve
+from megarl.config.schema.commands import ActorConfig, CriticConfig, EvalConfig, MegatronConfig, TrainConfig
+from megarl.config.schema.sections import PoolConfig, RolloutConfig
+from megarl.config.schema.supervised import TuningConfig
+
+_POLICY = "actor_rollout_ref"
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
+
+
+def pool_problems(config: TrainConfig) -> Iterator[str]:
+    """Of a configuration that may be unresolved: the pool of each role exists, each pool is used, all fit."""
+    full = resolve(config)
+    pools, trainer, policy = full.resource_pools or {}, config.trainer, config.actor_rollout_ref
+    if not pools:
+        yield "resource_pools is empty; name at least one pool, or leave it out for one of all devices"
+        return
+    given = {
+        f"{_POLICY}.actor": policy.actor.resource_pool,
+        f"{_POLICY}.ref": policy.ref.resource_pool,
+        f"{_POLICY}.rollout": policy.rollout.resource_pool,
+    }
+    if config.critic is not None:
+        given["critic"] = config.critic.resource_pool
+    if config.reward_model.enable:
+        given["reward_model"] = config.reward_model.resource_pool
+    for role, name in given.items():
+        if name is not None and name not in pools:
+            hint = did_you_mean(name, pools)
+            yield f"{role}.resource_pool={name!r} is unknown; resource_pools has {', '.join(pools)}{hint}"
+    actor_pool = full.actor_rollout_ref.actor.resource_pool
+    if actor_pool is None:
+        yield (
+            f"{_POLICY}.actor.resource_pool is required where resource_pools has several and none is named "
+            f"{GLOBAL_POOL}: one of {', '.join(pools)}"
+        )
+    for name in pools:
+        if actor_pool is not None and name != actor_pool and name not in given.values():
+            yield f"resource_pools.{name} is used by no role; name it as a resource_pool or leave it out"
+    for name, pool in pools.items():
+        for size in ("nnodes", "n_gpus_per_node"):
+            if getattr(pool, size) > getattr(trainer, size):
+                yield (
+                    f"resource_pools.{name}.{size}={getattr(pool, size)} is more than "
+                    f"trainer.{size}={getattr(trainer, size)}"
+                )
+    total, there = (
+        sum(pool_devices(pools, name) or 0 for name in pools),
+        trainer.nnodes * trainer.n_gpus_per_node,
+    )
+    if total > there:
+        yield (
+            f"resource_pools have {total} devices together, more than trainer.nnodes={trainer.nnodes} x "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} = {there}"
+        )
+
+
+@dataclass(frozen=True)
+class _Role:
+    key: str  # "" for the only model of a command
+    megatron: MegatronConfig
+    pool: str | None
+    devices: int | None  # None: there is no such pool
+
+    @property
+    def megatron_key(self) -> str:
+        return f"{self.key}.megatron" if self.key else "megatron"
+
+    @property
+    def num_shards(self) -> int:
+        """tp * pp * cp."""
+        return prod(getattr(self.megatron, name) for name in _SIZES)
+
+    @property
+    def dp(self) -> int | None:
+        """None where it is not defined, because the layout does not fit."""
+        if self.devices is None or min(getattr(self.megatron, name) for name in _SIZES) < 1:
+            return None
+        return None if self.devices % self.num_shards else self.devices // self.num_shards
+
+
+def _roles(config: TrainConfig | TuningConfig) -> list[_Role]:
+    """The Megatron models of a resolved configuration, the actor first; the reference if there is one."""
+    if isinstance(config, TuningConfig):
+        return [
+            _Role("", config.megatron, GLOBAL_POOL, config.trainer.nnodes * config.trainer.n_gpus_per_node)
+        ]
+    policy = config.actor_rollout_ref
+    sections = {f"{_POLICY}.actor": policy.actor}
+    if needs_reference(config):
+        sections[f"{_POLICY}.ref"] = policy.ref
+    if config.critic is not None:
+        sections["critic"] = config.critic
+    if config.reward_model.enable:
+        sections["reward_model"] = config.reward_model
+    roles = []
+    for key, section in sections.items():
+        assert section.megatron is not None, "resolved"
+        devices = pool_devices(config.resource_pools, section.resource_pool)
+        roles.append(_Role(key, section.megatron, section.resource_pool, devices))
+    return roles
+
+
+def split_sequences(config: TrainConfig | TuningConfig) -> list[str]:
+    """The keys, with their values, by which models of a resolved configuration have context parallelism."""
+    return list(
+        dict.fromkeys(
+            f"{role.megatron_key}.context_parallel_size={role.megatron.context_parallel_size}"
+            for role in _roles(config)
+            if role.megatron.context_parallel_size > 1
+        )
+    )
+
+
+def layout_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
+    """Of a resolved configuration: every role's layout fits itself and the devices of its pool."""
+    first, *others = _roles(config)
+    for role in (first, *others):
+        # A layout that is the actor's is the actor's problem.
+        if role is first or role.megatron != first.megatron:
+            yield from _megatron_problems(role.megatron_key, role.megatron)
+        if role is first or (role.megatron, role.pool) != (first.megatron, first.pool):
+            yield from _division_problems(role)
+
+
+def _division_problems(role: _Role) -> Iterator[str]:
+    yield from _expert_division_problems(role)
+    if role.devices is None or role.num_shards < 1 or role.devices % role.num_shards == 0:
+        return
+    product = " x ".join(f"{name}={getattr(role.megatron, name)}" for name in _SIZES)
+    possible = ",".join(str(number) for number in range(1, role.devices + 1) if role.devices % number == 0)
+    yield (
+        f"{role.megatron_key}: {product} needs {role.num_shards} devices, which does not divide the {role.devices} "
+        f"devices of resource pool {role.pool!r}; possible products: {possible}"
+    )
+
+
+def _expert_division_problems(role: _Role) -> Iterator[str]:
+    """Experts have groups of their own: they need not divide those of the other weights, but the devices."""
+    sizes = [getattr(role.megatron, name) for name in _EXPERT_SIZES]
+    devices = role.devices
+    if devices is None or prod(sizes[:2]) == 1 or min(sizes) < 1 or devices % prod(sizes) == 0:
+        return
+    product = " x ".join(f"{name}={size}" for name, size in zip(_EXPERT_SIZES, sizes, strict=True))
+    yield (
+        f"{role.megatron_key}: {product} needs {prod(sizes)} devices, which does not divide the {devices} devices "
+        f"of resource pool {role.pool!r}"
+    )
+
+
+def _megatron_problems(key: str, megatron: MegatronConfig) -> Iterator[str]:
+    pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
+    if vpp is not None and pp == 1:
+        yield (
+            f"{key}.virtual_pipeline_model_parallel_size={vpp} needs {key}.pipeline_model_parallel_size of at least "
+            "2; leave it out (null) without pipeline parallelism"
+        )
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if getattr(megatron, name) is not None and pp == 1:
+            yield f"{key}.{name}={getattr(megatron, name)} needs {key}.pipeline_model_parallel_size of at least 2"
+    if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+        yield (
+            f"{key}.sequence_parallel=true needs {key}.tensor_model_parallel_size of at least 2; leave it out "
+            "(null: true where that is over 1)"
+        )
+
+
+def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
+    """Of a resolved configuration: batches divide into mini-batches and over ranks, budgets hold a sequence."""
+    roles = {role.key: role for role in _roles(config)}
+    if isinstance(config, TuningConfig):
+        size, tokens, longest = (
+            config.data.train_batch_size,
+            config.max_token_len_per_gpu,
+            config.data.max_length,
+        )
+        yield from _share_problems(f"data.train_batch_size={size}", size, roles[""])
+        if tokens < longest:
+            yield f"max_token_len_per_gpu={tokens} is less than data.max_length={longest}: a long example would not fit"
+        return
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    yield from _mini_batch_problems(actor.ppo_mini_batch_size, config, roles[f"{_POLICY}.actor"])
+    yield from _micro_batch_problems(f"{_POLICY}.actor", actor, config)
+    for role in roles.values() if actor.share_prompts else ():
+        if role.key != "reward_model" and role.megatron.context_parallel_size > 1:
+            yield (
+                f"{_POLICY}.actor.share_prompts=true: prompts cannot be shared with {role.megatron_key}.context_parallel_size="
+                f"{role.megatron.context_parallel_size}; set it to false"
+            )
+    if config.data.ptx is not None:
+        texts, tokens = config.data.ptx, actor.ppo_max_token_len_per_gpu
+        size = f"data.ptx.batch_size={texts.batch_size}"
+        yield from _share_problems(size, texts.batch_size, roles[f"{_POLICY}.actor"])
+        if tokens is not None and tokens < texts.max_length:
+            yield (
+                f"{_POLICY}.actor.ppo_max_token_len_per_gpu={tokens} is less than data.ptx.max_length={texts.max_length}: "
+                "a long text would not fit"
+            )
+    if config.critic is not None:
+        critic = config.critic
+        yield from _mini_batch_problems(critic.ppo_mini_batch_size, config, roles["critic"])
+        if _micro_batch(critic) != _micro_batch(actor):  # else it is the actor's problem
+            yield from _micro_batch_problems("critic", critic, config)
+    if needs_reference(config):
+        what = f"data.train_batch_size={prompts} x {_POLICY}.rollout.n={n} = {prompts * n} trajectories"
+        yield from _share_problems(what, prompts * n, roles[f"{_POLICY}.ref"])
+        tokens = ref.log_prob_max_token_len_per_gpu
+        if tokens is not None and ref.log_prob_micro_batch_size_per_gpu is not None:
+            names = "log_prob_max_token_len_per_gpu and log_prob_micro_batch_size_per_gpu"
+            yield f"{_POLICY}.ref: {names} are both set; give one of them, or log_prob_use_dynamic_bsz"
+        if tokens is not None and tokens != actor.ppo_max_token_len_per_gpu:
+            yield from _budget_problems(f"{_POLICY}.ref.log_prob_max_token_len_per_gpu", tokens, config)
+
+
+def _mini_batch_problems(mini: int | None, config: TrainConfig, role: _Role) -> Iterator[str]:
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    assert mini is not None, "resolved"
+    if mini < 1 or n < 1:
+        return
+    key = f"{role.key}.ppo_mini_batch_size={mini}"
+    inherited = role.key == "critic" and mini == config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if prompts % mini and not inherited:
+        yield f"{key} does not divide data.train_batch_size={prompts}"
+    yield from _share_problems(f"{key} x {_POLICY}.rollout.n={n} = {mini * n} trajectories", mini * n, role)
+
+
+def _share_problems(what: str, sequences: int, role: _Role) -> Iterator[str]:
+    """A batch is shared out evenly over data parallel ranks, with an interleaved schedule over its groups too."""
+    if role.dp is None or sequences < 1:
+        return
+    pp, vpp = role.megatron.pipeline_model_parallel_size, role.megatron.virtual_pipeline_model_parallel_size
+    # The interleaved schedule takes micro-batches in groups of its stages: each rank needs a multiple of them.
+    groups = pp if vpp is not None and pp > 1 else 1
+    if sequences % (role.dp * groups):
+        stages = f" and {pp} stages of the interleaved pipeline" if groups > 1 else ""
+        yield (
+            f"{what} cannot be shared out evenly over the {role.dp} data parallel ranks{stages} of "
+            f"{role.megatron_key}; a multiple of {role.dp * groups} is needed"
+        )
+
+
+def _micro_batch(role: ActorConfig | CriticConfig) -> tuple[int | None, int | None]:
+    return role.ppo_max_token_len_per_gpu, role.ppo_micro_batch_size_per_gpu
+
+
+def _micro_batch_problems(key: str, role: ActorConfig | CriticConfig, config: TrainConfig) -> Iterator[str]:
+    tokens, trajectories = _micro_batch(role)
+    keys = f"{key}.ppo_max_token_len_per_gpu and {key}.ppo_micro_batch_size_per_gpu"
+    if tokens is not None and trajectories is not None:
+        yield (
+            f"{keys} are both set ({tokens} tokens, {trajectories} trajectories); give one of them, or say by "
+            f"{key}.use_dynamic_bsz which counts (true: tokens)"
+        )
+    elif tokens is not None:
+        yield from _budget_problems(f"{key}.ppo_max_token_len_per_gpu", tokens, config)
+
+
+def _budget_problems(key: str, tokens: int, config: TrainConfig | EvalConfig) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    if tokens < prompt + response:
+        yield (
+            f"{key}={tokens} is less than data.max_prompt_length={prompt} + data.max_response_length={response} = "
+            f"{prompt + response}: a long trajectory would not fit"
+        )
+
+
+def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
+    """Of a resolved configuration: the engines fit the devices of their pool, and a trajectory an engine."""
+    if isinstance(config, TrainConfig):
+        key, rollout = f"{_POLICY}.rollout", config.actor_rollout_ref.rollout
+        pool = (config.resource_pools or {}).get(rollout.resource_pool or "")
+    else:
+        key, rollout = "rollout", config.rollout
+        pool = PoolConfig(nnodes=config.trainer.nnodes, n_gpus_per_node=config.trainer.n_gpus_per_node)
+    if pool is not None and min(rollout.tensor_model_parallel_size, pool.n_gpus_per_node) > 0:
+        per_node = f"resource_pools.{rollout.resource_pool}.n_gpus_per_node"
+        if rollout.resource_pool == GLOBAL_POOL and pool.n_gpus_per_node == config.trainer.n_gpus_per_node:
+            per_node = "trainer.n_gpus_per_node"
+        yield from _node_problems(key, rollout, pool, f"{per_node}={pool.n_gpus_per_node}")
+    if rollout.max_total_tokens is not None:
+        yield from _budget_problems(f"{key}.max_total_tokens", rollout.max_total_tokens, config)
+
+
+def _node_problems(key: str, rollout: RolloutConfig, pool: PoolConfig, per_node: str) -> Iterator[str]:
+    """Engines have devices of the pool that follow each other; those of one are on one node, or equally many on each of several.
+
+    Args:
+        per_node: the key of the pool's devices on each node, with its value.
+    """
+    tp, engines, devices, nodes = (
+        rollout.tensor_model_parallel_size,
+        rollout.num_engines or 1,
+        pool.nnodes * pool.n_gpus_per_node,
+        rollout.nodes_per_engine or 1,
+    )
+    size, spread = f"{key}.tensor_model_parallel_size={tp}", f"{key}.nodes_per_engine={nodes}"
+    part = tp // nodes
+    if tp > devices:
+        yield f"{size} is more than the {devices} devices of resource pool {rollout.resource_pool!r}"
+    elif tp % nodes:
+        yield f"{size} does not divide by {spread}: an engine has equally many devices on each of its nodes"
+    elif part > pool.n_gpus_per_node:
+        needed = -(-tp // pool.n_gpus_per_node)
+        yield f"{size} is {part} devices on each of {spread}, more than {per_node}; it needs {needed} nodes or more"
+    elif engines * tp > devices:
+        yield (
+            f"{key}.num_engines={engines} x {size} is more than the {devices} devices of resource pool "
+            f"{rollout.resource_pool!r}; at most {devices // tp} engines fit"
+        )
+    elif pool.n_gpus_per_node % part and engines * tp > pool.n_gpus_per_node:
+        what = "" if nodes == 1 else f" over {spread}"
+        yield (
+            f"{size}{what}, {part} devices of an engine on a node, does not divide {per_node}, and one of "
+            f"{key}.num_engines={engines} engines would have some of them on another node"
+        )

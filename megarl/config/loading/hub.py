@@ -1,0 +1,110 @@
+"""Models named by their id on the Hugging Face Hub, such as Qwen/Qwen2.5-0.5B-Instruct, and the folders they stand for."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.config.schema.commands import EvalConfig, TrainConfig
+from megarl.config.schema.supervised import TuningConfig
+
+C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
+
+# Which keys name a model, and which a tokenizer alone; a command has some of them.
+MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path", "critic.model.path", "reward_model.model.path")
+TOKENIZER_KEYS = (
+    "model.tokenizer_path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "reward_model.model.input_tokenizer",
+)
+_TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
+_WEIGHTS = ("*.safetensors",)
+_CODE = ("*.py",)
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether `path` may be an id: owner/name, and no folder that is there."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None and not Path(path).exists()
+
+
+def model_problems(key: str, path: str | None) -> Iterator[str]:
+    """A model's folder must be there, unless it is an id, which is downloaded once everything else is right."""
+    assert path is not None, "resolved"
+    folder = Path(path).expanduser()
+    if is_hub_id(path):
+        return
+    if not folder.is_dir():
+        yield (
+            f"{key}: {path} is no folder (working directory {Path.cwd()}); give the folder of a downloaded "
+            "Hugging Face model, or its id on the Hub (owner/name)"
+        )
+    elif not (folder / "config.json").is_file():
+        yield f"{key}: the folder {path} has no config.json, so it is no Hugging Face model"
+
+
+def tokenizer_problems(key: str, path: str | None) -> Iterator[str]:
+    """The same for a tokenizer's folder."""
+    if path is not None and not is_hub_id(path) and not Path(path).expanduser().is_dir():
+        yield f"{key}: {path} is no folder (working directory {Path.cwd()})"
+
+
+def fetch_models(config: C, weights: bool = True) -> C:
+    """The configuration with the folder in the Hub's cache in place of each id; what is not there is downloaded.
+
+    Args:
+        config: resolved and checked.
+        weights: without them, only configurations and tokenizers.
+
+    Raises:
+        ValueError: names the key and the id, and what to do.
+    """
+    for key in (*MODEL_KEYS, *TOKENIZER_KEYS):
+        path = _value(config, key)
+        if key.startswith("reward_model.") and not _value(config, "reward_model.enable"):
+            continue
+        if path is not None and is_hub_id(path):
+            texts = (*_TEXTS, *_CODE) if _trusts_code(config) else _TEXTS
+            patterns = (*texts, *_WEIGHTS) if weights and key in MODEL_KEYS else texts
+            config = _with_value(config, key.split("."), _download(key, path, patterns))
+    return config
+
+
+def _download(key: str, name: str, patterns: tuple[str, ...]) -> str:
+    # Imported where it is needed: most runs name folders.
+    import httpx
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    print(
+        f"{key}: {name} from the Hugging Face Hub (or its cache, {constants.HF_HUB_CACHE}) ...",
+        file=sys.stderr,
+    )
+    try:
+        return snapshot_download(name, allow_patterns=list(patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{key}: {name} is no folder (working directory {Path.cwd()}), and downloading it from the Hugging Face Hub "
+            f"failed: {type(error).__name__}: {reason}\nWithout a way to the Hub: run `hf download {name} --local-dir "
+            f"FOLDER` on a machine that has one, copy the folder here, and set {key}=FOLDER. For a gated model: log in "
+            "with `hf auth login` first."
+        ) from error
+
+
+def _trusts_code(config: TrainConfig | TuningConfig | EvalConfig) -> bool:
+    model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
+    return model.trust_remote_code
+
+
+def _value(config: Any, key: str) -> Any:
+    """The value of a dotted key; None where the configuration has no such key or section."""
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def _with_value(config: Any, names: list[str], value: Any) -> Any:
+    first, *rest = names
+    return replace(config, **{first: _with_value(getattr(config, first), rest, value) if rest else value})

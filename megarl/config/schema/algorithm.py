@@ -1,0 +1,176 @@
+"""Section `algorithm`, the actor's `policy_loss`, and the names of what the algorithms offer."""
+
+# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# ruff: noqa: RUF009
+
+from dataclasses import dataclass
+
+from megarl.config.schema.options import option, section
+
+ADV_ESTIMATORS = (
+    "gae",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+)
+# Those that compare the responses to one prompt.
+GROUP_ESTIMATORS = ("gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus_baseline", "rloo")
+POLICY_LOSSES = ("vanilla", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg")
+# Those whose objective is a mean over trajectories of a mean over their tokens.
+SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")  # they choose tokens before the update
+# kl is k1, mse is k2, low_var_kl is k3; a + takes the gradient of k2; full is no estimate.
+KL_KINDS = ("kl", "k1", "k1+", "abs", "mse", "k2", "low_var_kl", "k3", "k3+", "full")
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControlConfig:
+    """The coefficient of the KL in the reward."""
+
+    type: str = option(
+        "Constant, steered towards target_kl, or on a straight line from kl_coef to end_kl_coef.",
+        "fixed",
+        choices=("fixed", "adaptive", "linear"),
+    )
+    kl_coef: float = option("The coefficient (adaptive, linear: the first one).", 0.001, ge=0)
+    target_kl: float = option("adaptive: the KL to reach, nats a token.", 0.1, gt=0)
+    horizon: float = option(
+        "adaptive: trajectories over which it adapts.",
+        10000.0,
+        gt=0,
+        formula="coef <- coef (1 + clip(KL / target_kl - 1, -0.2, 0.2) trajectories / horizon)",
+    )
+    end_kl_coef: float | None = option("linear: the last coefficient, which then stays.", None, ge=0)
+    schedule_steps: int | None = option(
+        "linear: steps from the first to the last; null: the run.", None, ge=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig:
+    """The actor's objective."""
+
+    loss_mode: str = option(
+        "vanilla: PPO's clipped ratio. gspo, gmpo: ratios of whole trajectories (gmpo: clip_ratio_low and _high bound "
+        "the logarithm of each token's ratio). cispo: clipped weights on the log-probs. sapo: a smooth gate in place "
+        "of the clip. clip_cov, kl_cov: PPO, held back on the tokens whose log-prob and advantage go together most. "
+        "gpg: advantage times log-prob. Or one of `plugins`.",
+        "vanilla",
+    )
+    clip_cov_ratio: float = option(
+        "clip_cov: share of a mini-batch's tokens that pass no gradient.", 0.0002, ge=0, le=1
+    )
+    clip_cov_lb: float = option(
+        "clip_cov: they are drawn from the tokens whose covariance is above this.", 1.0
+    )
+    clip_cov_ub: float = option("clip_cov: and below this one.", 5.0)
+    kl_cov_ratio: float = option(
+        "kl_cov: share of a mini-batch's tokens, those of largest covariance, that pay a KL.",
+        0.0002,
+        ge=0,
+        le=1,
+    )
+    ppo_kl_coef: float = option("kl_cov: weight of that KL to the policy before the step.", 1.0, ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """Against the difference between the engine's log-probs and the trainer's."""
+
+    rollout_is: str | None = option(
+        "Weigh the policy loss with the probability ratio trainer / engine (truncated importance sampling) of each "
+        "token, or of the whole trajectory; null: no weights.",
+        None,
+        choices=("token", "sequence"),
+    )
+    rollout_is_threshold: float = option("rollout_is: no weight is larger.", 2.0, gt=0)
+    rollout_rs: str | None = option(
+        "Leave out tokens, or whole trajectories (sequence: by the product of their ratios, geometric: by its mean a "
+        "token), whose ratio is out of bounds; null: none.",
+        None,
+        choices=("token", "sequence", "geometric"),
+    )
+    rollout_rs_threshold: float | None = option(
+        "rollout_rs: the largest ratio that stays; null: rollout_is_threshold.", None, gt=0
+    )
+    rollout_rs_threshold_lower: float | None = option(
+        "rollout_rs: the smallest; null: 1 / the largest.", None, ge=0
+    )
+    bypass_mode: bool = option(
+        "Take the engine's log-probs as the old ones: no forward pass before the update. What is logged of their difference "
+        "to the trainer's is then that of each step's first mini-batch.",
+        False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): groups that teach nothing are replaced."""
+
+    enable: bool = option(
+        "Leave out prompts whose responses all have the same metric, and generate for more prompts until "
+        "data.train_batch_size are there. A run has as many steps as without, and goes through the data more often.",
+        False,
+    )
+    metric: str = option(
+        "score: what the reward gave; seq_reward: that with the overlong penalty; acc, or any other number that the "
+        "reward gives by this name (acc: the score where it gives none).",
+        "score",
+    )
+    max_num_gen_batches: int = option(
+        "Most generations (of data.gen_batch_size prompts) for a step; 0: no limit.", 10, ge=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Advantages and the KL in the reward."""
+
+    adv_estimator: str = option(
+        "gae has a critic; gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline and rloo compare the responses to "
+        "a prompt; remax compares with the greedy response; reinforce_plus_plus with the whole step; or one of "
+        "`plugins`.",
+        "gae",
+        formula="gae: A_t = sum_l (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}); grpo: (R - mean) / (std + 1e-6); "
+        "grpo_passk: best R - second best, others 0; rloo: R - mean of the others; opo: R - sum(length R) / sum(length); "
+        "gpg: alpha (R - mean); reinforce_plus_plus_baseline: R - mean; remax: R - R(greedy); "
+        "reinforce_plus_plus: A_t = r_t + gamma A_{t+1}",
+    )
+    gamma: float = option("gae, reinforce_plus_plus: discount of a later reward, a token.", 1.0, ge=0, le=1)
+    lam: float = option("gae: 1: returns as they came, 0: the critic alone.", 1.0, ge=0, le=1)
+    whiten_advantages: bool = option(
+        "gae, reinforce_plus_plus, reinforce_plus_plus_baseline: mean 0 and variance 1 over the step's tokens.",
+        True,
+    )
+    norm_adv_by_std_in_grpo: bool = option(
+        "grpo, grpo_passk: divide by the group's standard deviation (false: Dr. GRPO).", True
+    )
+    use_kl_in_reward: bool = option(
+        "Take the KL to the reference policy off the reward.",
+        False,
+        formula="r_t = score at the last token - kl_coef KL_t",
+    )
+    kl_penalty: str = option(
+        "Its estimator.",
+        "kl",
+        choices=KL_KINDS,
+        formula="x = log p - log p_ref; kl, k1: x; abs: abs(x); mse, k2: x^2 / 2; low_var_kl, k3: exp(-x) - 1 + x; "
+        "k1+, k3+: their value, k2's gradient; full: sum over the vocabulary of p x",
+    )
+    kl_ctrl: KLControlConfig = section("Its coefficient.", KLControlConfig)
+    rollout_correction: RolloutCorrectionConfig = section(
+        "Engine and trainer differ in their log-probs.", RolloutCorrectionConfig
+    )
+    filter_groups: FilterGroupsConfig = section("Dynamic sampling.", FilterGroupsConfig)

@@ -1,0 +1,153 @@
+"""How a job is given to a cluster: the keys of a job's file, which are also the options of `megarl launch`."""
+
+# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# ruff: noqa: RUF009
+
+from dataclasses import dataclass
+
+from megarl.config.schema.options import option, section
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """Slurm."""
+
+    partition: str | None = option("Where the job runs; null: Slurm's default.", None)
+    account: str | None = option("Who pays for it.", None)
+    qos: str | None = option("Its quality of service.", None)
+    gres: str | None = option(
+        "A generic resource of each node, such as gpu:h100:8, where --gpus-per-node is not what a site uses.",
+        None,
+    )
+    cpus_per_node: int | None = option("Cores of each node; null: whole nodes (--exclusive).", None, ge=1)
+    sbatch: tuple[str, ...] = option("Further options of sbatch, such as --constraint=h100.", ())
+    container: str = option(
+        "What runs the image: pyxis (with Enroot), apptainer, or none, where every node has megarl itself.",
+        "none",
+        choices=("none", "pyxis", "apptainer"),
+    )
+    mount: tuple[str, ...] = option(
+        "SOURCE:TARGET or SOURCE:TARGET:ro, a folder of the hosts and its place in the container.", ()
+    )
+    interface: str | None = option(
+        "The network interface that the nodes share, for Ray, gloo and NCCL; null: the one that a node's name is of.",
+        None,
+    )
+    signal_seconds: int = option(
+        "So long before the time limit the run is told to save and end; it is then queued again.", 300, ge=0
+    )
+    start_seconds: int = option("Seconds that the nodes may take to come together.", 300, ge=1)
+    logs: str = option(
+        "Each job's logs go into a folder of its number there, on a file system that the nodes share.",
+        "outputs/slurm",
+        is_path=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubeRayConfig:
+    """Kubernetes with the KubeRay operator."""
+
+    kind: str = option(
+        "RayJob: cluster and run, which end together; RayCluster: the cluster alone.",
+        "RayJob",
+        choices=("RayJob", "RayCluster"),
+    )
+    namespace: str = option("Where it runs.", "default")
+    mount: tuple[str, ...] = option(
+        "CLAIM:TARGET or CLAIM:TARGET:ro, a PersistentVolumeClaim that all pods can mount and its place in them.",
+        (),
+    )
+    secret: tuple[str, ...] = option("Secrets whose keys become environment variables.", ())
+    pull_secret: tuple[str, ...] = option("Secrets to pull the image with.", ())
+    service_account: str | None = option("Of the pods; null: the namespace's default.", None)
+    cpus_per_node: int | None = option("Cores of each worker pod; null: 8 for each device.", None, ge=1)
+    memory_per_node: str | None = option(
+        "Memory of each worker pod, such as 900Gi, shared memory included; null: 64 GiB for each device.",
+        None,
+    )
+    shared_memory: str = option("Of each worker pod, at /dev/shm, such as 64Gi.", "32Gi")
+    head_cpus: int = option("Cores of the head's pod: the controller, and the processes of rewards.", 8, ge=1)
+    head_memory: str = option("Memory of the head's pod, such as 64Gi.", "64Gi")
+    gpu_resource: str = option("What a GPU is called.", "nvidia.com/gpu")
+    rdma_resource: str | None = option(
+        "What a network card for RDMA is called, such as rdma/ib; null: none is asked for.", None
+    )
+    rdma_per_node: int = option("Cards of that kind for each worker pod.", 1, ge=1)
+    kueue: str | None = option("The Kueue LocalQueue that admits all pods or none.", None)
+    volcano: str | None = option("The Volcano queue whose scheduler starts all pods or none.", None)
+    priority: str | None = option("The PriorityClass of the pods.", None)
+    user: int = option(
+        "The user and group of all processes; the image's own is 10001.", 10001, ge=1, le=2147483647
+    )
+    ttl: int = option("Seconds for which the finished RayJob's pods are kept.", 600, ge=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyPilotConfig:
+    """Clouds and Kubernetes by SkyPilot."""
+
+    kind: str = option(
+        "job: a managed job, whose machines end with it, and which is started again; cluster: machines that stay.",
+        "job",
+        choices=("job", "cluster"),
+    )
+    accelerator: str | None = option("The kind of GPU, such as H100, H200 or A100-80GB.", None)
+    infra: tuple[str, ...] = option(
+        "Where it may run, such as kubernetes or aws/us-east-1; none: wherever it is cheapest.", ()
+    )
+    spot: bool = option("Machines that can be taken away, for less.", False)
+    cpus_per_node: int | None = option("Cores of each machine, at least.", None, ge=1)
+    memory_per_node: int | None = option("GiB of memory of each machine, at least.", None, ge=1)
+    disk_size: int | None = option("GiB of each machine's own disk; null: as SkyPilot has it.", None, ge=1)
+    network_tier: str | None = option(
+        "best: the fastest network between the machines that a cloud has.",
+        None,
+        choices=("standard", "best"),
+    )
+    mount: tuple[str, ...] = option(
+        "VOLUME:TARGET, a volume of SkyPilot's and its place on all machines; the run folder lies on one.", ()
+    )
+    bucket: tuple[str, ...] = option(
+        "ADDRESS:TARGET, a bucket such as s3://models and its place on all machines, for what is read only.",
+        (),
+    )
+    secret: tuple[str, ...] = option(
+        "Environment variables that are secret; taken from the command's own.", ()
+    )
+    setup: str | None = option(
+        "Where no image is given: the commands that install megarl on a machine, in a copy of this checkout.",
+        None,
+    )
+    start_seconds: int = option("Seconds that the nodes may take to come together.", 600, ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """One job, whatever cluster it runs on."""
+
+    name: str | None = option("The job's name; null: the recipe's.", None)
+    nodes: int | None = option("Nodes; null: trainer.nnodes.", None, ge=1)
+    gpus_per_node: int | None = option("Devices a node; null: trainer.n_gpus_per_node.", None, ge=1)
+    cpu: bool = option("The nodes have no GPUs: the devices are processes.", False)
+    time: str | None = option(
+        "Time limit: minutes, HH:MM:SS or D-HH:MM:SS; null: as the cluster has it.", None
+    )
+    image: str | None = option("The container image.", None)
+    work_dir: str | None = option(
+        "The folder that the recipe's relative paths count from; null: the working directory (slurm), /workspace (kuberay, skypilot).",
+        None,
+    )
+    env_file: str | None = option(
+        "Environment variables of all processes: a file of lines NAME=value, taken as they are.",
+        None,
+        is_path=True,
+    )
+    retries: int = option(
+        "How often a job that was preempted, or lost a node, is started again; it goes on from its newest checkpoint.",
+        3,
+        ge=0,
+    )
+    slurm: SlurmConfig = section("Slurm.", SlurmConfig)
+    kuberay: KubeRayConfig = section("Kubernetes with the KubeRay operator.", KubeRayConfig)
+    skypilot: SkyPilotConfig = section("Clouds and Kubernetes by SkyPilot.", SkyPilotConfig)

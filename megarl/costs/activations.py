@@ -1,0 +1,248 @@
+"""What the backward pass of a micro-batch keeps on a rank, in bytes: the tensors that each part of a layer saves.
+
+After Korthikanti et al. 2022 (arXiv:2205.05198), equations 2 (tensor parallelism) and 4 (with sequence parallelism), without
+their terms for dropout and for scores (no dropout in the layers; attention keeps one number for each row of scores instead
+of them), and listed as Megatron-core 0.19.2 keeps them. What is not stated there:
+
+- A linear layer keeps its input only if its weight is trained or has an adapter. A norm keeps its input in any case.
+- An adapter keeps its own hidden values [tokens, rank] and, in a layer of several tensors, their rows of B.
+- The values are a part of the fused query, key and value tensor, which is kept as a whole for them.
+- Experts are given equally many tokens.
+
+Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs;
+without (megarl's modules in torch) both factors of the gated unit, attention's output sequence by sequence and the keys and
+values of all context parallel ranks are kept, too. Indices, masks and a position's angles are left out.
+"""
+
+from dataclasses import dataclass, field
+
+from megarl.config.schema.lora import LoraConfig
+from megarl.costs.parameters import COLUMNS, ROWS, StageTensors
+from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.models import ModelConfig
+
+RECOMPUTE = (None, "selective", "full")
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a model is run, as far as what is kept depends on it.
+
+    Attributes:
+        tokens: of a micro-batch on this rank, before they are split over tensor parallel ranks.
+        itemsize: bytes of an activation.
+        tensors: of the rank's stage: which weights are trained, and which have adapters.
+        fused: whether Transformer Engine's kernels are there.
+        recompute: one of RECOMPUTE.
+    """
+
+    config: ModelConfig
+    layout: ParallelLayout
+    tensors: StageTensors
+    tokens: int
+    itemsize: int = 2
+    lora: LoraConfig | None = None
+    fused: bool = True
+    recompute: str | None = None
+    _layers: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.recompute in RECOMPUTE
+        trained = {tensor.name.rsplit(".", 1)[0] for tensor in self.tensors.weights if tensor.trained}
+        object.__setattr__(
+            self, "_layers", frozenset(trained | {slot.module for slot, _ in self.tensors.slots})
+        )
+
+    @property
+    def own(self) -> int:
+        """Tokens between the tensor parallel parts."""
+        return self.tokens // self.layout.tp if self.layout.sp else self.tokens
+
+    def keeps(self, module: str) -> bool:
+        """Whether a linear layer ("0:decoder.layers.1.mlp.linear_fc1") keeps its input."""
+        return module in self._layers
+
+
+def layer_bytes(kept: Kept, name: str, is_moe: bool) -> int:
+    """What a layer ("0:decoder.layers.1.") keeps, its input included."""
+    attention = _latent_attention if kept.config.mla is not None else _grouped_attention
+    return (
+        attention(kept, name + "self_attention.")
+        + (_experts(kept, name + "mlp.") if is_moe else _dense(kept, name + "mlp."))
+        + _adapters(kept, name)
+    )
+
+
+def input_bytes(kept: Kept) -> int:
+    """A layer's input: all that is kept of a layer that is computed again."""
+    return kept.own * kept.config.hidden_size * kept.itemsize
+
+
+def head_bytes(kept: Kept, head: str) -> int:
+    """What the last stage keeps after its layers, if every token counts."""
+    hidden = kept.config.hidden_size
+    final = _norm(kept, hidden, kept.own, used=False)
+    if head == "value":
+        return final + kept.own * hidden * FLOAT32
+    return final + kept.tokens * (hidden * kept.itemsize + 2 * FLOAT32)
+
+
+def _norm(kept: Kept, width: int, tokens: int, used: bool) -> int:
+    """A norm's input, the root of its mean square, and `used`, its output."""
+    return tokens * ((1 + used) * width * kept.itemsize + FLOAT32)
+
+
+def _core(kept: Kept, heads: int, out: int, proj: str, trimmed: int | None = None) -> int:
+    """Of attention itself: its output and a number for each head; of a token and a rank.
+
+    Args:
+        trimmed: what remains of the output where it is cut before its projection, whose input is then a copy of it.
+    """
+    if trimmed is not None:
+        size = 0 if kept.recompute == "selective" else out * kept.itemsize + heads * FLOAT32
+        return size + trimmed * kept.itemsize * kept.keeps(proj)
+    size = 0
+    if kept.recompute != "selective":
+        size += out * kept.itemsize + heads * FLOAT32
+        if not kept.fused and kept.keeps(proj):  # it is put together of sequences, in a new tensor
+            size += out * kept.itemsize
+    elif kept.keeps(proj):
+        size += out * kept.itemsize
+    return size
+
+
+def _grouped_attention(kept: Kept, name: str) -> int:
+    """Norm, queries, keys and values before and after their rotation, attention."""
+    config, tp, item = kept.config, kept.layout.tp, kept.itemsize
+    heads, groups = config.num_attention_heads // tp, config.num_query_groups // tp
+    queries, keys = heads * config.head_dim, groups * config.head_dim
+    each = item * (queries + 2 * keys) + item * (queries + keys)
+    if not kept.fused and kept.layout.cp > 1:  # whole sequences' keys and values are copies
+        each = item * (queries + 2 * keys * kept.layout.cp)
+    if config.qk_norm:
+        copies = groups > 1  # queries of several groups are put together before their norm
+        each += item * copies * queries + FLOAT32 * (heads + groups)
+    each += _core(kept, heads, queries, name + "linear_proj")
+    used = kept.keeps(name + "linear_qkv")
+    return kept.tokens * each + _norm(kept, config.hidden_size, kept.own, used)
+
+
+def _latent_attention(kept: Kept, name: str) -> int:
+    """Norm, latent queries, keys and values and their norms, the heads' own, attention."""
+    config, mla, item = kept.config, kept.config.mla, kept.itemsize
+    heads = config.num_attention_heads // kept.layout.tp
+    dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    parts = 1 if kept.fused else kept.layout.cp  # whole sequences' keys and values are copies
+    # Of packed sequences megatron-core makes the values as wide as the queries, and cuts attention's output again.
+    padded = mla.v_head_dim != dim
+    width = dim if padded and kept.recompute != "selective" else mla.v_head_dim
+    each = item * heads * (dim + (dim + width) * parts)
+    trimmed = heads * mla.v_head_dim if padded else None
+    each += _core(kept, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
+    down = [name + part for part in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")]
+    size = kept.tokens * each + _norm(kept, config.hidden_size, kept.own, any(map(kept.keeps, down)))
+    if mla.q_lora_rank is not None:
+        size += _norm(kept, mla.q_lora_rank, kept.own, kept.keeps(name + "linear_q_up_proj"))
+    size += _norm(kept, mla.kv_lora_rank, kept.own, kept.keeps(name + "linear_kv_up_proj"))
+    return size + kept.own * mla.qk_rope_head_dim * item  # beside the latent keys and values, in one tensor
+
+
+def _gated(kept: Kept, width: int, fc2: str, weighted: bool = False) -> int:
+    """Gate and up, and what is made of them; of a token. `weighted`: by the router's probabilities."""
+    parts = 2 + kept.keeps(fc2) + (0 if kept.fused else 2 + weighted)
+    return parts * width * kept.itemsize
+
+
+def _dense(kept: Kept, name: str) -> int:
+    config = kept.config
+    gated = _gated(kept, config.ffn_hidden_size // kept.layout.tp, name + "linear_fc2")
+    norm = _norm(kept, config.hidden_size, kept.own, kept.keeps(name + "linear_fc1"))
+    return kept.tokens * gated + norm
+
+
+def _routed(kept: Kept) -> int:
+    """Tokens that the experts of a rank have, those that several of them have counted so many times."""
+    return kept.own * kept.config.moe.top_k * kept.layout.etp
+
+
+def _experts(kept: Kept, name: str) -> int:
+    """Norm, router, routed experts, shared experts."""
+    config, moe = kept.config, kept.config.moe
+    size = _norm(kept, config.hidden_size, kept.own, used=True)  # the router keeps it
+    scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
+    size += kept.own * FLOAT32 * (scores + 2 * moe.top_k)
+    width = moe.ffn_hidden_size // kept.layout.etp
+    each = _gated(kept, width, name + "experts.linear_fc2", weighted=True) + FLOAT32
+    if kept.keeps(name + "experts.linear_fc1"):
+        each += config.hidden_size * kept.itemsize
+    size += _routed(kept) * each
+    shared = name + "shared_experts.linear_fc2"
+    return size + kept.tokens * _gated(kept, moe.shared_ffn_hidden_size // kept.layout.tp, shared)
+
+
+def _adapters(kept: Kept, name: str) -> int:
+    """What the adapters of a layer keep beside their inputs."""
+    lora, item, total, seen = kept.lora, kept.itemsize, 0, set()
+    rows = {tensor.name: tensor.shape[0] for tensor in kept.tensors.weights}
+    for slot, cut in kept.tensors.slots:
+        if not slot.module.startswith(name):
+            continue
+        inner = (1 if lora.shared_a else len(slot.tensors)) * lora.rank
+        if slot.number is not None:  # tokens are counted once for all experts of the layer
+            inputs = hidden = outputs = 0 if slot.module in seen else _routed(kept)
+        else:
+            inputs = kept.tokens if cut == COLUMNS else kept.own
+            hidden = outputs = kept.tokens if cut == ROWS else kept.own
+        seen.add(slot.module)
+        total += hidden * inner * item
+        if len(slot.tensors) > 1:
+            total += slot.num_rows * lora.rank * item
+        if slot.num_rows < rows[slot.weight]:
+            total += outputs * slot.num_rows * item
+        if lora.use_dora:
+            total += 2 * outputs * slot.num_rows * item
+        if lora.dropout:
+            total += inputs * slot.in_features * (item + 1)
+    return total
+
+
+def stage_bytes(kept: Kept, stage: int, head: str = "lm", micro_batches: int | None = None) -> int:
+    """The most that a rank of a pipeline stage keeps at a time.
+
+    That is after as many forward passes as Megatron's schedules begin with: one more than there are stages after it in
+    1F1B; with virtual stages (interleaved) those of all chunks but one of every stage, too.
+
+    Args:
+        micro_batches: of a step; None: more than there are stages.
+    """
+    layout, moe = kept.layout, kept.config.moe
+    chunks, largest = [], 0
+    for chunk, layers in enumerate(layers_of(layout, kept.config.num_layers, stage)):
+        sizes = [
+            layer_bytes(
+                kept, f"{chunk}:decoder.layers.{index}.", moe is not None and layer not in moe.dense_layers
+            )
+            for index, layer in enumerate(layers)
+        ]
+        largest = max(largest, *sizes)
+        chunks.append(len(sizes) * input_bytes(kept) if kept.recompute == "full" else sum(sizes))
+    total = sum(
+        size * count for size, count in zip(chunks, _in_flight(layout, stage, micro_batches), strict=True)
+    )
+    at_head = head_bytes(kept, head) if stage == layout.pp - 1 else 0
+    # A layer is computed again when what the head kept is gone.
+    again = largest - input_bytes(kept) if kept.recompute == "full" else 0
+    return total + max(at_head, again)
+
+
+def _in_flight(layout: ParallelLayout, stage: int, micro_batches: int | None) -> list[int]:
+    """By model chunk, the micro-batches whose backward pass has not begun when the first one's does."""
+    after = layout.pp - stage - 1
+    if layout.vpp is None:
+        return [after + 1 if micro_batches is None else min(after + 1, micro_batches)]
+    passes = 2 * after + (layout.vpp - 1) * layout.pp + 1
+    if micro_batches is not None:
+        passes = min(passes, micro_batches * layout.vpp)
+    turns = [number // layout.pp % layout.vpp for number in range(passes)]
+    return [turns.count(chunk) for chunk in range(layout.vpp)]

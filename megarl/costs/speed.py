@@ -1,0 +1,301 @@
+"""Seconds that a Megatron model's passes take by formulas: operations and bytes over assumed parts of a GPU's peaks.
+
+Nothing is measured. What a pass counts: matrices, attention, the bytes between them, or the time in which Python launches all of
+these if that is longer; and what a layer sends to other ranks, one after the other. Matrices take at least as long as their
+weights are read; those of experts go through whole tiles of tokens; gradients of weights are added up in float32 for every micro-batch.
+Experts have equally many tokens. Left out: adapters' own matrices, input and output of the data.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import log2
+
+from megarl.costs.bubble import bubble, pipeline_seconds
+from megarl.costs.flops import LayerFlops, ModelFlops, causal_pairs
+from megarl.costs.hardware import Assumptions, Hardware
+from megarl.costs.kernels import between_bytes, launches
+from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.models import ModelConfig
+
+GRADIENT, STATES = 4, 12  # bytes of a trained weight: its gradient, and master copy and two moments
+TRAINED = ("weights", "adapters")
+TILE = 128  # rows of an expert's tokens that a kernel takes at a time
+# In forward operations: scores are made again (Dao 2023, arXiv:2307.08691, section 3.1.2).
+BACKWARD_ATTENTION = 2.5
+# Bytes that are read and written for a logit by megarl/megatron/logprobs.py: out of the matrix, to float32, over the temperature, largest,
+# less it, exponentials, sum; backward, where logits are made again: the same first steps, gradients, back to bfloat16, two matrices.
+LOGIT, LOGIT_BACKWARD = 40, 58
+HEAD_GRADIENT = (
+    12  # bytes of an element of the head's gradient, which every chunk of tokens adds to in float32
+)
+CHUNK = 1024  # tokens whose logits exist at a time
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs, `per_node` of them on each node, and what part of their peaks is reached."""
+
+    gpu: Hardware
+    assumed: Assumptions
+    per_node: int
+
+    def link(self, span: int) -> float:
+        """Bytes a second of a GPU within a group whose ranks are among `span` consecutive ones."""
+        if span <= self.per_node:
+            return self.gpu.nvlink * self.assumed.nvlink
+        return self.gpu.nic * self.assumed.nic
+
+    def ring(self, ranks: int, stride: int) -> float:
+        """The same where all ranks of a group pass on the same data, `stride` apart: what goes to another node is cut over
+        the network cards of those that the group has on one."""
+        if ranks * stride <= self.per_node:
+            return self.link(1)
+        here = max(1, self.per_node // stride)
+        return min(self.link(1), here * self.link(self.per_node + 1))
+
+    def latency(self, span: int) -> float:
+        """Seconds of a collective among `span` consecutive ranks beside its bytes: there and back over a tree of the nodes."""
+        nodes = -(-span // self.per_node)
+        return self.assumed.latency + 2 * self.assumed.hop * log2(nodes)
+
+    @property
+    def links(self) -> Mapping[str, float]:
+        """By the names of `megarl.layout.account.LINKS`; what stays on a device is read and written."""
+        return {
+            "local": self.gpu.hbm * self.assumed.hbm / 2,
+            "intra_node": self.gpu.nvlink * self.assumed.nvlink,
+            "inter_node": self.gpu.nic * self.assumed.nic,
+        }
+
+    @property
+    def host(self) -> float:
+        return self.gpu.host * self.assumed.host
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """A layer's forward pass on a rank: its matrices, its attention, what is between them, what it sends; in how many seconds
+    all of it is launched. `summed`: of gradients that are added to those of other micro-batches."""
+
+    matrices: float
+    attention: float
+    between: float
+    sent: float
+    launched: float
+    summed: float = 0.0
+
+    @property
+    def forward(self) -> float:
+        return max(self.matrices + self.attention + self.between, self.launched) + self.sent
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A Megatron model that goes through texts.
+
+    Attributes:
+        trained: one of TRAINED, None where it is only evaluated. recompute: as megatron.recompute_granularity.
+        itemsize: bytes of a weight and of an activation.
+        on_host: whether optimizer states are there, and pass through the device.
+        fused: whether norms, rotations and gated units are one kernel each (Transformer Engine's).
+    """
+
+    config: ModelConfig
+    flops: ModelFlops
+    layout: ParallelLayout
+    machine: Machine
+    trained: str | None = None
+    recompute: str | None = None
+    itemsize: int = 2
+    on_host: bool = False
+    fused: bool = True
+
+    def layer(self, layer: LayerFlops, tokens: float, length: float) -> LayerSeconds:
+        """Of a micro-batch of `tokens`, over its context parallel ranks, in texts of `length`."""
+        layout, gpu, assumed, item = self.layout, self.machine.gpu, self.machine.assumed, self.itemsize
+        ranks, read = layout.tp * layout.cp, gpu.hbm * assumed.hbm
+        weights = layer.dense / layout.tp
+        dense = max(2 * layer.dense * tokens / ranks / (gpu.bf16 * assumed.matmul), weights * item / read)
+        experts, local = 0.0, 0
+        if layer.is_moe:
+            moe = self.config.moe
+            local = moe.num_experts // layout.ep
+            own = layer.experts / (layout.ep * layout.etp)
+            rows = tokens / ranks * layout.ep * layout.etp * moe.top_k / moe.num_experts
+            operations = 2 * layer.active * tokens / ranks * _whole_tiles(rows)
+            experts = max(operations / (gpu.bf16 * assumed.experts), own * item / read)
+            weights += own
+        pairs = layer.pair * causal_pairs(length) * tokens / ranks
+        return LayerSeconds(
+            dense + experts,
+            pairs / (gpu.bf16 * assumed.attention),
+            between_bytes(self.config, layer, item, self.fused) * tokens / ranks / read,
+            self._sent(layer, tokens),
+            launches(self.config, layer, local) * assumed.dispatch,
+            2 * GRADIENT * weights / read if self.trained == "weights" else 0.0,
+        )
+
+    def _sent(self, layer: LayerFlops, tokens: float) -> float:
+        """Of the forward pass: hidden states between tensor parallel parts, keys and values, tokens to experts."""
+        layout, config, item = self.layout, self.config, self.itemsize
+        tp, cp, link = layout.tp, layout.cp, self.machine.link
+        hidden = tokens / cp * config.hidden_size * item
+        # Gathered and scattered (or, without sequence parallelism, summed) around attention and around an ordinary MLP.
+        latency = self.machine.latency
+        total = 0.0
+        if tp > 1:
+            total += (
+                2 * (1 + layer.shared) * (hidden * (tp - 1) / tp / self.machine.ring(tp, 1) + latency(tp))
+            )
+        if cp > 1:
+            total += (cp - 1) * (tokens / cp * self._key_bytes / link(tp * cp) + latency(tp * cp))
+        if layer.is_moe and layout.ep * layout.etp > 1:
+            routed = hidden / tp * config.moe.top_k * layout.etp
+            here = min(layout.ep, max(1, self.machine.per_node // layout.etp))  # of the group, on a node
+            near, far = (here - 1) / layout.ep, (layout.ep - here) / layout.ep
+            total += 2 * max(routed * near / link(1), routed * far / link(self.machine.per_node + 1))
+            total += 2 * latency(layout.ep * layout.etp)
+        return total
+
+    @cached_property
+    def _key_bytes(self) -> float:
+        """Keys and values of a token on a tensor parallel rank."""
+        config, mla = self.config, self.config.mla
+        if mla is None:
+            return config.num_query_groups / self.layout.tp * 2 * config.head_dim * self.itemsize
+        width = mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim
+        return config.num_attention_heads / self.layout.tp * width * self.itemsize
+
+    def stages(self, tokens: float, length: float) -> list[float]:
+        """Seconds of each pipeline stage for a micro-batch: forward, and backward if the model is trained."""
+        layout = self.layout
+        known = {layer: self._both(self.layer(layer, tokens, length)) for layer in set(self.flops.layers)}
+        head = self._head_seconds(tokens)
+        border = 0.0
+        if layout.pp > 1:  # hidden states come from the stage before, their gradients from the one after
+            hidden = tokens / layout.cp / (layout.tp if layout.sp else 1) * self.config.hidden_size
+            border = hidden * self.itemsize / self.machine.link(layout.world // layout.pp + 1)
+            border *= layout.num_chunks * (1 if self.trained is None else 2)
+        found = []
+        for stage in range(layout.pp):
+            chunks = layers_of(layout, self.config.num_layers, stage)
+            layers = sum(known[self.flops.layers[layer]] for chunk in chunks for layer in chunk)
+            found.append(layers + border + (head if stage == layout.pp - 1 else 0.0))
+        return found
+
+    def _head_seconds(self, tokens: float) -> float:
+        """Logits and what is made of them, once more in the backward pass; or a value, which is next to nothing."""
+        gpu, assumed, weights = self.machine.gpu, self.machine.assumed, self.flops.head / self.layout.tp
+        own, trained = tokens / self.layout.cp, self.trained is not None
+        computed = 2 * weights * own * (self._times + trained) / (gpu.bf16 * assumed.matmul)
+        moved = weights / self.config.hidden_size * own * (LOGIT + LOGIT_BACKWARD * trained)
+        if self.trained == "weights":
+            moved += weights * HEAD_GRADIENT * max(1.0, own / CHUNK)
+        return computed + moved / (gpu.hbm * assumed.hbm)
+
+    @property
+    def _times(self) -> int:
+        """Operations of a matrix in all passes, as multiples of the forward pass's."""
+        return {None: 1, "adapters": 2, "weights": 3}[self.trained]
+
+    def _both(self, layer: LayerSeconds) -> float:
+        """Forward and, of what is trained, backward; with what is computed again."""
+        if self.trained is None:
+            return layer.forward
+        computed = (self._times - 1) * layer.matrices + BACKWARD_ATTENTION * layer.attention
+        computed += 2 * layer.between + layer.summed
+        # Autograd launches twice as many kernels, from C++: in about the time of the forward pass's from Python.
+        backward = max(computed, layer.launched) + layer.sent
+        again = {None: 0.0, "selective": layer.attention, "full": layer.forward}[self.recompute]
+        return layer.forward + backward + again
+
+    def reduce_seconds(self) -> float:
+        """Gradients of an optimizer step to the ranks that own their states, and the weights back (of what is trained whole)."""
+        layout, total = self.layout, 0.0
+        dense = max(self._stage_weights(lambda layer: layer.dense)) / layout.tp + self.flops.head / layout.tp
+        experts = max(self._stage_weights(lambda layer: layer.experts)) / (layout.ep * layout.etp)
+        groups = (
+            (dense, layout.dp * layout.cp, layout.tp),
+            (experts, layout.expert_dp, layout.ep * layout.etp),
+        )
+        for weights, ranks, stride in groups:
+            moved = weights * (GRADIENT + self.itemsize) * (ranks - 1) / ranks
+            total += moved / self.machine.ring(ranks, stride)
+        return total
+
+    def adam_seconds(self) -> float:
+        """Gradients and states read, states and weights written, of a rank's part; where these are on the host, at least as
+        long as they take to come, while others go back."""
+        layout = self.layout
+        dense = max(self._stage_weights(lambda layer: layer.dense)) / layout.tp / (layout.dp * layout.cp)
+        experts = max(self._stage_weights(lambda layer: layer.experts)) / (
+            layout.ep * layout.etp * layout.expert_dp
+        )
+        moved = (dense + experts) * (GRADIENT + 2 * STATES + self.itemsize)
+        seconds = moved / (self.machine.gpu.hbm * self.machine.assumed.hbm)
+        states = STATES if self.itemsize < 4 else STATES - 4  # float32 weights are their own copies
+        return max(seconds, (dense + experts) * states / self.machine.host) if self.on_host else seconds
+
+    def _stage_weights(self, of) -> list[int]:
+        layers, layout = self.flops.layers, self.layout
+        return [
+            sum(of(layers[layer]) for chunk in layers_of(layout, len(layers), stage) for layer in chunk)
+            for stage in range(layout.pp)
+        ]
+
+
+def _whole_tiles(rows: float) -> float:
+    """How much more is computed if the last tile of an expert's tokens is half empty on the average."""
+    return (rows + TILE / 2) / rows
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Passes over a batch.
+
+    Attributes:
+        seconds: of all of them, without `reduce` and `adam`. micro_batches: of one of `updates` mini-batches, on a rank.
+        bubble: part of the seconds that stages wait for each other, if they take equally long.
+        reduce, adam: gradients and weights between data parallel ranks, optimizer.
+    """
+
+    seconds: float
+    micro_batches: int
+    bubble: float
+    updates: int = 1
+    reduce: float = 0.0
+    adam: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.seconds + self.reduce + self.adam
+
+
+def pass_time(
+    passes: Passes, rows: float, length: float, most: int | None, most_rows: int | None, updates: int = 1
+) -> PassTime:
+    """`updates` times over a mini-batch.
+
+    Args:
+        rows: texts of a mini-batch, over all ranks, of `length` tokens each.
+        most, most_rows: tokens, or texts, of a micro-batch.
+    """
+    layout = passes.layout
+    own = max(1.0, rows / layout.dp)
+    fit = most_rows if most is None else max(1.0, most // length)
+    micro_batches = -(-own // fit)
+    if layout.vpp is not None:  # the interleaved schedule takes them in groups
+        micro_batches = -(-micro_batches // layout.pp) * layout.pp
+    count = int(micro_batches)
+    stages = passes.stages(own * length / count, length)
+    seconds = pipeline_seconds(stages, count, layout.num_chunks)
+    whole = passes.trained == "weights"
+    return PassTime(
+        updates * seconds,
+        count,
+        bubble(layout.pp, count, layout.num_chunks),
+        updates,
+        updates * passes.reduce_seconds() if whole else 0.0,
+        updates * passes.adam_seconds() if whole else 0.0,
+    )

@@ -1,0 +1,189 @@
+"""What is judged of a job's machines before it runs: facts in, findings out; nothing is started here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megarl.doctor.facts import SHARED_MEMORY, NodeFacts
+from megarl.util.packages import KNOWN, PURPOSES, install_command
+
+GIB = 1 << 30
+OK, WARNING, FAILURE = "ok", "warning", "failure"
+# Each of them is in requirements/gpu.txt.
+GPU_PACKAGES = {
+    "transformer-engine": "fused layers, float8",
+    "sglang-kernel": "SGLang's kernels",
+    "torch-memory-saver": "an engine's memory is free while models train",
+}
+# The oldest driver for each major version of CUDA ("CUDA minor version compatibility" in the toolkit's release notes).
+LEAST_DRIVERS = {"12": 525, "13": 580}
+OPEN_FILES = 4096  # Ray's raylet and object store hold hundreds of sockets for each process of a node
+CLOCK_SECONDS = 5.0
+BUSY_GPU = 0.05
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of what `megarl doctor` says.
+
+    Attributes:
+        level: OK, WARNING (it may run, but worse) or FAILURE (it will not).
+        what: what was looked at.
+        found: what it is.
+        advice: what to do; empty where all is well.
+        command: that does it, where a command can.
+    """
+
+    level: str
+    what: str
+    found: str
+    advice: str = ""
+    command: str = ""
+
+
+def judge_nodes(
+    nodes: Sequence[NodeFacts], gpus_per_node: int | None, needed: dict[str, int]
+) -> list[Finding]:
+    """All that can be told of the machines of a cluster.
+
+    Args:
+        gpus_per_node: that the job takes of each; None: it runs without GPUs.
+        needed: bytes of "memory", "shared_memory" and "disk" that a node should have free at least.
+    """
+    found = list(_between(nodes))
+    for node in nodes:
+        found += judge_node(node, gpus_per_node, needed)
+    return found
+
+
+def judge_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> list[Finding]:
+    """What can be told of one machine by itself; arguments as of `judge_nodes`."""
+    on_gpus = gpus is not None
+    return [
+        *_packages(node, on_gpus),
+        *_gpus(node, gpus),
+        *(_drivers(node) if on_gpus else ()),
+        *_room(node, needed),
+        *_system(node),
+    ]
+
+
+def _between(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """What must be the same on all nodes."""
+    first = nodes[0]
+    for name in sorted({name for node in nodes for name in node.versions}):
+        versions = {node.host: node.versions.get(name, "none") for node in nodes}
+        if len(set(versions.values())) > 1:
+            listed = ", ".join(f"{host} {version}" for host, version in versions.items())
+            yield Finding(FAILURE, name, listed, "install the same version on all nodes")
+    pythons = {node.host: node.python for node in nodes}
+    if len(set(pythons.values())) > 1:
+        yield Finding(FAILURE, "Python", str(pythons), "Ray needs the same version on all nodes")
+    for node in nodes[1:]:
+        if abs(node.clock - first.clock) > CLOCK_SECONDS:
+            yield Finding(
+                WARNING,
+                "clocks",
+                f"{node.host} is {node.clock - first.clock:+.0f} s from {first.host}",
+                "synchronise them (NTP): logs and the order of failures are compared by time",
+            )
+    for node in nodes:
+        if not node.probe:
+            yield Finding(
+                FAILURE,
+                "run folder",
+                f"{node.host} does not see what {first.host} wrote there",
+                "put trainer.default_local_dir on a file system that all nodes share: every rank writes its part of a "
+                "checkpoint there",
+            )
+
+
+def _packages(node: NodeFacts, on_gpus: bool) -> Iterator[Finding]:
+    advice, command = "install it as below", install_command(on_gpus)
+    for name, purpose in PURPOSES.items():
+        version = node.versions.get(name)
+        if version is None:
+            yield Finding(FAILURE, name, f"not installed on {node.host}: {purpose}", advice, command)
+        elif name in KNOWN and not version.startswith(KNOWN[name]):
+            known = " or ".join(KNOWN[name])
+            yield Finding(WARNING, name, f"{version} on {node.host}", f"megarl was tried with {known}")
+        else:
+            yield Finding(OK, name, f"{version} on {node.host}")
+    others = [name for name in node.missing if name not in PURPOSES]
+    if others:
+        what = f"not installed on {node.host}: {', '.join(others)}"
+        yield Finding(FAILURE, "what these import", what, advice, command)
+    if on_gpus:
+        for name, purpose in GPU_PACKAGES.items():
+            if name not in node.versions:
+                yield Finding(WARNING, name, f"not installed on {node.host}: {purpose}", advice, command)
+
+
+def _gpus(node: NodeFacts, wanted: int | None) -> Iterator[Finding]:
+    if wanted is None:
+        yield Finding(OK, "devices", f"processes on {node.cores} cores of {node.host}, no GPUs")
+        return
+    listed = f"{len(node.gpus)} on {node.host}" + (
+        f", {node.gpus[0].name}, driver {node.gpus[0].driver}" if node.gpus else ""
+    )
+    if len(node.gpus) < wanted:
+        yield Finding(FAILURE, "GPUs", listed, f"the job takes {wanted} of each node")
+        return
+    yield Finding(OK, "GPUs", listed)
+    for number, gpu in enumerate(node.gpus[:wanted]):
+        if gpu.used > BUSY_GPU * gpu.memory:
+            yield Finding(
+                FAILURE,
+                f"GPU {number}",
+                f"{gpu.used / GIB:.1f} of {gpu.memory / GIB:.0f} GiB in use on {node.host}",
+                "end what runs there (nvidia-smi)",
+            )
+
+
+def _drivers(node: NodeFacts) -> Iterator[Finding]:
+    """Whether torch finds the GPUs."""
+    if "torch" in node.versions and node.cuda is None:
+        what = f"torch on {node.host} is built without it"
+        yield Finding(FAILURE, "CUDA", what, "install another torch, as below", install_command(on_gpus=True))
+    least = LEAST_DRIVERS.get((node.cuda or "").split(".")[0])
+    for driver in sorted({gpu.driver for gpu in node.gpus}):
+        if least is not None and int(driver.split(".")[0]) < least:
+            # A warning: with NVIDIA's cuda-compat libraries, which images have, GPUs of data centers run nonetheless.
+            yield Finding(
+                WARNING,
+                "GPU driver",
+                f"{driver} on {node.host}, and torch is built for CUDA {node.cuda}",
+                f"install driver {least} or newer (or, for GPUs of data centers, the package cuda-compat)",
+            )
+
+
+def _room(node: NodeFacts, needed: dict[str, int]) -> Iterator[Finding]:
+    for name, what, free in (
+        ("memory", "memory", node.available),
+        ("shared_memory", SHARED_MEMORY, node.shared_memory),
+        ("disk", "disk of the run folder", node.disk),
+    ):
+        if free is None:
+            yield Finding(WARNING, what, f"not there on {node.host}", "weights then go through /tmp, a disk")
+            continue
+        least = needed.get(name, 0)
+        found = f"{free / GIB:.1f} GiB free on {node.host}"
+        if free < least:
+            yield Finding(FAILURE, what, found, f"the job needs about {least / GIB:.1f} GiB there")
+        else:
+            yield Finding(OK, what, found)
+
+
+def _system(node: NodeFacts) -> Iterator[Finding]:
+    if node.open_files < OPEN_FILES:
+        yield Finding(
+            WARNING, "open files", f"{node.open_files} on {node.host}", f"ulimit -n {OPEN_FILES} or more"
+        )
+    if node.address is None:
+        yield Finding(
+            FAILURE,
+            "host name",
+            f"{node.host} does not resolve to an address on itself",
+            "add it to /etc/hosts or DNS",
+        )

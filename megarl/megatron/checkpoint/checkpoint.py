@@ -1,0 +1,352 @@
+"""A Megatron rank's whole state in a distributed checkpoint, saved and loaded in any layout.
+
+Guarantees, each asserted by a test:
+- Loaded into the layout that saved it everything is bit-identical: weights, optimizer states, learning rate, loss scale,
+  random numbers, and so the steps that follow. Random streams of another layout are begun anew from seed and step.
+- Loaded into any other layout, with a distributed optimizer or without, model and optimizer are the same to the bit.
+- Every element is written once, by the rank with the least to write of those that have it; no rank holds more of the model than
+  its own part, nor reads what it has not.
+- A checkpoint that does not fit is refused on all ranks before a weight is changed; mistakes name the tensor, what was found
+  and what would be right.
+- In the background, what is saved is what was there when `begin_save` returned.
+- Nothing is unpickled but tensors and plain types.
+
+The folder is in megatron-core's format `torch_dist`: its `dist_checkpointing.load` reads the weights, and so does
+`megarl convert`. Its own save and load are not used (0.19.2): they gather optimizer states or tie them to a layout, start
+processes that outlive a killed rank, do not copy a CPU's tensors before they write in the background, and unpickle metadata
+without limits. `states.json` has what is not a tensor.
+"""
+
+import errno
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megarl.checkpoints import FileFacts, seal_file
+from megarl.checkpoints.dcp import Contents, DCPReader, file_name, merged, write_file, write_metadata
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.build import local_parameters, unwrap
+from megarl.megatron.checkpoint.base import BaseModel
+from megarl.megatron.checkpoint.load import fill, mistakes_of
+from megarl.megatron.checkpoint.optimizer import (
+    num_steps,
+    optimizer_items,
+    scaler_state,
+    set_num_steps,
+    set_scaler_state,
+    set_schedule,
+)
+from megarl.megatron.checkpoint.places import CONTENT, Item, Places, in_parts, weight_items
+from megarl.megatron.checkpoint.random import random_states, restart_random_states, set_random_states
+from megarl.util.files import naming
+
+STATES_FILE = "states.json"
+FORMAT = 1
+MEGATRON_VERSION = (
+    3.0  # of Megatron-LM's checkpoints: from 2.0 on the order of rows within linear_qkv is today's
+)
+COMMON = "common_state/shard_0_1"
+_SHOWN = 8  # mistakes in an error
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What of a rank is saved and loaded.
+
+    Attributes:
+        places: of the weights that are saved: the model's (`model_places`), or of adapters and a value head alone.
+        seed: of random streams that are begun anew.
+        base: the model that the adapters are on; None: the model itself is saved.
+    """
+
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    layout: ParallelLayout
+    places: Places
+    seed: int
+    base: BaseModel | None = None
+
+    def items(self, places: Places) -> list[Item]:
+        """The tensors that lie in `places`, as they are now."""
+        names = {
+            parameter: f"{index}:{name}"
+            for index, chunk in enumerate(unwrap(self.chunks))
+            for name, parameter in chunk.named_parameters()
+        }
+        items = weight_items(places, local_parameters(self.chunks))
+        return items + list(optimizer_items(self.optimizer, places, names))
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save that has begun. `states`: what the role has that is not a tensor, on rank 0."""
+
+    folder: Path
+    states: dict[str, Any]
+    written: Future[tuple[Contents, FileFacts]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """How a checkpoint was loaded. `exact`: random numbers go on too; else they were begun anew (another layout)."""
+
+    num_steps: int
+    exact: bool
+
+
+def save_states(folder: str | Path, states: RankStates) -> dict[str, FileFacts]:
+    """`begin_save` and `finish_save`, without a copy of the states."""
+    return finish_save(begin_save(folder, states, background=False))
+
+
+def begin_save(folder: str | Path, states: RankStates, *, background: bool = True) -> Saving:
+    """Begin to save into a folder that has nothing of a role; all ranks of the role call it.
+
+    background: this rank's share is copied to the host's memory, and written by a thread after this returns. Otherwise it is
+        written by then, and copied part by part. Errors of writing come out of `finish_save` in either case.
+    """
+    folder = Path(folder)
+    items = list(in_parts(states.items(states.places.saved())))
+    mine, about = _plan(items, states)
+    # Each in a list of one, as Megatron has them.
+    objects: dict[str, Any] = {_random_key(): [random_states()]}
+    objects |= {key: [torch.empty(0, dtype=torch.uint8)] for key in states.places.extra_states}
+    if torch.distributed.get_rank() == 0:
+        common = {"content_metadata": CONTENT, "checkpoint_version": MEGATRON_VERSION}
+        objects[COMMON] = [common | {"iteration": about["num_steps"]}]
+    chunks = (
+        (item.key, item.shape, item.box, item.tensor.detach().to("cpu", copy=True).view(item.box.size))
+        for item in mine
+    )
+    if background:
+        chunks = iter(list(chunks))
+    written: Future[tuple[Contents, FileFacts]] = Future()
+    rank = torch.distributed.get_rank()
+
+    def write() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with naming(folder / file_name(rank)):
+                contents = write_file(folder, rank, chunks, objects)
+            written.set_result((contents, seal_file(folder / file_name(rank))))
+        except Exception as error:  # raised on all ranks, by finish_save
+            written.set_exception(error)
+
+    if background:
+        # Ends with the process: what is not finished is no checkpoint.
+        threading.Thread(target=write, name="save", daemon=True).start()
+    else:
+        write()
+    return Saving(folder, about, written)
+
+
+def finish_save(
+    saving: Saving, companions: Callable[[], dict[str, FileFacts]] | None = None
+) -> dict[str, FileFacts]:
+    """Wait until all is on the disk; all ranks of the role call it.
+
+    Args:
+        companions: writes further files, on rank 0, and returns them as this function does.
+
+    Returns: the files that this rank wrote, by name in the folder.
+
+    Raises:
+        OSError: a rank could not write; the same on all ranks, but that others name the rank.
+    """
+    error = saving.written.exception()
+    _raise_on_all(error)
+    contents, facts = saving.written.result()
+    rank = torch.distributed.get_rank()
+    files = {file_name(rank): facts}
+    everything = _gather(contents)
+    if everything is not None:
+        try:
+            files |= _write_common_files(saving, everything)
+            files |= companions() if companions is not None else {}
+        except OSError as failure:
+            error = failure
+    _raise_on_all(error)
+    return files
+
+
+def load_states(folder: str | Path, states: RankStates) -> Loaded:
+    """Continue with the states of a checkpoint; all ranks of the role call it.
+
+    Raises:
+        ValueError: on all ranks: the checkpoint is of another model, base model, dtype or kind of training, or is not whole;
+            no weight has been changed.
+            On a rank alone: a file is damaged; some states have been changed.
+    """
+    folder = Path(folder)
+    problems: list[str] = []
+    items: list[Item] = []
+    reader, about = None, {}
+    try:
+        about = _read_about(folder, states)
+        reader = DCPReader(folder)
+        set_num_steps(states.optimizer, about["num_steps"])
+        items = states.items(states.places)
+        problems = list(mistakes_of(reader, items, states.places.padded))
+    except ValueError as error:
+        problems.append(str(error))
+    stored = reader.tensors.keys() if reader else ()
+    _refuse_on_all(folder, problems, {item.key for item in items}, stored)
+    assert reader is not None
+    fill(reader, items)
+    set_schedule(states.scheduler, about["schedule_steps"])
+    if about["loss_scale"] is not None and states.optimizer.config.fp16:
+        set_scaler_state(states.optimizer, about["loss_scale"])
+    exact = about["layout"] == asdict(states.layout)
+    if exact:
+        set_random_states(reader.load_object(_random_key())[0])
+    else:
+        restart_random_states(states.seed, about["num_steps"])
+    return Loaded(about["num_steps"], exact)
+
+
+def share_out(held: Sequence[Sequence[tuple[Any, int]]]) -> list[list[int]]:
+    """Who writes what, where several ranks may have the same.
+
+    Args:
+        held: by rank, what it has: (which part, bytes); a part is the same wherever it is equal.
+
+    Returns: by rank, indices into its list. Each part is written once, by the rank that has least to write; what one rank
+        alone has is counted first, then large parts.
+    """
+    holders: dict[tuple[Any, int], list[tuple[int, int]]] = defaultdict(list)
+    for rank, parts in enumerate(held):
+        for index, part in enumerate(parts):
+            holders[part].append((rank, index))
+    chosen: list[list[int]] = [[] for _ in held]
+    load = [0] * len(held)
+    for (_, num_bytes), places in sorted(
+        holders.items(), key=lambda entry: (len(entry[1]) > 1, -entry[0][1])
+    ):
+        rank, index = min(places, key=lambda place: load[place[0]])
+        chosen[rank].append(index)
+        load[rank] += num_bytes
+    return [sorted(indices) for indices in chosen]
+
+
+def _plan(items: Sequence[Item], states: RankStates) -> tuple[list[Item], dict[str, Any]]:
+    """What this rank writes, and, on rank 0, `states.json`."""
+    own = [((item.key, item.box), item.tensor.nbytes) for item in items]
+    shapes = {item.key: item.shape for item in items}
+    numbers = (num_steps(states.optimizer), scaler_state(states.optimizer))
+    gathered = _gather((own, shapes, numbers))
+    answer: list[Any] = [None]
+    if gathered is not None:
+        steps = max(numbers[0] for _, _, numbers in gathered)
+        chosen = share_out([parts for parts, _, _ in gathered])
+        _check_whole([parts for parts, _, _ in gathered], [shapes for _, shapes, _ in gathered])
+        scalers = [numbers[1] for _, _, numbers in gathered if numbers[1] is not None]
+        answer = [(chosen, steps, scalers[0] if scalers else None)]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    chosen, steps, scaler = answer[0]
+    about = {
+        "format": FORMAT,
+        "layout": asdict(states.layout),
+        "num_steps": steps,
+        "schedule_steps": states.scheduler.num_steps,
+        "loss_scale": scaler,
+        "base": states.base._asdict() if states.base is not None else None,
+    }
+    return [items[index] for index in chosen[torch.distributed.get_rank()]], about
+
+
+def _check_whole(
+    held: Sequence[Sequence[tuple[Any, int]]], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> None:
+    """Assert that all ranks' parts are the global tensors."""
+    found: dict[str, int] = defaultdict(int)
+    for key, box in {part for parts in held for part, _ in parts}:
+        found[key] += box.numel
+    for key, shape in {key: shape for own in shapes for key, shape in own.items()}.items():
+        assert found[key] == torch.Size(shape).numel(), (
+            f"{key}: {found[key]} elements of a tensor of shape {shape}"
+        )
+
+
+def _write_common_files(saving: Saving, everything: Sequence[Contents]) -> dict[str, FileFacts]:
+    """What one rank writes for all."""
+    folder = saving.folder
+    with naming(folder):
+        paths = [write_metadata(folder, merged(everything)), folder / "metadata.json", folder / STATES_FILE]
+        paths[1].write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+        paths[2].write_text(json.dumps(saving.states, indent=2) + "\n")
+    return {path.name: seal_file(path) for path in paths}
+
+
+def _read_about(folder: Path, states: RankStates) -> dict[str, Any]:
+    """`states.json`; ValueError: it is not there, or of another base model or kind of training."""
+    path = folder / STATES_FILE
+    try:
+        about = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"it has no {STATES_FILE}: it was not saved by megarl, or not to its end") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if about.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {about.get('format')}; this version of megarl reads {FORMAT}")
+    kinds = [
+        "a whole model" if base is None else f"adapters on the model {BaseModel(**base)}"
+        for base in (about["base"], states.base._asdict() if states.base else None)
+    ]
+    same = (about["base"] or {}).get("sha256") == (states.base.sha256 if states.base else None)
+    if not same:
+        raise ValueError(f"it has {kinds[0]}, this run trains {kinds[1]}")
+    return about
+
+
+def _random_key() -> str:
+    return f"rng_state/shard_{torch.distributed.get_rank()}_{torch.distributed.get_world_size()}"
+
+
+def _gather(value: Any) -> list[Any] | None:
+    """Every rank's value, on rank 0."""
+    first = torch.distributed.get_rank() == 0
+    gathered: list[Any] | None = [None] * torch.distributed.get_world_size() if first else None
+    torch.distributed.gather_object(value, gathered, dst=0)
+    return gathered
+
+
+def _raise_on_all(error: BaseException | None) -> None:
+    """Raise on every rank what one could not do."""
+    number = None
+    if error is not None:
+        number = error.errno if isinstance(error, OSError) and error.errno is not None else errno.EIO
+    errors: list[tuple[int | None, str]] = [(None, "")] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(errors, (number, str(error)))
+    if error is not None:
+        raise error
+    for rank, (number, text) in enumerate(errors):
+        if number is not None:
+            raise OSError(number, f"rank {rank} could not save: {text}")
+
+
+def _refuse_on_all(folder: Path, problems: list[str], wanted: set[str], stored: Iterable[str]) -> None:
+    """ValueError, the same on every rank, if there is a problem on any, or anything is stored that no rank wants."""
+    gathered = _gather((problems, wanted))
+    answer: list[Any] = [None]
+    if gathered is not None:
+        found = list(dict.fromkeys(problem for problems, _ in gathered for problem in problems))
+        if not found:
+            left = sorted(set(stored).difference(*(keys for _, keys in gathered)))
+            found = [f"it has {key}, which this run has no use for" for key in left]
+        answer = [found]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    found = answer[0]
+    if found:
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise ValueError(f"checkpoint {folder} does not fit: {'; '.join(found[:_SHOWN])}{more}")

@@ -1,0 +1,298 @@
+"""The adapters of one linear layer, dense or of experts: what they add to its output, cut as its weight is.
+
+Where its parts lie is worked out from the weight table (`megarl.models.lora`):
+
+- of a weight that is cut by rows, A is whole: it sees what the layer sees, the rank's own tokens under sequence
+  parallelism, and what it makes of them (`rank` numbers a token) is gathered, not its input;
+- of one cut by columns, B is whole: the ranks' parts of A's output are summed before it;
+- of experts the tokens' ways are the dispatcher's, which also sums the parts of an expert: what is whole on all its
+  ranks has its gradient summed over them.
+
+Written against megatron-core 0.19.2.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from megarl import platform
+from megarl.config.schema.lora import LoraConfig
+from megarl.megatron.lora.dropout import EXPERT, OWN, TENSOR, drop
+from megarl.megatron.lora.fp8_base import exact_weight
+from megarl.models.lora import AdapterSlot, scaling
+
+ROWS, COLUMNS = "rows", "columns"  # how a weight is cut over the ranks of its group
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of one linear layer: parameters `a`, `b` and with DoRA `m` (see `megarl.models.lora`).
+
+    `on`: whether it changes the layer's output.
+    """
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        slot: AdapterSlot,
+        lora: LoraConfig,
+        cut: str | None,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            cut: how the tensor parallel ranks have cut the weight: ROWS, COLUMNS or None (each has it whole).
+        """
+        super().__init__()
+        self.on = True
+        self._cut, self._sequence_parallel = cut, sequence_parallel
+        self._lora, self._scaling = lora, scaling(lora)
+        # Whether other ranks are given the same tokens and columns; they then drop the same.
+        self._stream = OWN if cut == COLUMNS or sequence_parallel else TENSOR
+        self._heads = _Heads(slot, lora, layer.weight.shape[0])
+        count = 1 if lora.shared_a else len(slot.tensors)
+        # What each rank has whole and applies to its own tokens only has its gradient summed over the ranks.
+        partial_a = sequence_parallel and cut != COLUMNS
+        partial_b = sequence_parallel and cut != ROWS
+        self.a = _parameter(
+            (count * lora.rank, slot.in_features), dtype, 1 if cut == COLUMNS else None, partial_a
+        )
+        self.b = _parameter((slot.num_rows, lora.rank), dtype, 0 if cut == ROWS else None, partial_b)
+        if lora.use_dora:
+            self.m = _parameter((slot.num_rows,), dtype, 0 if cut == ROWS else None, partial_b)
+
+    def forward(self, layer: torch.nn.Module, x: Tensor, output: Tensor) -> Tensor:
+        """The layer's output with the adapters' added.
+
+        Args:
+            x: [tokens, 1, in], as the layer is given it.
+            output: [tokens, 1, out], what the layer made of it.
+        """
+        x = _normed(layer, x)
+        if self.training and self._lora.dropout:
+            x = drop(x, self._lora.dropout, self._stream)
+        hidden = self._shared(linear(x, self.a))
+        added = self._heads(hidden, self.b) * self._scaling
+        if not self._lora.use_dora:
+            return output + added
+        ratio = self._heads.spread(self.m / self.norms(layer), fill=1.0)
+        bias = getattr(layer, "bias", None)
+        plain = output if bias is None or not bias.numel() else output - bias
+        return output + (ratio - 1) * plain + ratio * added
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        """A's output where B needs it: of all tokens for a part of the rows, of the rank's own tokens for all rows."""
+        if self._cut == ROWS:
+            if self._sequence_parallel:
+                return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            return copy_to_tensor_model_parallel_region(hidden)
+        if self._cut == COLUMNS:
+            if self._sequence_parallel:
+                return reduce_scatter_to_sequence_parallel_region(hidden)
+            return reduce_from_tensor_model_parallel_region(hidden)
+        return hidden
+
+    @torch.no_grad()
+    def norms(self, layer: torch.nn.Module) -> Tensor:
+        """The norm of each adapted row of W + scaling B A [rows of b]; no gradient flows through it (DoRA, section
+        4.3)."""
+        weight = exact_weight(layer).detach().clone()
+        self._heads.merge(weight, self.a, self.b, self._scaling)
+        squares = weight[self._heads.rows].float().square().sum(1)
+        if self._cut == COLUMNS:
+            squares = reduce_from_tensor_model_parallel_region(squares)
+        return squares.sqrt().to(self.m.dtype)
+
+    @torch.no_grad()
+    def start_magnitudes(self, layer: torch.nn.Module) -> None:
+        """Magnitudes with which the layer computes what it computes without adapters, as long as B is 0."""
+        self.m.copy_(self.norms(layer))
+
+    @torch.no_grad()
+    def merged(self, layer: torch.nn.Module, norms: Tensor | None = None) -> Tensor:
+        """The layer's weight with its adapters: what it computes with is all in it [out, in].
+
+        Args:
+            norms: DoRA: `norms(layer)`, which ranks that share columns work out together; None: done here.
+        """
+        weight = exact_weight(layer).detach().clone()
+        self._heads.merge(weight, self.a, self.b, self._scaling)
+        if self._lora.use_dora:
+            magnitudes = self.m / (self.norms(layer) if norms is None else norms)
+            weight *= self._heads.spread(magnitudes, 1.0)[:, None]
+        return weight
+
+
+class ExpertAdapter(torch.nn.Module):
+    """The adapters of a rank's experts in one grouped linear layer: `a0`, `b0`, ..., one set for each (group of)
+    expert(s)."""
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        slots: list[AdapterSlot],
+        lora: LoraConfig,
+        cut: str | None,
+        group: Any,
+        group_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            slots: by expert.
+            cut: how the expert tensor parallel ranks have cut the weights.
+            group: these ranks.
+            group_size: neighbouring experts that share an adapter.
+        """
+        super().__init__()
+        self.on = True
+        self._cut, self._group, self._group_size = cut, group, group_size
+        self._lora, self._scaling = lora, scaling(lora)
+        self._heads = _Heads(slots[0], lora, layer.weight0.shape[0])
+        self.num_experts = len(slots)
+        assert len(slots) % group_size == 0, "checked with the layout"
+        count = 1 if lora.shared_a else len(slots[0].tensors)
+        shapes = {"a": (count * lora.rank, slots[0].in_features), "b": (slots[0].num_rows, lora.rank)}
+        if lora.use_dora:
+            shapes["m"] = (slots[0].num_rows,)
+        sharded = {"a": 1 if cut == COLUMNS else None, "b": 0 if cut == ROWS else None}
+        for number in range(len(slots) // group_size):
+            for kind, shape in shapes.items():
+                parameter = _parameter(shape, dtype, sharded.get(kind, sharded["b"]), False)
+                parameter.allreduce = layer.weight0.allreduce  # whose replicas it has, its gradients go to
+                self.register_parameter(f"{kind}{number}", parameter)
+
+    def forward(self, layer: torch.nn.Module, x: Tensor, splits: list[int], output: Tensor) -> Tensor:
+        """The layer's output with the adapters' added.
+
+        Args:
+            x: [tokens, in], sorted by expert.
+            splits: how many tokens each expert has.
+            output: [tokens, out]; where the weights are cut by columns a part of a sum over the ranks.
+        """
+        if self.training and self._lora.dropout:
+            x = drop(x, self._lora.dropout, OWN if self._cut == COLUMNS else EXPERT)
+        counts = [int(count) for count in splits]
+        parts = zip(x.split(counts), output.split(counts), strict=True)
+        return torch.cat([self._one(layer, expert, *part) for expert, part in enumerate(parts)])
+
+    def _one(self, layer: torch.nn.Module, expert: int, x: Tensor, output: Tensor) -> Tensor:
+        a, b = self._whole("a", expert, ROWS), self._whole("b", expert, COLUMNS)
+        added = self._heads(linear(x, a), b) * self._scaling
+        if not self._lora.use_dora:
+            return output + added
+        m = self._whole("m", expert, COLUMNS)
+        ratio = self._heads.spread(m / self.norms(layer, expert), fill=1.0)
+        return output * ratio + ratio * added
+
+    def _whole(self, kind: str, expert: int, replicated_with: str) -> Tensor:
+        """A parameter; if the ranks of the group each have it whole, its gradient is the sum of theirs."""
+        parameter = self.parameter(kind, expert)
+        if self._cut == replicated_with:
+            return copy_to_tensor_model_parallel_region(parameter, group=self._group)
+        return parameter
+
+    def parameter(self, kind: str, expert: int) -> torch.nn.Parameter:
+        return self.get_parameter(f"{kind}{expert // self._group_size}")
+
+    @torch.no_grad()
+    def norms(self, layer: torch.nn.Module, expert: int) -> Tensor:
+        a, b = self.parameter("a", expert), self.parameter("b", expert)
+        weight = exact_weight(layer, f"weight{expert}").detach().clone()
+        self._heads.merge(weight, a, b, self._scaling)
+        squares = weight[self._heads.rows].float().square().sum(1)
+        if self._cut == COLUMNS:
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self._group)
+        return squares.sqrt().to(b.dtype)
+
+    @torch.no_grad()
+    def start_magnitudes(self, layer: torch.nn.Module) -> None:
+        """As `Adapter.start_magnitudes`; experts of a group share the mean of theirs."""
+        for first in range(0, self.num_experts, self._group_size):
+            norms = [self.norms(layer, first + index) for index in range(self._group_size)]
+            self.parameter("m", first).copy_(torch.stack(norms).mean(0))
+
+    @torch.no_grad()
+    def merged(self, layer: torch.nn.Module, expert: int, norms: Tensor | None = None) -> Tensor:
+        """As `Adapter.merged`, of one expert."""
+        weight = exact_weight(layer, f"weight{expert}").detach().clone()
+        self._heads.merge(weight, self.parameter("a", expert), self.parameter("b", expert), self._scaling)
+        if self._lora.use_dora:
+            magnitudes = self.parameter("m", expert) / (self.norms(layer, expert) if norms is None else norms)
+            weight *= self._heads.spread(magnitudes, 1.0)[:, None]
+        return weight
+
+
+class _Heads:
+    """From A's output to the layer's rows: which rows of `b` are whose, and where in the layer they lie."""
+
+    def __init__(self, slot: AdapterSlot, lora: LoraConfig, out_features: int) -> None:
+        self._rank, self._shared_a, self._out = lora.rank, lora.shared_a, out_features
+        device = platform.device()
+        in_layer = [torch.arange(first, first + count) for _, first, count in slot.rows]
+        self.rows = torch.cat(in_layer).to(device)  # of the layer, by row of b
+        owner = torch.cat([torch.full((count,), number) for number, _, count in slot.rows])
+        self._of = [(owner == number).nonzero().flatten().to(device) for number in range(len(slot.tensors))]
+        order = torch.cat(self._of)  # rows of b, tensor by tensor
+        natural = torch.equal(order, torch.arange(len(order), device=device))
+        whole = len(order) == out_features
+        self._single = len(self._of) == 1
+        self._in_order = natural and whole
+        self._place = self.rows[order]  # of the layer, by row tensor by tensor
+        self._inverse = torch.argsort(self._place) if whole else None
+
+    def __call__(self, hidden: Tensor, b: Tensor) -> Tensor:
+        """[..., tensors * rank] -> [..., out]: B's output at the layer's rows, 0 at those that are not adapted."""
+        if self._single:
+            parts = linear(hidden, b)
+        else:
+            parts = torch.cat([linear(self._own(hidden, n), b[rows]) for n, rows in enumerate(self._of)], -1)
+        if self._in_order:
+            return parts
+        if self._inverse is not None:
+            return parts.index_select(-1, self._inverse)
+        return parts.new_zeros(*parts.shape[:-1], self._out).index_copy(-1, self._place, parts)
+
+    def _own(self, a: Tensor, number: int, dim: int = -1) -> Tensor:
+        return a if self._shared_a else a.narrow(dim, number * self._rank, self._rank)
+
+    def spread(self, values: Tensor, fill: float) -> Tensor:
+        """[rows of b] -> [out], `fill` at rows that are not adapted."""
+        return values.new_full((self._out,), fill).index_copy(0, self.rows, values)
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> None:
+        """Add scaling B A to W in place; one tensor's product exists beside it at a time."""
+        for number, rows in enumerate(self._of):
+            product = (b[rows] @ self._own(a, number, 0)).mul_(scaling)
+            weight.index_add_(0, self.rows[rows], product)
+
+
+def _normed(layer: torch.nn.Module, x: Tensor) -> Tensor:
+    """What the layer's weight is multiplied with: some layers norm their input first, with a frozen weight."""
+    weight = getattr(layer, "layer_norm_weight", None)
+    return x if weight is None else rms_norm(x, (x.shape[-1],), weight, layer.eps)
+
+
+def _parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, sharded: int | None, partial_gradient: bool
+) -> torch.nn.Parameter:
+    """Zeros, with the marks by which Megatron reduces gradients and counts norms.
+
+    Args:
+        sharded: the dimension that tensor parallel ranks share; None: each has all of it.
+        partial_gradient: whether each rank's gradient is that of its own tokens alone.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=platform.device()))
+    parameter.tensor_model_parallel = sharded is not None
+    parameter.partition_dim, parameter.partition_stride = (-1 if sharded is None else sharded), 1
+    parameter.sequence_parallel = partial_gradient
+    parameter.allreduce = True
+    return parameter

@@ -1,0 +1,199 @@
+"""Low-rank adapters on a Megatron model, in every layout: attached, started, switched on and off.
+
+An adapter is a submodule of the layer whose output it changes, by a forward hook (a router's logits in its `gating`): the
+layers, their names and their weights stay what they are.
+
+Guarantees, each asserted by a test: the gradients are those of PEFT's adapters on the Hugging Face model in every
+layout; with adapters off a layer computes what it computes without them.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megarl.config.schema.lora import LoraConfig
+from megarl.layout.boxes import Piece
+from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.megatron.lora.adapter import COLUMNS, ROWS, Adapter, ExpertAdapter
+from megarl.megatron.lora.dropout import start_streams
+from megarl.megatron.parallel import RankCoords, coords
+from megarl.models import MegatronPlace, ModelConfig, megatron_pieces
+from megarl.models.lora import (
+    ADAPTER,
+    A,
+    AdapterSlot,
+    adapted_weights,
+    adapter_pieces,
+    adapter_slots,
+    check_expert_groups,
+    group_size,
+)
+from megarl.models.shards import Shapes
+
+
+def attach_adapters(
+    chunks: list[GPTModel],
+    config: ModelConfig,
+    layout: ParallelLayout,
+    lora: LoraConfig,
+    *,
+    adapter: str = ADAPTER,
+    seed: int = 1,
+) -> list[torch.nn.Module]:
+    """Freeze the model and give its linear layers adapters, whose outputs are 0; returns them.
+
+    The only trainable parameters then are the adapters'. Call it before `wrap_for_training`, and with weights loaded
+    if `lora.use_dora`.
+
+    Args:
+        adapter: the name of the submodule, so that a model may have several sets.
+        seed: of A, which starts equal in every layout.
+
+    Raises:
+        ValueError: a pattern fits nothing; experts do not divide into groups in this layout.
+    """
+    weights = adapted_weights(config, lora)
+    check_expert_groups(config, lora, layout.ep)
+    place = coords()
+    pieces = rank_pieces(config, layout, place)
+    if lora.dropout:
+        start_streams(seed)
+    attached = []
+    by_module: dict[str, list[AdapterSlot]] = {}
+    for slot in adapter_slots(pieces, weights):
+        by_module.setdefault(slot.module, []).append(slot)
+    for name, slots in by_module.items():
+        chunk, path = name.split(":", 1)
+        layer = chunks[int(chunk)].get_submodule(path)
+        made = _make(chunks[int(chunk)], layer, slots, lora, weights)
+        layer.register_module(adapter, made)
+        attached.append(made)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        _start_gradients(chunk)
+    for made in attached:
+        made.requires_grad_(True)
+    local = {
+        f"{index}:{name}": parameter
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
+    }
+    _start(local, adapter_pieces(pieces, weights, lora, adapter), weights, seed)
+    if lora.use_dora:
+        for name in by_module:
+            chunk, path = name.split(":", 1)
+            layer = chunks[int(chunk)].get_submodule(path)
+            layer.get_submodule(adapter).start_magnitudes(layer)
+    return attached
+
+
+@contextlib.contextmanager
+def only_adapters(chunks: list[torch.nn.Module], adapter: str | None) -> Iterator[None]:
+    """While this is active, only the adapters of this name are on; None: none, the model is as it was loaded."""
+    found = [
+        (name.rsplit(".", 1)[-1], module)
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, Adapter | ExpertAdapter)
+    ]
+    before = [module.on for _, module in found]
+    for name, module in found:
+        module.on = name == adapter
+    try:
+        yield
+    finally:
+        for (_, module), was in zip(found, before, strict=True):
+            module.on = was
+
+
+def rank_pieces(config: ModelConfig, layout: ParallelLayout, place: RankCoords) -> list[Piece]:
+    """Where this rank has which weights of the model."""
+    at = MegatronPlace(layout.tp, place.tp, layout.ep, place.ep, layout.etp, place.etp)
+    return megatron_pieces(
+        config,
+        at,
+        layers=layers_of(layout, config.num_layers, place.pp),
+        first_stage=place.pp == 0,
+        last_stage=place.pp == layout.pp - 1,
+    )
+
+
+def _make(
+    chunk: GPTModel, layer: torch.nn.Module, slots: list[AdapterSlot], lora: LoraConfig, weights: Shapes
+) -> Adapter | ExpertAdapter:
+    """The adapters of a layer, hooked to it."""
+    slot, settings = slots[0], chunk.config
+    cut = _cut(slot, weights[slot.tensors[0]])
+    if slot.number is None:
+        made = Adapter(layer, slot, lora, cut, settings.sequence_parallel, settings.params_dtype)
+        if isinstance(layer, TopKRouter):  # its output is which experts are chosen, not its linear layer's
+            layer.gating = partial(_adapt_router, made, layer, layer.gating)
+        else:
+            layer.register_forward_hook(partial(_adapt, made))
+    else:
+        size = group_size(weights, lora, slot.tensors[0])
+        group = chunk.pg_collection.expt_tp
+        made = ExpertAdapter(layer, slots, lora, cut, group, size, settings.params_dtype)
+        layer.register_forward_hook(partial(_adapt_experts, made))
+    return made
+
+
+def _cut(slot: AdapterSlot, shape: tuple[int, ...]) -> str | None:
+    """How the weight of this shape, the slot's first, is cut."""
+    if sum(count for number, _, count in slot.rows if number == 0) < shape[0]:
+        return ROWS
+    return COLUMNS if slot.in_features < shape[1] else None
+
+
+def _adapt(adapter: Adapter, layer: torch.nn.Module, inputs: tuple, output: tuple) -> tuple | None:
+    """Forward hook of a linear layer, whose output is (output, bias to be added later)."""
+    return (adapter(layer, inputs[0], output[0]), *output[1:]) if adapter.on else None
+
+
+def _adapt_router(
+    adapter: Adapter, router: torch.nn.Module, gating: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """In place of a router's `gating`, which makes logits [..., experts] of tokens [..., hidden]."""
+    logits = gating(x)
+    return adapter(router, x, logits) if adapter.on else logits
+
+
+def _adapt_experts(
+    adapter: ExpertAdapter, layer: torch.nn.Module, inputs: tuple, output: tuple
+) -> tuple | None:
+    """Forward hook of a grouped linear layer, which is given tokens and how many each expert has."""
+    return (adapter(layer, inputs[0], inputs[1], output[0]), *output[1:]) if adapter.on else None
+
+
+def _start_gradients(chunk: GPTModel) -> None:
+    """Have gradients flow from the embedding on though it is frozen: layers that are computed again in the backward
+    pass, and pipeline stages, need an input that asks for them."""
+    if not chunk.pre_process:
+        return
+
+    def ask(module: torch.nn.Module, inputs: tuple, output: Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_(True)
+
+    chunk.embedding.register_forward_hook(ask)
+
+
+@torch.no_grad()
+def _start(local: Mapping[str, Tensor], pieces: list[Piece], weights: Shapes, seed: int) -> None:
+    """A as PEFT draws it, uniform up to 1 / sqrt(in), by its name: the same in every layout. B stays 0."""
+    written = set()
+    for tensor, box, name, place in pieces:
+        if not tensor.endswith(A) or (name, place) in written:
+            continue
+        written.add((name, place))
+        columns = weights[tensor.removesuffix(A) + ".weight"][1]
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {tensor}".encode()))
+        drawn = torch.empty(box.size[0], columns).uniform_(-1, 1, generator=generator) / columns**0.5
+        local[name][place.slices].copy_(drawn[box.slices])

@@ -1,0 +1,195 @@
+"""The fewest nodes on which a job's memory fits, and the layout with which it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from megarl.config import MegatronConfig, RolloutConfig, TrainConfig, check_config
+from megarl.config.model_fit import check_models, check_rollout_model
+from megarl.models import ModelConfig, logical_tensors
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.memory import GIB, MemoryPlan, plan_memory, served_bytes
+
+KEYS = {
+    "actor_rollout_ref.actor.megatron": (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+    ),
+    "actor_rollout_ref.rollout": ("tensor_model_parallel_size", "expert_parallel_size", "num_engines"),
+}
+
+
+def fit(
+    config: TrainConfig,
+    inputs: PlanInputs,
+    limit: int,
+    reserve: int | None,
+    max_nodes: int,
+    engines: bool = True,
+) -> tuple[TrainConfig, MemoryPlan] | None:
+    """The configuration with the fewest nodes, up to `max_nodes`, whose memory fits; None: there is none.
+
+    Tried are tensor parallel sizes within a node, with pipeline stages, and experts on as many ranks as a stage has; engines
+    within a node, or where none fits there over several. Fewer stages are tried first, then smaller sizes, and the first
+    layout that fits is taken. All roles share the devices and have the actor's layout.
+
+    Args:
+        engines: whether they share the devices, too; else they are left out.
+
+    Raises:
+        ValueError: engines do not fit, on however many nodes.
+    """
+    itemsize = 1 if config.actor_rollout_ref.model.lora.blocks is not None else 2
+    sizes = _engine_sizes(config, inputs, limit - (reserve or 0), max_nodes) if engines else []
+    least = itemsize * sum(
+        map(prod, logical_tensors(inputs.model).values())
+    )  # of the weights, on all devices
+    for nodes in range(1, max_nodes + 1):
+        if least > nodes * config.trainer.n_gpus_per_node * limit:
+            continue
+        for candidate, plan in _plans(config, inputs, limit, reserve, nodes, sizes):
+            if plan.fits and _is_legal(candidate):
+                return candidate, plan
+    return None
+
+
+def _engine_sizes(config: TrainConfig, inputs: PlanInputs, room: int, max_nodes: int) -> list[int]:
+    """Tensor parallel sizes of engines whose weights there is room for on each device: within a node, else over several.
+
+    Raises:
+        ValueError: there are none.
+    """
+    per_node, held = config.trainer.n_gpus_per_node, {}
+    for tp in powers(per_node * max_nodes):
+        if tp > per_node and (tp % per_node or any(size < room for size in held.values())):
+            continue
+        rollout = _engine(config.actor_rollout_ref.rollout, inputs.model, tp, per_node)
+        try:
+            check_rollout_model(rollout, inputs.model)
+            held[tp] = served_bytes(rollout, inputs)
+        except ValueError:  # a size that the model, or its blocks, do not divide by
+            continue
+    sizes = [tp for tp, size in held.items() if size < room]
+    if not sizes:
+        least = ", ".join(f"{size / GIB:.1f} GiB with {tp}" for tp, size in held.items())
+        raise ValueError(
+            f"engines on up to {max_nodes} nodes of {per_node} devices hold more weights than there is room for, which is "
+            f"{room / GIB:.1f} GiB a device: {least}; rollout.quantization=fp8 holds half, larger devices may be a resource "
+            "pool of their own (--without-engines)"
+        )
+    return sizes
+
+
+def _engine(rollout: RolloutConfig, model: ModelConfig, tp: int, per_node: int) -> RolloutConfig:
+    return replace(
+        rollout,
+        tensor_model_parallel_size=tp,
+        expert_parallel_size=1 if model.moe is None else tp,
+        nodes_per_engine=-(-tp // per_node),
+        num_engines=1,
+    )
+
+
+def layout_keys(config: TrainConfig) -> list[str]:
+    """What says in a recipe which layout it is, as key=value."""
+    policy = config.actor_rollout_ref
+    keys = [f"trainer.nnodes={config.trainer.nnodes}"]
+    for section, names in KEYS.items():
+        values = policy.actor.megatron if section.endswith("megatron") else policy.rollout
+        keys += [
+            f"{section}.{name}={getattr(values, name)}" for name in names if getattr(values, name) is not None
+        ]
+    return keys
+
+
+def _plans(
+    config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int | None, nodes: int, engines: list[int]
+) -> Iterator[tuple[TrainConfig, MemoryPlan]]:
+    """Of all candidates on so many nodes that the model can have."""
+    for candidate in _candidates(config, inputs.model, nodes, engines):
+        try:
+            check_models(candidate, inputs.model, inputs.critic, inputs.reward)
+            plan = plan_memory(candidate, inputs, limit, reserve)
+        except ValueError:  # a layout that cannot be: others are tried
+            continue
+        yield candidate, plan if engines else plan.without_engines()
+
+
+def _is_legal(config: TrainConfig) -> bool:
+    """Whether batches and all else fit the layout, too."""
+    try:
+        check_config(config, data_files=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _candidates(config: TrainConfig, model: ModelConfig, nodes: int, engines: bool) -> Iterator[TrainConfig]:
+    policy, per_node = config.actor_rollout_ref, config.trainer.n_gpus_per_node
+    world = nodes * per_node
+    pools = {name: replace(pool, nnodes=nodes) for name, pool in config.resource_pools.items()}
+    base = replace(config, resource_pools=pools, trainer=replace(config.trainer, nnodes=nodes))
+    for megatron in _megatrons(policy.actor.megatron, model, world, per_node):
+        for tp in (size for size in engines or [per_node] if world % size == 0):
+            rollout = replace(_engine(policy.rollout, model, tp, per_node), num_engines=world // tp)
+            yield replace(
+                base,
+                actor_rollout_ref=replace(
+                    policy,
+                    actor=replace(policy.actor, megatron=megatron),
+                    ref=replace(policy.ref, megatron=megatron),
+                    rollout=rollout,
+                ),
+                critic=None if config.critic is None else replace(config.critic, megatron=megatron),
+            )
+
+
+def _megatrons(
+    megatron: MegatronConfig, model: ModelConfig, world: int, per_node: int
+) -> Iterator[MegatronConfig]:
+    for pp in range(1, min(world, model.num_layers) + 1):
+        for tp in powers(per_node):
+            if world % (tp * pp):
+                continue
+            ep = 1
+            while (
+                model.moe is not None and model.moe.num_experts % (2 * ep) == 0 and world % (2 * ep * pp) == 0
+            ):
+                ep *= 2
+            for first, last in ends(model.num_layers, pp):
+                yield replace(
+                    megatron,
+                    tensor_model_parallel_size=tp,
+                    pipeline_model_parallel_size=pp,
+                    virtual_pipeline_model_parallel_size=None,
+                    context_parallel_size=1,
+                    expert_model_parallel_size=ep,
+                    expert_tensor_parallel_size=1,
+                    num_layers_in_first_pipeline_stage=first,
+                    num_layers_in_last_pipeline_stage=last,
+                    sequence_parallel=tp > 1,
+                )
+
+
+def ends(layers: int, stages: int) -> Iterator[tuple[int | None, int | None]]:
+    """Layers of the first and last stage, where not all can have as many."""
+    if layers % stages == 0:
+        yield None, None
+        return
+    if stages == 2:
+        yield -(-layers // 2), None
+        return
+    for others in (layers // stages, -(-layers // stages)):
+        rest = layers - others * (stages - 2)
+        if rest >= 2:
+            yield -(-rest // 2), rest // 2
+
+
+def powers(most: int) -> list[int]:
+    """Of two, up to `most`."""
+    return [1 << number for number in range(most.bit_length()) if 1 << number <= most]

@@ -1,0 +1,235 @@
+"""All that is known of a job before it runs: memory by device, bytes of the weight sync, seconds by formulas."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from megarl.config import TrainConfig
+from megarl.config.schema.lora import LoraConfig
+from megarl.costs.phases import frees_engines
+from megarl.costs.serving import engine_adapter_bytes
+from megarl.costs.speed import Machine
+from megarl.costs.spread import likely
+from megarl.layout.grid import ParallelLayout, RankCoords, coords_of
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.memory import MemoryPlan, engine_layout, precision, served_bytes
+from megarl.plan.memory_command import as_json as memory_json
+from megarl.plan.seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
+from megarl.plan.sync_command import configured_sync
+from megarl.plan.sync_report import PlanReport, report
+from megarl.trainer.roles.lora_sync import served_adapters
+
+NOTE = "seconds are estimates by formulas, nothing was measured; assumed (--assume name=value)"
+
+
+def range_words(seconds: float) -> str:
+    """What an estimate is worth."""
+    low, high = likely(seconds)
+    return f"from {low:,.0f} to {high:,.0f} s" if low >= 10 else f"from {low:.1f} to {high:.1f} s"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU of a pool: number, counted from 0 over its nodes, and the actor's rank on it, if there is one."""
+
+    pool: str
+    number: int
+    per_node: int
+    actor: RankCoords | None
+    engine: int | None
+
+    def __str__(self) -> str:
+        node, gpu = divmod(self.number, self.per_node)
+        words = f"node {node}, GPU {gpu} of pool {self.pool}"
+        if self.actor is not None:
+            at = self.actor
+            words += (
+                f" (actor rank {self.number}: tp {at.tp}, cp {at.cp}, dp {at.dp}, pp {at.pp}, ep {at.ep})"
+            )
+        return words
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What `plan_job` found.
+
+    Attributes:
+        sync: None where it was estimated.
+    """
+
+    config: TrainConfig
+    machine: Machine
+    memory: MemoryPlan
+    sync: PlanReport | None
+    phases: list[PhaseTime]
+
+    @property
+    def devices(self) -> int:
+        return sum(pool.nnodes * pool.n_gpus_per_node for pool in self.config.resource_pools.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return step_seconds(self.config, {phase.name: phase.seconds for phase in self.phases})
+
+    @property
+    def tokens(self) -> float:
+        """Of prompts and responses, in a step."""
+        return self.phases[-1].tokens
+
+    def held(self, phase: str) -> dict[tuple[str, int], dict[str, int]]:
+        """(pool, number of a device) -> bytes of each owner there."""
+        rollout, found = self.config.actor_rollout_ref.rollout, {}
+        served = rollout.num_engines * rollout.tensor_model_parallel_size
+        for name, pool in self.memory.pools.items():
+            count = pool.nnodes * pool.n_gpus_per_node
+            for number in range(count):
+                found[name, number] = {
+                    owner.name: owner.at(phase)[number * len(owner.stages) // count]
+                    for owner in self.memory.owners
+                    if owner.pool == name and (owner.role != "rollout" or number < served)
+                }
+        return found
+
+    def fullest(self, phase: str) -> tuple[Device, int]:
+        """The device that holds most in a phase, the first of several, and how many bytes."""
+        totals = {place: sum(owners.values()) for place, owners in self.held(phase).items()}
+        place = max(totals, key=totals.__getitem__)
+        return self.device(*place), totals[place]
+
+    def device(self, pool: str, number: int) -> Device:
+        per_node = self.memory.pools[pool].n_gpus_per_node
+        policy = self.config.actor_rollout_ref
+        place = coords_of(self.actor_layout, number) if pool == policy.actor.resource_pool else None
+        engines = engine_layout(policy.rollout)
+        serves = pool == policy.rollout.resource_pool and number < engines.num_ranks
+        return Device(pool, number, per_node, place, number // engines.tp if serves else None)
+
+    @property
+    def actor_layout(self) -> ParallelLayout:
+        actor = self.config.actor_rollout_ref.actor
+        pool = self.config.resource_pools[actor.resource_pool]
+        return ParallelLayout.from_config(actor.megatron, pool.nnodes * pool.n_gpus_per_node)
+
+
+def plan_job(
+    config: TrainConfig,
+    inputs: PlanInputs,
+    machine: Machine,
+    memory: MemoryPlan,
+    sync: bool = True,
+    fused: bool = True,
+) -> JobPlan:
+    """The plan of a resolved and checked configuration.
+
+    Args:
+        sync: whether the weight sync is planned, copy by copy; else, and where only adapters are sent, it is estimated.
+        fused: as that of `Passes`.
+    """
+    figures, seconds = None, sync_estimate(config, inputs, machine)
+    if sync and _adapters(config, inputs) is None:
+        plan = configured_sync(config, inputs.model, config.actor_rollout_ref.rollout)
+        figures = report(plan, machine.links)
+        seconds = figures.reshard.seconds + peer_seconds(config, inputs, machine)
+    phases = step_phases(config, inputs, machine, memory, seconds, fused)
+    return JobPlan(config, machine, memory, figures, phases)
+
+
+def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine, peers: bool = True) -> float:
+    """At most: all that a rank of the engines gets comes from other GPUs, of its node where that is the only one.
+
+    Engines that serve adapters beside their weights get these alone.
+
+    Args:
+        peers: with the rounds in which ranks meet, which follow from the trainer's layout.
+    """
+    policy, pools = config.actor_rollout_ref, config.resource_pools
+    rollout, adapters = policy.rollout, _adapters(config, inputs)
+    if adapters is None:
+        size = served_bytes(rollout, inputs)
+    else:
+        layout = engine_layout(rollout)
+        size = engine_adapter_bytes(inputs.model, layout, adapters, precision(rollout.dtype))
+    shared = policy.actor.resource_pool == rollout.resource_pool
+    near = shared and pools[rollout.resource_pool].nnodes == 1
+    rate = machine.links["intra_node" if near else "inter_node"]
+    return size / rate + (peer_seconds(config, inputs, machine) if peers else 0.0)
+
+
+def peer_seconds(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> float:
+    """Of the rounds in which an engine's rank meets the trainer's ranks that hold what no other of these does; none for adapters alone."""
+    if _adapters(config, inputs) is not None:
+        return 0.0
+    policy, pools = config.actor_rollout_ref, config.resource_pools
+    pool = pools[policy.actor.resource_pool]
+    layout = ParallelLayout.from_config(policy.actor.megatron, pool.nnodes * pool.n_gpus_per_node)
+    holders = layout.pp * max(layout.tp, layout.ep * layout.etp)
+    own = policy.actor.resource_pool == policy.rollout.resource_pool
+    return (holders - own) * machine.assumed.peer
+
+
+def _adapters(config: TrainConfig, inputs: PlanInputs) -> LoraConfig | None:
+    """What the engines serve beside weights that are sent once."""
+    policy, freed = config.actor_rollout_ref, frees_engines(config, config.resource_pools)
+    adapters, _ = served_adapters(policy.rollout, inputs.model, policy.model.lora, freed)
+    return adapters
+
+
+def as_json(job: JobPlan, advice: list[dict[str, object]]) -> dict[str, object]:
+    """Bytes, seconds."""
+    return {
+        "note": NOTE,
+        "hardware": asdict(job.machine.gpu),
+        "assumed": asdict(job.machine.assumed) | asdict(lengths(job.config, job.machine)),
+        "devices": job.devices,
+        "memory": memory_json(job.memory, []),
+        "fullest": {
+            phase: {"device": str(device), "number": device.number, "pool": device.pool, "bytes": size}
+            for phase, (device, size) in ((phase, job.fullest(phase)) for phase in job.memory.phases)
+        },
+        "sync": None if job.sync is None else asdict(job.sync.reshard),
+        "passes": {
+            name: {
+                "micro_batches": passes.micro_batches,
+                "updates": passes.updates,
+                "bubble": passes.bubble,
+                "pipeline_seconds": passes.seconds,
+                "reduce_seconds": passes.reduce,
+                "optimizer_seconds": passes.adam,
+            }
+            for name, passes in bubbles(job.phases).items()
+        },
+        "phases": {phase.name: _phase_json(phase) for phase in job.phases},
+        "step": {
+            "seconds": job.seconds,
+            "seconds_low": likely(job.seconds)[0],
+            "seconds_high": likely(job.seconds)[1],
+            "tokens": job.tokens,
+            "tokens_per_s": job.tokens / job.seconds,
+            "tokens_per_s_per_device": job.tokens / job.seconds / job.devices,
+        },
+        "advice": advice,
+    }
+
+
+def _phase_json(phase: PhaseTime) -> dict[str, object]:
+    return {
+        "seconds": phase.seconds,
+        "tokens": phase.tokens,
+        "tokens_per_s": phase.tokens / phase.seconds if phase.seconds else 0.0,
+        "parts": {part.name: part.seconds for part in phase.parts},
+    }
+
+
+def assumed_text(machine: Machine) -> str:
+    """The assumptions as name value, ..."""
+    return ", ".join(f"{name} {value:g}" for name, value in asdict(machine.assumed).items())
+
+
+def assumed_words(job: JobPlan) -> str:
+    """What the seconds rest on."""
+    texts = lengths(job.config, job.machine)
+    return (
+        f"{assumed_text(job.machine)}; so prompts of {texts.prompt:,.0f} tokens, responses of {texts.response:,.0f}, the longest "
+        f"of {texts.longest:,}"
+    )

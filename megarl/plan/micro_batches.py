@@ -1,0 +1,70 @@
+"""The size of a micro-batch where a configuration has none, and the line that says so.
+
+On GPUs it is as large as their memory allows by the formulas of `megarl plan memory`; elsewhere `resolve` has a rule that needs
+nothing but lengths. A run that goes on from a checkpoint keeps the size that was chosen when it began, whatever GPUs it has now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import yaml
+
+from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
+from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, lacks_size, least_tokens
+from megarl.doctor.facts import gpus_here
+from megarl.trainer.run.resumed import CONFIG_FILE, checkpoint_to_go_on_from
+
+C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def with_chosen_size(config: C) -> tuple[C, list[str]]:
+    """The configuration with a size for its micro-batches, and what to say of it: nothing where it has one.
+
+    Args:
+        config: unresolved, accepted by `preflight`.
+    """
+    if isinstance(config, EvalConfig) or not lacks_size(config):
+        return config, []
+    full = resolve(config)
+    least, in_tokens = least_tokens(full), True
+    if isinstance(full, TrainConfig):
+        actor = full.actor_rollout_ref.actor
+        in_tokens = actor.ppo_max_token_len_per_gpu is not None
+        key = f"{_ACTOR}.ppo_{'max_token_len' if in_tokens else 'micro_batch_size'}_per_gpu"
+        size = actor.ppo_max_token_len_per_gpu if in_tokens else actor.ppo_micro_batch_size_per_gpu
+    else:
+        key, size = "max_token_len_per_gpu", full.max_token_len_per_gpu
+    why = f"{CHOSEN_MULTIPLE} times the {least} tokens that it must hold, up to {CHOSEN_TOKENS} tokens"
+    saved = _saved_size(full, key)
+    if saved is not None and saved >= (least if in_tokens else 1):
+        size, why = saved, "as in the checkpoint that the run goes on from"
+    elif gpus := gpus_here():
+        limit = min(gpu.memory for gpu in gpus)
+        # Here, because it takes torch, and most runs give a size.
+        from megarl.plan.micro_batch_memory import fitting_tokens
+
+        tokens = fitting_tokens(config, least, limit)
+        size = tokens if in_tokens else tokens // least
+        why = f"{tokens // least} times the {least} tokens that it must hold, by the memory of a GPU ({limit / (1 << 30):.0f} GiB)"
+    return _with_size(config, key, size), [f"{key}={size} is chosen: {why}"]
+
+
+def _with_size(config: Any, key: str, size: int) -> Any:
+    """`key`: a dotted one."""
+    first, _, rest = key.partition(".")
+    return replace(config, **{first: _with_size(getattr(config, first), rest, size) if rest else size})
+
+
+def _saved_size(full: TrainConfig | TuningConfig, key: str) -> int | None:
+    """The size in the checkpoint that the run goes on from; None: there is no checkpoint, or no such size in it."""
+    folder = checkpoint_to_go_on_from(full)
+    value: Any = (
+        None if folder is None else yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    )
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, int) else None

@@ -1,0 +1,154 @@
+"""The report of a job as one HTML page: tables, memory as bars, and every GPU in the colour of each of its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megarl.layout.account import LINKS
+from megarl.plan.advice import Change, as_words
+from megarl.plan.bars import stacked
+from megarl.plan.job import NOTE, Device, JobPlan, assumed_words, range_words
+from megarl.plan.memory import GIB
+from megarl.plan.seconds import bubbles
+from megarl.plan.sync_command import size_text
+from megarl.report.html import render
+
+_FILLED = "hsl(210 45% 42%)"
+
+
+def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
+    """The whole page.
+
+    Args:
+        recipe: what it is called. advice: `changes`, where the job does not fit.
+    """
+    memory, gpu = job.memory, job.machine.gpu
+    room = (memory.limit - memory.reserve - memory.peak) / GIB
+    verdict = (
+        f"The memory fits: {room:.1f} GiB are left"
+        if memory.fits
+        else f"The memory does not fit: {max(0.0, -room):.1f} GiB are missing"
+    )
+    charts = [_bars(job)]
+    context = {
+        "title": f"{recipe} on {job.devices} {gpu.name}",
+        "fits": memory.fits,
+        "verdict": f"{verdict} of {memory.limit / GIB:.1f} GiB a device, {memory.reserve / GIB:.1f} of them for CUDA, NCCL and "
+        f"fragments. A step is estimated to take {job.seconds:,.1f} s, likely "
+        f"{range_words(job.seconds)}: {job.tokens / job.seconds:,.0f} tokens/s.",
+        "advice": [*memory.problems(), *(f"Would help: {as_words(change)}" for change in advice)],
+        "charts": charts,
+        "phases": list(memory.phases),
+        "memory": _memory_table(job),
+        "fullest": [f"{phase}: {job.fullest(phase)[0]}" for phase in memory.phases],
+        "time": _time_table(job),
+        "pipeline": _pipeline_table(job),
+        "note": f"{NOTE}: {assumed_words(job)}",
+        "sync": _sync(job),
+        "pictures": list(_pictures(job)),
+    }
+    return render("plan.html", context, {"runs": [recipe], "charts": charts, "series": {}})
+
+
+def _fullest(job: JobPlan) -> dict[str, dict[str, int]]:
+    """By phase what each owner holds, in bytes, on the device that is fullest in it."""
+    devices = {phase: job.fullest(phase)[0] for phase in job.memory.phases}
+    return {phase: job.held(phase)[device.pool, device.number] for phase, device in devices.items()}
+
+
+def _bars(job: JobPlan) -> dict[str, Any]:
+    """A bar for each phase, a piece for each owner; the line is what there is without the reserve."""
+    held = _fullest(job)
+    owners = [owner.name for owner in job.memory.owners if any(by.get(owner.name) for by in held.values())]
+    return {
+        "kind": "rows",
+        "title": "Memory by phase",
+        "about": "GiB by owner; the dashed line is the memory of a GPU without the reserve",
+        "rows": list(held),
+        **stacked((name, [by.get(name, 0) for by in held.values()]) for name in owners),
+        "limit": (job.memory.limit - job.memory.reserve) / GIB,
+    }
+
+
+def _memory_table(job: JobPlan) -> list[list[str]]:
+    """Owners by phase, on the device that is fullest in it."""
+    held = _fullest(job)
+    names = [owner.name for owner in job.memory.owners if any(by.get(owner.name) for by in held.values())]
+    rows = [
+        [name, *(f"{by[name] / GIB:.2f}" if by.get(name) else "-" for by in held.values())] for name in names
+    ]
+    return [*rows, ["all of these", *(f"{sum(by.values()) / GIB:.2f}" for by in held.values())]]
+
+
+def _time_table(job: JobPlan) -> list[list[str]]:
+    rows = []
+    for phase in job.phases:
+        rate = f"{phase.tokens / phase.seconds:,.0f}" if phase.tokens and phase.seconds else "-"
+        rows.append([phase.name, f"{phase.seconds:.2f}", f"{phase.seconds / job.seconds:.0%}", rate])
+        rows += [[f"\N{NO-BREAK SPACE} {part.name}", f"{part.seconds:.2f}", "", ""] for part in phase.parts]
+    return [*rows, ["step", f"{job.seconds:.2f}", "100%", f"{job.tokens / job.seconds:,.0f}"]]
+
+
+def _pipeline_table(job: JobPlan) -> list[list[str]]:
+    return [
+        [name, f"{passes.bubble:.1%}", str(passes.micro_batches), str(passes.updates)]
+        for name, passes in bubbles(job.phases).items()
+    ]
+
+
+def _sync(job: JobPlan) -> list[list[str]]:
+    """By link; empty: no sync was planned."""
+    if job.sync is None:
+        return []
+    costs = [job.sync.reshard.links[link] for link in LINKS]
+    return [
+        [words, size_text(cost.total), size_text(cost.max_received), f"{cost.seconds:.2f}"]
+        for words, cost in zip(("same device", "same node", "other nodes"), costs, strict=True)
+    ]
+
+
+def _pictures(job: JobPlan) -> Iterator[dict[str, Any]]:
+    """For each pool its GPUs, once for each kind of group that it has, and by how full they are."""
+    layout, policy = job.actor_layout, job.config.actor_rollout_ref
+    sizes = {
+        "tensor parallel": (layout.tp, lambda device: device.actor and device.actor.tp),
+        "pipeline stage": (layout.pp, lambda device: device.actor and device.actor.pp),
+        "context parallel": (layout.cp, lambda device: device.actor and device.actor.cp),
+        "data parallel": (layout.dp, lambda device: device.actor and device.actor.dp),
+        "expert parallel": (layout.ep, lambda device: device.actor and device.actor.ep),
+        "engine": (policy.rollout.num_engines, lambda device: device.engine),
+    }
+    phase = max(job.memory.phases, key=job.memory.fullest)
+    held = {place: sum(owners.values()) for place, owners in job.held(phase).items()}
+    for name, pool in job.memory.pools.items():
+        devices = [job.device(name, number) for number in range(pool.nnodes * pool.n_gpus_per_node)]
+        for kind, (size, place) in sizes.items():
+            if size > 1 and any(place(device) is not None for device in devices):
+                yield {"title": f"Pool {name}: {kind}, {size}", "nodes": _nodes(devices, size, place)}
+        most = job.memory.limit
+
+        def share(device: Device, of: int = most) -> int:
+            return round(100 * held[device.pool, device.number] / of)
+
+        title = f"Pool {name}: memory in phase {phase}, % of {most / GIB:.1f} GiB"
+        yield {"title": title, "nodes": _nodes(devices, None, share)}
+
+
+def _nodes(
+    devices: Sequence[Device], size: int | None, place: Callable[[Device], int | None]
+) -> list[list[dict[str, str]]]:
+    """The cells of each node; `size` None: a cell is filled as far as its number says, in percent."""
+    cells = [_cell(place(device), size, str(device)) for device in devices]
+    per_node = devices[0].per_node
+    return [cells[first : first + per_node] for first in range(0, len(cells), per_node)]
+
+
+def _cell(value: int | None, size: int | None, words: str) -> dict[str, str]:
+    if value is None:
+        return {"text": "", "background": "", "words": words}
+    if size is not None:  # hues as far apart as can be, dark enough for white digits
+        background = f"hsl({round(360 * value / size)} 50% 42%)"
+    else:
+        background = f"linear-gradient(to top, {_FILLED} {min(value, 100)}%, hsl(210 12% 38%) 0)"
+    return {"text": str(value), "background": background, "words": words}

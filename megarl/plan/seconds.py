@@ -1,0 +1,266 @@
+"""How long the phases of a step take by formulas, role by role; nothing is measured.
+
+Roles that share devices work one after the other, others at once. Left out: rewards by rules, the controller, checkpoints,
+validations, batches that dynamic sampling drops, turns of an environment, texts learnt beside (PPO-ptx), and the reference's
+part of an exact KL in the loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megarl.config import (
+    MegatronConfig,
+    TrainConfig,
+    needs_old_log_probs,
+    needs_ref_log_probs,
+)
+from megarl.config.batches import BatchPlan, resolve_batches
+from megarl.costs.decoding import Generation, Served, generation
+from megarl.costs.flops import ModelFlops, model_flops
+from megarl.costs.serving import token_bytes
+from megarl.costs.speed import Machine, Passes, PassTime, pass_time
+from megarl.layout.grid import ParallelLayout
+from megarl.models import ModelConfig
+from megarl.plan.inputs import PlanInputs
+from megarl.plan.memory import MOVED, MemoryPlan, engine_layout, precision, served_bytes
+
+GAPS = "controller and workers"
+TIMED = ("sync", "generate", "score_model", "evaluate_models", "update")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a phase does on the devices of a pool.
+
+    Attributes:
+        passes: what it consists of, if it is a Megatron model's.
+    """
+
+    name: str
+    pool: str
+    seconds: float
+    passes: PassTime | None = None
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """A phase of a step; `tokens`: those that it goes through or, generating, makes."""
+
+    name: str
+    parts: tuple[Part, ...]
+    tokens: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the pool that takes longest."""
+        pools: dict[str, float] = {}
+        for part in self.parts:
+            pools[part.pool] = pools.get(part.pool, 0.0) + part.seconds
+        return max(pools.values(), default=0.0)
+
+
+def step_seconds(config: TrainConfig, phases: Mapping[str, float]) -> float:
+    """Of a step with these seconds by phase: their sum, or where models learn while others generate (`trainer.mode`) the sync and
+    the longer half."""
+    if config.trainer.mode in ("sync", "partial_rollouts"):
+        return sum(phases.values())
+    ahead = phases["generate"] + phases.get("score_model", 0.0)
+    return phases["sync"] + max(ahead, phases.get("evaluate_models", 0.0) + phases["update"])
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of prompts and responses; the most of a response."""
+
+    prompt: float
+    response: float
+    longest: int
+
+    @property
+    def whole(self) -> float:
+        return self.prompt + self.response
+
+
+def lengths(config: TrainConfig, machine: Machine) -> Lengths:
+    """As assumed."""
+    data, assumed = config.data, machine.assumed
+    prompt = max(1.0, data.max_prompt_length * assumed.prompt)
+    response = max(1.0, data.max_response_length * assumed.response)
+    return Lengths(prompt, response, data.max_response_length)
+
+
+def step_phases(
+    config: TrainConfig,
+    inputs: PlanInputs,
+    machine: Machine,
+    plan: MemoryPlan,
+    sync: float,
+    fused: bool = True,
+) -> list[PhaseTime]:
+    """The phases of a step of a resolved configuration.
+
+    Args:
+        plan: its memory, which says how many tokens the engines' cache holds and what moves between phases.
+        sync: seconds that the weights travel. fused: as that of `Passes`.
+    """
+    texts, moves = lengths(config, machine), moved_seconds(plan, machine)
+    count = resolve_batches(config).trajectories_per_step
+    rollout = config.actor_rollout_ref.rollout.resource_pool
+    made = generate(config, inputs, machine, plan.kv_tokens)
+    parts: dict[str, list[Part]] = {
+        "sync": [Part("weights", rollout, sync)],
+        "generate": [Part("prompts", rollout, made.prefill), Part("tokens", rollout, made.decode)],
+    }
+    for phase, part in model_parts(config, inputs, machine, fused):
+        parts.setdefault(phase, []).append(part)
+    for phase, pool, seconds in moves:
+        parts.setdefault(phase, []).append(Part("moved to and from the host", pool, seconds))
+    for found in parts.values():  # each role's workers are called, meet and free memory
+        roles = Counter(part.pool for part in found if part.passes is not None)
+        for pool in dict.fromkeys(part.pool for part in found):
+            gap = machine.assumed.phase * max(1, roles[pool])
+            found.append(Part(GAPS, pool, gap))
+    whole = count * texts.whole
+    return [
+        PhaseTime(
+            name,
+            tuple(parts[name]),
+            {"sync": 0.0, "generate": count * texts.response}.get(name, whole),
+        )
+        for name in TIMED
+        if name in parts
+    ]
+
+
+def generate(config: TrainConfig, inputs: PlanInputs, machine: Machine, kv_tokens: int) -> Generation:
+    """What an engine does in a step."""
+    rollout, texts = config.actor_rollout_ref.rollout, lengths(config, machine)
+    layout, dtype = engine_layout(rollout), precision(rollout.dtype)
+    served = Served(
+        inputs.model,
+        flops_of(inputs, "actor", inputs.model, "lm"),
+        layout,
+        machine,
+        served_bytes(rollout, inputs),
+        token_bytes(inputs.model, layout, dtype),
+        dtype.itemsize,
+        rollout.quantization == "fp8",
+    )
+    prompts = -(-config.data.train_batch_size // rollout.num_engines)
+    running = min(rollout.max_num_seqs, kv_tokens // texts.whole)
+    return generation(
+        served, prompts * rollout.n, prompts, texts.prompt, texts.response, texts.longest, running
+    )
+
+
+def flops_of(inputs: PlanInputs, role: str, model: ModelConfig, head: str) -> ModelFlops:
+    """Worked out once for a role."""
+    if (role, head) not in inputs.flops:
+        inputs.flops[role, head] = model_flops(model, head)
+    return inputs.flops[role, head]
+
+
+def model_parts(
+    config: TrainConfig, inputs: PlanInputs, machine: Machine, fused: bool = True
+) -> Iterator[tuple[str, Part]]:
+    """What Megatron's models do, by phase."""
+    batches, policy = resolve_batches(config), config.actor_rollout_ref
+    actor, ref, critic, reward = policy.actor, policy.ref, config.critic, config.reward_model
+    run = _Roles(config, inputs, machine, batches, fused)
+    if reward.enable:
+        how = (reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
+        model = inputs.reward or inputs.model
+        yield "score_model", run.evaluated("reward model", "value", reward, reward.megatron, model, how)
+    if needs_old_log_probs(config):
+        how = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+        yield "evaluate_models", run.evaluated("actor", "lm", actor, actor.megatron, inputs.model, how)
+    if needs_ref_log_probs(config):
+        how = (ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+        yield "evaluate_models", run.evaluated("reference", "lm", ref, ref.megatron, inputs.model, how)
+    if critic is not None:
+        model = inputs.critic or inputs.model
+        how = (critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)
+        yield "evaluate_models", run.evaluated("critic", "value", critic, critic.megatron, model, how)
+        adapters = critic.model.lora.rank > 0
+        yield "update", run.trained("critic", "value", critic, model, batches.critic_update, adapters)
+    adapters = policy.model.lora.rank > 0
+    yield "update", run.trained("actor", "lm", actor, inputs.model, batches.actor_update, adapters)
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """From sections of the configuration to passes."""
+
+    config: TrainConfig
+    inputs: PlanInputs
+    machine: Machine
+    batches: BatchPlan
+    fused: bool = True
+
+    def _passes(
+        self,
+        role: str,
+        head: str,
+        pool: str,
+        megatron: MegatronConfig,
+        model: ModelConfig,
+        trained: str | None = None,
+        on_host: bool = False,
+    ) -> Passes:
+        pools = self.config.resource_pools
+        world = pools[pool].nnodes * pools[pool].n_gpus_per_node
+        known = "actor" if model is self.inputs.model else role
+        return Passes(
+            model,
+            flops_of(self.inputs, known, model, head),
+            ParallelLayout.from_config(megatron, world),
+            Machine(self.machine.gpu, self.machine.assumed, pools[pool].n_gpus_per_node),
+            trained,
+            megatron.recompute_granularity,
+            precision(megatron.dtype).itemsize,
+            on_host,
+            self.fused,
+        )
+
+    def evaluated(self, role, head, section, megatron, model, most) -> Part:
+        """All texts of the step once, forward; `most`: tokens, or texts, of a micro-batch."""
+        passes = self._passes(role, head, section.resource_pool, megatron, model)
+        length = lengths(self.config, self.machine).whole
+        time = pass_time(passes, self.batches.trajectories_per_step, length, *most)
+        return Part(f"{role} forward", section.resource_pool, time.total, time)
+
+    def trained(self, role, head, section, model, update, adapters: bool) -> Part:
+        """All optimizer steps of a step."""
+        kind = "adapters" if adapters else "weights"
+        on_host = section.optim.optimizer_cpu_offload
+        passes = self._passes(role, head, section.resource_pool, section.megatron, model, kind, on_host)
+        time = pass_time(
+            passes,
+            update.sequences_per_mini_batch,
+            lengths(self.config, self.machine).whole,
+            update.micro_batch_tokens,
+            update.micro_batch_sequences,
+            update.updates_per_step,
+        )
+        return Part(f"{role} updates", section.resource_pool, time.total, time)
+
+
+def moved_seconds(plan: MemoryPlan, machine: Machine) -> list[tuple[str, str, float]]:
+    """(phase, pool, seconds) of what comes from the host's memory when the phase begins, or goes there."""
+    found: dict[tuple[str, str], float] = {}
+    for owner in plan.owners:
+        if owner.role == "rollout" or owner.name.rpartition("_")[2] not in MOVED or any(owner.host):
+            continue  # the engines' weights come with the sync; states that are always on the host, with the update
+        for before, phase in zip((plan.phases[-1], *plan.phases), plan.phases, strict=False):
+            if (max(owner.at(before)) > 0) != (max(owner.at(phase)) > 0):
+                key = ("update" if phase.startswith("update") else phase, owner.pool)
+                found[key] = found.get(key, 0.0) + max(owner.stages) / machine.host
+    return [(phase, pool, seconds) for (phase, pool), seconds in found.items()]
+
+
+def bubbles(phases: list[PhaseTime]) -> Mapping[str, PassTime]:
+    """By part, the passes of Megatron's models."""
+    return {part.name: part.passes for phase in phases for part in phase.parts if part.passes is not None}

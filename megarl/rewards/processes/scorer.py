@@ -1,0 +1,289 @@
+"""Scores samples in worker processes, while others are still being generated.
+
+Guarantees
+- `submit` returns at once; `collect` has exactly one Score for every sample that was submitted, once.
+- A reward that raises, hangs longer than `reward.timeout`, or kills its process costs its own sample only, whose
+  score is then None and whose error says why. Samples that were running in the same process are run again, each
+  alone, so that it is known which one it was.
+- A worker that is killed or stopped from outside costs nothing: its sample is run once more, alone. One that is stopped is
+  killed after `_STOPPED_SECONDS`.
+- Workers end with the Scorer, and with the controller, however that ends.
+
+What cannot work for any sample (a file that a worker cannot import, a worker that dies before it begins) is a
+RuntimeError of `collect` or `submit`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from megarl.rewards.functions import RewardFunctions, RewardSpec
+from megarl.rewards.processes.worker_process import WorkerProcess
+from megarl.rewards.rules.judge import JudgeSettings, request_headers
+from megarl.rewards.sample import Sample, Score
+from megarl.util.spans import Spans
+
+if TYPE_CHECKING:
+    from megarl.config.schema.commands import EvalConfig, TrainConfig
+
+# A worker ends by itself when a sample is over time; this much later it is killed.
+_GRACE_SECONDS = 10.0
+# While there is work, all workers are looked at so often; who is stopped for so long is killed.
+_LOOK_SECONDS = 5.0
+_STOPPED_SECONDS = 20.0
+# Deaths of workers before they could begin, one after the other, before it is held to be no accident.
+_MAX_FAILED_STARTS = 3
+_MEANWHILE_SECONDS = 1.0
+
+
+def make_scorer(config: TrainConfig | EvalConfig, function: bytes | None = None) -> Scorer:
+    """The Scorer that a configuration describes.
+
+    Args:
+        function: a reward function that stands in no file, as bytes that `pickle.loads` turns into it
+            (cloudpickle's); it is used for all samples, whatever the configuration says.
+
+    Raises:
+        ValueError: a file or name of the configuration that is not as it must be, a key of the judge that is not set.
+    """
+    reward, custom = config.reward, config.custom_reward_function
+    judge = JudgeSettings(**asdict(reward.judge))
+    if reward.rule == "llm_judge":
+        request_headers(judge)
+    spec = RewardSpec(
+        plugins=tuple(config.plugins),
+        function=function,
+        custom_path=custom.path,
+        custom_name=custom.name,
+        custom_kwargs=custom.reward_kwargs or {},
+        rule="gsm8k" if reward.gsm8k_rule_reward else reward.rule,
+        rule_options={
+            "math": {"time_limit": reward.math_time_limit},
+            "math_dapo": {"time_limit": reward.math_time_limit},
+            "code": {
+                "time_limit": reward.code.time_limit,
+                "memory_mb": reward.code.memory_mb,
+                "total_seconds": 0.8
+                * reward.timeout,  # so that a program in time for some tests has their score
+                "isolation": reward.code.isolation,
+            },
+            "llm_judge": {"settings": judge},
+        },
+    )
+    return Scorer(
+        spec,
+        num_workers=reward.num_workers or min(16, max(2, (os.cpu_count() or 1) // 4)),
+        timeout=reward.timeout,
+        max_concurrency=reward.max_concurrency,
+    )
+
+
+@dataclass(eq=False)
+class _Job:
+    sample: Sample
+    is_async: bool
+    alone: bool = False  # a worker died with it and others
+    again: bool = False  # a worker was killed or stopped from outside while it was at it alone
+
+
+class Scorer:
+    """Workers, and a thread that hands samples to them. A context manager.
+
+    Attributes:
+        spans: of samples that were scored, with the number of the `worker`.
+    """
+
+    def __init__(
+        self, spec: RewardSpec, *, num_workers: int, timeout: float, max_concurrency: int = 32
+    ) -> None:
+        """
+        Args:
+            num_workers: processes; each runs one plain function at a time.
+            timeout: seconds for one sample.
+            max_concurrency: async functions that run at a time, in all workers together.
+
+        Raises:
+            ValueError: a file, name or rule of `spec` that is not as it must be.
+        """
+        self.spans = Spans()
+        self._functions = RewardFunctions(spec)
+        self._timeout = timeout
+        self._max_async = max_concurrency
+        self._workers = [WorkerProcess(spec, timeout) for _ in range(num_workers)]
+        self._waiting: dict[str, deque[_Job]] = {"alone": deque(), "plain": deque(), "async": deque()}
+        self._scores: dict[str, Score] = {}
+        self._open: set[str] = set()  # uids that were submitted and not yet collected
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._wake_read, self._wake_write = os.pipe()
+        self._failed_starts, self._next_look = 0, 0.0
+        self._thread = threading.Thread(target=self._run, name="scorer", daemon=True)
+        self._thread.start()
+
+    def check(self, prompts: Iterable[tuple[str, str, str]]) -> None:
+        """ValueError: a prompt (its uid, data source, ground truth) that cannot be scored, see RewardFunctions.check."""
+        self._functions.check(prompts)
+
+    def submit(self, samples: Sequence[Sample]) -> None:
+        """Have samples scored; their uids must differ from all that were not yet collected.
+
+        ValueError: a data source without a rule. RuntimeError: workers cannot work.
+        """
+        jobs = [_Job(sample, self._functions.of(sample.data_source).is_async) for sample in samples]
+        with self._changed:
+            self._raise_failure()
+            for job in jobs:
+                assert job.sample.uid not in self._open, f"uid {job.sample.uid!r} was submitted twice"
+                self._open.add(job.sample.uid)
+                self._waiting["async" if job.is_async else "plain"].append(job)
+        self._wake()
+
+    def collect(
+        self, meanwhile: Callable[[], object] = lambda: None, uids: Collection[str] | None = None
+    ) -> dict[str, Score]:
+        """Wait for what was submitted; uid -> Score. RuntimeError: workers cannot work.
+
+        Args:
+            meanwhile: is called from time to time; what it raises ends the wait.
+            uids: of the samples; others stay; those that were not submitted are left out. None: all.
+        """
+        with self._changed:
+            wanted = set(self._open) if uids is None else self._open.intersection(uids)
+
+            def is_done() -> bool:
+                return self._failure is not None or self._scores.keys() >= wanted
+
+            while not self._changed.wait_for(is_done, _MEANWHILE_SECONDS):
+                meanwhile()
+            self._raise_failure()
+            self._open -= wanted
+            return {uid: self._scores.pop(uid) for uid in wanted}
+
+    def close(self) -> None:
+        """End the workers; what was not collected is lost."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake()
+        self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wake(self) -> None:
+        os.write(self._wake_write, b"\0")
+
+    def _raise_failure(self) -> None:
+        assert not self._closing, "the Scorer was closed"
+        if self._failure is not None:
+            raise RuntimeError(f"rewards cannot be computed: {self._failure}") from self._failure
+
+    # What follows runs in the Scorer's thread, which alone touches workers. It lives as long as they do, because
+    # the kernel kills a worker when the thread that started it ends.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._hand_out()
+                self._wait()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+        finally:
+            for worker in self._workers:
+                worker.end()
+
+    def _hand_out(self) -> None:
+        """Give workers what they can take now; they are started, and started again, when there is work."""
+        with self._changed:
+            if any(self._waiting.values()):
+                for worker in self._workers:
+                    if not worker.is_running:
+                        worker.start()
+            for kind, jobs in self._waiting.items():
+                while jobs and (worker := self._free_worker(kind)) is not None:
+                    job = jobs.popleft()
+                    if not worker.send(job, job.sample):  # it is dead, which `_wait` will see
+                        jobs.appendleft(job)
+                        break
+
+    def _free_worker(self, kind: str) -> WorkerProcess | None:
+        """One that may take a job; async ones share workers, all others have one for themselves."""
+        ready = [worker for worker in self._workers if worker.is_ready]
+        if kind != "async":
+            return next((worker for worker in ready if not worker.jobs), None)
+        shared = [worker for worker in ready if all(job.is_async and not job.alone for job in worker.jobs)]
+        if not shared or sum(len(worker.jobs) for worker in shared) >= self._max_async:
+            return None
+        return min(shared, key=lambda worker: len(worker.jobs))
+
+    def _wait(self) -> None:
+        """Wait until a worker says something, ends, or is over time, or until there is more to do."""
+        running = [worker for worker in self._workers if worker.is_running]
+        deadlines = [worker.oldest + self._timeout + _GRACE_SECONDS for worker in running if worker.jobs]
+        seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        at_work = [worker for worker in running if worker.jobs or not worker.is_ready]
+        if at_work:
+            seconds = _LOOK_SECONDS if seconds is None else min(seconds, _LOOK_SECONDS)
+        ready = wait([self._wake_read, *(item for worker in running for item in worker.waitables)], seconds)
+        if self._wake_read in ready:
+            os.read(self._wake_read, 65536)
+        looks = (
+            time.monotonic() >= self._next_look
+        )  # not at every score: a look costs as much as handing out a sample
+        if looks:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+        for worker in running:
+            if worker.jobs and time.monotonic() >= worker.oldest + self._timeout + _GRACE_SECONDS:
+                worker.kill_overdue()
+            if looks and worker in at_work and worker.stopped_seconds() >= _STOPPED_SECONDS:
+                worker.kill()
+            for job, score in worker.receive():
+                self.spans.add("score", score.seconds, {"worker": self._workers.index(worker)})
+                self._finish(job, score)
+            if worker.has_ended:
+                self._bury(worker)
+            elif worker.is_ready:
+                self._failed_starts = 0
+
+    def _finish(self, job: _Job, score: Score) -> None:
+        with self._changed:
+            self._scores[job.sample.uid] = score
+            self._changed.notify_all()
+
+    def _bury(self, worker: WorkerProcess) -> None:
+        """Of a worker that ended: one sample was its death; of several each is tried alone, as is the one it was hit at."""
+        began, jobs, hit = worker.is_ready, dict(worker.jobs), worker.was_hit
+        seconds = time.monotonic() - worker.oldest if jobs else 0.0
+        reason = worker.end()
+        if not began:
+            self._failed_starts += 1
+            if self._failed_starts >= _MAX_FAILED_STARTS:
+                raise RuntimeError(f"{self._failed_starts} reward workers ended while they began: {reason}")
+        if len(jobs) == 1:
+            (job,) = jobs
+            if hit and not job.again:
+                with self._changed:
+                    self._waiting["alone"].append(replace(job, alone=True, again=True))
+                return
+            self._finish(job, Score(job.sample.uid, None, error=reason, seconds=seconds))
+        else:
+            with self._changed:
+                self._waiting["alone"].extend(replace(job, alone=True) for job in jobs)

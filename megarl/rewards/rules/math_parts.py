@@ -1,0 +1,193 @@
+r"""What kind of answer a text is: a quantity, a list, a set, a tuple or interval, a relation, an expression of sets, a
+matrix. The texts within are left as texts. `math_text.clean` has been over all of them.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.rewards.rules.math_text import unwrapped
+from megarl.rewards.rules.math_units import Quantity, split_unit
+
+_SIGNS = {
+    "=": "=",
+    "<": "<",
+    ">": ">",
+    r"\le": "<=",
+    r"\ge": ">=",
+    r"\ne": "!=",
+    r"\in": "in",
+    r"\approx": "~",
+}
+_SIGN = re.compile(r"\\(?:le|ge|ne|in|approx)(?![A-Za-z])|[=<>]")
+_OR = re.compile(
+    r",?\s*(?:\\text\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\lor(?![A-Za-z])|\\vee(?![A-Za-z]))\s*"
+)
+_AND = re.compile(r",?\s*(?:\\text\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z]))\s*|;\s*")
+_COMMA = re.compile(r",\s*")
+_SET_SIGN = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
+_THOUSANDS = re.compile(
+    r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)(?![^()\[\]{}]*[)\]}])"
+)  # outside of brackets
+_LETTERS = r"\([A-Za-z](?:,\s*[A-Za-z])*\)"
+NAME = re.compile(
+    rf"(?!\\pi|[ei](?![A-Za-z(_']))\\?[A-Za-z]+(?:_(?:\{{[^{{}}]*\}}|\w))?'*\s*(?:{_LETTERS})?|{_LETTERS}|\\text\{{[^{{}}]*\}}"
+)
+_CHOICE = re.compile(r"\\text\{\s*\(?([A-Z])\)?\s*\}")
+_MATRIX = re.compile(r"\\begin\{([bpBvV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Several answers, as texts: a bare list, a set, or what stands in `(`, `[` and their ends."""
+
+    parts: tuple[str, ...]
+    kind: str  # "list", "set", "()", "[)", ...
+
+
+@dataclass(frozen=True)
+class Relation:
+    """`sides[0] signs[0] sides[1] ...`"""
+
+    sides: tuple[str, ...]
+    signs: tuple[str, ...]
+
+    @property
+    def is_equation(self) -> bool:
+        return set(self.signs) == {"="}
+
+
+@dataclass(frozen=True)
+class SetExpression:
+    """Sets, as texts, joined by `signs`: \\cup, \\cap, \\setminus; or inequalities of which one holds."""
+
+    sets: tuple[str, ...]
+    signs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Its entries, as texts."""
+
+    rows: tuple[tuple[str, ...], ...]
+
+
+Answer = Parts | Relation | SetExpression | Matrix | Quantity
+
+
+def read(text: str) -> Answer:
+    """What kind of answer a cleaned text is."""
+    text = _CHOICE.sub(r"\1", text) if _CHOICE.fullmatch(text) else text
+    alternatives = split(text, _OR)[0]
+    if len(alternatives) > 1:
+        if all(_is_inequality(part) for part in alternatives):
+            return SetExpression(tuple(alternatives), (r"\cup",) * (len(alternatives) - 1))
+        text = ", ".join(alternatives)
+    parts = items(", ".join(split(text, _AND)[0]), is_bare=True)
+    if len(parts) > 1:
+        return Parts(_with_both_signs(parts), "list")
+    text = parts[0] if parts else ""
+    sides, signs = split(text, _SIGN)
+    if signs:
+        return _relation(sides, [_SIGNS[sign] for sign in signs])
+    sets, operators = split(text, _SET_SIGN)
+    if operators:
+        return SetExpression(
+            tuple(sets), tuple(operator.replace("backslash", "setminus") for operator in operators)
+        )
+    both = _with_both_signs([text])
+    if len(both) > 1 and not text.startswith(r"\{"):
+        return Parts(both, "list")
+    return _bracketed(text) or _matrix(text) or split_unit(text)
+
+
+def split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """The parts of a text between separators outside of all brackets, and the separators."""
+    parts, separators, depth, begin, position = [], [], 0, 0, 0
+    while position < len(text):
+        found = separator.match(text, position) if depth == 0 else None
+        if found is not None:
+            parts.append(text[begin:position].strip())
+            separators.append(found.group().strip())
+            begin = position = found.end()
+            continue
+        token = re.match(r"\\(?:begin|end)\{\w+\}|\\(?:[A-Za-z]+|.)|.", text[position:], re.DOTALL)
+        assert token is not None
+        if token.group() in ("(", "[", "{", r"\{") or token.group().startswith(r"\begin"):
+            depth += 1
+        elif token.group() in (")", "]", "}", r"\}") or token.group().startswith(r"\end"):
+            depth -= 1
+        position += token.end()
+    return [*parts, text[begin:].strip()], separators
+
+
+def items(text: str, is_bare: bool) -> tuple[str, ...]:
+    """The parts between commas. Commas in numbers are no separators where others have a space behind them, as in
+    `1,000, 2,000`, and in a bare `1,000`.
+    """
+    if (is_bare and ", " not in text) or re.search(r"\d,\d{3}, ", text):
+        text = _THOUSANDS.sub(lambda found: found.group().replace(",", ""), text)
+    return tuple(part for part in split(text, _COMMA)[0] if part)
+
+
+def _relation(sides: list[str], signs: list[str]) -> Answer:
+    """A chain; `x \\in S` is S, and of `a \\approx b` only a counts, which is b where a is a mere name or nothing."""
+    if "~" in signs:
+        at = signs.index("~")
+        before, is_name = sides[: at + 1], at == 0 and (not sides[0] or NAME.fullmatch(sides[0]))
+        if is_name:
+            return read(sides[1]) if len(sides) == 2 else _relation(sides[1:], signs[1:])
+        return _relation(before, signs[:at]) if at else read(before[0])
+    if not sides[0] and signs[0] == "=":
+        return read(sides[1]) if len(sides) == 2 else _relation(sides[1:], signs[1:])
+    if signs == ["in"]:
+        return read(sides[1])
+    return Relation(tuple(sides), tuple(signs))
+
+
+def _bracketed(text: str) -> Answer | None:
+    inner = unwrapped(text, r"\{", r"\}")
+    if inner is not None and not re.search(r"\\mid|[:|]", inner):
+        return Parts(_with_both_signs(items(inner, is_bare=False)), "set")
+    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
+        return None
+    parts = items(text[1:-1], is_bare=False)
+    closes_at_end = split(text, re.compile(r"(?!)"))[0] == [text] and _depth_is_positive(text[:-1])
+    if len(parts) > 1 and closes_at_end:
+        return Parts(parts, text[0] + text[-1])
+    inner = unwrapped(text, "(", ")")
+    return None if inner is None else read(inner)
+
+
+def _depth_is_positive(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if depth == 0:
+            return False
+    return True
+
+
+def _matrix(text: str) -> Matrix | None:
+    found = _MATRIX.fullmatch(text)
+    if found is None or found[1] in ("vmatrix", "Vmatrix"):
+        return None
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
+    return Matrix(tuple(tuple(entry.strip() for entry in row.split("&")) for row in rows))
+
+
+def _with_both_signs(parts: Sequence[str]) -> tuple[str, ...]:
+    r"""Each part; of `a \pm b \mp c` both `a + b - c` and `a - b + c`."""
+    both = []
+    for part in parts:
+        if re.search(r"\\(?:pm|mp)(?![A-Za-z])", part):
+            upper = re.sub(r"\\mp(?![A-Za-z])", "-", re.sub(r"\\pm(?![A-Za-z])", "+", part))
+            lower = re.sub(r"\\mp(?![A-Za-z])", "+", re.sub(r"\\pm(?![A-Za-z])", "-", part))
+            both += [upper.removeprefix("+").strip(), lower.removeprefix("+").strip()]
+        else:
+            both.append(part)
+    return tuple(both)
+
+
+def _is_inequality(text: str) -> bool:
+    return bool({"<", ">", r"\le", r"\ge", r"\ne"} & set(split(text, _SIGN)[1]))

@@ -1,0 +1,17 @@
+"""Programs of a model, run where they can do no harm.
+
+`main.main` runs in a process of its own, reads a request from its standard input and writes the results to its standard
+output (`megarl.rewards.sandbox.sandbox` is the other end). One process sets up what all tests share,
+then runs each test in a child of its own.
+
+What a program has: one process with threads, `memory_mb` of memory, `seconds` of time for a test, its input, up to
+OUTPUT_BYTES of output, no environment. It has no socket and can start, signal or watch no other process: the kernel refuses
+the system calls (`seccomp`). Its files, as `isolation` says:
+- "namespaces": Python's own and /usr to read, and 16 MiB in /tmp to write, which is gone afterwards; nothing else is there.
+- "seccomp": whatever the user of megarl can read, nothing to write.
+
+What it does not stop: assertions run in the process of the program that they test, so one that searches the interpreter's
+frames could claim to have passed them. What a program prints or a function returns is compared outside.
+
+This room must not know: anything but the standard library, for it runs with nothing else.
+"""

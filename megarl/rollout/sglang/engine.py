@@ -1,0 +1,384 @@
+"""SGLang as a rollout engine: one class for CPU and GPU.
+
+Guarantees, each asserted by a test:
+
+- nothing is served before a whole, verified version is held, nor after one that failed;
+- each generation carries the version that SGLang itself says it was served by;
+- with adapters, every request is answered by these and the weights beside them;
+- an end token is part of its response, with its log-prob;
+- requests that SGLang answers by dying (empty prompt, unknown token id) are refused here;
+- the noise of a response depends on (seed, uid) only, so a resumed run repeats it;
+- requests that run when the weights change, or their memory goes, are interrupted, and go on afterwards from the token where they
+  were, with the weights that are served then; each token's log-prob is that of the weights that chose it;
+- with `deterministic` its tokens and log-probs do not depend on other requests, on the cache or on time, bit by bit;
+- SGLang's processes end when this one does, however it ends;
+- this process ends, with an error in its log, within a second of one of SGLang's.
+
+The process that calls `start` is SGLang's parent; since it ends with SGLang, give each engine a process of its
+own, with the environment of `sglang_environment` (environment.py). All calls come from one thread that lives as long as the
+engine, best the main one: only there can SGLang's signal that a start failed be caught and the start be
+repeated.
+"""
+
+import asyncio
+import json
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.rollout.completions import Flight, Gate, NothingCompleted, as_completed
+from megarl.rollout.engine import (
+    AdapterConfig,
+    EngineConfig,
+    EngineError,
+    Generation,
+    NoValidWeightsError,
+    SamplingParams,
+    SyncReport,
+    WeightSyncError,
+)
+from megarl.rollout.sglang import memory as engine_memory
+from megarl.rollout.sglang.model import read_model
+from megarl.rollout.sglang.requests import Response, ask, check_prompt, request_seed
+from megarl.rollout.sglang.start import start_owned
+from megarl.weight_sync import adapter_slot as adapters
+from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
+
+__all__ = ["SGLangEngine", "request_seed"]
+
+Answer = TypeVar("Answer")
+FLUSH_RETRY_SECONDS = 0.02
+# A request that was not yet with SGLang's scheduler when it was told to abort all is told so again.
+ABORT_RETRY_SECONDS = 0.5
+
+
+class SGLangEngine:
+    """See `RolloutEngine`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._model = read_model(config)
+        self._engine: Any = None
+        self._closing = threading.Event()
+        self._version: int | None = None
+        self._released: set[str] = set()
+        self._update: _Update | None = None
+        self._inboxes: list[Path] = []
+        self._session = self._session_held = ""
+        self._last_answer = 0.0
+        self._gate = Gate()  # requests are inside while SGLang works on them
+        self._ends: frozenset[int] = frozenset()
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._version
+
+    @property
+    def last_sign(self) -> float:
+        return max(self._last_answer, self._engine.heartbeat.last())
+
+    def start(self) -> None:
+        assert self.config.node == 0, "the other nodes have a SGLangPart each"
+        self._engine = start_owned(self.config, self._model, self._closing)
+        # On a CPU each flush of the cache collects garbage: half a second over all that was imported, unless that is
+        # left out for good (0.5.21).
+        self._call(self._engine.tokenizer_manager.freeze_gc(), "freeze_gc")
+        ends = self._engine.tokenizer_manager.model_config.hf_eos_token_id or ()
+        self._ends = frozenset([*ends, *self.config.stop_token_ids])
+        if self.config.adapters is not None:
+            self._load_adapter(self.config.adapters)
+        if self.config.load_format == "auto":
+            self._version = 0
+            self._set_version(0)
+
+    def generate(
+        self, prompt_ids: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingParams
+    ) -> list[Generation]:
+        generations = [g for part in self.generate_stream(prompt_ids, uids, sampling) for g in part]
+        by_uid = {generation.uid: generation for generation in generations}
+        return [by_uid[uid] for uid in uids]
+
+    def generate_stream(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        uids: Sequence[str],
+        sampling: SamplingParams,
+        apart: float = 0.0,
+    ) -> Iterator[list[Generation]]:
+        self._require_version()
+        if len(prompt_ids) != len(uids) or len(set(uids)) != len(uids):
+            raise ValueError(f"{len(prompt_ids)} prompts need as many different uids, got {len(set(uids))}")
+        for uid, ids in zip(uids, prompt_ids, strict=True):
+            self.check_request(uid, ids, sampling)
+        answers = [self._answer(uid, ids, sampling) for uid, ids in zip(uids, prompt_ids, strict=True)]
+        yield from self.as_completed(answers, apart)
+
+    def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
+        self._require_version()
+        context, vocab_size = self._engine.tokenizer_manager.context_len, self._model["vocab_size"]
+        check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
+
+    async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        await self._gate.opened()
+        self.check_request(uid, prompt_ids, sampling)
+        return await self._answer(uid, prompt_ids, sampling)
+
+    async def _answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        response = Response(uid, sampling, self._ends)
+        while True:
+            async with self._gate.passed():
+                answer = await ask(
+                    self._engine.tokenizer_manager,
+                    [*prompt_ids, *response.ids],
+                    response.rest,
+                    uid,
+                    self.config.stop_token_ids,
+                    adapters.NAME if self.config.adapters is not None else None,
+                )
+                self._last_answer = time.monotonic()
+                generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
+            if generation is not None:
+                return generation
+
+    def flight(self) -> Flight:
+        return Flight(self._engine.loop)
+
+    def interrupt(self) -> None:
+        self._gate.close()
+        deadline = time.monotonic() + self.config.request_timeout
+        while self._gate.inside:
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+            if (
+                not self._call(self._gate.left(ABORT_RETRY_SECONDS), "abort_request")
+                and time.monotonic() > deadline
+            ):
+                self._version = None
+                raise EngineError(
+                    f"SGLang did not abort {self._gate.inside} requests within {self.config.request_timeout} s"
+                )
+
+    def as_completed(
+        self, coroutines: Sequence[Coroutine[Any, Any, Answer]], apart: float = 0.0
+    ) -> Iterator[list[Answer]]:
+        timeout = self.config.request_timeout
+        try:
+            # A long answer, or a trajectory of several turns, may take longer than that.
+            yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_sign, apart)
+        except NothingCompleted:
+            self._version = None
+            raise EngineError(
+                f"SGLang has neither computed a step nor answered a request within request_timeout={timeout} s"
+            ) from None
+
+    def begin_update(self, version: int) -> int | None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        if "weights" in self._released:
+            raise EngineError(
+                f"version {version} came while the weights' memory was released: resume it first"
+            )
+        if self._update is not None:
+            raise EngineError(f"version {version} came before version {self._update.version} was finished")
+        self.interrupt()
+        held = self._version
+        if self.config.adapters is not None and self._session_held != self._session:
+            held = None  # over a new connection the weights come before adapters alone
+        self._version, self._update = None, _Update(version, held)
+        self._control("begin_weight_update", BeginWeightUpdateReqInput())
+        return held
+
+    def connect(self, inboxes: Sequence[Path]) -> None:
+        assert len(inboxes) == self.config.tensor_parallel_size, (len(inboxes), self.config)
+        if self._update is not None:  # a version that ended with the connection before, on the trainer's side
+            self._close_update()
+        self._inboxes, self._session = list(inboxes), secrets.token_hex(8)
+
+    def receive_weights(self, whole: bool = True) -> None:
+        update = self._require_update()
+        if not self._inboxes:
+            self._close_update()  # as after any version that did not come: the next one may begin
+            raise WeightSyncError(f"version {update.version}: no trainer is connected, call connect first")
+        if not whole and update.held is None:
+            self._close_update()
+            raise WeightSyncError(
+                f"version {update.version} came without the weights that training leaves alone, and the engine holds none"
+            )
+        path = results_path(self._inboxes[0])
+        path.unlink(missing_ok=True)
+        self._load(update.version, whole)
+        results = json.loads(path.read_text())
+        errors = [result["error"] for result in results if not result["ok"]]
+        if errors:
+            self._close_update()
+            raise WeightSyncError(f"weights of version {update.version} refused: " + "; ".join(errors))
+        update.results = results
+
+    def finish_update(self) -> SyncReport:
+        update = self._require_update()
+        self._close_update()
+        if not update.results:
+            raise WeightSyncError(f"version {update.version} did not come")
+        self.flush_cache()  # what it holds was computed by the old weights
+        self._set_version(update.version)
+        self._version, self._session_held = update.version, self._session
+        self._let_in()
+        return update.report()
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        if not self.config.enable_memory_saver:
+            raise EngineError("memory can be released in an engine that was started with enable_memory_saver")
+        # SGLang dies of a tag that is released twice, and of a release while it counts a request as running.
+        assert set(tags) <= {"weights", "kv_cache"} - self._released, (tags, self._released)
+        self.interrupt()
+        if "weights" in tags:
+            self._version = None
+        self.flush_cache()
+        before = self.memory() if self.config.device == "cuda" else []
+        self._released |= set(tags)
+        self._memory("release", tags)
+        if before:
+            problem = engine_memory.unreleased(before, self.memory(), tags)
+            if problem is not None:
+                raise EngineError(problem)
+        self._let_in()
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        assert set(tags) <= self._released, (tags, self._released)
+        if "kv_cache" in tags and self._version is None:
+            raise EngineError("the KV cache comes after the weights: sync a version first")
+        self._memory("resume", tags)
+        self._released -= set(tags)
+        self._let_in()
+
+    def memory(self) -> list[dict[str, int]]:
+        states = self._call(self._engine.tokenizer_manager.get_internal_state(), "get_internal_state")
+        return states[0][engine_memory.KEY]
+
+    def flush_cache(self) -> None:
+        # SGLang answers a request a moment before it counts it as done, so it is asked until it has come to rest.
+        # Its own waiting (timeout_s) goes on only when its idle sleep of a second ends (0.5.21).
+        deadline = time.monotonic() + self.config.request_timeout
+        while True:
+            answer = self._call(self._engine.tokenizer_manager.flush_cache(), "flush_cache")
+            if answer.success:
+                return
+            if time.monotonic() > deadline:
+                raise EngineError(f"SGLang did not flush its cache: {answer.message}")
+            time.sleep(FLUSH_RETRY_SECONDS)
+
+    def pids(self) -> list[int]:
+        return list(self._engine.get_all_child_pids())
+
+    def shutdown(self) -> None:
+        self._version = None
+        self._closing.set()
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    def _let_in(self) -> None:
+        """What was interrupted goes on as soon as there are weights and a cache."""
+        if self._version is not None and "kv_cache" not in self._released:
+            self._gate.open()
+
+    def _require_version(self) -> int:
+        if self._version is None:
+            raise NoValidWeightsError(
+                "the engine holds no complete, verified version of the weights: it serves nothing before a sync"
+            )
+        if "kv_cache" in self._released:
+            raise EngineError("the KV cache's memory is released: resume it first")
+        return self._version
+
+    def _require_update(self) -> "_Update":
+        if self._update is None:
+            raise EngineError("no update was begun, or it has failed: call begin_update first")
+        return self._update
+
+    def _load_adapter(self, served: AdapterConfig) -> None:
+        """Give SGLang the adapter without values, whose slot the syncs write into."""
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        nothing = [MultiprocessingSerializer.serialize({}) for _ in range(self.config.tensor_parallel_size)]
+        request = LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=adapters.NAME,
+            config_dict=adapters.empty_adapter(served),
+            serialized_named_tensors=nothing,
+        )
+        loading = self._engine.tokenizer_manager.load_lora_adapter_from_tensors(request, None)
+        answer = self._call(loading, "load_lora_adapter_from_tensors")
+        if not answer.success:
+            raise EngineError(f"SGLang refused the adapter: {answer.error_message}")
+
+    def _load(self, version: int, whole: bool) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        to_rank = request_bytes(version, self._session, self._inboxes, whole)
+        loading = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[to_rank] * len(self._inboxes), load_format=LOADER, flush_cache=False
+        )
+        self._control("update_weights_from_tensor", loading)
+
+    def _close_update(self) -> None:
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        self._update = None
+        self._control("end_weight_update", EndWeightUpdateReqInput())
+
+    def _set_version(self, version: int) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        request = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+        self._call(self._engine.tokenizer_manager.update_weight_version(request), "update_weight_version")
+
+    def _control(self, method: str, request: object) -> None:
+        success, message = self._call(getattr(self._engine.tokenizer_manager, method)(request, None), method)
+        if not success:
+            raise EngineError(f"SGLang refused {method}: {message}")
+
+    def _memory(self, what: str, tags: Sequence[str]) -> None:
+        from sglang.srt.managers import io_struct
+
+        request = getattr(io_struct, f"{what.title()}MemoryOccupationReqInput")(tags=list(tags))
+        method = getattr(self._engine.tokenizer_manager, f"{what}_memory_occupation")
+        self._call(method(request, None), f"{what}_memory_occupation")
+
+    def _call(self, awaitable: Awaitable[Answer], what: str) -> Answer:
+        """Wait for SGLang's answer.
+
+        Raises:
+            EngineError: none came within `request_timeout`; the engine is of no further use.
+        """
+        timeout = self.config.request_timeout
+        try:
+            return self._engine.loop.run_until_complete(asyncio.wait_for(awaitable, timeout))
+        except TimeoutError:
+            self._version = None
+            raise EngineError(f"SGLang did not answer {what} within request_timeout={timeout} s") from None
+
+
+class _Update:
+    """A version on its way, and what the receivers answered, by TP rank."""
+
+    def __init__(self, version: int, held: int | None) -> None:
+        self.version, self.held = version, held
+        self.results: list[dict] = []
+        self._begun = time.perf_counter()
+
+    def report(self) -> SyncReport:
+        def by_rank(name: str) -> tuple[int, ...]:
+            return tuple(result[name] for result in self.results)
+
+        phases = [result["seconds"] for result in self.results]
+        return SyncReport(
+            self.version,
+            bytes_written=by_rank("bytes_written"),
+            bytes_kept=by_rank("bytes_kept"),
+            buffer_bytes=by_rank("buffer_bytes"),
+            phase_seconds={name: tuple(rank[name] for rank in phases) for name in phases[0]},
+            seconds=time.perf_counter() - self._begun,
+        )

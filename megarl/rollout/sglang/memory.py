@@ -1,0 +1,139 @@
+"""How much device memory an engine's weights and KV cache take: measured inside SGLang, on each of its ranks.
+
+SGLang answers with rank 0's figures, as they were at the start, in GiB; so its answer (`get_internal_state`) is given
+another entry, which the ranks gather (0.5.21).
+
+On a GPU what the tensors are said to take stands beside what the driver says of the device, and a release is held to it
+(`unreleased`): torch_memory_saver notices by no other sign that it was never preloaded.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.weight_sync.adapter_slot import buffers_of
+from megarl.weight_sync.receiver import RECEIVER
+
+KEY = "megarl_memory"
+DEVICE, PROCESS = "device_used", "process_used"  # what the driver says
+_POOLS = "sglang.srt.mem_cache."
+_MIB = 1 << 20
+
+
+def register() -> None:
+    """Called in each scheduler process before SGLang runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state", _with_memory, HookType.AFTER
+    )
+
+
+def _with_memory(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every rank gets the request, in the same order as all others; rank 0's answer is the one that is sent."""
+    ranks: list[Any] = [None] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
+    torch.distributed.all_gather_object(ranks, measure(scheduler), group=scheduler.tp_cpu_group)
+    result.internal_state[KEY] = ranks
+    return result
+
+
+def measure(scheduler: Any) -> dict[str, int]:
+    """{"weights", "kv_cache", "sync_buffers"}: bytes on the device of this rank, by the storages of the tensors.
+
+    What is released counts as nothing: the memory saver takes the pages from under the storages, which stay. Adapters count
+    with the weights, but are not released with them.
+    """
+    model = scheduler.tp_worker.model_runner.model
+    allocator = scheduler.token_to_kv_pool_allocator
+    tensors = {
+        "weights": _model_tensors(model),
+        "kv_cache": _pool_tensors([allocator.get_kvcache(), scheduler.req_to_token_pool], set()),
+    }
+    released = scheduler.weight_updater.offload_tags
+    receiver = getattr(model, RECEIVER, None)
+    kept = {"weights": buffers_of(model).values(), "kv_cache": ()}
+    return {
+        **{tag: _num_bytes(kept[tag] if tag in released else found) for tag, found in tensors.items()},
+        "sync_buffers": receiver.buffer_bytes if receiver is not None else 0,
+        **(_driver_bytes() if torch.cuda.is_available() else {}),
+    }
+
+
+def _driver_bytes() -> dict[str, int]:
+    """What is not free of this rank's GPU, whoever has it; and where NVML can tell, what this process has of it: weights, cache, graphs,
+    workspaces, CUDA's context."""
+    free, total = torch.cuda.mem_get_info()
+    found = {DEVICE: total - free}
+    try:
+        import pynvml
+    except ImportError:
+        return found
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:  # of a part of a GPU, say, or where it is not allowed: a figure less
+        return found
+    for process in processes:
+        # In a container with process numbers of its own nobody is this process.
+        if process.pid == os.getpid() and process.usedGpuMemory is not None:
+            found[PROCESS] = process.usedGpuMemory
+    return found
+
+
+def unreleased(
+    before: Sequence[Mapping[str, int]], after: Sequence[Mapping[str, int]], tags: Iterable[str]
+) -> str | None:
+    """What of a release did not reach the devices, by the memory of all TP ranks before and after; None: it all did.
+
+    Others on the device may have taken some of it meanwhile, so that half of what was released has to be seen.
+    """
+    for rank, (full, left) in enumerate(zip(before, after, strict=True)):
+        if DEVICE not in full:
+            continue
+        released = sum(full[tag] - left[tag] for tag in tags)
+        freed = full[DEVICE] - left[DEVICE]
+        if freed < released // 2:
+            return (
+                f"TP rank {rank} released {released / _MIB:,.0f} MiB of {' and '.join(tags)}, but of its GPU only "
+                f"{max(freed, 0) / _MIB:,.0f} MiB more are free: its scheduler runs without torch_memory_saver's library (the "
+                'engine\'s log has "cannot be preloaded" then: libcudart has to be in LD_LIBRARY_PATH), or another process took the rest'
+            )
+    return None
+
+
+def _model_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and what SGLang derives from them and keeps as plain attributes (DeepSeek's `w_kc`)."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+
+
+def _pool_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All tensors that SGLang's memory pools hold, in attributes, lists and dictionaries of any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, list | tuple):
+        children = list(value)
+    elif isinstance(value, dict):
+        children = list(value.values())
+    elif type(value).__module__.startswith(_POOLS):
+        children = list(getattr(value, "__dict__", {}).values())  # an enum of theirs has none
+    else:
+        return
+    for child in children:
+        yield from _pool_tensors(child, seen)
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of their storages on the device, each counted once."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

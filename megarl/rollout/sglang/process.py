@@ -1,0 +1,217 @@
+"""SGLang's own process layout, as megarl runs it: which processes there are and how each begins.
+
+Only engines that megarl starts are affected: SGLang lets a subclass of its `Engine` name the functions that
+its processes run (sglang 0.5.21).
+
+- The scheduler of each TP rank ends with its owner, from its first line on, and not with the signals of a job's end.
+- Requests are sampled with their own seed: a response's noise depends on nothing that runs beside it.
+- The samples of a prompt share its prefill (`prefix_sharing`).
+- On a CPU sequences are attended together (`sglang_attention`), not one after the other, and turned at once (`cpu_rotary`);
+  a token takes one random number (`cpu_sampling`); Qwen2 decodes without SGLang's layers (`lean_qwen2`).
+- The TP ranks of an engine find each other through a file, those on several nodes through a TCP store at the address that they
+  were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
+  interface of the machine.
+- The weights of a version are read once more when SGLang has ended an update (`after_update`).
+- The first rank's scheduler says when it last computed something (`heartbeat`).
+- The ranks say how much memory they hold (`engine_memory`), and where their adapters lie (`adapters`).
+- There is no detokenizer process: token ids go in and come out (`skip_tokenizer_init`), so it would idle,
+  for 3 s of start-up CPU time and 400 MB.
+"""
+
+import gc
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import parse_qs, urlparse
+
+import zmq
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.load_snapshot import shm_path_for
+from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.managers.tokenizer_manager import SignalHandler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from megarl.rollout.sglang import heartbeat, prefix_sharing
+from megarl.rollout.sglang import memory as engine_memory
+from megarl.rollout.sglang.scheduler import SchedulerMain, forked, without_main
+from megarl.rollout.sglang.sent_together import SentTogether
+from megarl.util.rendezvous import open_store
+from megarl.util.signals import outlive_job_signals
+from megarl.weight_sync import adapter_slot as adapters
+from megarl.weight_sync import after_update
+
+NAMES = ".shared-memory"  # as in cluster/guard.py: ends the names of files that name shared memory
+SCHEME = "megarl"  # of addresses at which TP ranks of several nodes meet
+
+
+def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kwargs) -> None:
+    """What `SchedulerMain` runs; arguments are those of `run_scheduler_process`."""
+    name_shared_memory(port_args)
+    outlive_job_signals()
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = meeting_place(server_args, port_args)
+    HookRegistry.register(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
+        _with_request_seeds,
+        HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+        cut_by_min_p,
+        HookType.AROUND,
+    )
+    if tp_rank == 0:
+        heartbeat.register(heartbeat_file(port_args))
+    engine_memory.register()
+    after_update.register()
+    adapters.register()
+    prefix_sharing.register()
+    if server_args.device == "cpu":
+        from megarl.sglang_cpu import attention as sglang_attention
+        from megarl.sglang_cpu import lean_qwen2
+        from megarl.sglang_cpu import rotary as cpu_rotary
+        from megarl.sglang_cpu import sampling as cpu_sampling
+
+        sglang_attention.register()
+        cpu_rotary.register()
+        cpu_sampling.register()
+        lean_qwen2.register()
+    load_plugins()
+    HookRegistry.apply_hooks()  # a copy of its owner has loaded its plugins before
+    run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
+
+
+def meeting_place(server_args, port_args) -> str:
+    """Where the TP ranks of this engine meet, as a URL for torch."""
+    if server_args.nnodes == 1:
+        return f"file://{rendezvous_file(port_args)}"
+    from torch.distributed import register_rendezvous_handler
+
+    register_rendezvous_handler(SCHEME, _meet)
+    return f"{SCHEME}://{server_args.dist_init_addr}"
+
+
+def _meet(url: str, timeout: timedelta, **kwargs) -> Iterator[tuple]:
+    """Torch's protocol for places of other kinds: yields (store, rank, world size)."""
+    place = urlparse(url)
+    query = {name: int(value) for name, (value,) in parse_qs(place.query).items()}
+    rank, world_size = query["rank"], query["world_size"]
+    yield open_store(place.hostname, place.port, rank, world_size, timeout), rank, world_size
+
+
+def rendezvous_file(port_args) -> str:
+    """Where those of one node do: beside the socket that SGLang made for it alone."""
+    return f"{_socket_files(port_args)[0]}.store"
+
+
+def heartbeat_file(port_args) -> Path:
+    """Where the first rank's scheduler writes when it last computed something."""
+    return Path(f"{_socket_files(port_args)[0]}.heartbeat")
+
+
+def name_shared_memory(port_args) -> None:
+    """Write down what this process will make in /dev/shm, before it does: until all processes have opened it and the names are
+    removed (`unlink_shared_memory`), some seconds later, an engine that is killed leaves it behind.
+
+    Who removes the temporary folder then, removes what is named there, too (cluster/guard.py).
+    """
+    names = [shm_path_for(port_args.instance_id), f"/dev/shm/sgl_shm_*_{os.getpid()}_*"]
+    Path(f"{_socket_files(port_args)[0]}.{os.getpid()}{NAMES}").write_text("\n".join(names) + "\n")
+
+
+def remove_files(port_args) -> None:
+    """Remove the sockets, the rendezvous, the heartbeat and the names of shared memory that an engine leaves in the temporary folder."""
+    socket = Path(_socket_files(port_args)[0])
+    named = socket.parent.glob(f"{socket.name}.*{NAMES}")
+    made = (rendezvous_file(port_args), heartbeat_file(port_args))
+    for path in (*_socket_files(port_args), *made, *named):
+        Path(path).unlink(missing_ok=True)
+
+
+def _socket_files(port_args) -> list[str]:
+    names = (
+        port_args.scheduler_input_ipc_name,
+        port_args.tokenizer_ipc_name,
+        port_args.detokenizer_ipc_name,
+        port_args.rpc_ipc_name,
+        port_args.metrics_ipc_name,
+    )
+    return [name.removeprefix("ipc://") for name in names]
+
+
+def close_sockets() -> None:
+    """Close the sockets that a failed start of SGLang left in this process.
+
+    They hold messages to a scheduler that is dead. Left to the garbage collector, they would be
+    closed at any later time, and their close waits for those messages to be read: forever (pyzmq 27).
+    """
+    for context in [thing for thing in gc.get_objects() if isinstance(thing, zmq.Context)]:
+        context.destroy(linger=0)
+
+
+def _with_request_seeds(result, cls, batch, *args, **kwargs):
+    """Give the sampler the requests' seeds.
+
+    SGLang passes them on only with --enable-deterministic-inference, which also demands
+    batch-invariant GPU kernels. Without, one generator serves all requests of a rank, and a response
+    depends on every request that was ever sampled before it.
+    """
+    import torch
+
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    if all(seed is not None for seed in seeds):
+        result.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(result.device, non_blocking=True)
+    return result
+
+
+def cut_by_min_p(
+    original, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **kwargs
+):
+    """Sample from probabilities [batch, vocabulary] with min_p and seeds, too.
+
+    SGLang asserts that not both are given, since what is left after the cut is not normalised (0.5.21). Its sampling by
+    seed adds Gumbel noise to the logarithms and takes the largest, for which that makes no difference. Cut first, what
+    top_k and top_p leave is the same: they count from the most probable token on.
+    """
+    import torch
+
+    if need_min_p_sampling and sampling_seed is not None:
+        least = probs.amax(-1, keepdim=True) * min_ps.view(-1, 1)
+        probs, need_min_p_sampling = torch.where(probs < least, 0.0, probs), False
+    return original(probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **kwargs)
+
+
+class _NoDraining(SignalHandler):
+    """At SIGTERM SGLang would answer what it was asked and end: its owner decides about that."""
+
+    def sigterm_handler(self, signum=None, frame=None) -> None:
+        pass
+
+
+class TokenEngine(Engine):
+    """SGLang's engine for token ids."""
+
+    run_scheduler_process_func = SchedulerMain()
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        if self.tokenizer_manager is not None:  # of the first node alone
+            self.tokenizer_manager.signal_handler_class = _NoDraining
+            socket = self.tokenizer_manager.send_to_scheduler
+            self.tokenizer_manager.send_to_scheduler = SentTogether(socket, self.loop)
+            self.heartbeat = heartbeat.Heartbeat(heartbeat_file(self.port_args))
+
+    @classmethod
+    def _launch_scheduler_processes(cls, server_args, *args, **kwargs):
+        with forked() if server_args.device == "cpu" else without_main():
+            return super()._launch_scheduler_processes(server_args, *args, **kwargs)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, server_args, port_args, run_detokenizer_process_func):
+        return [], []
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if hasattr(self, "port_args"):  # not after a start that failed
+            remove_files(self.port_args)

@@ -1,0 +1,236 @@
+"""Starts SGLang's processes, and ends this one when they end.
+
+What differs between a CPU and a GPU is in `_device_arguments` and in the environment (environment.py), and nowhere else. This module
+imports SGLang only when it starts it.
+"""
+
+import atexit
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout.engine import EngineConfig, EngineError
+from megarl.rollout.sglang.environment import prepare_schedulers
+from megarl.rollout.sglang.model import config_overrides
+from megarl.util.imports import without_collection
+from megarl.util.packages import KNOWN
+from megarl.weight_sync import adapter_slot as adapters
+from megarl.weight_sync.receiver import LOADER
+
+logger = logging.getLogger(__name__)
+CPU_CACHE_TOKENS = 65536
+_SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
+
+
+def check_version(allow_unknown: bool) -> None:
+    """Check that the installed SGLang is one that megarl was tried with.
+
+    megarl reads and writes SGLang's own parameters and plugs into its parts, which any version may rename.
+
+    Raises:
+        ValueError: it is another one, and `allow_unknown` is not set.
+    """
+    found = version("sglang")
+    if found in KNOWN["sglang"]:
+        return
+    known = ", ".join(KNOWN["sglang"])
+    if not allow_unknown:
+        raise ValueError(
+            f"sglang {found} is installed; megarl is known to work with {known}. Install one of these, or set "
+            "rollout.allow_unknown_version=true to try it nonetheless"
+        )
+    logger.warning("sglang %s is installed; megarl is known to work with %s", found, known)
+
+
+def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of SGLang's engine."""
+    context = config.context_length or model["max_position_embeddings"]
+    return {
+        "model_path": config.model_path,
+        "load_format": config.load_format,
+        "tp_size": config.tensor_parallel_size,
+        "ep_size": config.expert_parallel_size,
+        **_node_arguments(config),
+        "json_model_override_args": json.dumps(config_overrides(config, model)),
+        "disable_shared_experts_fusion": True,  # else devices differ in where they lie
+        "dtype": config.dtype,
+        "context_length": config.context_length,
+        "max_running_requests": config.max_num_seqs,
+        "random_seed": config.seed,
+        "skip_tokenizer_init": True,
+        "custom_weight_loader": [LOADER],
+        "enable_memory_saver": config.enable_memory_saver,
+        "sampling_backend": "pytorch",  # the one that takes a seed for each request
+        "enable_deterministic_inference": config.deterministic,  # on a CPU see `batch_invariant`
+        "sleep_on_idle": True,  # else an idle scheduler polls, and takes a core from the trainer
+        "host": "127.0.0.1",
+        # A start on a GPU may compile kernels for minutes, which SGLang tells as a warning.
+        "log_level": "warning" if config.device == "cuda" else "error",
+        "custom_sigquit_handler": _note_failed_start,
+        **_device_arguments(config, context),
+        **(adapters.server_arguments(config.adapters, config.device) if config.adapters is not None else {}),
+    }
+
+
+def _node_arguments(config: EngineConfig) -> dict[str, Any]:
+    """Of an engine on several nodes."""
+    if config.nodes == 1:
+        return {}
+    assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
+    return {"nnodes": config.nodes, "node_rank": config.node, "dist_init_addr": config.address}
+
+
+def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
+    """What differs between a CPU and a GPU."""
+    if config.device == "cuda":
+        return {
+            "device": "cuda",
+            "mem_fraction_static": config.gpu_memory_utilization,
+            "max_total_tokens": config.max_total_tokens,
+            "base_gpu_id": config.first_device,
+            "moe_runner_backend": "triton",  # of others some put an expert's up before its gate, or permute rows
+            **(_float8_arguments() if config.fp8_block is not None else {}),
+        }
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+        raise ValueError("a CPU engine needs a process that was started with sglang_environment('cpu', ...)")
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "mem_fraction_static": 0.1,  # of no effect beside max_total_tokens, but checked
+        "max_total_tokens": config.max_total_tokens or min(config.max_num_seqs * context, CPU_CACHE_TOKENS),
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+    }
+
+
+def _float8_arguments() -> dict[str, Any]:
+    """On Blackwell SGLang's choice for products in float8, DeepGEMM, packs scales into integers of another shape as soon as weights are
+    loaded, which no sync could fill (layers/quantization/fp8_utils.py, requant_weight_ue8m0); Triton's keep them in float32.
+    """
+    import torch
+
+    major, _ = torch.cuda.get_device_capability()
+    return {"fp8_gemm_runner_backend": "triton"} if major >= 10 else {}
+
+
+def _note_failed_start(signum: int, frame: object) -> None:
+    """SGLang's scheduler sends SIGQUIT when it fails; SGLang's own handler would end this process.
+
+    The failed start is noticed as such, since the scheduler's pipe closes. After the start SGLang replaces
+    this handler by its own.
+    """
+
+
+def start_sglang(arguments: dict[str, Any], timeout: float) -> Any:
+    """Start SGLang's processes.
+
+    Raises:
+        ValueError: SGLang refuses the model or the arguments.
+        EngineError: they did not come up within `timeout` seconds, or one of them failed. None is left.
+    """
+    with without_collection():
+        from megarl.rollout.sglang.process import TokenEngine, close_sockets
+
+    over, late = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        # SGLang waits for its schedulers without a limit, but notices when they die. It may start another
+        # while one is killed.
+        over.wait(timeout)
+        while not over.is_set():
+            late.set()
+            _kill_children()
+            over.wait(0.2)
+
+    watcher = threading.Thread(target=watch, name="sglang-start", daemon=True)
+    watcher.start()
+    try:
+        return TokenEngine(**arguments)
+    except ValueError as error:
+        raise ValueError(f"SGLang refuses {arguments['model_path']}: {error}") from error
+    except Exception as error:
+        _kill_children()
+        close_sockets()
+        cause = f"it took longer than start_timeout={timeout} s" if late.is_set() else repr(error)
+        raise EngineError(f"SGLang did not start: {cause}") from error
+    finally:
+        over.set()
+        watcher.join()
+
+
+def start_owned(config: EngineConfig, model: dict[str, Any], closing: threading.Event) -> Any:
+    """Start SGLang's processes on this node, once more if that fails; this one ends when they do, unless `closing` is set.
+
+    Args:
+        model: the model's config (`read_model`).
+
+    Raises:
+        ValueError, EngineError: as `start_sglang` and `check_version`.
+    """
+    check_version(config.allow_unknown_version)
+    if config.device == "cuda":
+        spec = find_spec("torch")
+        assert spec is not None and spec.origin is not None
+        prepare_schedulers(os.environ, Path(spec.origin).parents[1])
+    arguments = server_arguments(config, model)
+    try:
+        engine = start_sglang(arguments, config.start_timeout)
+    except EngineError as error:
+        logger.error("%s; starting it once more", error)  # SGLang hides lower levels
+        engine = start_sglang(arguments, config.start_timeout)
+    pids = list(engine.get_all_child_pids())
+    unlink_shared_memory([os.getpid(), *pids])
+    end_with_children(pids, closing, first_rank=config.node * config.ranks_per_node)
+    return engine
+
+
+def unlink_shared_memory(pids: Sequence[int]) -> None:
+    """Remove the names of SGLang's shared memory, once all processes (`pids`) have opened them.
+
+    What has no name is freed when the last process that maps it ends, however it ends. SGLang leaves names
+    behind whenever a scheduler is killed, and that is how its schedulers end (0.5.21).
+    """
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            _, folder, name = line.partition("/dev/shm/")
+            if name.startswith(_SHARED_NAMES):
+                Path(folder, name).unlink(missing_ok=True)
+
+
+def _kill_children() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+
+
+def end_with_children(pids: Sequence[int], closing: threading.Event, first_rank: int = 0) -> None:
+    """End this process as soon as one of the schedulers `pids` (by TP rank, from `first_rank` on) does, unless `closing` is
+    set.
+
+    SGLang does so too, but only while its event loop runs, that is during a call: an engine that idles while
+    the trainer works would be found dead a step later (0.5.21).
+    """
+    sentinels = {child.sentinel: child for child in multiprocessing.active_children() if child.pid in pids}
+
+    # An exit without `shutdown` is one, too: SGLang's own exit handler, which runs after this, ends them.
+    atexit.register(closing.set)
+
+    def watch() -> None:
+        ended = sentinels[multiprocessing.connection.wait(list(sentinels))[0]]
+        if not closing.is_set():
+            ended.join()
+            logger.error(
+                "SGLang's scheduler of TP rank %d (pid %d) ended with exit code %s: the engine ends",
+                first_rank + pids.index(ended.pid), ended.pid, ended.exitcode,
+            )  # fmt: skip
+            os._exit(1)
+
+    threading.Thread(target=watch, name="sglang-watch", daemon=True).start()

@@ -1,0 +1,166 @@
+"""Plugs `batched_attention` into SGLang's CPU engine.
+
+Takes the place of `torch_native` in SGLang's registry, so that whatever SGLang decides by that name
+still holds. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Sliding
+windows and cross attention are SGLang's own (sglang 0.5.21).
+"""
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from megarl.sglang_cpu.batched_attention import (
+    Group,
+    Prefill,
+    attend,
+    attend_prompts,
+    make_groups,
+    plan_prompts,
+    take_slots,
+)
+from megarl.sglang_cpu.running_batch import RunningBatch
+
+
+class BatchedTorchAttention(TorchNativeAttnBackend):
+    def __init__(self, model_runner) -> None:
+        super().__init__(model_runner)
+        self._same_bits = model_runner.server_args.enable_deterministic_inference
+        self._groups: list[Group] | None = None  # of a decode batch
+        self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
+        self._running: RunningBatch | None = None
+        self._runs_on = False  # whether the sequences of this step are attended by `_running`
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        super().init_forward_metadata(forward_batch)
+        self._groups = self._plan = None  # of another batch
+        self._runs_on = False
+        if not forward_batch.forward_mode.is_decode():
+            self.forget()
+        elif not self._same_bits:
+            if self._running is None:
+                self._running = RunningBatch(self._bytes_per_token())
+            self._runs_on = self._running.step(
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                self.req_to_token_pool.req_to_token,
+            )
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether this step's sequences were those of the last one, and their keys and values are kept in order."""
+        return self._runs_on
+
+    def attend_running(self, layer, forward_batch, query, keys, values) -> torch.Tensor:
+        """Attention of a step that runs on, in a layer, in float32.
+
+        Args:
+            layer, forward_batch: SGLang's RadixAttention and batch.
+            query: [n, heads, dim]; keys, values: [n, key heads, dim], of the new tokens.
+
+        Returns:
+            [n, heads, value dim].
+        """
+        pool = self.token_to_kv_pool
+        pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), keys, values)
+        caches = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        return self._running.attend(query, *caches, layer.scaling, (keys, values))
+
+    def forget(self) -> None:
+        """Free what was kept of a decode batch."""
+        if self._running is not None:
+            self._running.forget()
+
+    def _bytes_per_token(self) -> int:
+        """Of the keys and values of all layers, in float32."""
+        pool = self.token_to_kv_pool
+        caches = pool.get_key_buffer(pool.start_layer), pool.get_value_buffer(pool.start_layer)
+        return pool.layer_num * 4 * sum(cache[0].numel() for cache in caches)
+
+    def _run_sdpa_forward_extend(
+        self,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        extend_prefix_lens,
+        extend_seq_lens,
+        encoder_lens=None,
+        scaling=None,
+        enable_gqa=False,
+        causal=False,
+        is_cross_attn=False,
+        sliding_window_size=None,
+    ):
+        """query: [tokens, heads, dim]; caches: [slots, key heads, dim]; output: [tokens, heads, value dim]."""
+        if encoder_lens is not None or sliding_window_size is not None or not causal:
+            return super()._run_sdpa_forward_extend(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
+                extend_seq_lens, encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
+            )  # fmt: skip
+        if self._plan is None:  # by the first layer, for all layers
+            self._plan = plan_prompts(seq_lens, extend_seq_lens, req_to_token, req_pool_indices, query.dtype)
+        groups, prompts = self._plan
+        self._attend_groups(groups, query, output, k_cache, v_cache, scaling)
+        for prompt in prompts:
+            keys, values = (take_slots(cache, prompt.slots).to(query.dtype) for cache in (k_cache, v_cache))
+            output[prompt.tokens] = attend_prompts(query[prompt.tokens], keys, values, scaling)
+        return output
+
+    def _run_sdpa_forward_decode(
+        self,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        encoder_lens=None,
+        scaling=None,
+        enable_gqa=False,
+        causal=False,
+        is_cross_attn=False,
+        sliding_window_size=None,
+    ):
+        """query: [batch, heads, dim]; caches: [slots, key heads, dim]; output: [batch, heads, value dim]."""
+        if encoder_lens is not None or sliding_window_size is not None:
+            return super()._run_sdpa_forward_decode(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
+                scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
+            )  # fmt: skip
+        if self._runs_on and query.dtype == torch.float32:
+            return output.copy_(self._running.attend(query, k_cache, v_cache, scaling))
+        if self._groups is None:  # by the first layer, for all layers
+            self._groups = make_groups(seq_lens, req_to_token, req_pool_indices, query.dtype)
+        self._attend_groups(self._groups, query, output, k_cache, v_cache, scaling)
+        return output
+
+    def _attend_groups(self, groups, query, output, k_cache, v_cache, scaling) -> None:
+        """Attend one new token of each sequence; arguments as of `_run_sdpa_forward_decode`."""
+        for group in groups:
+            keys, values = (take_slots(cache, group.slots).to(query.dtype) for cache in (k_cache, v_cache))
+            output[group.rows] = attend(query[group.rows], keys, values, group.mask, scaling, self._same_bits)
+
+
+def _forget_running(result, scheduler, *args, **kwargs):
+    """After SGLang has emptied its cache, which it does before its memory is released."""
+    scheduler.tp_worker.model_runner.attn_backend.forget()
+    return result
+
+
+def register() -> None:
+    """Have SGLang's `torch_native` be this backend, in this process."""
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_running, HookType.AFTER
+    )
+    register_attention_backend("torch_native")(BatchedTorchAttention)
+    # SGLang has no entry for torch_native and would take Triton's, which prefills with uncompressed keys: those do not
+    # fit the one latent key of the cache that torch_native attends to.
+    AttentionBackendRegistry.register("torch_native", lambda layer, batch: AttnForwardMethod.MLA)

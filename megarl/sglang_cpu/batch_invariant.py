@@ -1,0 +1,256 @@
+"""Matrix products on a CPU that give a row the same bits, whichever and however many other rows there are.
+
+A request's numbers must not depend on which others run beside it or on what of its prompt lies in the cache: that is a
+matter of timing. In float32 what SGLang computes for a token on a CPU is made row by row, but for four things: matrix products, attention
+(`batched_attention` sees to it), sums over more than two ranks, and sigmoids.
+
+MKL's products take other kernels, which add up in another order, when there are few rows: up to 15 of them, by the
+sizes of the weight. From 16 rows on a row's bits are the same for any number of rows, and wherever it is among them (MKL 2024.2,
+AVX-512, one thread; tried up to 4096 rows with 1 to 18992 columns of up to 11008 terms). So products of fewer rows get rows of zeros.
+`enable` tries it, and attention, on the machine at hand.
+
+SGLang's own switch (`enable_deterministic_inference`) turns it on: on a GPU it puts other kernels in place of
+torch's, here these (0.5.21).
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.sglang_cpu.batched_attention import attend_prompt
+
+MIN_ROWS = 16
+TWO_VECTORS = 32  # elements, of AVX-512
+BACKEND = "torch_native"
+_TRIED_SIZES = ((64, 64), (256, 1024), (1024, 256), (4096, 64))  # terms, columns
+_TRIED_WIDTHS = (16, 64, 128, 144)  # of attention heads
+_TRIED_ROWS = (1, 5, 15, 17, 64, 200)
+
+
+class Overrides:
+    """The operators that `enable` has put in place of torch's in this process; None: it was not called."""
+
+    library: torch.library.Library | None = None  # torch takes them back when it is freed
+
+
+def register() -> None:
+    """Have SGLang's switch do this; called in each of its processes on a CPU."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    choices.add_deterministic_attention_backend_choices([BACKEND])
+    choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
+    HookRegistry.register(
+        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", enable, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce", _all_reduce, HookType.AROUND
+    )
+
+
+def enable() -> None:
+    """Make what this process computes for a row independent of the other rows.
+
+    Raises:
+        RuntimeError: it is not, on this machine.
+    """
+    if Overrides.library is None:
+        Overrides.library = override_operators()
+        check_products()
+        check_attention()
+
+
+def obstacle() -> str | None:
+    """Why this machine's CPU cannot do it; None: it can. Tried as in an engine's process, with one thread."""
+    threads, library = torch.get_num_threads(), None
+    torch.set_num_threads(1)
+    try:
+        library = override_operators() if Overrides.library is None else None
+        check_products()
+        check_attention()
+    except RuntimeError as reason:
+        return str(reason)
+    finally:
+        if library is not None:
+            library._destroy()
+        torch.set_num_threads(threads)
+    return None
+
+
+def override_operators() -> torch.library.Library:
+    """Pad products of few rows, and sigmoids; lasts as long as what is returned."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name in ("mm", "bmm"):
+            library.impl(name, _padded_product(_torch_kernel(name)), "CPU")
+        for name in ("mm.out", "bmm.out"):
+            library.impl(name, _padded_product_into(_torch_kernel(name)), "CPU")
+        for name in ("addmm", "baddbmm"):
+            library.impl(name, _padded_sum(_torch_kernel(name)), "CPU")
+        for name in ("addmm_", "baddbmm_"):
+            library.impl(name, _padded_sum_in_place(_torch_kernel(name)), "CPU")
+        library.impl("sigmoid", _padded_sigmoid(_torch_kernel("sigmoid")), "CPU")
+    return library
+
+
+def _torch_kernel(name: str) -> Callable[..., torch.Tensor]:
+    """What torch itself computes an operator by on a CPU."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    return partial(torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed, keys)
+
+
+def _is_small(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether torch rounds a @ b by the number of rows: there are few, or one column, for which it calls gemv."""
+    return a.shape[-2] < MIN_ROWS or b.shape[-1] == 1
+
+
+def _is_weighted(beta: float, alpha: float) -> bool:
+    """Whether a sum is to be made in steps: MKL rounds products with a factor by their rows, up to 47 of them."""
+    return alpha != 1 or beta not in (0, 1)
+
+
+def _padded(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros after the rows of `a` and the columns of `b`, so that their product is not small."""
+    return pad(a, max(MIN_ROWS, a.shape[-2]), a.shape[-1]), pad(b, b.shape[-2], max(2, b.shape[-1]))
+
+
+def _padded_product(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`mm` or `bmm`."""
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if not _is_small(a, b):
+            return kernel(a, b)
+        return kernel(*_padded(a, b))[..., : a.shape[-2], : b.shape[-1]]
+
+    return product
+
+
+def _padded_product_into(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same with `out`."""
+
+    def product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(a @ b) if _is_small(a, b) else kernel(a, b, out=out)
+
+    return product
+
+
+def _padded_sum(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`addmm` or `baddbmm`: beta * c + alpha * (a @ b)."""
+
+    def total(
+        c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> torch.Tensor:
+        if _is_weighted(beta, alpha):
+            product = alpha * (a @ b)
+            return product + beta * c if beta else product
+        if not _is_small(a, b):
+            return kernel(c, a, b, beta=beta, alpha=alpha)
+        rows, columns = a.shape[-2], b.shape[-1]
+        a, b = _padded(a, b)
+        if c.dim() > 1:  # else a bias
+            c = pad(c.expand(*c.shape[:-2], rows, columns), a.shape[-2], b.shape[-1])
+        return kernel(c, a, b, beta=beta, alpha=alpha)[..., :rows, :columns]
+
+    return total
+
+
+def _padded_sum_in_place(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same with `c` as the result."""
+
+    def total(
+        c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> torch.Tensor:
+        if not _is_small(a, b) and not _is_weighted(beta, alpha):
+            return kernel(c, a, b, beta=beta, alpha=alpha)
+        compute = torch.baddbmm if a.dim() == 3 else torch.addmm
+        return c.copy_(compute(c, a, b, beta=beta, alpha=alpha))
+
+    return total
+
+
+def _padded_sigmoid(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch computes the last elements of a tensor, less than two vectors of them, by another exp than the others."""
+
+    def sigmoid(x: torch.Tensor) -> torch.Tensor:
+        rest = -x.numel() % TWO_VECTORS
+        if not rest:
+            return kernel(x)
+        flat = torch.nn.functional.pad(x.reshape(-1), (0, rest))
+        return kernel(flat)[: x.numel()].view(x.shape)
+
+    return sigmoid
+
+
+def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """x: [..., n, m] -> [..., rows, columns], zeros after what there is."""
+    more = (rows - x.shape[-2], columns - x.shape[-1])
+    return torch.nn.functional.pad(x, (0, more[1], 0, more[0])) if any(more) else x
+
+
+def check_products() -> None:
+    """Try on this machine what the module says of matrix products.
+
+    Raises:
+        RuntimeError: a row's bits depend on the number of rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for terms, columns in _TRIED_SIZES:
+        x = torch.randn(max(_TRIED_ROWS), terms, generator=generator)
+        weight = torch.randn(columns, terms, generator=generator)
+        whole = x @ weight.t()
+        for rows in _TRIED_ROWS:
+            for first in (0, len(x) - rows):
+                if not torch.equal(x[first : first + rows] @ weight.t(), whole[first : first + rows]):
+                    raise _refusal(
+                        f"matrix products ({terms} terms, {columns} columns) round {rows} rows otherwise than {len(x)}"
+                    )
+
+
+def check_attention() -> None:
+    """Try on this machine what `batched_attention` says.
+
+    Raises:
+        RuntimeError: a token's bits depend on the length of the prompt, or on the part of it that was cached.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for width in _TRIED_WIDTHS:
+        query, keys, values = torch.randn(3, 300, 2, width, generator=generator).unbind()
+        whole = attend_prompt(query, keys, values, None)
+        for cached, length in ((0, 97), (0, 150), (1, 190), (1, 256), (250, 300), (96, 97), (299, 300)):
+            found = attend_prompt(query[cached:length], keys[:length], values[:length], None)
+            if not torch.equal(found, whole[cached:length]):
+                raise _refusal(
+                    f"attention (heads of {width}) rounds tokens {cached} to {length} otherwise alone than among 300"
+                )
+
+
+def _refusal(reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"rollout.deterministic=true cannot be kept on this CPU: its {reason}; set it to false"
+    )
+
+
+def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-reduce in place, the ranks' parts added in the order of their ranks.
+
+    gloo adds each section of the tensor in another order, so that an element's bits depend on where it is: with more than two
+    ranks, since two can be added in either order.
+    """
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return tensor.copy_(total)
+
+
+def _all_reduce(original: Callable[..., torch.Tensor], group: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Around SGLang's own."""
+    if Overrides.library is None or group.world_size <= 2 or not tensor.is_cpu:
+        return original(group, tensor)
+    return sum_in_order(tensor, group.device_group)

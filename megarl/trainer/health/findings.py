@@ -1,0 +1,390 @@
+"""What is not healthy in a step's metrics: each finding with what was seen and what to do, in keys and values.
+
+Pure functions of the configuration, the controls in force, the metrics and what steps before told. A metric that is not
+there, or is NaN, tells nothing. What a single step shows may be noise: see `beyond_noise`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, linear_regression, stdev
+
+from megarl.algorithms.kl_control import KLController
+from megarl.config import ActorConfig, HealthConfig, TrainConfig
+from megarl.trainer.stages.controls import Controls
+
+ACTOR = "actor_rollout_ref.actor"
+NUM_SCORES = 10  # steps whose mean scores are compared with as many others
+# Trajectories in a row with one score, from which on others are rare: at most 3 / 30 of them, with 95% confidence.
+NUM_EQUAL = 30
+_LARGEST_EXCESS = math.log(1000)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be: what was seen, and what to do (keys and values).
+
+    Attributes:
+        excess: how far the value is beyond its bound, as the logarithm of their quotient; 0: there is no bound.
+        error: the standard error of `excess` that follows from how many trajectories were counted; 0: not known.
+    """
+
+    kind: str  # of config.FINDINGS
+    value: float
+    message: str
+    advice: str
+    excess: float = 0.0
+    error: float = 0.0
+
+
+@dataclass
+class History:
+    """What steps before told; part of a checkpoint.
+
+    Attributes:
+        first_entropy: the first step's that has one; None before it.
+        best_score, best_step: of the best validation so far; None before the first.
+        since_best: the scores of the validations since then.
+        first_scores, last_scores: the mean scores of the first and of the last `NUM_SCORES` steps.
+        num_scores: steps that had one.
+        equal: steps in a row whose trajectories all had the same score.
+    """
+
+    first_entropy: float | None = None
+    best_score: float | None = None
+    best_step: int = 0
+    since_best: list[float] = field(default_factory=list)
+    first_scores: list[float] = field(default_factory=list)
+    last_scores: list[float] = field(default_factory=list)
+    num_scores: int = 0
+    equal: int = 0
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        entropy = metrics.get("actor/entropy", math.nan)
+        if self.first_entropy is None and math.isfinite(entropy):  # NaN: float16 has overflowed
+            self.first_entropy = entropy
+        score = metrics.get("critic/score/mean", math.nan)
+        if math.isfinite(score):
+            self.first_scores = [*self.first_scores, score][:NUM_SCORES]
+            self.last_scores = [*self.last_scores, score][-NUM_SCORES:]
+            self.num_scores += 1
+            least, most = metrics.get("critic/score/min"), metrics.get("critic/score/max")
+            self.equal = self.equal + 1 if least is not None and least == most else 0
+        score = metrics.get("val/score/mean")
+        if score is None:
+            return
+        if self.best_score is None or score > self.best_score:
+            self.best_score, self.best_step, self.since_best = score, step, []
+        else:
+            self.since_best = [*self.since_best, score]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the last scores are not over the first ones by two standard errors; False before there are as many of each."""
+        if self.num_scores < 2 * NUM_SCORES:
+            return False
+        first, last = self.first_scores, self.last_scores
+        error = math.hypot(stdev(first), stdev(last)) / math.sqrt(NUM_SCORES)
+        return fmean(last) - fmean(first) <= 2 * error
+
+    @property
+    def rises(self) -> bool:
+        """Whether the validations since the best one rise: their slope by least squares is over two of its standard errors."""
+        scores = self.since_best
+        if len(scores) < 3:
+            return False
+        slope, start = linear_regression(range(len(scores)), scores)
+        left = sum((score - start - slope * at) ** 2 for at, score in enumerate(scores))
+        spread = (len(scores) ** 3 - len(scores)) / 12  # the squares of the steps' distances from their mean
+        return slope > 2 * math.sqrt(left / (len(scores) - 2) / spread)
+
+
+def beyond_noise(findings: Sequence[Finding]) -> bool:
+    """Whether what was found in some steps in a row is more than noise: their mean excess is over two standard errors.
+
+    The error is the larger one of what the steps' differences and what the counts of trajectories tell. Logarithms are
+    compared, as gradient norms and KLs may differ by orders of magnitude from step to step.
+    """
+    excesses = [finding.excess for finding in findings]
+    if not any(excesses):
+        return True
+    by_steps = stdev(excesses) if len(excesses) > 1 else 0.0
+    by_counts = max(finding.error for finding in findings)
+    return fmean(excesses) > 2 * max(by_steps, by_counts) / math.sqrt(len(excesses))
+
+
+def kl_coefficients(config: TrainConfig, controls: Controls) -> dict[str, KLController]:
+    """The controllers of the KL coefficients that are in use, by key."""
+    used = {}
+    if config.algorithm.use_kl_in_reward:
+        used["algorithm.kl_ctrl.kl_coef"] = controls.kl
+    if config.actor_rollout_ref.actor.use_kl_loss:
+        used[f"{ACTOR}.kl_loss_coef"] = controls.kl_loss
+    return used
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a check looks at: a step of a run. `history` has this step."""
+
+    config: TrainConfig
+    controls: Controls
+    metrics: Mapping[str, float]
+    history: History
+
+    @property
+    def health(self) -> HealthConfig:
+        return self.config.health
+
+    @property
+    def actor(self) -> ActorConfig:
+        return self.config.actor_rollout_ref.actor
+
+    @property
+    def trajectories(self) -> int:
+        """Of a step, at most."""
+        return self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+
+    def over(self, name: str, bound: float | None) -> tuple[float, float] | None:
+        """The metric and its bound, if both are there and the metric is over it."""
+        value = self.metrics.get(name)
+        return (value, bound) if bound is not None and value is not None and value > bound else None
+
+    def share_error(self, share: float) -> float:
+        """The standard error of the logarithm of a share of the trajectories, or of their tokens, which are no more independent."""
+        return math.sqrt((1 - share) / share / self.trajectories)
+
+    def scale_kl(self, verb: str, factor: float) -> str:
+        """Advice: each KL coefficient that is in use, with its present and its new value."""
+        return " and ".join(
+            f"{verb} {key} from {controller.coef:g} to {controller.coef * factor:g}"
+            for key, controller in kl_coefficients(self.config, self.controls).items()
+        )
+
+    def more_kl(self) -> str:
+        raised = self.scale_kl("raise", 2.0)
+        return (
+            raised
+            or f"add a KL to the reference policy ({ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_coef=0.001)"
+        )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A finding without its name; `bound` None: there is none. `error`: as `Finding.error`."""
+
+    value: float
+    bound: float | None
+    message: str
+    advice: str
+    error: float = 0.0
+
+    def named(self, kind: str) -> Finding:
+        excess = 0.0
+        if self.bound:
+            quotient = self.value / self.bound
+            excess = min(abs(math.log(quotient)), _LARGEST_EXCESS) if quotient > 0 else _LARGEST_EXCESS
+        return Finding(kind, self.value, self.message, self.advice, excess, self.error)
+
+
+def find(
+    config: TrainConfig, controls: Controls, metrics: Mapping[str, float], history: History
+) -> list[Finding]:
+    """All that is not as `config.health` has it, whether or not it is to be reported; `history` has this step."""
+    look = Look(config, controls, metrics, history)
+    found = {kind: check(look) for kind, check in CHECKS.items()}
+    return [seen.named(kind) for kind, seen in found.items() if seen is not None]
+
+
+def _ppo_kl_high(look: Look) -> Seen | None:
+    found = look.over("actor/ppo_kl", look.health.ppo_kl_high)
+    if found is None:
+        return None
+    value, bound = found
+    return Seen(
+        *found,
+        f"actor/ppo_kl is {value:.3g} nats, over {bound:g}: the policy moves too far in one step",
+        f"Do: {look.more_kl()}; or set {ACTOR}.target_kl={bound:g}, or lower {ACTOR}.optim.lr from "
+        f"{look.actor.optim.lr:g}",
+    )
+
+
+def _ppo_kl_low(look: Look) -> Seen | None:
+    bound, actor, metrics = look.health.ppo_kl_low, look.actor, look.metrics
+    updates = look.config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    # In the first update of a step the policy is still the one that was sampled: with one update it always is 0.
+    if bound is None or updates < 2 or not kl_coefficients(look.config, look.controls):
+        return None
+    # While the learning rate warms up, or has decayed, small steps are what was asked for.
+    if not look.history.is_flat or metrics.get("actor/lr", 0.0) < actor.optim.lr / 2:
+        return None
+    # Of the same tokens the estimate k1, actor/ppo_kl, is mostly noise; k3 (algorithms/kl.py) is not.
+    value = metrics.get("actor/ratio_mean", math.nan) - 1.0 + metrics.get("actor/ppo_kl", math.nan)
+    if not value < bound:
+        return None
+    return Seen(
+        value,
+        bound,
+        f"the policy moves by {value:.3g} nats a token in a step (actor/ratio_mean - 1 + actor/ppo_kl), under {bound:g}, and "
+        "critic/score/mean has not risen since the first steps: the policy hardly moves",
+        f"Do: {look.scale_kl('lower', 0.5)}; or raise {ACTOR}.optim.lr from {actor.optim.lr:g}",
+    )
+
+
+def _grad_norm(look: Look) -> Seen | None:
+    found, optim = look.over("actor/grad_norm", look.health.grad_norm), look.actor.optim
+    if found is None:
+        return None
+    value, bound = found
+    clip = "" if optim.clip_grad else f", and clip gradients ({ACTOR}.optim.clip_grad=1.0)"
+    return Seen(
+        *found,
+        f"actor/grad_norm is {value:.3g}, over {bound:g} (healthy: under 10)",
+        f"Do: lower {ACTOR}.optim.lr from {optim.lr:g} to {optim.lr / 2:g}{clip}",
+    )
+
+
+def _entropy(look: Look) -> Seen | None:
+    health, coeff, clip = look.health, look.actor.entropy_coeff, look.controls.clip_high
+    value, first = look.metrics.get("actor/entropy"), look.history.first_entropy
+    if value is None:
+        return None
+    bounds = {f"health.entropy_min={health.entropy_min}": health.entropy_min}
+    if first is not None and health.entropy_ratio is not None:
+        bounds[f"{health.entropy_ratio:g} of the first step's {first:.3g}"] = health.entropy_ratio * first
+    under = {text: bound for text, bound in bounds.items() if bound is not None and value < bound}
+    if not under:
+        return None
+    text, bound = max(under.items(), key=lambda item: item[1])
+    return Seen(
+        value,
+        bound,
+        f"actor/entropy is {value:.3g} nats, under {text}: the policy stops exploring",
+        f"Do: raise {ACTOR}.entropy_coeff from {coeff:g} to {max(2 * coeff, 0.001):g}, or {ACTOR}.clip_ratio_high "
+        f"from {clip:g} to {max(1.4 * clip, 0.28):g}; or {look.more_kl()}",
+    )
+
+
+def _clip_fraction(look: Look) -> Seen | None:
+    found, actor = look.over("actor/pg_clipfrac", look.health.clip_fraction), look.actor
+    if found is None:
+        return None
+    value, bound = found
+    epochs = f", or {ACTOR}.ppo_epochs from {actor.ppo_epochs} to 1" if actor.ppo_epochs > 1 else ""
+    return Seen(
+        *found,
+        f"actor/pg_clipfrac is {value:.0%}, over {bound:.0%}: most of what is learnt is clipped away",
+        f"Do: lower {ACTOR}.optim.lr from {actor.optim.lr:g} to {actor.optim.lr / 2:g}{epochs}",
+        look.share_error(value),
+    )
+
+
+def _duplicate_responses(look: Look) -> Seen | None:
+    found = look.over("health/duplicate_responses", look.health.duplicate_responses)
+    if found is None:
+        return None
+    value, bound = found
+    temperature = look.config.actor_rollout_ref.rollout.temperature
+    return Seen(
+        *found,
+        f"{value:.0%} of the responses to a prompt repeat another one, over {bound:.0%}",
+        f"Do: {look.more_kl()}, and {ACTOR}.clip_ratio=0.1; or raise actor_rollout_ref.rollout.temperature from "
+        f"{temperature:g}; where they are right, take harder prompts",
+        look.share_error(value),
+    )
+
+
+def _ngram_repetition(look: Look) -> Seen | None:
+    found = look.over("health/ngram_repetition", look.health.ngram_repetition)
+    if found is None:
+        return None
+    value, bound = found
+    return Seen(
+        *found,
+        f"{value:.0%} of the runs of 4 tokens occurred in their response before, over {bound:.0%}: responses go round "
+        "in circles",
+        f"Do: {look.more_kl()}, and {ACTOR}.clip_ratio=0.1; look at the trajectories in the run folder",
+        look.share_error(value),
+    )
+
+
+def _equal_rewards(look: Look) -> Seen | None:
+    least, most = look.metrics.get("critic/score/min"), look.metrics.get("critic/score/max")
+    if not look.health.equal_rewards or least is None or least != most:
+        return None
+    if look.history.equal * look.trajectories < NUM_EQUAL:
+        return None
+    return Seen(
+        least,
+        None,
+        f"all trajectories of the step have the score {least:g}: there is nothing to prefer",
+        "Do: look at the trajectories in the run folder: the reward may not read the answers' format, or the prompts are "
+        "all too hard or too easy",
+    )
+
+
+def _long_responses(look: Look) -> Seen | None:
+    found = look.over("response_length/clip_ratio", look.health.long_responses)
+    if found is None:
+        return None
+    (value, bound), longest = found, look.config.data.max_response_length
+    return Seen(
+        *found,
+        f"{value:.0%} of the responses were cut at data.max_response_length={longest}, over {bound:.0%}",
+        f"Do: raise data.max_response_length to {2 * longest}, or penalise length "
+        "(reward_model.overlong_buffer.enable=true)",
+        look.share_error(value),
+    )
+
+
+def _mismatch(look: Look) -> Seen | None:
+    found = look.over("training/rollout_log_prob_diff_mean", look.health.mismatch)
+    if found is None:
+        return None
+    value, bound = found
+    weigh = (
+        ""
+        if look.config.algorithm.rollout_correction.rollout_is
+        else "set algorithm.rollout_correction.rollout_is=token, or "
+    )
+    older = (
+        ""
+        if look.config.trainer.mode == "sync"
+        else f"lower {ACTOR}.optim.lr (responses are a step older), or "
+    )
+    return Seen(
+        *found,
+        f"engine and trainer differ by {value:.3g} nats a token, over {bound:g}",
+        f"Do: {weigh}{older}give both the same dtype (actor_rollout_ref.rollout.dtype, {ACTOR}.megatron.dtype)",
+    )
+
+
+def _stagnation(look: Look) -> Seen | None:
+    bound, history = look.health.stagnation, look.history
+    number = len(history.since_best)
+    if bound is None or "val/score/mean" not in look.metrics or number < bound or history.rises:
+        return None
+    return Seen(
+        float(number),
+        None,
+        f"val/score/mean has not risen above {history.best_score:.4g} (step {history.best_step}) in {number} validations",
+        f"Do: stop the run (health.early_stop=[stagnation] does), or raise {ACTOR}.entropy_coeff to 0.01 or "
+        f"{ACTOR}.ppo_epochs to 4",
+    )
+
+
+CHECKS: dict[str, Callable[[Look], Seen | None]] = {
+    "ppo_kl_high": _ppo_kl_high,
+    "ppo_kl_low": _ppo_kl_low,
+    "grad_norm": _grad_norm,
+    "entropy": _entropy,
+    "clip_fraction": _clip_fraction,
+    "duplicate_responses": _duplicate_responses,
+    "ngram_repetition": _ngram_repetition,
+    "equal_rewards": _equal_rewards,
+    "long_responses": _long_responses,
+    "mismatch": _mismatch,
+    "stagnation": _stagnation,
+}

@@ -1,0 +1,199 @@
+"""PPO, GRPO and their kin: the loop. Each line is a stage; where it runs is in `roles`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import pyarrow as pa
+
+from megarl.cluster import Premises
+from megarl.config import TrainConfig, evaluates
+from megarl.rewards.processes.scorer import make_scorer
+from megarl.trainer.health.monitor import start_monitor, watch
+from megarl.trainer.loops.samples import sample_rows
+from megarl.trainer.roles.roles import policy_checkpoints, start_roles
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.roles.weight_sync import sync_weights
+from megarl.trainer.run.export import FOLDER, export_hf
+from megarl.trainer.run.run import Run
+from megarl.trainer.run.start import open_run
+from megarl.trainer.schedule.modes import make_batches
+from megarl.trainer.stages.advantages import compute_batch_advantages
+from megarl.trainer.stages.controls import Controls, make_controls
+from megarl.trainer.stages.groups import Groups
+from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
+from megarl.trainer.stages.nonfinite import GENERATED, LEARNT_FROM, blaming, require_finite, whole_step
+from megarl.trainer.stages.passes import evaluate_models, throughput
+from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores, score_weights
+from megarl.trainer.stages.rollouts import noise_seed, roll_out
+from megarl.trainer.stages.scoring import Rewards, training_scores
+from megarl.trainer.stages.updates import update
+from megarl.trainer.stages.validation import validate
+
+
+def train(config: TrainConfig, premises: Premises | None) -> str:
+    """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
+    with make_scorer(config) as scorer:
+        inputs = load_train_inputs(config, scorer)
+        with open_run(config, inputs.num_steps, premises, facts=inputs.facts(config)) as run:
+            run.show_rewards(scorer)
+            for warning in inputs.warnings:
+                run.say(warning)
+            if inputs.num_filtered:
+                run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
+            roles = start_roles(config, run, inputs.model, inputs.num_steps)
+            weights = score_weights(config)
+            train_steps(config, run, roles, inputs, Rewards(run, scorer, inputs.tokenizer, *weights))
+            with roles.memory.held("export"):
+                return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
+
+
+def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards) -> None:
+    trainer = config.trainer
+    controls = make_controls(config, inputs.num_steps)
+    monitor = start_monitor(run, config, controls)
+    halves = partial(collect, config), partial(answer, config)
+    asked = epochs(inputs.loader), inputs.reward_model
+    batches = make_batches(config, run, roles, rewards, inputs.num_steps, *asked, *halves)
+    parts = {"controls": controls, "monitor": monitor, "data": inputs.loader, "ptx": inputs.ptx}
+    checkpoints = policy_checkpoints(config, run, roles, parts, batches.folders)
+    done = checkpoints.resume()
+    texts = epochs(inputs.ptx) if inputs.ptx is not None else None
+    if trainer.val_before_train and not done:
+        with run.step(0) as metrics:
+            metrics |= sync_and_validate(config, run, roles, inputs, rewards, step=0)
+            monitor.history.add(0, metrics)
+    for step in range(done + 1, inputs.num_steps + 1):
+        batch = None
+        with run.step(step) as metrics:
+            with whole_step(run, config, controls, step, metrics):
+                collected = batches.of(step)
+                metrics |= collected.metrics
+                if step == done + 1:
+                    show_samples(config, run, inputs, step, "train", collected.table)
+                with batches.meanwhile(step) as learner:  # by trainer.mode others are collected
+                    batch, learnt = learn(config, *learner, collected.table, controls, step, texts)
+                metrics |= learnt
+                inputs.loader.report(collected.prompt_uids, collected.scores)
+            if due(trainer.test_freq, step, last=inputs.num_steps):
+                metrics |= sync_and_validate(config, run, roles, inputs, rewards, step)
+            metrics |= roles.memory.report()
+            if batch is not None:
+                metrics |= watch(run, monitor, step, metrics, batch)
+        checkpoints.after(step, metrics, last=step == inputs.num_steps or monitor.stop is not None)
+        if monitor.stop is not None:
+            break
+
+
+def collect(
+    config: TrainConfig,
+    run: Run,
+    roles: Roles,
+    prompts: Iterator[pa.Table],
+    rewards: Rewards,
+    reward_inputs: RewardModelInputs | None,
+    step: int,
+) -> tuple[Groups, dict[str, float]]:
+    """The first half of a step: the newest weights answer prompts, and rewards score the answers as they come."""
+    with roles.memory.phase("sync"):
+        synced = sync_weights(run, roles, version=step)
+    groups, metrics = answer(config, run, roles, prompts, rewards, reward_inputs, step)
+    return groups, synced | metrics
+
+
+def answer(
+    config: TrainConfig,
+    run: Run,
+    roles: Roles,
+    prompts: Iterator[pa.Table],
+    rewards: Rewards,
+    reward_inputs: RewardModelInputs | None,
+    step: int,
+) -> tuple[Groups, dict[str, float]]:
+    """`collect` with the weights that the engines have."""
+    phase = roles.memory.phase
+    groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
+    noise = noise_seed(config, step)
+    while not groups.complete:
+        with phase("generate"):
+            asked = groups.distinct(next(prompts))
+            answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
+        by_model = model_scores(run, roles.reward_model, answers, reward_inputs, phase)
+        with run.timed("reward"):
+            groups.add(training_scores(rewards.collect(answers, f"step {step}", by_model), config))
+    speed = groups.generated_tokens / run.seconds["generate"]
+    return groups, groups.metrics() | {"perf/generate_tokens_per_s": speed}
+
+
+def learn(
+    config: TrainConfig,
+    run: Run,
+    roles: Roles,
+    batch: pa.Table,
+    controls: Controls,
+    step: int,
+    texts: Iterator[pa.Table] | None = None,
+) -> tuple[pa.Table, dict[str, float]]:
+    """The second half: log-probs and values, advantages, updates of critic and policy; the batch as it was trained on.
+
+    Raises:
+        NotFinite: a number that it works on, or makes, is not; nothing is trained from there on.
+    """
+    seed = config.trainer.seed * 1_000_003 + step
+    require_finite(batch, GENERATED)
+    if evaluates(config):
+        with roles.memory.phase("evaluate_models"):
+            batch = evaluate_models(run, roles, batch, config, seed)
+    with run.timed("advantages"):
+        batch, metrics = compute_batch_advantages(batch, config.algorithm, controls.kl)
+    require_finite(batch, LEARNT_FROM)
+    run.save_trajectories(batch, "step", step)  # before the updates, for one that fails
+    with run.timed("update"), blaming(batch):
+        metrics |= update(run, roles, batch, config, controls, step, seed, texts)
+    return batch, metrics | throughput(batch, run.seconds)
+
+
+def epochs(loader: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Batches of prompts, epoch after epoch, as many as are asked for."""
+    while True:
+        yield from loader
+
+
+def due(freq: int, step: int, last: int | None = None) -> bool:
+    """Whether something is due after `step`: every `freq` steps and after the `last`; never with -1."""
+    return freq > 0 and (step % freq == 0 or step == last)
+
+
+def sync_and_validate(
+    config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards, step: int
+) -> dict[str, float]:
+    """What the policy after `step` (0: before the first) answers to the validation prompts, as metrics.
+
+    It is synced for it: step 0's metrics are those of that sync, too.
+    """
+    if not inputs.validation:
+        return {}
+    data, held = config.data, roles.memory.held
+    with run.timed("validate"):
+        with held("sync"):
+            synced = sync_weights(run, roles, version=step + 1)
+        answers, metrics = validate(
+            run, roles.engines, inputs.validation, rewards, data.max_response_length, config.trainer.seed,
+            data.val_batch_size, f"validation after step {step}", partial(held, "generate"),
+            lambda table: model_scores(run, roles.reward_model, table, inputs.reward_model, held),
+        )  # fmt: skip
+        for name, table in answers.items():
+            run.save_trajectories(table, name, step)
+            show_samples(config, run, inputs, step, name, table)
+    metrics = {f"val/{name}": value for name, value in metrics.items()}
+    # A step reports the sync of its own rollouts; before the first there is none, and this is the run's first sync.
+    return metrics if step else metrics | synced
+
+
+def show_samples(
+    config: TrainConfig, run: Run, inputs: TrainInputs, step: int, name: str, table: pa.Table
+) -> None:
+    """Show a few scored trajectories to people; `name` says which."""
+    samples = sample_rows(table, inputs.tokenizer, config.trainer.log_val_generations)
+    run.logger.log_samples(step, f"{name}/generations", samples)

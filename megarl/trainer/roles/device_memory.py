@@ -1,0 +1,334 @@
+"""Moves what the phases of a step need onto the devices, and keeps the account of what is there.
+
+What each phase needs, and what leaves the devices in others, is in `megarl.costs.phases`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from megarl.cluster import WorkerLost
+from megarl.costs.phases import NEEDS, frees_engines, leaves, phase_needs, trained_parts
+from megarl.util.files import whole_file
+
+if TYPE_CHECKING:
+    from megarl.cluster import Device, WorkerGroup
+    from megarl.config import MegatronConfig, TrainConfig
+    from megarl.trainer.roles.model_roles import Role
+    from megarl.trainer.run.run import Run
+
+MIB = 1 << 20
+MEMORY_FILE = "memory.txt"
+ACCOUNT_EVERY = 10  # steps: asking all processes takes some 20 ms a phase
+Account = dict[str, dict["Device", int]]
+"""Owner -> device -> bytes."""
+Recover = Callable[[WorkerLost | None], object]
+"""Replaces engines that were lost meanwhile, also the one that a failure tells of; raises this if that cannot be."""
+
+
+def nothing_is_replaced(failure: WorkerLost | None) -> None:
+    """`Recover` where there are no engines."""
+    if failure is not None:
+        raise failure
+
+
+@dataclass
+class Owner:
+    """Memory that is on the devices of a group, or is not, as a whole.
+
+    Attributes:
+        name: as in NEEDS.
+        part: as the group's processes call it.
+        movable: whether it leaves the devices in phases that do not need it.
+        resident: whether it is there now (it may be empty: buffers of a transport that has none).
+    """
+
+    name: str
+    group: WorkerGroup
+    part: str
+    movable: bool
+    resident: bool = True
+
+
+@dataclass
+class DeviceMemory:
+    """Moves what the phases of a step need onto the devices, and says what is there."""
+
+    run: Run
+    owners: list[Owner]
+    needs: dict[str, tuple[str, ...]] = field(default_factory=lambda: NEEDS)
+    phases: dict[str, Account] = field(default_factory=dict)
+    steps: int = 0
+    written: list[list[str]] = field(default_factory=list)
+    most: str = ""  # MiB, as they were said
+    recover: Recover = nothing_is_replaced
+
+    def half(self, run: Run, groups: Collection[WorkerGroup], recover: Recover) -> DeviceMemory:
+        """A view for a half of a step that works beside another: of what `groups` own; nothing else is moved or asked.
+
+        Its accounts are among this one's; it is for one step.
+        """
+        owners = [owner for owner in self.owners if owner.group in groups]
+        return replace(self, run=run, owners=owners, recover=recover)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """As `held`; what is done within is timed as a phase of the step."""
+        with self.held(name), self.run.timed(name):
+            yield
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Have what the phase `name` needs on the devices, and nothing else of what is movable.
+
+        At its end, when all that it makes is there, it is accounted for, in the first two steps (the optimizer's states
+        are made in the first one) and in every `ACCOUNT_EVERY`th.
+        """
+        if name == "sync":
+            self.recover(None)
+        with self.run.timed("memory"):
+            self._enter(name)
+        yield
+        if self.steps < 2 or (self.steps + 1) % ACCOUNT_EVERY == 0:
+            self._account(name)
+
+    def _account(self, name: str) -> None:
+        """Every process is asked: of the engines those that have ended, or end meanwhile, are replaced before."""
+        failure = None
+        while True:
+            self.recover(failure)
+            try:
+                with self.run.timed("memory"):
+                    self.phases[name] = self._measure()
+                return
+            except WorkerLost as found:
+                failure = found
+
+    def reserve(self) -> None:
+        """Have models make room on their hosts for what will leave their GPUs: it takes minutes, in which other things begin."""
+        parts: dict[WorkerGroup, list[str]] = defaultdict(list)
+        for owner in self.owners:
+            if owner.movable and not owner.name.startswith("rollout_"):
+                parts[owner.group].append(owner.part)
+        self.run.wait(
+            [call for group, names in parts.items() for call in group.call("reserve_memory", names)]
+        )
+
+    def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+        """In which phases `roles` are updated: (phase, roles), all at once unless they make room for each other."""
+        groups = {
+            role: owner.group for role in roles for owner in self.owners if owner.name == f"{role}_optimizer"
+        }
+        movable = {owner.group.role for owner in self.owners if owner.movable}
+        one, other = groups[roles[0]], groups[roles[-1]]
+        shared = one is not other and set(_devices(one)) & set(_devices(other))
+        # In the same processes they cannot be updated at once anyway.
+        together = len(roles) > 1 and one is other
+        if len(roles) == 1 or together or (shared and movable & {one.role, other.role}):
+            return [(f"update_{role}", (role,)) for role in roles]
+        return [("update", tuple(roles))]
+
+    def report(self) -> dict[str, float]:
+        """At the end of a step: its account as metrics, in bytes: of the fullest device for each owner, and in all.
+
+        Writes it as a table into the run folder's `memory.txt` where it is not that of the last time, and says so where the
+        most that is ever there has changed.
+        """
+        self.steps += 1
+        if not self.phases:
+            return {}
+        totals = {
+            phase: max(_totals(account, self._names()).values()) for phase, account in self.phases.items()
+        }
+        metrics = {f"memory/{phase}/total": float(total) for phase, total in totals.items()}
+        for phase, account in self.phases.items():
+            metrics |= {f"memory/{phase}/{name}": float(max(by.values())) for name, by in account.items()}
+        rows = self._rows(totals)
+        if rows != self.written:
+            self.written = rows
+            self._write(rows)
+        phase, most = max(totals.items(), key=lambda item: item[1])
+        if f"{most / MIB:,.1f}" != self.most:
+            self.most = f"{most / MIB:,.1f}"
+            self.run.say(
+                f"device memory: {self.most} MiB on the fullest device, in {phase}; all phases: {self.run.folder / MEMORY_FILE}"
+            )
+        self.phases = {}
+        return metrics
+
+    def make_room(self, group: WorkerGroup) -> None:
+        """Take everything that is movable and not of `group` off the devices: processes of it are started anew."""
+        others = [owner for owner in self.owners if owner.group is not group]
+        self._move("release_memory", [owner for owner in others if owner.movable and owner.resident])
+
+    def join(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
+        """Release what new processes of a group, which have all their memory, have more than the group's others."""
+        parts = [owner.part for owner in self.owners if owner.group is group and not owner.resident]
+        if parts:
+            self.run.wait([group.call_rank(rank, "release_memory", parts) for rank in ranks])
+
+    def _enter(self, name: str) -> None:
+        needed = self.needs[name]
+        leaving = [
+            owner for owner in self.owners if owner.movable and owner.resident and owner.name not in needed
+        ]
+        coming = [owner for owner in self.owners if not owner.resident and owner.name in needed]
+        self._move("release_memory", leaving)
+        self._move("resume_memory", coming)
+
+    def _move(self, method: str, owners: list[Owner]) -> None:
+        groups = {owner.group.role: owner.group for owner in owners}
+        refs = []
+        for role, group in groups.items():
+            parts = [owner.part for owner in owners if owner.group.role == role]
+            refs += group.call(method, parts)
+        self.run.wait(refs)
+        for owner in owners:
+            owner.resident = method == "resume_memory"
+
+    def _measure(self) -> Account:
+        """What every process says that it has; parts that are no owner's are named after their group."""
+        names = {(owner.group.role, owner.part): owner.name for owner in self.owners}
+        groups = {owner.group.role: owner.group for owner in self.owners}
+        calls = {role: group.call("memory") for role, group in groups.items()}
+        account: Account = {}
+        for role, group in groups.items():
+            processes = self.run.wait(calls[role])
+            found = [entry for process in processes for entry in process]
+            for device, entry in zip(_devices(group), found, strict=True):
+                for part, num_bytes in entry.items():
+                    name = names.get((role, part), f"{role}_{part}")
+                    account.setdefault(name, {})[device] = num_bytes
+        return account
+
+    def _names(self) -> set[str]:
+        return {owner.name for owner in self.owners}
+
+    def _rows(self, totals: dict[str, int]) -> list[list[str]]:
+        """A header, the owners in their order, their sum, and what is not on the devices or is counted otherwise."""
+        own = [owner.name for owner in self.owners]
+        others = sorted({name for account in self.phases.values() for name in account} - set(own))
+        rows = [["MiB", *self.phases]]
+        for name in own:
+            rows.append([name, *(_cell(account.get(name, {})) for account in self.phases.values())])
+        rows.append(["all of these", *(f"{total / MIB:,.1f}" for total in totals.values())])
+        for name in others:
+            rows.append([name, *(_cell(account.get(name, {})) for account in self.phases.values())])
+        return rows
+
+    def _write(self, rows: list[list[str]]) -> None:
+        """Columns as wide as their longest cells; numbers to the right."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                [
+                    row[0].ljust(widths[0]),
+                    *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+                ]
+            )
+            for row in rows
+        ]
+        title = f"device memory after step {self.run.at_step}: the fullest device, by owner and phase"
+        with whole_file(self.run.folder / MEMORY_FILE) as temporary:
+            temporary.write_text("\n".join([title, "", *lines]) + "\n")
+
+
+def _cell(by_device: dict[Device, int]) -> str:
+    return f"{max(by_device.values(), default=0) / MIB:,.1f}"
+
+
+def _totals(account: Account, names: set[str]) -> dict[Device, int]:
+    """By device, the bytes of the owners `names` together."""
+    totals: dict[Device, int] = {}
+    for name in names & set(account):
+        for device, num_bytes in account[name].items():
+            totals[device] = totals.get(device, 0) + num_bytes
+    return totals
+
+
+def _devices(group: WorkerGroup) -> list[Device]:
+    """The devices of all ranks of all processes, in their order."""
+    return [device for devices in group.devices for device in devices]
+
+
+def gpu_pools(run: Run) -> frozenset[str]:
+    """The names of the resource pools whose devices are GPUs."""
+    return frozenset(name for name, pool in run.pools.items() if pool.use_gpu)
+
+
+def device_memory(
+    config: TrainConfig,
+    run: Run,
+    actor: Role,
+    engines: WorkerGroup | None,
+    critic: Role | None,
+    ref: Role | None,
+    reward_model: Role | None,
+    *,
+    trains: bool = True,
+) -> DeviceMemory:
+    """The owners of a run's memory; engines that are freed have been released already.
+
+    Args:
+        trains: whether the actor has gradients and an optimizer.
+    """
+    policy = config.actor_rollout_ref
+    adapted = policy.model.lora.rank > 0
+    gpus = gpu_pools(run)
+    owners = _trained(
+        config, gpus, "actor", actor, policy.actor.megatron, policy.actor.resource_pool, adapted
+    )
+    if not trains:
+        owners = [owner for owner in owners if owner.part == "weights"]
+    if ref is not None and not (adapted and ref.group is actor.group):  # else it is the actor itself
+        movable = leaves(config, policy.ref.megatron.param_offload, policy.ref.resource_pool, gpus)
+        owners.append(
+            Owner("ref_weights", ref.group, "reference" if ref.group is actor.group else "weights", movable)
+        )
+    if critic is not None:
+        owners += _critics(config, gpus, critic)
+    if reward_model is not None:
+        reward = config.reward_model
+        movable = leaves(config, reward.megatron.param_offload, reward.resource_pool, gpus)
+        owners.append(Owner("reward_model_weights", reward_model.group, "weights", movable))
+    if engines is not None:
+        freed = frees_engines(config, gpus)
+        owners += [
+            Owner(f"rollout_{part}", engines, part, movable=freed, resident=not freed)
+            for part in ("weights", "kv_cache")
+        ]
+        owners += [
+            Owner(f"{group.role}_sync_buffers", group, "sync_buffers", False)
+            for group in (actor.group, engines)
+        ]
+    return DeviceMemory(run, owners, phase_needs(config))
+
+
+def _critics(config: TrainConfig, gpus: frozenset[str], critic: Role) -> list[Owner]:
+    """The critic's owners; where it shares the actor's model these are parts of the actor's processes."""
+    section = config.critic
+    adapted, shares = section.model.lora.rank > 0, section.model.share_base
+    owners = _trained(config, gpus, "critic", critic, section.megatron, section.resource_pool, adapted)
+    if not shares:
+        return owners
+    return [replace(owner, part=f"critic_{owner.part}") for owner in owners if owner.part != "weights"]
+
+
+def _trained(
+    config: TrainConfig,
+    gpus: frozenset[str],
+    name: str,
+    role: Role,
+    megatron: MegatronConfig,
+    pool: str,
+    adapted: bool,
+) -> list[Owner]:
+    return [
+        Owner(f"{name}_{part}", role.group, part, leaves(config, switch, pool, gpus))
+        for part, switch in trained_parts(megatron).items()
+        if adapted or part != "adapters"
+    ]

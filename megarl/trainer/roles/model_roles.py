@@ -1,0 +1,122 @@
+"""The models of a run: which worker groups they are, how each is cut over ranks and its batches into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megarl.cluster import ResourcePool, WorkerGroup, group_kind
+from megarl.config import ActorConfig, CriticConfig, TrainConfig, reference_in_actor
+from megarl.costs.flops import model_flops
+from megarl.layout.grid import ParallelLayout
+from megarl.models import read_model_config
+from megarl.trainer.roles.model_specs import actor_arguments, critic_spec, reference_spec, reward_model_spec
+from megarl.trainer.run.process_kinds import MODEL
+from megarl.trainer.run.run import Run
+from megarl.trainer.workers.dispatch import MicroBatching
+from megarl.trainer.workers.specs import NAMED, ModelSpec
+
+ACTOR = "megarl.trainer.workers.actor:ActorWorker"
+ACTOR_CRITIC = "megarl.trainer.workers.shared_critic:ActorCriticWorker"
+CRITIC = "megarl.trainer.workers.critic:CriticWorker"
+REWARD_MODEL = "megarl.trainer.workers.reward_model:RewardModelWorker"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model's ranks, how they share it, and how its batches are cut."""
+
+    group: WorkerGroup
+    layout: ParallelLayout
+    cut: MicroBatching
+
+
+def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
+    """The actor's processes, with the critic in them where it shares the actor's model.
+
+    Args:
+        num_steps: of the run; None: nothing is trained, and there is neither an optimizer nor a reference.
+    """
+    actor = config.actor_rollout_ref.actor
+    kwargs = actor_arguments(config, num_steps)
+    worker = ACTOR_CRITIC if "critic" in kwargs else ACTOR
+    return _start_model(
+        run, "actor", worker, actor.resource_pool, kwargs["spec"], kwargs, _cut(config, actor)
+    )
+
+
+def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
+    """The critic: in processes of its own, or in the actor's where it shares the actor's model."""
+    critic, cut = config.critic, _cut(config, config.critic)
+    if critic.model.share_base:
+        return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
+    spec = critic_spec(config, num_steps)
+    return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, cut)
+
+
+def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
+    """The reference policy: in the actor's processes, or in processes of its own."""
+    policy = config.actor_rollout_ref
+    cut = MicroBatching(
+        0,
+        policy.ref.log_prob_max_token_len_per_gpu,
+        policy.ref.log_prob_micro_batch_size_per_gpu,
+        share_prompts=policy.actor.share_prompts,
+    )
+    if reference_in_actor(config):
+        return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
+    spec = reference_spec(config)
+    kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
+    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, cut)
+
+
+def start_reward_model(config: TrainConfig, run: Run) -> Role:
+    """The reward model's processes."""
+    reward = config.reward_model
+    spec = reward_model_spec(config)
+    cut = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
+    return _start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, cut)
+
+
+def _start_model(
+    run: Run,
+    name: str,
+    worker_class: str,
+    pool_name: str,
+    spec: ModelSpec,
+    kwargs: dict[str, object],
+    cut: MicroBatching,
+) -> Role:
+    pool, model = run.pools[pool_name], read_model_config(spec.path)
+    group = group_kind(len(pool), run.relays_from)(
+        name,
+        worker_class,
+        pool,
+        len(pool),
+        kwargs,
+        run.log_dir,
+        beside=run.groups,
+        watch=run.watch,
+        around=NAMED,
+        nursery=run.nurseries.get(MODEL),
+    )
+    run.profiled.append(group)
+    cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)
+    return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), cut)
+
+
+def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
+    return MicroBatching(
+        mini_batch_size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        max_tokens=section.ppo_max_token_len_per_gpu,
+        micro_batch_size=section.ppo_micro_batch_size_per_gpu,
+        epochs=section.ppo_epochs,
+        shuffle=config.actor_rollout_ref.actor.shuffle,
+        share_prompts=config.actor_rollout_ref.actor.share_prompts,
+    )
+
+
+def say_layers(run: Run, group: WorkerGroup, pool: ResourcePool) -> None:
+    """On GPUs, say which layers models are made of there: of what is installed it depends, and much speed with it."""
+    if pool.use_gpu:
+        (found,) = run.wait([group.call_rank(0, "layers_used")])
+        run.say(f"layers: {found}")

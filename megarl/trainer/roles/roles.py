@@ -1,0 +1,287 @@
+"""Who runs where: the worker groups of a run and the devices they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from megarl.cluster import ResourcePool, WorkerGroup
+from megarl.config import (
+    LoraConfig,
+    PoolConfig,
+    RolloutConfig,
+    TrainConfig,
+    needs_reference,
+)
+from megarl.costs.phases import frees_engines
+from megarl.layout import RankPlace
+from megarl.layout.grid import ParallelLayout
+from megarl.models import ModelConfig
+from megarl.rollout.engine import AdapterConfig
+from megarl.rollout.sglang.environment import sglang_environment
+from megarl.trainer.roles.device_memory import device_memory, gpu_pools
+from megarl.trainer.roles.engine_config import engine_config, fp8_block, rollout_dtype
+from megarl.trainer.roles.lora_sync import engine_adapters, served_adapters
+from megarl.trainer.roles.model_roles import (
+    Role,
+    say_layers,
+    start_actor,
+    start_critic,
+    start_reference,
+    start_reward_model,
+)
+from megarl.trainer.roles.restarts import EngineRestarts
+from megarl.trainer.roles.slow_start import telling
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.roles.weight_sync import connect, sync_weights
+from megarl.trainer.run import process_kinds as kinds
+from megarl.trainer.run.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
+from megarl.trainer.run.devices import pools_of
+from megarl.trainer.run.export import export_hf
+from megarl.trainer.run.run import Run
+from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec
+from megarl.weight_sync.model_layouts import EngineLayout, best_device_order
+from megarl.weight_sync.sync_plan import SyncPlan
+
+ENGINE = "megarl.trainer.workers.engine:EngineWorker"
+ENGINE_LOG = "rollout-rank0.log"  # of the first engine
+
+
+def start_roles(
+    config: TrainConfig, run: Run, model: ModelConfig, num_steps: int, *, trains: bool = True
+) -> Roles:
+    """Start all worker groups of a PPO run, at once, and wait until every process is ready.
+
+    Args:
+        trains: whether models are trained; else the actor alone is there, and has no optimizer.
+    """
+    open_pools(run, config.resource_pools)
+    policy = config.actor_rollout_ref
+    actor_pool, engine_pool = run.pools[policy.actor.resource_pool], run.pools[policy.rollout.resource_pool]
+    layout = ParallelLayout.from_config(policy.actor.megatron, len(actor_pool))
+    order = engine_devices(policy.rollout, model, layout, actor_pool, engine_pool)
+    freed = frees_engines(config, gpu_pools(run))
+    adapters, way = served_adapters(policy.rollout, model, policy.model.lora, freed)
+    if way is not None:
+        run.say(way)
+    sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
+    with run.status("starting models and rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
+        start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
+        # A nursery has the models' imports before the engines'.
+        last = kinds.ENGINE in run.nurseries and not freed
+        engines = None if last else start_synced()
+        actor, critic, ref = _start_models(config, run, num_steps if trains else None)
+        engines = start_synced() if last else engines
+        reward_model = start_reward_model(config, run) if config.reward_model.enable else None
+        run.wait([ref for group in run.groups for ref in group.started])
+    say_layers(run, actor.group, actor_pool)
+    timeout, skip = config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
+    join = partial(connect, run, actor.group, engines, sync, timeout, skip)
+    facts = join()
+    memory = device_memory(config, run, actor, engines, critic, ref, reward_model, trains=trains)
+    if gpu_pools(run):
+        memory.reserve()
+    restarts = EngineRestarts(
+        run,
+        engines,
+        policy.rollout.max_restarts,
+        memory,
+        join,
+        lambda version: sync_weights(run, roles, version),
+    )
+    roles = Roles(actor, engines, facts, critic, ref, reward_model, memory, restarts)
+    memory.recover = restarts.replace_lost
+    run.restarts = restarts if restarts.max_restarts else None
+    return roles
+
+
+def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
+    """Start what trains, on its pools alone: no engines, no reward model."""
+    open_pools(run, pools_of(config))
+    with run.status("starting models"):
+        actor, critic, ref = _start_models(config, run, num_steps)
+        run.wait([ref for group in run.groups for ref in group.started])
+    say_layers(run, actor.group, run.pools[config.actor_rollout_ref.actor.resource_pool])
+    memory = device_memory(config, run, actor, None, critic, ref, None)
+    return Roles(actor, None, None, critic, ref, None, memory, None)
+
+
+def _start_models(
+    config: TrainConfig, run: Run, num_steps: int | None
+) -> tuple[Role, Role | None, Role | None]:
+    """Actor, critic and reference, as far as there are any; `num_steps` as for `start_actor`."""
+    actor = start_actor(config, run, num_steps)
+    if num_steps is None:
+        return actor, None, None
+    critic = start_critic(config, run, actor, num_steps) if config.critic is not None else None
+    return actor, critic, start_reference(config, run, actor) if needs_reference(config) else None
+
+
+def _synced_engines(
+    config: TrainConfig,
+    run: Run,
+    pool: ResourcePool,
+    order: Sequence[int],
+    freed: bool,
+    model: ModelConfig,
+    adapters: LoraConfig | None,
+) -> WorkerGroup:
+    """The engines of a run that syncs them; their memory is released already where it is to come and go."""
+    policy, data = config.actor_rollout_ref, config.data
+    engines = start_engines(
+        run,
+        policy.rollout,
+        policy.model.path,
+        pool,
+        data.max_prompt_length + data.max_response_length,
+        device_order=order,
+        synced=True,
+        releasable=freed,
+        adapters=engine_adapters(model, adapters) if adapters is not None else None,
+        turns=turns_spec(policy.rollout, policy.model, data.apply_chat_template_kwargs, config.plugins),
+    )
+    if freed:  # before anything else comes to their devices
+        run.wait(engines.started)
+        run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
+    return engines
+
+
+def policy_checkpoints(
+    config: TrainConfig,
+    run: Run,
+    roles: Roles,
+    parts: Mapping[str, Stateful | None],
+    folders: Mapping[str, InFolder] | None = None,
+) -> Checkpoints:
+    """The checkpoints of a PPO run: of actor and critic, and of what changes in the controller (`parts` and `folders`, by
+    name)."""
+    groups = {"actor": roles.actor.group}
+    if roles.critic is not None:
+        groups["critic"] = roles.critic.group
+    model = config.actor_rollout_ref.model
+    return make_checkpoints(
+        run,
+        config.trainer,
+        groups,
+        {name: part for name, part in parts.items() if part is not None},
+        roles.memory.held,
+        lambda folder: export_hf(run, roles.actor.group, model, folder),
+        folders,
+    )
+
+
+def open_pools(run: Run, pools: Mapping[str, PoolConfig]) -> None:
+    """Reserve the devices of every pool for the run. ValueError: the cluster cannot give them."""
+    for name, pool in pools.items():
+        run.pools[name] = ResourcePool(name, pool.nnodes, pool.n_gpus_per_node, say=run.say)
+
+
+def engine_layout(rollout: RolloutConfig) -> EngineLayout:
+    """How the ranks of all engines share the model."""
+    return EngineLayout(
+        tp=rollout.tensor_model_parallel_size,
+        ep=rollout.expert_parallel_size,
+        num_engines=rollout.num_engines,
+    )
+
+
+def engine_devices(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    actor_pool: ResourcePool,
+    engine_pool: ResourcePool,
+) -> tuple[int, ...]:
+    """Which devices the engines' ranks take: those that hold most of their weights already."""
+    sources = _places(actor_pool)[: layout.world]
+    return best_device_order(model, layout, sources, engine_layout(rollout), _places(engine_pool))
+
+
+def sync_plan(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    actor_pool: ResourcePool,
+    engine_pool: ResourcePool,
+    device_order: Sequence[int],
+    adapters: LoraConfig | None = None,
+) -> SyncPlan:
+    """The way of the actor's weights into the engines. `adapters`: what these serve beside the weights."""
+    places = _places(engine_pool)
+    return SyncPlan(
+        config=model,
+        parallel=layout,
+        engines=engine_layout(rollout),
+        dtype=getattr(torch, rollout_dtype(rollout, engine_pool.use_gpu)),
+        bucket_bytes=rollout.sync_bucket_mb << 20,
+        source_places=_places(actor_pool)[: layout.world],
+        target_places=tuple(places[number] for number in device_order),
+        device="cuda" if actor_pool.use_gpu else "cpu",
+        transport=rollout.sync_transport,
+        fp8_block=fp8_block(rollout),
+        adapters=adapters,
+    )
+
+
+def start_engines(
+    run: Run,
+    rollout: RolloutConfig,
+    model_path: str,
+    pool: ResourcePool,
+    context_length: int,
+    *,
+    synced: bool,
+    device_order: Sequence[int] | None = None,
+    releasable: bool = False,
+    adapters: AdapterConfig | None = None,
+    turns: TurnsSpec | None = None,
+) -> WorkerGroup:
+    """Start the rollout engines.
+
+    Args:
+        device_order: the numbers of the pool's devices in the order in which the engines' ranks take them.
+        synced: whether they wait for weights; others serve those of the model folder.
+        releasable: whether their memory can be released.
+        adapters: what they serve beside the weights; None: nothing.
+        turns: how trajectories of several turns are played; None: they have one.
+    """
+    tp, nodes = rollout.tensor_model_parallel_size, rollout.nodes_per_engine
+    engine = engine_config(
+        rollout,
+        model_path,
+        context_length,
+        use_gpu=pool.use_gpu,
+        synced=synced,
+        releasable=releasable,
+        adapters=adapters,
+    )
+    return run.start(
+        WorkerGroup(
+            "rollout",
+            ENGINE,
+            pool,
+            rollout.num_engines,
+            {"config": engine, "turns": turns},
+            run.log_dir,
+            env=sglang_environment(engine.device, tp, nodes=nodes),
+            devices_per_rank=tp,
+            parts=nodes,
+            device_order=device_order,
+            beside=run.groups,
+            watch=run.watch,
+            nursery=run.nurseries.get(kinds.ENGINE),
+        )
+    )
+
+
+def _places(pool: ResourcePool) -> tuple[RankPlace, ...]:
+    """The pool's devices; a slot without a GPU is a device of its own."""
+    return tuple(
+        RankPlace(
+            device.node_id,
+            device.gpu_id if device.gpu_id is not None else f"{device.placement.id.hex()}/{device.bundle}",
+        )
+        for device in pool.devices
+    )

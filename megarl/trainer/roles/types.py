@@ -1,0 +1,57 @@
+"""What a PPO run consists of, as its stages see it: the roles, and what is known of their weight syncs."""
+
+from dataclasses import dataclass
+
+from megarl.cluster import WorkerGroup
+from megarl.trainer.roles.device_memory import DeviceMemory
+from megarl.trainer.roles.model_roles import Role
+from megarl.trainer.roles.restarts import EngineRestarts
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """What is known of a version before it is sent.
+
+    Attributes:
+        account: bytes by link, in all, and the most for a rank (`SyncPlan.account`).
+        received: what each engine rank shall receive, in bytes.
+    """
+
+    account: dict[str, int]
+    received: tuple[int, ...]
+    num_buckets: int
+
+
+@dataclass(frozen=True)
+class SyncFacts:
+    """What is known of all syncs of a run.
+
+    Attributes:
+        whole: of a version with all weights, and the adapters if engines serve any.
+        adapters: of a version of adapters alone; None: engines serve none.
+        engine_ranks: of one engine.
+        skip_unchanged: whether slices are sent that have not changed since the version that an engine holds.
+    """
+
+    whole: VersionFacts
+    adapters: VersionFacts | None
+    engine_ranks: int
+    skip_unchanged: bool
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The parts of a run; `ref.group` is the actor's where the reference lives in the actor's processes, and
+    `critic.group` where the critic shares the actor's model.
+
+    A run that generates nothing has no engines, and so neither `sync` nor `restarts`.
+    """
+
+    actor: Role
+    engines: WorkerGroup | None
+    sync: SyncFacts | None
+    critic: Role | None
+    ref: Role | None
+    reward_model: Role | None
+    memory: DeviceMemory
+    restarts: EngineRestarts | None

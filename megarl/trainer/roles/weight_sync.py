@@ -1,0 +1,116 @@
+"""The actor's weights into all engines: connected once, sent before every rollout.
+
+Where engines serve adapters, the weights go with the first version, and again when an engine has lost them.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from megarl.cluster import WorkerLost
+from megarl.rollout.engine import SyncReport
+from megarl.trainer.roles.types import SyncFacts, VersionFacts
+from megarl.weight_sync.sender import Sent
+from megarl.weight_sync.sync_plan import SyncPlan
+
+if TYPE_CHECKING:
+    from megarl.cluster import WorkerGroup
+    from megarl.trainer.roles.types import Roles
+    from megarl.trainer.run.run import Run
+
+
+def connect(
+    run: Run, actor: WorkerGroup, engines: WorkerGroup, plan: SyncPlan, timeout: float, skip_unchanged: bool
+) -> SyncFacts:
+    """Work the plan out, give each rank its share of it, and tell the engines where the actor's ranks are.
+
+    To be called again when an engine was started anew.
+
+    Args:
+        timeout: seconds that the two sides wait for each other.
+    """
+    sources, targets = plan.shares()
+    one_machine = len({*actor.hosts, *engines.hosts}) == 1
+    hosts = ["127.0.0.1" if one_machine else host for host in actor.hosts]
+    per_rank = [(share, host, timeout) for share, host in zip(sources, hosts, strict=True)]
+    addresses = run.wait(actor.call_each("open_outbox", per_rank))
+    tp, parts = plan.engines.tp, engines.parts
+    each = tp // parts
+    of_processes = [targets[first : first + each] for first in range(0, len(targets), each)]
+    written = run.wait(
+        engines.call_parts("write_inboxes", [(shares, addresses, timeout) for shares in of_processes])
+    )
+    of_engines = [written[first : first + parts] for first in range(0, len(written), parts)]
+    run.wait(engines.call_each("connect", [(list(chain(*inboxes)),) for inboxes in of_engines]))
+    served = plan.adapters is not None
+    return SyncFacts(
+        VersionFacts(plan.account(), tuple(plan.bytes_received()), len(plan.buckets)),
+        VersionFacts(plan.account(False), tuple(plan.bytes_received(False)), len(plan.buckets) - plan.frozen)
+        if served
+        else None,
+        tp,
+        skip_unchanged,
+    )
+
+
+def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
+    """Give every engine the actor's weights as `version`; nothing is served in between.
+
+    If engines are lost meanwhile and may be started anew, all of it is done again.
+
+    Returns: bytes by link, memory, and the time that each part took, as metrics.
+    """
+    while True:
+        try:
+            metrics = _sync_once(run, roles, version)
+        except WorkerLost as failure:
+            roles.restarts.replace_lost(failure)
+            with roles.memory.held("sync"):
+                pass  # back onto the devices, from where the start of an engine took what it could
+        else:
+            roles.restarts.served(version)
+            run.mark(f"weights {version}")
+            return metrics
+
+
+def _sync_once(run: Run, roles: Roles, version: int) -> dict[str, float]:
+    engines, actor, facts = roles.engines, roles.actor.group, roles.sync
+    with run.timed("sync_begin"):
+        held = run.wait(engines.call("begin_update", version))
+    held_by_rank = dict(enumerate(engine for engine in held for _ in range(facts.engine_ranks)))
+    served = facts.adapters is not None
+    whole = not served or None in held
+    with run.timed("sync_send"):
+        known = held_by_rank if facts.skip_unchanged else None
+        sending = actor.call("send_weights", version, known, merged=not served, whole=whole)
+        results = run.wait([*sending, *engines.call("receive_weights", whole)])
+    with run.timed("sync_finish"):
+        reports = run.wait(engines.call("finish_update"))
+    return sync_metrics(facts.whole if whole else facts.adapters, results[: len(sending)], reports)
+
+
+def sync_metrics(facts: VersionFacts, sent: list[Sent], reports: list[SyncReport]) -> dict[str, float]:
+    """The plan's bytes, and what the ranks measured: bytes, memory, and seconds of the slowest rank in each phase."""
+    written = [count for report in reports for count in report.bytes_written]
+    kept = [count for report in reports for count in report.bytes_kept]
+    for rank, (planned, *found) in enumerate(zip(facts.received, written, kept, strict=True)):
+        if planned != sum(found):
+            raise RuntimeError(f"engine rank {rank} took {sum(found)} bytes, the plan has {planned} for it")
+    seconds = {name: max(one.seconds[name] for one in sent) for name in sent[0].seconds}
+    received = {
+        name: max(max(report.phase_seconds[name]) for report in reports) for name in reports[0].phase_seconds
+    }
+    return {
+        **{f"sync/{name}": float(value) for name, value in facts.account.items()},
+        "sync/bytes_unchanged": float(sum(kept)),
+        "sync/bytes_written_max_per_rank": float(max(written)),
+        "sync/trainer_buffer_bytes_max": float(max(one.buffer_bytes for one in sent)),
+        "sync/engine_buffer_bytes_max": float(max(max(report.buffer_bytes) for report in reports)),
+        "sync/buckets": float(facts.num_buckets),
+        "sync/seconds_pack": seconds["pack"],
+        "sync/seconds_wait_for_engine": seconds["wait"],
+        "sync/seconds_wait_for_trainer": received["wait"],
+        "sync/seconds_write": received["write"],
+        "sync/seconds_verify": received["verify"],
+    }

@@ -1,0 +1,377 @@
+"""Checkpoints of a run: what of it is saved and when, and how it goes on from one.
+
+Guarantees:
+- A run that goes on from a checkpoint of step k begins step k + 1 as the one that saved it did: with its weights,
+  optimizers, schedules, random numbers, coefficients and data positions.
+- A checkpoint that cannot be written changes nothing of older ones, and nothing of the run (`trainer.on_save_error`).
+- Checkpoints that are not of this run's course, and with them all of an earlier run, are moved aside, never overwritten.
+
+In a checkpoint's folder: a folder for each role that is trained (Megatron's distributed format), `run.json` (what only
+the controller knows), `config.yaml`, with trainer.save_hf `hf`, with trainer.mode=one_step_off `ahead` (the next step's
+batch), with partial_rollouts and fully_async `under_way` (groups that are whole, prompts of those that are not), and the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megarl.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    FileFacts,
+    Keep,
+    SaveSchedule,
+    find_damage,
+    read_checkpoint,
+)
+from megarl.checkpoints.manifest import shortened
+from megarl.cluster import WorkerFailed, WorkerGroup
+from megarl.config import TrainConfig, TuningConfig
+from megarl.config.resume import changed_keys
+from megarl.config.schema.saving import SavingConfig
+from megarl.trainer.run.best import Best
+from megarl.trainer.run.earlier_runs import move_checkpoints, set_aside_earlier_run
+from megarl.trainer.run.preemption import REQUEUE
+from megarl.trainer.run.resumed import CONFIG_FILE, refusals
+
+if TYPE_CHECKING:
+    from megarl.trainer.run.run import Run
+
+STATE_FILE = "run.json"
+HF_FOLDER = "hf"
+_FILE_ERRORS = ("OSError", "FileNotFoundError", "PermissionError")
+
+
+class Stateful(Protocol):
+    """Something of the controller that changes from step to step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with a state. ValueError: it is of something else."""
+        ...
+
+
+class InFolder(Protocol):
+    """Something of the controller that has a folder of its own in a checkpoint."""
+
+    def save(self, folder: Path) -> None:
+        """Write its files into an empty folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continue with what is there. ValueError: it is of something else."""
+        ...
+
+
+Held = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that was begun in the folder `partial`.
+
+    Attributes:
+        better: whether its value is the best so far.
+        beaten: the best value before it; None: there was none.
+        begun: by `time.perf_counter`.
+        seconds: that the run has waited for it so far.
+    """
+
+    step: int
+    partial: Path
+    better: bool
+    beaten: float | None
+    begun: float
+    seconds: float
+
+
+@dataclass
+class Checkpoints:
+    """Saves a run's state after its steps, when that is due.
+
+    Attributes:
+        groups: the roles that are trained, by the name of their folder.
+        parts: what of the controller changes from step to step, by name.
+        folders: what of it has files of its own, by the name of the folder.
+        held: has on the devices what a phase ("save_<role>") needs, for the duration of a block.
+        export: writes the policy as a Hugging Face model into a folder.
+    """
+
+    run: Run
+    trainer: SavingConfig
+    groups: Mapping[str, WorkerGroup]
+    parts: Mapping[str, Stateful]
+    held: Held
+    export: Callable[[Path], Any]
+    schedule: SaveSchedule
+    best: Best
+    folders: Mapping[str, InFolder] = field(default_factory=dict)
+    _unfinished: Unfinished | None = None
+
+    def resume(self) -> int:
+        """Take over the state of the checkpoint that the run goes on from; returns its step, 0 without one.
+
+        Raises:
+            ValueError: it does not fit this run; names what.
+        """
+        found = self.run.resumed
+        if found is None:
+            return 0
+        saved = json.loads((found.folder / STATE_FILE).read_text(encoding="utf-8"))
+        with self.run.timed("resume"), self.run.status(f"going on from {found.folder}"):
+            for role, group in self.groups.items():
+                with self.held(f"save_{role}"):
+                    self.run.wait(group.call("load_checkpoint", str(found.folder / role), role))
+            for name, part in self._all_parts().items():
+                part.load_state_dict(saved[name])
+            for name, own in self.folders.items():
+                own.load(found.folder / name)
+        return found.step
+
+    def after(self, step: int, metrics: Mapping[str, float], *, last: bool) -> None:
+        """Save after a step if that is due.
+
+        Args:
+            metrics: the step's.
+            last: whether the run is over with it.
+
+        Raises:
+            OSError: the checkpoint could not be written, and trainer.on_save_error says stop.
+            SystemExit: the run has to end here, and to be started again (REQUEUE).
+        """
+        value = self.best.found(metrics)
+        self.schedule.stepped(self.run.seconds["step"])
+        due = self.schedule.due(step)
+        reason = None if last else self._ending(due)
+        save = reason is not None or due in ("steps", "minutes")
+        with self.run.timed("save"):
+            # Whether the last best value is one, its checkpoint says.
+            self._finish(wait=save or last or value is not None)
+            better = self.best.is_beaten_by(value)
+            if save or better:
+                self._begin(step, value if better else None)
+                self._finish(wait=last or reason is not None or not self.trainer.async_save)
+        if reason is not None:
+            self.run.say(f"ending after step {step}, to be started again: {reason}")
+            raise SystemExit(REQUEUE)
+
+    def save(self, step: int) -> Path | None:
+        """Save now, after `step`; returns the checkpoint's folder, None if there is none (trainer.on_save_error).
+
+        Raises:
+            OSError: as `after`.
+        """
+        self.finish()
+        with self.run.timed("save"):
+            self._begin(step, None)
+            saved = self._finish(wait=True)
+        return saved.folder if saved is not None else None
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is still written in the background; raises as `after`."""
+        with self.run.timed("save"):
+            self._finish(wait=True)
+
+    def _ending(self, due: str | None) -> str | None:
+        """Why the run cannot make another step."""
+        if self.run.preemption.requested is not None:
+            return f"the run was told to end ({self.run.preemption.requested})"
+        if due == "deadline":
+            return f"trainer.max_run_minutes={self.trainer.max_run_minutes:g} would be over with another step"
+        return None
+
+    def _begin(self, step: int, best: float | None) -> None:
+        """Begin a checkpoint: what is not in the ranks is written, what is there is copied, or written, too.
+
+        best: the value that is the best so far, if it is this step's.
+        """
+        begun, beaten = time.perf_counter(), self.best.value
+        with self._may_fail(step, beaten), self.run.store.building(step) as partial:
+            self.best.value = beaten if best is None else best
+            state = {name: part.state_dict() for name, part in self._all_parts().items()}
+            (partial / STATE_FILE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
+            shutil.copyfile(self.run.folder / CONFIG_FILE, partial / CONFIG_FILE)
+            for name, own in self.folders.items():
+                (partial / name).mkdir()
+                own.save(partial / name)
+            if self.trainer.save_hf:
+                with self.held("export"):
+                    self.export(partial / HF_FOLDER)
+            for role in self.groups:
+                (partial / role).mkdir()
+            for role, group in self.groups.items():
+                folder = str(partial / role)
+                with self.held(f"save_{role}"):
+                    self.run.wait(group.call("begin_save", folder, role, background=self.trainer.async_save))
+            self._unfinished = Unfinished(
+                step, partial, best is not None, beaten, begun, time.perf_counter() - begun
+            )
+
+    def _finish(self, *, wait: bool) -> Checkpoint | None:
+        """Commit the checkpoint that was begun; without `wait` only if its files are written."""
+        saving = self._unfinished
+        if saving is None or not (wait or self._is_written()):
+            return None
+        self._unfinished, begun = None, time.perf_counter()
+        with self._may_fail(saving.step, saving.beaten), self.run.store.discarding(saving.partial):
+            files = self._written()
+            files |= {name: None for name in _files_in(saving.partial) if name not in files}
+            checkpoint = self.run.store.commit(saving.step, saving.partial, files, {"step": saving.step})
+            if saving.better:
+                self.run.store.mark_best(saving.step)
+            waited = saving.seconds + time.perf_counter() - begun
+            self.schedule.saved(waited)
+            self.run.say(
+                f"checkpoint: {checkpoint.folder} ({checkpoint.manifest.num_bytes / 1e6:,.1f} MB in "
+                f"{time.perf_counter() - saving.begun:.1f} s, of which the run waited {waited:.1f} s)"
+            )
+            return checkpoint
+        return None
+
+    def _written(self) -> dict[str, FileFacts | None]:
+        """What all ranks have written, by path; raises the first failure, when no role saves any more."""
+        files: dict[str, FileFacts | None] = {}
+        failure: WorkerFailed | None = None
+        for role, group in self.groups.items():
+            try:
+                results = self.run.wait(group.call("finish_save", role))
+            except WorkerFailed as error:
+                failure = failure or error
+                continue
+            for written in results:
+                files |= {f"{role}/{name}": facts for name, facts in written.items()}
+        if failure is not None:
+            raise failure
+        return files
+
+    def _is_written(self) -> bool:
+        calls = [ref for role, group in self.groups.items() for ref in group.call("is_saved", role)]
+        return all(self.run.wait(calls))
+
+    @contextmanager
+    def _may_fail(self, step: int, beaten: float | None) -> Iterator[None]:
+        """An error of the file system, here or in a rank, is the run's end or a warning; `beaten` is the best value then."""
+        try:
+            yield
+        except (OSError, WorkerFailed) as error:
+            self.best.value = beaten
+            # Ranks report theirs in words.
+            of_files = isinstance(error, OSError) or error.kind in _FILE_ERRORS
+            stops = self.trainer.on_save_error == "stop"
+            if of_files and stops:
+                self.run.say(
+                    f"step {step}: no checkpoint, and the run ends (trainer.on_save_error=stop); older ones are as they were"
+                )
+            if stops or not of_files:
+                raise
+            self.run.say(
+                f"Warning: step {step}: no checkpoint, the run goes on (trainer.on_save_error): {error}"
+            )
+
+    def _all_parts(self) -> dict[str, Stateful]:
+        return {**self.parts, "best": self.best, "schedule": self.schedule}
+
+
+def make_checkpoints(
+    run: Run,
+    trainer: SavingConfig,
+    groups: Mapping[str, WorkerGroup],
+    parts: Mapping[str, Stateful],
+    held: Held,
+    export: Callable[[Path], Any],
+    folders: Mapping[str, InFolder] | None = None,
+) -> Checkpoints:
+    """The checkpoints of a run whose store is open; arguments as of `Checkpoints`."""
+    schedule = SaveSchedule(
+        every_steps=trainer.save_freq if trainer.save_freq > 0 else None,
+        every_minutes=trainer.save_minutes,
+        max_run_minutes=trainer.max_run_minutes,
+        started=run.started,
+    )
+    best = Best(trainer.best_metric, trainer.best_mode)
+    return Checkpoints(run, trainer, groups, parts, held, export, schedule, best, folders or {})
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Paths of all files in a folder, relative to it."""
+    return [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def open_store(trainer: SavingConfig, folder: Path, say: Callable[[str], None]) -> CheckpointStore:
+    """The checkpoints in `folder`, kept as the trainer's keys say; a context manager.
+
+    Raises:
+        ValueError: another run writes there, or trainer.checkpoint_url cannot be used.
+    """
+    keep = Keep(trainer.max_ckpt_to_keep, trainer.keep_every, best=trainer.best_metric is not None)
+    return CheckpointStore(folder, keep, trainer.checkpoint_url, say)
+
+
+def _require_steps(found: Checkpoint, total_steps: int | None, say: Callable[[str], None]) -> None:
+    """ValueError: the run has fewer steps than its checkpoint has made."""
+    if total_steps is None or found.step < total_steps:
+        return
+    if found.step > total_steps:
+        raise ValueError(
+            f"{found.folder} is of step {found.step}, and the run ends with step {total_steps} (trainer.total_training_steps or "
+            "total_epochs): set more steps, or trainer.resume_mode=disable to begin anew"
+        )
+    say(f"all {total_steps} steps are made: nothing is left to train, and the model is exported again")
+
+
+def find_resumed(
+    config: TrainConfig | TuningConfig,
+    store: CheckpointStore,
+    say: Callable[[str], None],
+    total_steps: int | None = None,
+) -> Checkpoint | None:
+    """The checkpoint that a run goes on from, as `trainer.resume_mode` says; says what has changed since.
+
+    What is in the run folder and not of this run's course is moved aside: later checkpoints, or all of an earlier run if this one goes on
+    from none of its checkpoints.
+
+    Args:
+        config: resolved.
+        total_steps: of the whole run; None: its end is not known.
+
+    Raises:
+        ValueError: the checkpoint is damaged, was saved with something that cannot be changed, or is of a step after the
+            run's last one; the run reads files of the earlier run that would be moved.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode == "disable":
+        found = None
+    elif trainer.resume_mode == "path":
+        assert trainer.resume_from_path is not None, "checked: trainer.resume_from_path"
+        found = read_checkpoint(trainer.resume_from_path)
+        damage = find_damage(found, hashes=True)
+        if damage:
+            raise ValueError(f"trainer.resume_from_path={trainer.resume_from_path}: {shortened(damage)}")
+    else:
+        found = store.newest_good()
+    if found is not None:
+        refused = refusals(config, found.folder)
+        if refused:
+            raise ValueError("\n  ".join([f"the run cannot go on from {found.folder}:", *refused]))
+        _require_steps(found, total_steps, say)
+        say(f"going on from step {found.step}: {found.folder}")
+        for key, (before, after) in changed_keys(config, found.folder / CONFIG_FILE).items():
+            say(f"  changed since: {key}: {before!r} -> {after!r}")
+    if found is not None and found.folder.resolve().parent == store.root.resolve():
+        last = found.step
+        move_checkpoints(store.root, last + 1, None, say)
+    else:
+        last = -1
+        set_aside_earlier_run(config, say)
+    store.abandon_later(last)  # at the remote, and as the best so far
+    return found

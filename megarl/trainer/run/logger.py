@@ -1,0 +1,312 @@
+"""A run's metrics: to the console, to TensorBoard, to experiment trackers and, always, to `metrics.jsonl` in the run folder.
+
+Guarantees: after `log` returns, the step is on disk; a step is in `metrics.jsonl` once, also when a run is resumed
+from an earlier step than its last one; each line of it is strict JSON.
+"""
+
+import io
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from megarl.trainer.run.pace import Pace
+from megarl.trainer.run.trackers import TRACKERS, TrackedRun, open_trackers
+from megarl.util.files import naming, whole_file
+
+METRICS_FILE = "metrics.jsonl"  # the sink "file"
+TENSORBOARD_FOLDER = "tensorboard"
+SINKS = ("console", "tensorboard", "file", *TRACKERS)
+SAMPLE_CHARACTERS = 300  # of a prompt or response on the console
+DEFAULT_SINKS = ("console", "tensorboard")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the console line: its label, and the metrics of which the first that is there is shown."""
+
+    label: str
+    metrics: tuple[str, ...]
+    format: str = ".4f"
+
+
+FIGURES = (
+    Figure("loss", ("train/loss",)),
+    Figure("val_loss", ("val/loss",)),
+    Figure("reward", ("critic/score/mean",), ".3f"),
+    Figure("accuracy", ("val/score/mean", "val/accuracy", "train/accuracy"), ".3f"),
+    Figure("kl", ("actor/ref_kl", "actor/ppo_kl"), ".2e"),
+    Figure("entropy", ("actor/entropy",), ".3f"),
+    Figure("grad_norm", ("actor/grad_norm", "train/grad_norm"), ".3f"),
+    Figure("lr", ("actor/lr", "train/lr"), ".2e"),
+    Figure("tokens/s", ("perf/tokens_per_s",), ",.0f"),
+    Figure("seconds", ("timing_s/step",), ".1f"),
+)
+
+
+class RunLogger:
+    """Writes the metrics of each step; to be used in a `with` statement.
+
+    Args:
+        folder: the run folder.
+        sinks: of "console" (a line a step, and a progress bar on a terminal), "tensorboard", "file" (`metrics.jsonl`,
+            which is written in any case) and the trackers of `trackers.TRACKERS`.
+        total_steps: for the progress bar; None where it is not known.
+        resumed_step: the last step of the run that is resumed; None: the run is new. What an earlier run logged in
+            this folder for later steps (for a new run: for all) is dropped.
+        description: names the run in the progress bar.
+        figures: what the console line shows, where the metrics have it.
+        console: where to print; None: standard output.
+        tracked: what trackers are told of the run; needed with any of them.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        sinks: Sequence[str] = DEFAULT_SINKS,
+        total_steps: int | None = None,
+        *,
+        resumed_step: int | None = None,
+        description: str = "train",
+        figures: Sequence[Figure] = FIGURES,
+        console: Console | None = None,
+        tracked: TrackedRun | None = None,
+    ) -> None:
+        unknown = sorted(set(sinks) - set(SINKS))
+        if unknown:
+            raise ValueError(f"trainer.logger has {', '.join(unknown)}; megarl has {', '.join(SINKS)}")
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.console = console or Console()
+        self._figures = tuple(figures)
+        self._total_steps = total_steps
+        self._to_console = "console" in sinks
+        last_kept = -1 if resumed_step is None else resumed_step
+        keep_lines(self.folder / METRICS_FILE, last_kept)
+        self._events = _open_events(self.folder, last_kept + 1) if "tensorboard" in sinks else None
+        trackers = [name for name in dict.fromkeys(sinks) if name in TRACKERS]
+        assert tracked is not None or not trackers, f"{trackers} need to be told of the run"
+        self._trackers = open_trackers(trackers, tracked, self.folder) if tracked is not None else []
+        self._progress = _progress(self.console, enabled=self._to_console)
+        self._task = self._progress.add_task(
+            description, total=total_steps, completed=max(last_kept, 0), left=""
+        )
+        self._pace = Pace()
+
+    def __enter__(self) -> "RunLogger":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+        with ExitStack() as endings:  # each one's, whatever another's raises
+            for tracker in self._trackers:
+                endings.callback(tracker.finish, error)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
+        values = {name: float(value) for name, value in metrics.items()}
+        line = {
+            "step": step,
+            "time": time.time(),
+            **{name: _json_number(value) for name, value in values.items()},
+        }
+        _append(self.folder / METRICS_FILE, (json.dumps(line, allow_nan=False) + "\n").encode())
+        if self._events is not None:
+            _write_scalars(self._events, step, values)
+        for tracker in self._trackers:
+            tracker.log(step, values)
+        if step:  # what comes before the first one is no step
+            self._pace.ended(time.monotonic(), values.get("timing_s/step"))
+        if self._to_console:
+            left = None if self._total_steps is None else self._pace.left(self._total_steps - step)
+            self._print_line(step, values, left)
+            self._progress.update(self._task, completed=step, left="" if left is None else f"{left} left")
+
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show some answers, all with the same columns, in TensorBoard and in the trackers; the first one on the console, cut.
+
+        To be called before `log` of the same step.
+
+        Args:
+            tag: what they are called there.
+        """
+        if not rows:
+            return
+        if self._events is not None:
+            _write_text(self._events, step, tag, _markdown(rows))
+        for tracker in self._trackers:
+            tracker.log_samples(step, tag, rows)
+        if self._to_console:
+            self._say(f"step {step}: {tag}, one of them:")
+            for name, cell in rows[0].items():
+                self._say(f"  {name}: {cut(str(cell), SAMPLE_CHARACTERS)}")
+
+    def print(self, *objects: Any) -> None:
+        """Print something (text, a rich table), above the progress bar where there is one."""
+        self._progress.console.print(*objects)
+
+    def _say(self, line: str) -> None:
+        # No markup, no highlighting, no wrapping: the line is the same in a terminal, a file and a scheduler's log.
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _print_line(self, step: int, values: Mapping[str, float], left: str | None) -> None:
+        total = "" if self._total_steps is None else f"/{self._total_steps}"
+        parts = [f"step {step}{total}"]
+        for figure in self._figures:
+            name = next((name for name in figure.metrics if name in values), None)
+            if name is not None:
+                parts.append(f"{figure.label} {values[name]:{figure.format}}")
+        if left is not None:
+            parts.append(f"left {left}")
+        self._say("  ".join(parts))
+
+
+def cut(text: str, length: int) -> str:
+    """A text on one line: line breaks as they are written in Python, the middle left out where it is longer than `length`."""
+    text = text.strip().replace("\n", "\\n")
+    if len(text) <= length:
+        return text
+    half = (length - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """The lines of a `metrics.jsonl` (or of the one in a run folder), numbers as floats, `step` as an int.
+
+    A last line that was cut off when the run was killed is left out.
+
+    Raises:
+        ValueError: no such file; a line before the last that is no JSON.
+    """
+    path = Path(path)
+    path = path / METRICS_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"there are no metrics at {path}")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path} line {number}: not valid JSON: {error}") from None
+        rows.append({name: value if name == "step" else float(value) for name, value in row.items()})
+    return rows
+
+
+def keep_lines(path: Path, last_step: int) -> None:
+    """Drop what a file of JSON lines holds of steps after `last_step`, and a last line that was cut off."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if lines and not _is_json(lines[-1]):
+        lines.pop()
+    with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines if json.loads(line)["step"] <= last_step)
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append all of it, or nothing where the disk is full."""
+    size = path.stat().st_size
+    try:
+        with naming(path), path.open("ab") as file:
+            file.write(data)
+    except OSError:
+        os.truncate(path, size)
+        raise
+
+
+def _json_number(value: float) -> float | str:
+    """JSON has no NaN and no infinity: they are written as text that `float` reads."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _open_events(folder: Path, first_step: int) -> Path:
+    """A new file of TensorBoard's events.
+
+    TensorBoard's own writer has a thread, which prints a traceback where the disk is full.
+    """
+    folder = folder / TENSORBOARD_FOLDER
+    # TensorBoard finds a file by the beginning of its name, and reads a folder's files in the order of their names.
+    path = folder / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+    with naming(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    _append_event(path, Event(wall_time=time.time(), file_version="brain.Event:2"))
+    # TensorBoard drops what earlier files of the folder hold from this step on.
+    restart = SessionLog(status=SessionLog.START)
+    _append_event(path, Event(wall_time=time.time(), step=first_step, session_log=restart))
+    return path
+
+
+def _append_event(path: Path, event: Event) -> None:
+    record = io.BytesIO()
+    RecordWriter(record).write(event.SerializeToString())
+    _append(path, record.getvalue())
+
+
+def _write_scalars(path: Path, step: int, values: Mapping[str, float]) -> None:
+    scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+    _append_event(path, Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+
+def _write_text(path: Path, step: int, tag: str, text: str) -> None:
+    """For TensorBoard's page of texts, which reads Markdown."""
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=TensorShapeProto())
+    value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+    _append_event(path, Event(wall_time=time.time(), step=step, summary=Summary(value=[value])))
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table; line breaks and bars within a cell would end it."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def _progress(console: Console, enabled: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        # Elsewhere than on a terminal a bar would be printed again and again: the lines alone are left.
+        disable=not (enabled and console.is_terminal),
+    )

@@ -1,0 +1,256 @@
+"""A run: its folder, its cluster, its log. Ended whole, whatever ends it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pyarrow as pa
+import ray
+from rich.console import Console
+
+from megarl.checkpoints import Checkpoint, CheckpointStore
+from megarl.cluster import (
+    ResourcePool,
+    RunFailure,
+    Watch,
+    WorkerGroup,
+    WorkerLost,
+    stream,
+    wait,
+    write_report,
+)
+from megarl.data.gather import Blocks
+from megarl.data.trajectories import write_trajectories
+from megarl.trainer.run.logger import RunLogger
+from megarl.trainer.run.preemption import Preemption
+from megarl.trainer.run.timeline import STEP, Timeline
+from megarl.trainer.workers.dispatch import Plans
+
+if TYPE_CHECKING:
+    from megarl.rewards.processes.scorer import Scorer
+    from megarl.util.spans import Facts as SpanFacts
+
+PROFILES = "profiles"  # in the run folder: traces of torch's profiler
+
+
+class Restarts(Protocol):
+    """Starts lost engines anew."""
+
+    @property
+    def engines(self) -> WorkerGroup:
+        """All engines of the run."""
+        ...
+
+    def revive(self, failure: WorkerLost) -> None:
+        """Replace an engine that was lost while it generated; raises the failure if that cannot be."""
+        ...
+
+    def serve_all(self) -> None:
+        """Have all engines serve what they served, also those that were replaced since."""
+        ...
+
+    def replace_lost(self, failure: WorkerLost | None = None) -> None:
+        """Start all engines anew that have ended or hang; raises the failure if that cannot be."""
+        ...
+
+
+@dataclass
+class Run:
+    """What the stages of a run share; `seconds` holds the phases of the step in progress.
+
+    Where two halves of a step work at once, each has a view of its own (`dataclasses.replace`).
+    """
+
+    folder: Path
+    console: Console
+    logger: RunLogger | None = None
+    trajectory_folder: Path | None = None
+    groups: list[WorkerGroup] = field(default_factory=list)
+    pools: dict[str, ResourcePool] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    at_step: int | None = None  # the last one that has begun
+    phases: list[str] = field(default_factory=list)  # those that are open, the outermost first
+    watch: Watch | None = None  # for processes that hang
+    phase_timeout: float | None = None  # seconds that a call may take
+    restarts: Restarts | None = None  # engines that may die: they are started anew
+    watched: list[WorkerGroup] | None = None  # the groups of a view; None: all
+    relays_from: int | None = None  # ranks of a model, whose calls go by relays then
+    interrupt: Callable[[], None] = lambda: None  # raises what ends a view's calls from outside
+    beside: list[str] = field(default_factory=list)  # the phases of the other view
+    store: CheckpointStore | None = None
+    resumed: Checkpoint | None = None  # the checkpoint that the run goes on from
+    started: float = field(default_factory=time.monotonic)
+    preemption: Preemption = field(default_factory=Preemption)
+    profiled: list[WorkerGroup] = field(default_factory=list)  # whose ranks can be traced
+    profile_steps: Sequence[int] = ()
+    profile_ranks: Sequence[int] = ()
+    timeline: Timeline | None = None  # None: nobody wants one
+    blocks: Blocks = field(default_factory=Blocks)  # memory of the batches' columns
+    plans: Plans = field(default_factory=Plans)  # of the batch that is learnt from
+
+    @property
+    def resumed_step(self) -> int:
+        """The last step that was made before the run began; -1: it is new, and not even step 0 was."""
+        return -1 if self.resumed is None else self.resumed.step
+
+    @property
+    def nurseries(self) -> Mapping[str, str]:
+        """Their sockets, by kinds (kinds.py)."""
+        assert self.watch is not None and self.watch.cluster is not None
+        return self.watch.cluster.nurseries
+
+    @property
+    def log_dir(self) -> Path:
+        """Where every process has a log of its own."""
+        return self.folder / "logs"
+
+    def say(self, text: str) -> None:
+        """Print a line, as it is."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def status(self, what: str) -> Iterator[None]:
+        """Say what takes a while, and afterwards how long it took."""
+        self.say(f"{what} ...")
+        begun = time.perf_counter()
+        with self._noted(what):
+            yield
+        self.say(f"  {time.perf_counter() - begun:.1f} s")
+
+    def start(self, group: WorkerGroup) -> WorkerGroup:
+        """Watch over a group from now on, and end it with the run."""
+        self.groups.append(group)
+        return group
+
+    def wait(self, refs: list[ray.ObjectRef]) -> list[Any]:
+        """The results; raises within seconds when any process of the run died or a call failed, and soon if one hangs.
+
+        Raises:
+            RunFailure: names a report of all processes. Engines that may be started anew count only where `refs` are theirs.
+        """
+        with self._reporting():
+            return wait(refs, self._watched, self.phase_timeout, self.watch, self._spare)
+
+    def stream(self, streams: list[ray.ObjectRefGenerator]) -> Iterator[pa.Table]:
+        """The tables that generator methods yield, as they come, from any rank; raises as `wait` does."""
+        with self._reporting():
+            yield from stream(streams, self._watched, self.phase_timeout, self.watch, self._spare)
+
+    def revive(self, failure: WorkerLost) -> None:
+        """Go on after an engine was lost while it generated; raises the failure if that cannot be."""
+        if self.restarts is None:
+            raise failure
+        self.restarts.revive(failure)
+
+    @property
+    def _spare(self) -> WorkerGroup | None:
+        return self.restarts.engines if self.restarts is not None else None
+
+    @property
+    def _watched(self) -> list[WorkerGroup]:
+        return self.groups if self.watched is None else self.watched
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        self.interrupt()
+        try:
+            yield
+        except RunFailure as failure:
+            if failure.report is not None:  # the other view's
+                raise
+            self.interrupt()
+            step = "none yet" if self.at_step is None else str(self.at_step)
+            facts = {"step": step, "phase": " / ".join(self.phases) or "start"}
+            if self.beside:
+                facts["meanwhile"] = " / ".join(self.beside)
+            self.mark(f"failure: {type(failure).__name__}")
+            try:
+                write_report(self.folder, failure, self.groups, facts)
+            except OSError as error:
+                self.say(f"no report of the failure: {error}")
+            raise
+
+    def put(self, value: Any) -> ray.ObjectRef:
+        """A value in the object store, once for all ranks; what it has of tables and arrays every process reads in place.
+
+        Raises:
+            RunFailure: as `wait`. Ray 2.60 itself ends this process, without a word, if its raylet is gone.
+        """
+        self.wait([])
+        return ray.put(value)
+
+    def mark(self, what: str) -> None:
+        """A moment that the timeline shows across all processes."""
+        if self.timeline is not None:
+            self.timeline.mark(what)
+
+    def show_rewards(self, scorer: Scorer) -> None:
+        """Have the scorer's workers in the timeline."""
+        if self.timeline is not None:
+            self.timeline.rewards = scorer.spans
+
+    def _noted(self, what: str, facts: SpanFacts | None = None) -> AbstractContextManager[None]:
+        return nullcontext() if self.timeline is None else self.timeline.span(what, facts or {})
+
+    @contextmanager
+    def timed(self, phase: str, facts: SpanFacts | None = None) -> Iterator[None]:
+        """Count the seconds of a phase of the step. `facts`: what the timeline tells of it."""
+        begun = time.perf_counter()
+        self.phases.append(phase)
+        try:
+            with self._noted(phase, facts):
+                yield
+        finally:
+            self.phases.pop()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begun
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[dict[str, float]]:
+        """Time a step; what the caller puts into the dictionary is logged at its end."""
+        self.seconds.clear()
+        metrics: dict[str, float] = {}
+        self.at_step = step
+        facts: SpanFacts = {"step": step}
+        with self._profiling(step), self.timed(STEP, facts):
+            yield metrics
+            facts |= {"tokens": metrics["perf/tokens"]} if "perf/tokens" in metrics else {}
+        if "perf/tokens" in metrics:
+            metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / self.seconds["step"]
+        metrics |= {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+        self.logger.log(step, metrics)
+        if self.timeline is not None:
+            self.wait([])
+            self.write_timeline(self.timeline.collect)
+
+    def write_timeline(self, write: Callable[[list[WorkerGroup]], None]) -> None:
+        """A timeline that cannot be written, on a full disk say, ends, and nothing else with it."""
+        try:
+            write(self.groups)
+        except OSError as error:
+            self.say(f"the timeline ends here: {error}")
+            self.timeline = None
+
+    @contextmanager
+    def _profiling(self, step: int) -> Iterator[None]:
+        """Have ranks traced, if the step is one of those; a step that fails leaves no traces."""
+        if step not in self.profile_steps:
+            yield
+            return
+        there = [(group, rank) for group in self.profiled for rank in self.profile_ranks]
+        ranks = [(group, rank) for group, rank in there if rank < group.world_size]
+        self.wait([group.call_rank(rank, "start_profile") for group, rank in ranks])
+        yield
+        folder = self.folder.absolute() / PROFILES / f"step-{step}"
+        paths = [str(folder / f"{group.role}-rank{rank}.json") for group, rank in ranks]
+        calls = zip(ranks, paths, strict=True)
+        self.wait([group.call_rank(rank, "write_profile", path) for (group, rank), path in calls])
+
+    def save_trajectories(self, batch: pa.Table, kind: str, step: int) -> None:
+        """Write trajectories: a step's ("step"), as they were trained on, or the validation's after it ("val")."""
+        assert self.trajectory_folder is not None
+        write_trajectories(batch, self.trajectory_folder / f"{kind}-{step:06d}.parquet")

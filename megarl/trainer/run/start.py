@@ -1,0 +1,169 @@
+"""Opens a run: its checkpoint to go on from, its cluster, its log; ends every process that it started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.cluster import (
+    Cluster,
+    Premises,
+    RayFailed,
+    RunFailure,
+    Watch,
+    abandon_cluster,
+    ending_when_stuck,
+    ray_words_in,
+    start_cluster,
+    stop_cluster,
+)
+from megarl.config import RolloutConfig, TrainConfig, TuningConfig, resolve_batches, to_dict
+from megarl.trainer.run.checkpoints import find_resumed, open_store
+from megarl.trainer.run.facts import recorded
+from megarl.trainer.run.full_disk import naming_keys
+from megarl.trainer.run.logger import RunLogger
+from megarl.trainer.run.opening import Facts, opening_lines
+from megarl.trainer.run.preemption import REQUEUE, noting_signals
+from megarl.trainer.run.process_kinds import premises_of
+from megarl.trainer.run.resumed import FOLDER as CHECKPOINTS
+from megarl.trainer.run.run import Run
+from megarl.trainer.run.supervision import not_again_once_told
+from megarl.trainer.run.timeline import Timeline
+from megarl.trainer.run.trackers import TrackedRun
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: that a call may take, and that nobody need work on it (see cluster/failures/watch.py); None: no limit."""
+
+    phase: float | None = None
+    idle: float | None = 60.0
+
+
+@contextmanager
+def open_run(
+    config: TrainConfig | TuningConfig,
+    total_steps: int,
+    premises: Premises | None = None,
+    *,
+    facts: Facts | None = None,
+    resumable: bool = True,
+    signals: bool = True,
+) -> Iterator[Run]:
+    """A training run: finds where it goes on, writes down what is run, starts the cluster, opens the log.
+
+    Args:
+        config: resolved and checked.
+        premises: of its cluster (`premises_of`); None: they are opened now.
+        facts: of what was read, to be shown; see opening.py.
+        resumable: whether it can go on from a checkpoint; else it begins anew.
+        signals: whether a loop of `total_steps` asks it for the signals that tell a job to end; a program may make more steps.
+
+    Raises:
+        ValueError: another run writes to its folder, or the checkpoint that it should go on from does not fit it.
+    """
+    trainer, plan = config.trainer, resolve_batches(config)
+    folder = Path(trainer.default_local_dir)
+    places = {"trainer.default_local_dir": folder}
+    if isinstance(config, TrainConfig):
+        places["trainer.rollout_data_dir"] = Path(trainer.rollout_data_dir)
+    with ExitStack() as stack:
+        stack.enter_context(naming_keys(places))
+        say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
+        store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
+        resumed = find_resumed(config, store, say, total_steps if signals else None) if resumable else None
+        stack.enter_context(recorded(config, plan, folder))
+        if premises is None:
+            premises = stack.enter_context(premises_of(config))
+        run = stack.enter_context(
+            open_engine_run(trainer.ray_address, plan.devices, folder, limits(config), premises)
+        )
+        run.store, run.resumed, run.relays_from = store, resumed, trainer.relays_from
+        if resumable and signals:  # over the handler that Ray has put there
+            run.preemption = stack.enter_context(noting_signals())
+            stack.enter_context(not_again_once_told(run.preemption))
+        run.say("\n".join(opening_lines(config, plan, total_steps, facts or {}, folder)))
+        if isinstance(config, TrainConfig):
+            run.trajectory_folder = Path(trainer.rollout_data_dir)
+        run.profile_steps, run.profile_ranks = trainer.profile_steps, trainer.profile_ranks
+        if trainer.timeline_mb:
+            run.timeline = Timeline(folder, trainer.timeline_mb, goes_on=resumed is not None)
+        tracked = TrackedRun(trainer.project_name, trainer.experiment_name, to_dict(config))
+        run.logger = stack.enter_context(
+            RunLogger(
+                folder,
+                trainer.logger,
+                total_steps=total_steps,
+                console=run.console,
+                tracked=tracked,
+                resumed_step=None if resumed is None else resumed.step,
+            )
+        )
+        yield run
+
+
+def limits(config: TrainConfig | TuningConfig) -> Limits:
+    """The limits that a configuration gives to calls."""
+    trainer = config.trainer
+    if isinstance(config, TrainConfig):
+        return engine_limits(config.actor_rollout_ref.rollout, trainer.phase_timeout, trainer.idle_timeout)
+    return Limits(trainer.phase_timeout, trainer.idle_timeout)
+
+
+def engine_limits(rollout: RolloutConfig, phase: float | None = None, idle: float | None = 60.0) -> Limits:
+    """Limits of a run with engines, which idle while all environments think."""
+    if idle is not None and rollout.multi_turn.enable:
+        idle = max(idle, 2 * rollout.multi_turn.step_timeout)
+    return Limits(phase, idle)
+
+
+@contextmanager
+def open_engine_run(
+    address: str | None,
+    num_devices: int,
+    folder: Path,
+    limits: Limits = Limits(),
+    premises: Premises | None = None,
+) -> Iterator[Run]:
+    """A run's folder and cluster (the one at `address`, or one of its own); ends every process it started.
+
+    Raises:
+        RayFailed: a server of the cluster has ended, whatever a call of Ray said of it.
+    """
+    run = Run(folder, Console(), phase_timeout=limits.phase)
+    run.say(f"run folder: {folder}")
+    with ExitStack() as stack:
+        stack.enter_context(ray_words_in(run.log_dir / "ray.log"))
+        if address is None:  # also while the servers start
+            stack.enter_context(ending_when_stuck(REQUEUE))
+        cluster = start_cluster(address, num_devices, folder, premises=premises)
+        if address is not None:
+            stack.enter_context(ending_when_stuck(REQUEUE, cluster.servers))
+        run.watch = Watch(limits.idle, cluster)
+        try:
+            yield run
+        except Exception as error:
+            gone = cluster.server_in(None)
+            if gone is None or isinstance(error, RunFailure):
+                raise
+            raise RayFailed(f"{gone} has ended, and the run with it: {error}") from error
+        finally:
+            _end(run, cluster)
+
+
+def _end(run: Run, cluster: Cluster) -> None:
+    if cluster.is_broken:
+        abandon_cluster(cluster, [process for group in run.groups for process in group.watched])
+        return
+    if run.timeline is not None:
+        run.write_timeline(run.timeline.finish)
+    for group in run.groups:
+        group.shutdown()
+    for pool in run.pools.values():
+        pool.close()
+    stop_cluster(cluster)

@@ -1,0 +1,144 @@
+"""What every process of a run does, and when: the controller's phases, the calls of all ranks, the rewards, in one file.
+
+Each process notes its own (`megarl.util.spans`); at the end of a step the controller asks all of them, and writes what they told the
+last time. So no step waits for it, and a run that is killed lacks the last step of its ranks at most.
+
+A process of the file is a role, a thread a rank; those of the controller are its own: the loop, and what is collected ahead of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from megarl.cluster import SpanCollector
+from megarl.trainer.run.trace_file import Event, TraceFile
+from megarl.util.spans import Facts, Span, Spans, joined
+
+if TYPE_CHECKING:
+    from megarl.cluster import WorkerGroup
+
+LOOP = "loop"  # what the main thread is called; others have their own names
+CONTROLLER, REWARDS = "controller", "rewards"
+STEP = "step"
+# In the order in which they are shown; a role that is not here comes after these.
+_ROLES = (CONTROLLER, "rollout", REWARDS, "reward_model", "actor", "ref", "critic")
+_LAST_SECONDS = 1.0  # at the end of a run, which may have ended because a process does not answer
+_PARTS_APART = 1_000_000  # the numbers of threads of two parts of a rank
+# Calls that engines get several times a second while responses go on from step to step: shown as one until there is a pause.
+_POLLED, _POLLS_APART = "land", 100_000_000
+_REWARDS_APART = 1_000_000  # nanoseconds between two samples from which on they are shown as two
+
+
+class _Thread(NamedTuple):
+    """One of a role's. `place`: its rank, or what else it is sorted by, and its part."""
+
+    number: int
+    name: str
+    place: tuple[int, int]
+
+
+class Timeline:
+    """The timeline of a run; its methods are the main thread's, but `span` and `mark`."""
+
+    def __init__(self, folder: Path, megabytes: int, *, goes_on: bool) -> None:
+        """
+        Args:
+            megabytes: that the newest of it may take.
+            goes_on: whether the run goes on from a checkpoint: what is there stays.
+        """
+        self._file = TraceFile(folder, megabytes << 20, goes_on=goes_on)
+        self._own = {LOOP: Spans()}  # by thread
+        self._collector = SpanCollector()
+        self._roles = list(_ROLES)
+        self._steps: list[tuple[int, int]] = []  # (when it began, its number)
+        self.rewards: Spans | None = None  # of reward workers, whose number is the fact `worker`
+
+    @contextmanager
+    def span(self, name: str, facts: Facts) -> Iterator[None]:
+        """Note the block in the controller's thread, with what is in the facts at its end; one named STEP, with its number as
+        the fact `step`, also tells of what step is what begins from now on."""
+        spans = self._of_this_thread()
+        if name == STEP:
+            self._steps.append((spans.now(), int(facts["step"])))
+        with spans.span(name, facts):
+            yield
+
+    def mark(self, name: str) -> None:
+        """Note a moment that concerns all."""
+        self._of_this_thread().add(name)
+
+    def collect(self, groups: Collection[WorkerGroup]) -> None:
+        """Write what the controller and the rewards did, and what processes have told; ask them for what they did since."""
+        self._write_own()
+        self._write_rewards()
+        self._write_answers(0.0)
+        self._collector.ask(groups)
+
+    def finish(self, groups: Collection[WorkerGroup]) -> None:
+        """`collect` for the last time: processes have a second to answer."""
+        self.collect(groups)
+        self._write_answers(_LAST_SECONDS)
+
+    def _of_this_thread(self) -> Spans:
+        thread = threading.current_thread()
+        return self._own.setdefault(LOOP if thread is threading.main_thread() else thread.name, Spans())
+
+    def _write_own(self) -> None:
+        for number, (thread, spans) in enumerate(list(self._own.items())):
+            self._write(CONTROLLER, _Thread(number, thread, (number, 0)), spans.take())
+
+    def _write_rewards(self) -> None:
+        by_worker: dict[int, list[Span]] = {}
+        for span in self.rewards.take() if self.rewards is not None else ():
+            by_worker.setdefault(int(span.facts["worker"]), []).append(span)
+        for worker, theirs in by_worker.items():
+            thread = _Thread(worker, f"worker {worker}", (worker, 0))
+            self._write(REWARDS, thread, joined(theirs, _REWARDS_APART, "samples"))
+
+    def _write_answers(self, seconds: float) -> None:
+        for process, spans in self._collector.answers(seconds):
+            name = f"rank {process.rank}" + (f" part {process.part}" if process.part else "")
+            thread = _Thread(process.rank + _PARTS_APART * process.part, name, (process.rank, process.part))
+            polls = joined([span for span in spans if span.name == _POLLED], _POLLS_APART, "calls")
+            others = [span for span in spans if span.name != _POLLED]
+            self._write(process.role, thread, sorted([*others, *polls], key=lambda span: span.end))
+
+    def _write(self, role: str, thread: _Thread, spans: Sequence[Span]) -> None:
+        if not spans:
+            return
+        if role not in self._roles:
+            self._roles.append(role)
+        pid = self._roles.index(role) + 1
+        self._file.name(_names(pid, role, thread))
+        self._file.write(_event(span, pid, thread.number, self._step_of(span)) for span in spans)
+
+    def _step_of(self, span: Span) -> int | None:
+        """The last step that had begun by then."""
+        place = bisect_right(self._steps, span.begin, key=lambda begun: begun[0])
+        return self._steps[place - 1][1] if place else None
+
+
+def _names(pid: int, role: str, thread: _Thread) -> list[Event]:
+    def named(what: str, value: str | int, key: str) -> Event:
+        return {"name": what, "ph": "M", "pid": pid, "tid": thread.number, "args": {key: value}}
+
+    rank, part = thread.place
+    return [
+        named("process_name", role, "name"),
+        named("process_sort_index", pid, "sort_index"),
+        named("thread_name", thread.name, "name"),
+        named("thread_sort_index", 1000 * rank + part, "sort_index"),
+    ]
+
+
+def _event(span: Span, pid: int, thread: int, step: int | None) -> Event:
+    begin, end = span.begin // 1000, span.end // 1000  # both rounded down: what is within another stays there
+    event: Event = {"name": span.name, "pid": pid, "tid": thread, "ts": begin}
+    event |= {"ph": "X", "dur": end - begin} if span.end > span.begin else {"ph": "i", "s": "g"}
+    facts = span.facts if step is None else {"step": step, **span.facts}
+    return event | ({"args": facts} if facts else {})

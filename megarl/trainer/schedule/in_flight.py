@@ -1,0 +1,210 @@
+"""Prompts whose responses are under way, and groups that are whole and wait to be trained on. Nothing is started here.
+
+Guarantees of `UnderWay`, each asserted by a test:
+- Every prompt that was drawn is trained on once, or left out for a reason that is counted; none is lost, none comes twice.
+- A group is trained on at most `max_staleness` steps after the step whose weights began it. For that, so many prompts are under
+  way at most that all fit: (max_staleness + 1) steps' before a step takes its batch, max_staleness steps' from then on. A step takes
+  the oldest of what is whole, and waits for so many of the old ones that the rest of them fits into the steps that are left to them,
+  however many others are whole. Only where a step is left out (trainer.on_nonfinite) groups can come too late; these are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.config import FilterGroupsConfig
+from megarl.data.trajectories import expand_prompts, replace_column, take
+from megarl.trainer.stages.groups import Groups, metric_values
+from megarl.trainer.stages.rollouts import greedy_requests
+from megarl.trainer.stages.scoring import Scored, concat_scored, group_numbers
+
+
+@dataclass
+class Asked:
+    """A prompt whose responses are under way.
+
+    Attributes:
+        uid: under which it is asked: "<the data's>@<version>".
+        name: the data's uid.
+        number: in the order in which prompts were drawn.
+        version: of the weights when it was asked.
+        prompt: its row of the prompt table, under `uid`.
+        came: by uid, the trajectories that are there, of one row each.
+    """
+
+    uid: str
+    name: str
+    number: int
+    version: int
+    prompt: pa.Table
+    came: dict[str, pa.Table] = field(default_factory=dict)
+
+    def requests(self, n: int, greedy: bool) -> list[pa.Table]:
+        """The samples that are asked for, and, for ReMax, the greedy answer."""
+        return [expand_prompts(self.prompt, n), *([greedy_requests(self.prompt)] if greedy else [])]
+
+    def table(self) -> pa.Table:
+        """The trajectories in the order of their requests: samples, then the greedy answer."""
+        return pa.concat_tables([self.came[uid] for uid in sorted(self.came, key=_sample)]).combine_chunks()
+
+
+def _sample(uid: str) -> float:
+    last = uid.rsplit("/", 1)[1]
+    return float(last) if last.isdigit() else float("inf")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A group that is whole and scored; of `Asked` what is still of use."""
+
+    uid: str
+    name: str
+    number: int
+    version: int
+    scored: Scored
+
+
+@dataclass
+class UnderWay:
+    """What is asked, what is whole, and what a step may take.
+
+    Attributes:
+        num_prompts: of a step.
+        num_answers: of a prompt.
+        max_staleness: most steps between the one whose weights began a group, and the one that trains on it.
+        last_step: after it nothing is trained.
+        asked: by uid.
+        ready: in the order in which they became whole.
+        dropped: since the last step's batch: groups that teach nothing (see `Groups`).
+        too_late: since then: groups that no step could take in time.
+        drawn: prompts so far.
+        given_up: uids of prompts of which no answer is of use any more.
+    """
+
+    options: FilterGroupsConfig
+    num_prompts: int
+    num_answers: int
+    max_staleness: int
+    last_step: int
+    asked: dict[str, Asked] = field(default_factory=dict)
+    ready: list[Whole] = field(default_factory=list)
+    dropped: list[Whole] = field(default_factory=list)
+    too_late: int = 0
+    drawn: int = 0
+    given_up: set[str] = field(default_factory=set)
+
+    def room(self, step: int, taken: bool) -> int:
+        """How many prompts may be asked more during a step; `taken`: it has its batch already."""
+        steps = min(self.max_staleness + 1, self.last_step - step + 1) - taken
+        return max(0, steps * self.num_prompts - len(self.asked) - len(self.ready))
+
+    def ask(self, prompts: pa.Table, version: int) -> None:
+        """Have prompts (rows of a prompt table) answered from now on."""
+        used = {*self.asked, *(group.uid for group in self.ready), *(group.uid for group in self.dropped)}
+        for row, name in enumerate(prompts["uid"].to_pylist()):
+            uid, again = f"{name}@{version}", 1
+            while uid in used:
+                again += 1
+                uid = f"{name}@{version}~{again}"
+            used.add(uid)
+            prompt = replace_column(prompts.slice(row, 1), "uid", pa.array([uid], pa.string()))
+            self.asked[uid] = Asked(uid, name, self.drawn, version, prompt)
+            self.drawn += 1
+
+    def note(self, table: pa.Table) -> pa.Table:
+        """Trajectories came; returns those that somebody waits for."""
+        rows = []
+        for row, (uid, prompt_uid) in enumerate(
+            zip(table["uid"].to_pylist(), table["prompt_uid"].to_pylist(), strict=True)
+        ):
+            if prompt_uid in self.given_up:
+                continue
+            came = self.asked[prompt_uid].came
+            assert uid not in came, f"trajectory {uid} came twice"
+            came[uid] = table.slice(row, 1)
+            rows.append(row)
+        return take(table, rows)
+
+    def whole(self) -> list[Asked]:
+        """Prompts whose answers are all there, and not scored yet."""
+        return [one for one in self.asked.values() if len(one.came) == self.num_answers]
+
+    def due(self, step: int) -> bool:
+        """Whether the step's batch is there once what is whole has been scored, if all of it stays."""
+        whole = self.whole()
+        return bool(whole) and not self.is_enough(step) and self._suffice(step, [*whole, *self.ready])
+
+    def keep(self, groups: list[Asked], scored: Scored) -> None:
+        """Groups that were whole have been scored: rows group by group, in their order.
+
+        Raises:
+            ValueError: the reward does not give the metric that groups are compared by.
+        """
+        values = metric_values(scored, self.options.metric) if self.options.enable else None
+        numbers = group_numbers(scored.table)
+        for number, asked in enumerate(groups):
+            rows = np.flatnonzero(numbers == number)
+            group = Whole(asked.uid, asked.name, asked.number, asked.version, scored.take(rows))
+            of_live = None if values is None else values[rows[group.scored.live]]
+            teaches = of_live is None or (len(of_live) > 1 and float(np.ptp(of_live)) > 0.0)
+            (self.ready if teaches else self.dropped).append(group)
+            del self.asked[asked.uid]
+
+    def give_up(self, groups: list[Asked]) -> None:
+        """These are of no use any more; what still comes of them is left out."""
+        for asked in groups:
+            del self.asked[asked.uid]
+            self.given_up.add(asked.uid)
+
+    def is_enough(self, step: int) -> bool:
+        """Whether the step's batch is there: enough groups, and of the old ones so many that the others fit into later steps."""
+        return self._suffice(step, self.ready)
+
+    def take(self, step: int) -> tuple[Groups, dict[str, float]]:
+        """The step's batch, the oldest groups of those that are ready; and what is told of it."""
+        assert self.is_enough(step)
+        chosen = sorted(self.ready, key=lambda group: group.version)[: self.num_prompts]
+        chosen.sort(key=lambda group: group.number)
+        assert all(group.version >= step - self.max_staleness for group in chosen), "drop_late comes before"
+        taken = {group.uid for group in chosen}
+        self.ready = [group for group in self.ready if group.uid not in taken]
+        dropped, self.dropped = self.dropped, []
+        metrics = {"staleness/too_late": float(self.too_late), "staleness/waiting": float(len(self.ready))}
+        self.too_late = 0
+        groups = Groups(replace(self.options, enable=False), self.num_prompts)
+        groups.names = {group.uid: group.name for group in [*chosen, *dropped]}
+        groups.add(concat_scored([group.scored for group in chosen]))
+        metrics |= groups.metrics()
+        if self.options.enable:
+            every = concat_scored([group.scored for group in [*chosen, *dropped]])
+            metrics["filter_groups/dropped"] = float(len(dropped))
+            metrics["filter_groups/score_before"] = float(every.scores[every.live].mean())
+        columns = groups.parts[0].table.column_names
+        for group in dropped:  # a sampler hears of them, too
+            groups.parts.append(replace(group.scored, table=group.scored.table.select(columns)))
+        return groups, metrics
+
+    def drop_late(self, step: int) -> None:
+        """Before a step: leave out what it could not train on in time, which is only so after a step that was left out."""
+        oldest = step - self.max_staleness
+        late = [one for one in self.asked.values() if one.version < oldest]
+        self.give_up(late)
+        in_time = [group for group in self.ready if group.version >= oldest]
+        self.too_late += len(late) + len(self.ready) - len(in_time)
+        self.ready = in_time
+
+    def _suffice(self, step: int, there: Sequence[Asked | Whole]) -> bool:
+        """Whether a step can take its batch from `there`, and later ones all else that is under way in its time."""
+        every = [*self.asked.values(), *self.ready]
+        if len(there) < self.num_prompts:
+            return False
+        for later in range(self.max_staleness + 1):
+            oldest = step - self.max_staleness + later
+            old = sum(one.version <= oldest for one in every)
+            if sum(one.version <= oldest for one in there) < old - later * self.num_prompts:
+                return False
+        return True

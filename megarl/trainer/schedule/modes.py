@@ -1,0 +1,52 @@
+"""Where the loop's batches come from, as `trainer.mode` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from megarl.config import TrainConfig
+from megarl.trainer.schedule.collectors import Batches, Collect, OneStepOff, Synchronous
+from megarl.trainer.schedule.in_flight import UnderWay
+from megarl.trainer.schedule.streaming import Streamed
+from megarl.trainer.stages.reward_model import RewardModelInputs
+
+if TYPE_CHECKING:
+    from megarl.trainer.roles.types import Roles
+    from megarl.trainer.run.run import Run
+    from megarl.trainer.stages.scoring import Rewards
+
+
+def make_batches(
+    config: TrainConfig,
+    run: Run,
+    roles: Roles,
+    rewards: Rewards,
+    last_step: int,
+    prompts: Iterator[pa.Table],
+    reward_inputs: RewardModelInputs | None,
+    collect: Collect,
+    answer: Collect,
+) -> Batches:
+    """`collect` and `answer` as of `OneStepOff`, but for `prompts` and `reward_inputs`."""
+    asked = {"prompts": prompts, "reward_inputs": reward_inputs}
+    halves = partial(collect, **asked), partial(answer, **asked)
+    mode = config.trainer.mode
+    if mode == "sync":
+        return Synchronous(run, roles, rewards, halves[0])
+    if mode == "one_step_off":
+        return OneStepOff(config, run, roles, rewards, last_step, *halves)
+    staleness = config.trainer.max_staleness
+    assert staleness is not None, "resolved"
+    under_way = UnderWay(
+        config.algorithm.filter_groups,
+        config.data.train_batch_size,
+        config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "remax"),
+        staleness,
+        last_step,
+    )
+    overlapped = mode == "fully_async"
+    return Streamed(config, run, roles, rewards, prompts, reward_inputs, under_way, overlapped)

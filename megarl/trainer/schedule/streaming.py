@@ -1,0 +1,288 @@
+"""Batches out of a stream of responses that does not end with a step: partial rollouts, and fully asynchronous training.
+
+    partial_rollouts   step k: weights after k - 1 updates into the engines; generate until batch k is there, interrupt the rest;
+                       learn from batch k
+    fully_async        step k: the same, but the engines, in a pool of their own, go on while the models learn
+
+Responses that are interrupted, by either or by the weights of the next step, go on from their last token with the weights that
+come then; `rollout_log_probs` are those of the weights that chose each token.
+
+Guarantees, each asserted by a test, besides those of `UnderWay`:
+- Engines get no more requests than they run at once (rollout.max_num_seqs) and a few: the next goes to whichever has room.
+- An engine that is lost costs no trajectory: what it had under way is asked for again.
+- A checkpoint has what is whole, and the prompts of what is not: of these all responses are generated anew by the run that goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from megarl.cluster import WorkerLost
+from megarl.config import TrainConfig
+from megarl.data.files import read_arrow, write_arrow
+from megarl.data.trajectories import take
+from megarl.trainer.roles.restarts import LaterRestarts
+from megarl.trainer.roles.weight_sync import sync_weights
+from megarl.trainer.schedule.background import Background, InterruptedWatch
+from megarl.trainer.schedule.collectors import Collected
+from megarl.trainer.schedule.concurrent_views import View, two_halves
+from megarl.trainer.schedule.in_flight import Asked, UnderWay
+from megarl.trainer.schedule.in_flight_files import load_under_way, save_under_way
+from megarl.trainer.stages.nonfinite import NotFinite
+from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores
+from megarl.trainer.stages.rollouts import noise_seed, training_sampling
+from megarl.trainer.stages.scoring import refuse_if_all_failed, trained_scores
+
+if TYPE_CHECKING:
+    from megarl.trainer.roles.types import Roles
+    from megarl.trainer.run.checkpoints import InFolder
+    from megarl.trainer.run.run import Run
+    from megarl.trainer.stages.scoring import Rewards
+
+# That an engine is asked for what has ended: a call returns at once if something has.
+LAND_SECONDS = 0.2
+# Requests of an engine, in those that it runs at once: some wait there, so that none of its places is empty meanwhile.
+_WINDOW = 1.25
+_PROBLEM, _ITS_BATCH = "problem.json", "problem.arrow"
+
+
+@dataclass
+class Streamed:
+    """See above.
+
+    Attributes:
+        prompts: endless tables of prompts.
+        overlapped: whether the engines go on while the models learn.
+        drawn: prompts that were drawn, and not asked yet.
+        engine_of: by uid of a request, the number of the engine that it was given to.
+        problem: what of a group was not finite; the next step's to tell.
+    """
+
+    config: TrainConfig
+    run: Run
+    roles: Roles
+    rewards: Rewards
+    prompts: Iterator[pa.Table]
+    reward_inputs: RewardModelInputs | None
+    under_way: UnderWay
+    overlapped: bool
+    drawn: pa.Table | None = None
+    engine_of: dict[str, int] = field(default_factory=dict)
+    problem: NotFinite | None = None
+
+    def of(self, step: int) -> Collected:
+        """As `Batches.of`: weights into the engines, and what they answer until the step's batch is there."""
+        under_way = self.under_way
+        found, self.problem = self.problem, None
+        if found is not None:
+            raise found
+        under_way.drop_late(step)
+        run = replace(self.run, watch=self._watch())
+        roles = replace(self.roles, memory=replace(self.roles.memory, run=run))
+        with roles.memory.phase("sync"):
+            metrics = sync_weights(run, roles, version=step)
+        self._collect(
+            (run, roles), step, partial(under_way.room, step, False), lambda: under_way.is_enough(step)
+        )
+        if not self.overlapped:
+            self._interrupt(run)
+        groups, taken = under_way.take(step)
+        table = groups.batch()
+        first, last = (table[name].to_numpy() for name in ("weight_version", "last_weight_version"))
+        staleness = {
+            "staleness/mean": float((step - first).mean()),
+            "staleness/max": float((step - first).max()),
+            "staleness/of_several_versions": float((first != last).mean()),
+        }
+        return Collected(step, table, *groups.prompt_scores(), metrics | taken | staleness)
+
+    @contextmanager
+    def meanwhile(self, step: int) -> Iterator[View]:
+        """Go on with what is under way, if that is asked for, until the end of the block.
+
+        Raises:
+            Whatever that raises, at the block's next look.
+        """
+        if not self.overlapped or step >= self.under_way.last_step:
+            yield self.run, self.roles
+            return
+        background: Background[None] = Background("collect-meanwhile")
+        assert self.roles.restarts is not None, "a run with engines"
+        later = LaterRestarts(self.roles.restarts, background.ask, version=step + 1)
+        collector, learner = two_halves(self.run, self.roles, background, later, self._busy)
+        told = threading.Event()
+        room = partial(self.under_way.room, step, True)
+        background.start(partial(self._collect, collector, step + 1, room, told.is_set))
+        try:
+            try:
+                yield learner
+            finally:
+                told.set()
+            self._join(background, learner[0])
+        except NotFinite:
+            if self.config.trainer.on_nonfinite == "skip":  # the run goes on
+                self._join(background, learner[0])
+            else:
+                background.end()
+            raise
+        except BaseException:
+            background.end()
+            raise
+        self.run.seconds |= {f"meanwhile/{name}": seconds for name, seconds in collector[0].seconds.items()}
+
+    @property
+    def folders(self) -> Mapping[str, InFolder]:
+        return {"under_way": self}
+
+    def save(self, folder: Path) -> None:
+        """Write what is whole, and the prompts of what is not."""
+        save_under_way(self.under_way, self.drawn, folder)
+        if self.problem is not None:
+            (folder / _PROBLEM).write_text(json.dumps(str(self.problem)), encoding="utf-8")
+            write_arrow(self.problem.batch, folder / _ITS_BATCH)
+
+    def load(self, folder: Path) -> None:
+        """Go on with that."""
+        self.drawn = load_under_way(self.under_way, folder)
+        if (folder / _PROBLEM).exists():
+            text = json.loads((folder / _PROBLEM).read_text(encoding="utf-8"))
+            self.problem = NotFinite(text, read_arrow(folder / _ITS_BATCH))
+
+    def _join(self, background: Background[None], learner: Run) -> None:
+        with self.run.timed("meanwhile_end"):
+            background.result(look=lambda: learner.wait([]))
+
+    def _collect(self, view: View, step: int, room: Callable[[], int], is_done: Callable[[], bool]) -> None:
+        """Generate and score for a step's batch, or until it `is_done`; `room`: for how many prompts more."""
+        run, roles = view
+        while not is_done():
+            self._ask(room())
+            with roles.memory.phase("generate"):
+                self._launch_missing(run)
+                while not is_done() and not self.under_way.due(step):
+                    self._land(run)
+            if self.under_way.due(step):
+                self._score(run, roles, step)
+
+    def _ask(self, count: int) -> None:
+        """Draw prompts."""
+        while count:
+            if self.drawn is None or not self.drawn.num_rows:
+                self.drawn = next(self.prompts)
+            some = self.drawn.slice(0, count)
+            self.under_way.ask(some, self.roles.restarts.version)
+            self.drawn = self.drawn.slice(some.num_rows)
+            count -= some.num_rows
+
+    def _land(self, run: Run) -> None:
+        """Take what has ended, have it scored, and give the engines more."""
+        if not self.engine_of:
+            run.wait([])
+            time.sleep(LAND_SECONDS)
+            return
+        try:
+            tables = run.wait(self.roles.engines.call("land", LAND_SECONDS))
+            came = [table for table in tables if table is not None]
+            if came:
+                table = pa.concat_tables(came)
+                for uid in table["uid"].to_pylist():
+                    self.engine_of.pop(uid, None)
+                self._rewards_of(run).submit(self.under_way.note(table))
+                self._launch(run)
+        except WorkerLost as failure:
+            run.revive(failure)
+            self._launch_missing(run)
+
+    def _launch_missing(self, run: Run) -> None:
+        """Ask the engines what they have: what was lost with one, or on its way from one, is launched again, and what is new."""
+        while True:
+            if run.restarts is not None:
+                run.restarts.serve_all()
+            try:
+                held = run.wait(self.roles.engines.call("under_way"))
+                self.engine_of = {uid: engine for engine, uids in enumerate(held) for uid in uids}
+                self._launch(run)
+                return
+            except WorkerLost as failure:
+                run.revive(failure)
+
+    def _interrupt(self, run: Run) -> None:
+        """Have the engines rest; one that is lost is replaced before the next weights come."""
+        try:
+            run.wait(self.roles.engines.call("interrupt"))
+        except WorkerLost as failure:
+            self.roles.restarts.note(failure)
+
+    def _score(self, run: Run, roles: Roles, step: int) -> None:
+        """What is whole becomes ready, or is left out."""
+        groups = self.under_way.whole()
+        table = pa.concat_tables([one.table() for one in groups]).combine_chunks()
+        try:
+            by_model = model_scores(run, roles.reward_model, table, self.reward_inputs, roles.memory.phase)
+        except NotFinite as found:
+            self.problem = found
+            self.under_way.give_up(groups)
+            return
+        with run.timed("reward"):
+            scored = self._rewards_of(run).collect(table, f"step {step}", by_model)
+        if (
+            len(groups) >= self.under_way.num_prompts
+        ):  # of fewer all may fail without the rewards being broken
+            refuse_if_all_failed(scored)
+        self.under_way.keep(groups, trained_scores(scored, self.config))
+
+    def _rewards_of(self, run: Run) -> Rewards:
+        return replace(self.rewards, run=run)
+
+    def _launch(self, run: Run) -> None:
+        """Give engines what they have room for, oldest prompts first; all answers of a prompt go to one of them."""
+        engines = self.roles.engines
+        loads = [0] * engines.world_size
+        for engine in self.engine_of.values():
+            loads[engine] += 1
+        window = int(_WINDOW * self.config.actor_rollout_ref.rollout.max_num_seqs)
+        parts: list[list] = [[] for _ in loads]
+        for asked in self.under_way.asked.values():
+            engine = min(range(len(loads)), key=loads.__getitem__)
+            if loads[engine] >= window:
+                break
+            for requests, sampling in self._missing(asked):
+                parts[engine].append((requests, sampling))
+                loads[engine] += requests.num_rows
+                self.engine_of |= dict.fromkeys(requests["uid"].to_pylist(), engine)
+        if any(parts):
+            run.wait(engines.call_each("launch", [(part,) for part in parts]))
+
+    def _missing(self, asked: Asked) -> Iterator[tuple[pa.Table, object]]:
+        """Requests of a prompt that no engine has, and that are not answered."""
+        rollout, greedy = (
+            self.config.actor_rollout_ref.rollout,
+            self.config.algorithm.adv_estimator == "remax",
+        )
+        samplings = training_sampling(self.config, noise_seed(self.config, asked.version))
+        for requests, sampling in zip(asked.requests(rollout.n, greedy), samplings, strict=False):
+            uids = requests["uid"].to_pylist()
+            rows = [
+                row for row, uid in enumerate(uids) if uid not in asked.came and uid not in self.engine_of
+            ]
+            if rows:
+                yield take(requests, rows), sampling
+
+    def _busy(self) -> set[str]:
+        """Marks of the engines that have something to answer."""
+        working = {*self.engine_of.values()}
+        return {process.mark for process in self.roles.engines.processes if process.rank in working}
+
+    def _watch(self) -> InterruptedWatch:
+        watch = self.run.watch
+        return InterruptedWatch(watch.idle_timeout, watch.cluster, lambda: None, self._busy)

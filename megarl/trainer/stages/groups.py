@@ -1,0 +1,148 @@
+"""The groups of a step, a group being all responses to one prompt; dynamic sampling.
+
+Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): where all responses to a prompt score the same, advantages that
+compare them are 0 and the prompt teaches nothing. Such groups are dropped, and others generated in their place, so that
+a step always trains on `data.train_batch_size` prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.config import FilterGroupsConfig
+from megarl.data.trajectories import list_lengths, replace_column
+from megarl.trainer.stages.scoring import OVERLONG_PENALTY, Scored, concat_scored, group_numbers
+
+_FOR_METRICS = ("prompt_uid", "score", "response_mask", OVERLONG_PENALTY)
+
+
+@dataclass
+class Groups:
+    """Collects a step's groups, generation by generation, until `complete`.
+
+    Without dynamic sampling the first generation is the step's batch.
+    """
+
+    options: FilterGroupsConfig
+    num_prompts: int  # of the step
+    parts: list[Scored] = field(default_factory=list)  # all that was generated, but for its texts
+    kept: list[Scored] = field(default_factory=list)  # of each generation, the groups that stay
+    num_kept: int = 0
+    num_dropped: int = 0
+    num_surplus: int = 0
+    names: dict[str, str] = field(default_factory=dict)  # uid within the step -> the data's
+
+    @property
+    def complete(self) -> bool:
+        return self.num_kept == self.num_prompts
+
+    @property
+    def generated_tokens(self) -> int:
+        """Response tokens of all generations, of what was dropped too."""
+        return sum(int(list_lengths(part.table, "response_mask").sum()) for part in self.parts)
+
+    def distinct(self, prompts: pa.Table) -> pa.Table:
+        """The prompts under uids that the step has not used: one that comes again gets "~2", "~3", ... after its own.
+
+        Rows of a step's batch are told apart by their uids, and the sampling's noise depends on them.
+        """
+        uids = []
+        for uid in prompts["uid"].to_pylist():
+            name, number = uid, 1
+            while name in self.names:
+                number += 1
+                name = f"{uid}~{number}"
+            self.names[name] = uid
+            uids.append(name)
+        return replace_column(prompts, "uid", pa.array(uids, pa.string()))
+
+    def add(self, scored: Scored) -> None:
+        """Take the trajectories of one generation.
+
+        Raises:
+            ValueError: too few groups have come in the last generation that is allowed, or the reward does not give the
+                metric.
+        """
+        columns = [name for name in _FOR_METRICS if name in scored.table.column_names]
+        self.parts.append(replace(scored, table=scored.table.select(columns)))
+        groups = group_numbers(scored.table)
+        chosen = np.unique(groups)  # in the prompts' order
+        if self.options.enable:
+            values, live = metric_values(scored, self.options.metric), scored.live
+            differing = np.array(
+                [group for group in chosen if _differ(values[(groups == group) & live])], int
+            )
+            room = self.num_prompts - self.num_kept
+            self.num_dropped += len(chosen) - len(differing)
+            self.num_surplus += max(0, len(differing) - room)
+            chosen = differing[:room]
+        self.num_kept += len(chosen)
+        if len(chosen):
+            self.kept.append(scored.take(np.flatnonzero(np.isin(groups, chosen))))
+        limit = self.options.max_num_gen_batches
+        if not self.complete and limit and len(self.parts) >= limit:
+            raise ValueError(
+                f"algorithm.filter_groups: {limit} generations (max_num_gen_batches) gave {self.num_kept} of the "
+                f"{self.num_prompts} prompts whose responses differ in {self.options.metric!r}; the mean score was "
+                f"{concat_scored(self.parts).scores.mean():.3g}. Give data that is neither too easy nor too hard, or "
+                "raise data.gen_batch_size, actor_rollout_ref.rollout.n or max_num_gen_batches (0: no limit)"
+            )
+
+    def batch(self) -> pa.Table:
+        """The step's trajectories: the samples of a prompt are neighbours, prompts come as they were asked."""
+        assert self.complete, f"{self.num_kept} of {self.num_prompts} prompts"
+        return concat_scored(self.kept).table
+
+    def prompt_scores(self) -> tuple[list[str], np.ndarray]:
+        """Of every trajectory that was generated and scored: its prompt's uid in the data, its score [trajectories]."""
+        every = concat_scored(self.parts)
+        every = every.take(np.flatnonzero(every.live))
+        return [self.names[uid] for uid in every.table["prompt_uid"].to_pylist()], every.scores
+
+    def metrics(self) -> dict[str, float]:
+        """What the rewards told of all that was generated, and what became of it."""
+        every = concat_scored(self.parts)
+        metrics = every.metrics()
+        if OVERLONG_PENALTY in every.table.column_names:
+            penalties = every.table[OVERLONG_PENALTY].to_numpy()
+            metrics["reward/overlong_penalty"] = float(penalties.mean())
+            metrics["reward/overlong"] = float((penalties < 0).mean())
+        if self.options.enable:
+            metrics |= {
+                "filter_groups/generations": float(len(self.parts)),
+                "filter_groups/dropped": float(self.num_dropped),
+                "filter_groups/surplus": float(self.num_surplus),
+                "filter_groups/score_before": float(every.scores[every.live].mean()),
+            }
+        return metrics
+
+
+def metric_values(scored: Scored, metric: str) -> np.ndarray:
+    """The metric that groups are compared by [rows]; "score" is what the reward gave, "seq_reward" what is trained on.
+
+    Raises:
+        ValueError: the reward does not give the metric to every trajectory that it scored.
+    """
+    if metric == "seq_reward":
+        return scored.scores
+    penalty = (
+        scored.table[OVERLONG_PENALTY].to_numpy() if OVERLONG_PENALTY in scored.table.column_names else 0.0
+    )
+    score = scored.scores - penalty
+    if metric == "score" or (metric == "acc" and "acc" not in scored.numbers):
+        return score
+    values = scored.numbers.get(metric)
+    if values is None or np.isnan(values[scored.live]).any():
+        known = ", ".join(["score", "seq_reward", *scored.numbers])
+        raise ValueError(
+            f"algorithm.filter_groups.metric={metric!r}: the reward does not give this number to every trajectory; "
+            f"there are {known}"
+        )
+    return values
+
+
+def _differ(values: np.ndarray) -> bool:
+    return len(values) > 1 and float(np.ptp(values)) > 0.0

@@ -1,0 +1,149 @@
+"""What a run reads before it starts anything: data, tokenizer, model facts, reward. Errors come early and cheap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from megarl.algorithms.advantages import ESTIMATORS
+from megarl.algorithms.policy_loss import POLICY_LOSSES
+from megarl.checkpoints.hf.load import check_hf_weights
+from megarl.config import TrainConfig, check_models, needs_rules, position_warnings, val_set_sampling
+from megarl.data.loader import BatchLoader
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.models import ModelConfig, read_model_config
+from megarl.rewards.processes.scorer import Scorer
+from megarl.trainer.roles.adapters import check_adapters
+from megarl.trainer.run.opening import Facts, data_text, model_text
+from megarl.trainer.stages.prompt_data import may_lack, read_prompts, training_prompts
+from megarl.trainer.stages.reward_model import RewardModelInputs, load_reward_model
+from megarl.trainer.stages.scoring import check_prompts
+from megarl.trainer.stages.validation import ValidationSet
+from megarl.trainer.workers.ptx import load_ptx
+from megarl.util.plugins import load_plugins
+
+
+@dataclass(frozen=True)
+class TrainInputs:
+    """`num_steps` counts rollout steps of the run, each of which trains on data.train_batch_size prompts.
+
+    `ptx`: batches of the texts that are learnt beside the rewards; None: there are none.
+    `num_filtered` prompts, of training and validation, were left out as too long.
+    `warnings`: what the user should know before the run.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    model: ModelConfig
+    loader: BatchLoader
+    ptx: BatchLoader | None
+    validation: tuple[ValidationSet, ...]
+    reward_model: RewardModelInputs | None
+    num_steps: int
+    num_filtered: int
+    warnings: tuple[str, ...]
+
+    def facts(self, config: TrainConfig) -> Facts:
+        """What of it a run shows at its start."""
+        files, epochs = config.data.train_files, self.num_steps / steps_of_epoch(config, self.loader)
+        found = {
+            "model": model_text(config.actor_rollout_ref.model.path, self.model),
+            "data": f"{data_text(files, self.loader.num_rows, 'prompts')}, {epochs:.3g} epochs",
+        }
+        if self.validation:
+            number = sum(held_out.prompts.num_rows for held_out in self.validation)
+            found["validation"] = data_text(config.data.val_files or "data.val_sets", number, "prompts")
+        return found
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What is read of the models of a run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model: ModelConfig
+    reward_model: RewardModelInputs | None
+    warnings: tuple[str, ...]
+
+
+def load_model_inputs(config: TrainConfig) -> ModelInputs:
+    """Read, and check, what a run needs of its models before it starts them.
+
+    Raises:
+        ValueError: names the key or file that is wrong.
+    """
+    model_path = config.actor_rollout_ref.model
+    check_names(config)
+    model = read_model_config(model_path.path)
+    critic = read_model_config(config.critic.model.path) if config.critic is not None else None
+    reward = read_model_config(config.reward_model.model.path) if config.reward_model.enable else None
+    check_models(config, model, critic, reward)
+    check_adapters(config, model, critic)
+    check_hf_weights(model_path.path, model, mtp=model_path.mtp == "keep")
+    if critic is not None:
+        check_hf_weights(config.critic.model.path, critic, "value")
+    tokenizer = load_tokenizer(model_path.tokenizer_path, model_path.trust_remote_code)
+    reward_model = load_reward_model(config.reward_model, tokenizer) if config.reward_model.enable else None
+    return ModelInputs(tokenizer, model, reward_model, tuple(position_warnings(config, model, critic)))
+
+
+def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
+    """Read everything that `megarl train` needs; `scorer` must have a reward for every data source.
+
+    Raises:
+        ValueError: names the key, file or row that is wrong.
+    """
+    data, models = config.data, load_model_inputs(config)
+    tokenizer, optional = models.tokenizer, may_lack(config)
+    plays = config.actor_rollout_ref.rollout.multi_turn.enable
+
+    def check(prompts: pa.Table) -> None:
+        # An environment may score all by itself; a data source of which it does not is refused when it is met.
+        if needs_rules(config) and not plays:
+            check_prompts(scorer, prompts)
+
+    def dataset(files: str | tuple[str, ...], max_samples: int = -1) -> PromptDataset:
+        read = read_prompts(data, files, tokenizer, max_samples, may_lack=optional, several_turns=plays)
+        check(read.table)
+        return read
+
+    loader, num_filtered = training_prompts(data, tokenizer, check, optional, several_turns=plays)
+    val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
+    held_out = (
+        {} if data.val_files is None else {"": (dataset(data.val_files, data.val_max_samples), val_kwargs)}
+    )
+    for name, val_set in (data.val_sets or {}).items():
+        most = data.val_max_samples if val_set.max_samples is None else val_set.max_samples
+        held_out[name] = (dataset(val_set.files, most), val_set_sampling(val_set, val_kwargs))
+    return TrainInputs(
+        tokenizer=tokenizer,
+        model=models.model,
+        loader=loader,
+        ptx=load_ptx(config, tokenizer),
+        validation=tuple(ValidationSet(name, read.table, how) for name, (read, how) in held_out.items()),
+        reward_model=models.reward_model,
+        num_steps=num_training_steps(config, loader),
+        warnings=models.warnings,
+        num_filtered=num_filtered + sum(read.num_filtered for read, _ in held_out.values()),
+    )
+
+
+def num_training_steps(config: TrainConfig, loader: BatchLoader) -> int:
+    """The rollout steps of a run over the prompts of `loader`."""
+    return config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch(config, loader)
+
+
+def steps_of_epoch(config: TrainConfig, loader: BatchLoader) -> int:
+    return max(1, loader.num_rows // config.data.train_batch_size)
+
+
+def check_names(config: TrainConfig) -> None:
+    """ValueError for an estimator or a policy loss that neither megarl nor one of `plugins` has, with all names."""
+    load_plugins(config.plugins)
+    for registry, name in (
+        (ESTIMATORS, config.algorithm.adv_estimator),
+        (POLICY_LOSSES, config.actor_rollout_ref.actor.policy_loss.loss_mode),
+    ):
+        _ = registry[name]

@@ -1,0 +1,218 @@
+"""The reward model's part of a step: trajectories as the texts that it reads, and its score of each.
+
+A reward model is a Hugging Face folder of a model for sequence classification with one label: the decoder, and
+`score.weight` [1, hidden]. Its score of a text is the head's output at the text's last token, shifted and scaled as the
+folder's reward_normalization.json says if there is one (`megarl rm` writes it).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.checkpoints.hf.load import HFReader
+from megarl.config import RewardModelConfig, TrainConfig
+from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
+from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
+from megarl.models import ModelConfig, read_model_config
+from megarl.trainer.stages.nonfinite import NotFinite
+from megarl.trainer.stages.reward_normalization import AS_IT_IS, RewardNormalization, read_normalization
+from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.trainer.roles.model_roles import Role
+    from megarl.trainer.run.run import Run
+
+HEAD = "score.weight"
+
+
+@dataclass(frozen=True)
+class RewardModelInputs:
+    """What is known of the reward model before it is started.
+
+    Attributes:
+        policy: the policy's tokenizer.
+        own: the reward model's; None: it reads the policy's token ids.
+        max_length: tokens of a text that it reads; the end of a longer one is cut off.
+        normalization: what is made of the head's outputs; by default they are left alone.
+    """
+
+    model: ModelConfig
+    policy: PreTrainedTokenizerBase
+    own: PreTrainedTokenizerBase | None
+    max_length: int
+    normalization: RewardNormalization = AS_IT_IS
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """Of a table of trajectories.
+
+    Attributes:
+        scores: float32 [rows].
+        cut: rows whose text was longer than the model reads [rows].
+    """
+
+    scores: np.ndarray
+    cut: np.ndarray
+
+
+def load_reward_model(config: RewardModelConfig, policy: PreTrainedTokenizerBase) -> RewardModelInputs:
+    """Read what is needed of the model of an enabled, resolved section.
+
+    Args:
+        policy: the policy's tokenizer.
+
+    Raises:
+        ValueError: the folder holds no reward model, the model cannot read texts of `max_length`, or the tokenizers do
+            not fit what `input_tokenizer` says.
+    """
+    path, max_length = config.model.path, config.max_length
+    assert path is not None and max_length is not None, "checked and resolved"
+    model = read_model_config(path)
+    with HFReader(path) as reader:
+        found = reader.shape(HEAD) if HEAD in reader.tensors else None
+        if found != (1, model.hidden_size):
+            has = "is missing" if found is None else f"has shape {list(found)}"
+            raise ValueError(
+                f"reward_model.model.path: {path} holds no reward model: {HEAD} {has}; a Hugging Face model for sequence "
+                f"classification with one label has it, of shape [1, {model.hidden_size}]"
+            )
+        reader.check(model, "value")
+    if max_length > model.max_position_embeddings:
+        raise ValueError(
+            f"reward_model.max_length={max_length} (null: the longest trajectory) is more than the "
+            f"{model.max_position_embeddings} positions of the reward model in {path}; set it to that or less"
+        )
+    return RewardModelInputs(
+        model, policy, _own_tokenizer(config, policy), max_length, read_normalization(path)
+    )
+
+
+def _own_tokenizer(
+    config: RewardModelConfig, policy: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase | None:
+    path, given = config.model.path, config.model.input_tokenizer
+    assert path is not None
+    own = load_tokenizer(path, config.model.trust_remote_code)
+    if given is None:
+        if not policy.get_vocab().items() <= own.get_vocab().items():
+            raise ValueError(
+                f"the reward model in {path} has another tokenizer than the policy: set "
+                "reward_model.model.input_tokenizer to the policy's, and data.return_raw_input_ids=true"
+            )
+        if own.chat_template != policy.chat_template:
+            warnings.warn(
+                f"the reward model in {path} has another chat template than the policy, but is given the policy's token ids; "
+                "with reward_model.model.input_tokenizer (the policy's) chats are rendered with its own template",
+                stacklevel=2,
+            )
+        return None
+    if load_tokenizer(given, config.model.trust_remote_code).get_vocab() != policy.get_vocab():
+        raise ValueError(
+            f"reward_model.model.input_tokenizer={given} is not the policy's tokenizer, which responses are decoded with; "
+            "the reward model's own is the one in reward_model.model.path"
+        )
+    return own
+
+
+def model_scores(
+    run: Run,
+    role: Role | None,
+    batch: pa.Table,
+    inputs: RewardModelInputs | None,
+    phase: Callable[[str], AbstractContextManager],
+) -> ModelScores | None:
+    """`score_with_model` where there is a reward model, None where there is none.
+
+    Args:
+        phase: `DeviceMemory.phase`, or `held` where the time belongs to no phase of the step.
+    """
+    if role is None:
+        return None
+    assert inputs is not None
+    with phase("score_model"):
+        return score_with_model(run, role, batch, inputs)
+
+
+def score_weights(config: TrainConfig) -> tuple[float, float]:
+    """(of the rules' score, of the reward model's)."""
+    reward = config.reward_model
+    return (reward.rule_weight, reward.weight) if reward.enable else (1.0, 0.0)
+
+
+def score_with_model(run: Run, role: Role, batch: pa.Table, inputs: RewardModelInputs) -> ModelScores:
+    """The reward model's score of each trajectory. Its weights must be on the devices (phase `score_model`).
+
+    Raises:
+        ValueError: the reward model's chat template refuses a prompt.
+        NotFinite: a score is not finite.
+    """
+    lists = texts_of(batch, inputs)
+    lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
+    cut = lengths > inputs.max_length
+    scores = score_lists(run, role, [ids[: inputs.max_length] for ids in lists])
+    scores = inputs.normalization.apply(scores)
+    if not np.isfinite(scores).all():
+        row = int(np.argmin(np.isfinite(scores)))
+        raise NotFinite(f"the reward model's score of trajectory {batch['uid'][row]} is {scores[row]}", batch)
+    return ModelScores(scores, cut)
+
+
+def score_lists(run: Run, role: Role, lists: list[np.ndarray]) -> np.ndarray:
+    """What the head gives at the last token of each of any number of texts (token ids): float32 [texts]."""
+    # Data parallel ranks share out equal numbers: the shortest text fills up.
+    shortest = min(lists, key=len)
+    shared = lists + [shortest] * (rows_to_share(len(lists), role.layout) - len(lists))
+    table = pa.table({"input_ids": from_ragged(*from_lists(shared, np.int32))})
+    lengths = np.array([len(ids) for ids in shared])
+    cut = role.cut
+    shares = plan_rows(lengths, role.layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
+    results = run.wait(role.group.call("score_texts", run.put(table), run.put(shares)))
+    return merge_scores(results, len(shared))[: len(lists)]
+
+
+def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
+    """The token ids of each trajectory, prompt and response, as the reward model reads them."""
+    if inputs.own is None:
+        (prompts, starts), (responses, bounds) = (
+            ragged(batch, f"{name}_ids") for name in ("prompt", "response")
+        )
+        return [
+            np.concatenate([prompts[starts[row] : starts[row + 1]], responses[bounds[row] : bounds[row + 1]]])
+            for row in range(batch.num_rows)
+        ]
+    answers = inputs.policy.batch_decode(batch["response_ids"].to_pylist(), skip_special_tokens=True)
+    rendered = []
+    has_keywords = TEMPLATE_KWARGS in batch.column_names
+    keywords = batch[TEMPLATE_KWARGS].to_pylist() if has_keywords else ["{}"] * batch.num_rows
+    for uid, messages, given, answer in zip(
+        batch["uid"].to_pylist(), batch[MESSAGES].to_pylist(), keywords, answers, strict=True
+    ):
+        chat = [*json.loads(messages), {"role": "assistant", "content": answer}]
+        # Other keywords than tools are of the policy's template.
+        tools = {name: value for name, value in json.loads(given).items() if name == "tools"}
+        try:
+            rendered.append(render_text(inputs.own, chat, add_generation_prompt=False, template_kwargs=tools))
+        except ValueError as error:
+            raise ValueError(f"trajectory {uid}, for the reward model: {error}") from error
+    return [np.array(ids, dtype=np.int32) for ids in encode_texts(inputs.own, rendered)]
+
+
+def merge_scores(results: list, num_rows: int) -> np.ndarray:
+    """What the ranks returned (`RowColumns` of one value a row, or None) in the order of the rows: float32 [rows]."""
+    parts = [part for part in results if part is not None]
+    rows = np.concatenate([np.asarray(part_rows, dtype=np.int64) for part_rows, _ in parts])
+    assert np.array_equal(np.sort(rows), np.arange(num_rows)), "each row is computed exactly once"
+    scores = np.empty(num_rows, np.float32)
+    scores[rows] = np.concatenate([columns["scores"][0] for _, columns in parts])
+    return scores

@@ -1,0 +1,78 @@
+"""Trajectories that a run has written, read back as what a step is trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from megarl.config import TrainConfig
+from megarl.data.trajectories import (
+    MESSAGES,
+    TEMPLATE_KWARGS,
+    TRAJECTORY_SCHEMA,
+    from_ragged,
+    ragged,
+    read_trajectories,
+    replace_column,
+    sequence_lengths,
+)
+from megarl.trainer.stages.advantages import SCORED_MASK
+from megarl.trainer.stages.scoring import BASELINE_SCORE, OVERLONG_PENALTY
+
+# All that a step's second half reads of its first; what else is in the file it computes anew.
+_COLUMNS = (*TRAJECTORY_SCHEMA.names, MESSAGES, TEMPLATE_KWARGS, "score", OVERLONG_PENALTY, BASELINE_SCORE)
+
+
+def step_file(folder: str | Path, step: int) -> Path:
+    """Where a run with the trajectory folder `folder` writes those of a step."""
+    return Path(folder, f"step-{step:06d}.parquet")
+
+
+def read_step(path: str | Path, config: TrainConfig) -> pa.Table:
+    """The trajectories of a step, scored, as they were before log-probs and advantages were computed.
+
+    Raises:
+        ValueError: the file is missing, damaged, without scores, or of a step of other sizes than those of `config`.
+    """
+    table = read_trajectories(path, finite=False)
+    if "score" not in table.column_names:
+        raise ValueError(f"{path} has no column 'score': these trajectories were not scored")
+    check_sizes(table, path, config)
+    if SCORED_MASK in table.column_names:
+        flags, offsets = ragged(table, SCORED_MASK)
+        table = replace_column(table, "response_mask", from_ragged(flags > 0, offsets))
+    return table.select([name for name in _COLUMNS if name in table.column_names])
+
+
+def check_sizes(table: pa.Table, path: str | Path, config: TrainConfig) -> None:
+    """ValueError: the trajectories from `path` are not those of a step of `config`: too many, too few, or too long."""
+    data, n = config.data, config.actor_rollout_ref.rollout.n
+    if table.num_rows != data.train_batch_size * n:
+        raise ValueError(
+            f"{path} has {table.num_rows} trajectories; data.train_batch_size x actor_rollout_ref.rollout.n is "
+            f"{data.train_batch_size} x {n}"
+        )
+    longest = int(sequence_lengths(table).max())
+    if longest > data.max_prompt_length + data.max_response_length:
+        raise ValueError(
+            f"{path} has a trajectory of {longest} tokens; data.max_prompt_length + data.max_response_length is "
+            f"{data.max_prompt_length} + {data.max_response_length}"
+        )
+
+
+def count_steps(folder: Path, asked: int | None) -> int:
+    """The steps of a run on the trajectories in `folder`: as many as are `asked` for, or as are there without a gap.
+
+    Raises:
+        ValueError: not so many are there.
+    """
+    there = 0
+    while there != asked and step_file(folder, there + 1).is_file():
+        there += 1
+    if not there or (asked is not None and there < asked):
+        raise ValueError(
+            f"trainer.train_only={folder}: there is no {step_file(folder, there + 1).name}"
+            + (f", and trainer.total_training_steps={asked}" if asked else "")
+        )
+    return there

@@ -1,0 +1,330 @@
+"""Scores of trajectories: asked for while others are still generated, and what else their rewards tell.
+
+Guarantees
+- Scores are joined by uid: in whatever order trajectories finish and rewards answer, each row gets its own.
+- A reward that fails costs its sample: score 0, no token that is trained on, a line on the screen and one in
+  `reward_errors.jsonl`. If all fail, the reward is broken, and the run ends with the first error.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.config import OverlongBufferConfig, TrainConfig
+from megarl.data.trajectories import (
+    append_column,
+    environment_notes,
+    from_ragged,
+    list_lengths,
+    ragged,
+    replace_column,
+    take,
+)
+from megarl.rewards.sample import Sample, Score
+from megarl.trainer.stages.rollouts import GREEDY
+from megarl.util.files import naming
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.rewards.processes.scorer import Scorer
+    from megarl.trainer.run.run import Run
+    from megarl.trainer.stages.reward_model import ModelScores
+
+ERRORS_FILE = "reward_errors.jsonl"
+NUM_ERRORS_PRINTED = 3  # of a batch: the others are in the file
+ENVIRONMENT_SCORE = "environment_score"
+BASELINE_SCORE = "baseline_score"
+OVERLONG_PENALTY = "overlong_penalty"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Trajectories and what their rewards told, row by row.
+
+    Attributes:
+        table: with the column `score`.
+        numbers: by name, other numbers of the reward [rows]; NaN where it gave none.
+        preds: the answer that the reward read from the response, for majority votes; None where it gave none.
+        errors: why a row's reward failed; None: it did not.
+    """
+
+    table: pa.Table
+    numbers: dict[str, np.ndarray]
+    preds: list[str | None]
+    errors: list[str | None]
+
+    @property
+    def scores(self) -> np.ndarray:
+        """[rows]"""
+        return self.table["score"].to_numpy()
+
+    @property
+    def failed(self) -> np.ndarray:
+        """Rows whose reward failed [rows]."""
+        return np.array([error is not None for error in self.errors], dtype=np.bool_)
+
+    @property
+    def live(self) -> np.ndarray:
+        """Rows with a token that is trained on [rows]."""
+        return live_rows(self.table)
+
+    def take(self, rows: np.ndarray) -> Scored:
+        """Some rows, in the order of their numbers."""
+        return Scored(
+            take(self.table, rows),
+            {name: values[rows] for name, values in self.numbers.items()},
+            [self.preds[row] for row in rows],
+            [self.errors[row] for row in rows],
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """The means of the reward's numbers, and how many rewards failed."""
+        there = {name: values[~np.isnan(values)] for name, values in self.numbers.items()}
+        means = {f"reward/{name}": float(values.mean()) for name, values in there.items() if len(values)}
+        return {"reward/failed": float(self.failed.sum()), **means}
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Asks for scores as trajectories finish, and gives them to the table of all of them.
+
+    Attributes:
+        rule_weight, model_weight: score = rule_weight * the scorer's + model_weight * the reward model's; with a
+            rule_weight of 0 the scorer is not asked.
+    """
+
+    run: Run
+    scorer: Scorer
+    tokenizer: PreTrainedTokenizerBase
+    rule_weight: float = 1.0
+    model_weight: float = 0.0
+
+    def submit(self, table: pa.Table) -> None:
+        """Ask for the scores of trajectories that have finished; returns at once.
+
+        What an environment has scored itself is not asked for.
+        """
+        if self.rule_weight:
+            rows = np.flatnonzero(np.isnan(environment_scores(table)))
+            if len(rows):
+                self.scorer.submit(make_samples(take(table, rows), self.tokenizer))
+
+    def collect(self, table: pa.Table, when: str, by_model: ModelScores | None = None) -> Scored:
+        """Append `score` to trajectories that were submitted, in any order; waits for those that are open.
+
+        Args:
+            when: such as "step 3", for reports of what failed.
+            by_model: the reward model's; it and what the scorer gave become numbers, too.
+        """
+        scored = join_scores(table, self._collect(table) if self.rule_weight else {})
+        if by_model is not None:
+            scored = mix_scores(scored, by_model, self.rule_weight, self.model_weight)
+        self._report(scored, when)
+        return scored
+
+    def _collect(self, table: pa.Table) -> dict[str, Score]:
+        """Of the scorer; a death elsewhere ends the wait for it."""
+        return self.scorer.collect(lambda: self.run.wait([]), table["uid"].to_pylist())
+
+    def _report(self, scored: Scored, when: str) -> None:
+        columns = (scored.table["uid"].to_pylist(), scored.table["data_source"].to_pylist(), scored.errors)
+        failures = [
+            {"when": when, "uid": uid, "data_source": source, "error": error}
+            for uid, source, error in zip(*columns, strict=True)
+            if error is not None
+        ]
+        if not failures:
+            return
+        path = self.run.folder / ERRORS_FILE
+        with naming(path), path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(failure, ensure_ascii=False) + "\n" for failure in failures)
+        for failure in failures[:NUM_ERRORS_PRINTED]:
+            self.run.say(
+                f"{when}: the reward of {failure['uid']} (data_source {failure['data_source']}) failed and costs "
+                f"this sample: {failure['error']}"
+            )
+        if len(failures) > NUM_ERRORS_PRINTED:
+            self.run.say(f"{when}: {len(failures)} rewards failed in all, see {path}")
+
+
+def check_prompts(scorer: Scorer, prompts: pa.Table) -> None:
+    """ValueError: the scorer has no rule for a prompt, or the prompt not what its rule compares with."""
+    columns = [prompts[name].to_pylist() for name in ("uid", "data_source", "ground_truth")]
+    scorer.check(zip(*columns, strict=True))
+
+
+def make_samples(table: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Trajectories as text, without special tokens."""
+    texts = {
+        name: tokenizer.batch_decode(table[f"{name}_ids"].to_pylist(), skip_special_tokens=True)
+        for name in ("prompt", "response")
+    }
+    columns = [table[name].to_pylist() for name in ("uid", "data_source", "ground_truth", "extra_info")]
+    return [
+        Sample(uid, source, prompt, response, truth, extra)
+        for uid, source, truth, extra, prompt, response in zip(
+            *columns, texts["prompt"], texts["response"], strict=True
+        )
+    ]
+
+
+def mix_scores(scored: Scored, by_model: ModelScores, rule_weight: float, model_weight: float) -> Scored:
+    """score = rule_weight * what the scorer gave + model_weight * the reward model's; 0 where the former failed."""
+    rules = scored.scores
+    mixed = np.where(scored.failed, 0.0, rule_weight * rules + model_weight * by_model.scores)
+    numbers = {"model": by_model.scores, "model_text_cut": by_model.cut.astype(np.float32)}
+    if rule_weight:
+        numbers["rule"] = np.where(scored.failed, np.nan, rules)
+    table = replace_column(scored.table, "score", pa.array(mixed.astype(np.float32)))
+    return replace(scored, table=table, numbers={**scored.numbers, **numbers})
+
+
+def environment_scores(table: pa.Table) -> np.ndarray:
+    """What the environments of multi-turn trajectories scored [rows]; NaN: nothing."""
+    if ENVIRONMENT_SCORE not in table.column_names:
+        return np.full(table.num_rows, np.nan)
+    return table[ENVIRONMENT_SCORE].to_numpy()
+
+
+def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
+    """Append `score` (0 where nothing scores); what failed loses all tokens of its `response_mask`.
+
+    An environment's score counts before the one of `scores`; rows of neither are a reward model's alone. An
+    environment that failed costs its trajectory as a reward does; its numbers are among the reward's.
+    """
+    found = [scores.get(uid) for uid in table["uid"].to_pylist()]
+    own = environment_scores(table)
+    told = environment_notes(table)
+    errors = [None if score is None or score.score is not None else str(score.error) for score in found]
+    errors = [
+        error if note.error is None else f"environment: {note.error}"
+        for note, error in zip(told, errors, strict=True)
+    ]
+    given = [0.0 if score is None or score.score is None else score.score for score in found]
+    values = np.where(np.isnan(own), given, own).astype(np.float32)
+    each = [
+        {**note.numbers, **({} if score is None else score.numbers)}
+        for note, score in zip(told, found, strict=True)
+    ]
+    names = sorted({name for row in each for name in row})
+    numbers = {name: np.array([row.get(name, np.nan) for row in each]) for name in names}
+    preds = [None if score is None else score.notes.get("pred") for score in found]
+    failed = np.array([error is not None for error in errors], dtype=np.bool_)
+    return Scored(append_column(without_tokens(table, failed), "score", values), numbers, preds, errors)
+
+
+def refuse_if_all_failed(scored: Scored) -> None:
+    """RuntimeError, with the first error, if no reward succeeded: not the samples are to blame, then."""
+    if scored.failed.all():
+        first = {name: scored.table[name][0].as_py() for name in ("uid", "data_source")}
+        raise RuntimeError(
+            f"the rewards of all {scored.table.num_rows} trajectories failed; the first, of {first['uid']} (data_source "
+            f"{first['data_source']}): {scored.errors[0]}"
+        )
+
+
+def without_tokens(table: pa.Table, rows: np.ndarray) -> pa.Table:
+    """Take some rows (true in `rows` [rows]) out of training: all of their `response_mask` becomes false."""
+    if not rows.any():
+        return table
+    mask, offsets = ragged(table, "response_mask")
+    dead = np.repeat(rows, np.diff(offsets))
+    return replace_column(table, "response_mask", from_ragged(mask & ~dead, offsets))
+
+
+def live_rows(table: pa.Table) -> np.ndarray:
+    """Rows with a token that is trained on [rows]."""
+    mask, offsets = ragged(table, "response_mask")
+    return np.diff(np.concatenate([[0], np.cumsum(mask)])[offsets]) > 0
+
+
+def group_numbers(table: pa.Table) -> np.ndarray:
+    """The number of each row's prompt [rows]: prompts are counted from 0 as they come."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(uid, len(numbers)) for uid in table["prompt_uid"].to_pylist()])
+
+
+def training_scores(scored: Scored, config: TrainConfig) -> Scored:
+    """From scores to what is trained on: long responses are punished, greedy answers become ReMax's baseline.
+
+    Raises:
+        RuntimeError: every reward failed.
+    """
+    refuse_if_all_failed(scored)
+    return trained_scores(scored, config)
+
+
+def trained_scores(scored: Scored, config: TrainConfig) -> Scored:
+    """`training_scores` of a part of a step, all rewards of which may fail."""
+    overlong = config.reward_model.overlong_buffer
+    if overlong.enable:
+        scored = punish_overlong(scored, overlong, config.data.max_response_length)
+    greedy = np.array([uid.endswith(GREEDY) for uid in scored.table["uid"].to_pylist()], dtype=np.bool_)
+    return with_baselines(scored, greedy) if greedy.any() else scored
+
+
+def overlong_penalty(
+    lengths: np.ndarray, max_response_length: int, buffer: int, penalty_factor: float
+) -> np.ndarray:
+    """Soft overlong punishment, DAPO (arXiv:2503.14476), equation 13: 0 up to `max_response_length - buffer`
+    tokens, from there linearly down to -`penalty_factor` at `max_response_length` (in the paper 1).
+
+    Args:
+        lengths: tokens of the responses [rows], at most `max_response_length`.
+        buffer: the paper's L_cache.
+    """
+    over = lengths - (max_response_length - buffer)
+    return -penalty_factor * np.clip(over / buffer, 0.0, 1.0)
+
+
+def punish_overlong(scored: Scored, overlong: OverlongBufferConfig, max_response_length: int) -> Scored:
+    """Add the penalty to `score`, and append it as `overlong_penalty` (<= 0)."""
+    lengths = list_lengths(scored.table, "response_ids")
+    penalty = overlong_penalty(lengths, max_response_length, overlong.len, overlong.penalty_factor)
+    penalty = np.where(scored.failed, 0.0, penalty)
+    punished = pa.array((scored.scores + penalty).astype(np.float32))
+    table = append_column(replace_column(scored.table, "score", punished), OVERLONG_PENALTY, penalty)
+    return replace(scored, table=table)
+
+
+def with_baselines(scored: Scored, greedy: np.ndarray) -> Scored:
+    """Rows other than the greedy ones, with their prompt's greedy score as `baseline_score`.
+
+    Samples whose baseline failed have none to be compared with: they fail, too.
+
+    Args:
+        greedy: rows of greedy answers [rows], one of each prompt.
+    """
+    answers, baselines = scored.take(np.flatnonzero(~greedy)), scored.take(np.flatnonzero(greedy))
+    values = np.where(baselines.failed, np.nan, baselines.scores)
+    by_prompt = dict(zip(baselines.table["prompt_uid"].to_pylist(), values, strict=True))
+    baseline = np.array([by_prompt[uid] for uid in answers.table["prompt_uid"].to_pylist()])
+    lost = np.isnan(baseline)
+    table = append_column(without_tokens(answers.table, lost), BASELINE_SCORE, np.where(lost, 0.0, baseline))
+    errors = [
+        error or ("the reward of the greedy answer failed" if without else None)
+        for error, without in zip(answers.errors, lost, strict=True)
+    ]
+    return replace(answers, table=table, errors=errors)
+
+
+def concat_scored(parts: list[Scored]) -> Scored:
+    """All rows of several parts, one after the other."""
+    names = sorted({name for part in parts for name in part.numbers})
+    return Scored(
+        pa.concat_tables([part.table for part in parts]).combine_chunks(),
+        {
+            name: np.concatenate(
+                [part.numbers.get(name, np.full(part.table.num_rows, np.nan)) for part in parts]
+            )
+            for name in names
+        },
+        [pred for part in parts for pred in part.preds],
+        [error for part in parts for error in part.errors],
+    )

@@ -1,0 +1,153 @@
+"""The optimizer steps of a step: the critic's and the actor's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.algorithms.aggregate import LossAggregation
+from megarl.algorithms.covariance import ClipCov, KLCov
+from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.loss_inputs import PolicyLossOptions
+from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
+from megarl.config import TrainConfig
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.stages.controls import Controls
+from megarl.trainer.workers.dispatch import LEARNT, columns_of, packing_metrics, update_plan
+from megarl.trainer.workers.ptx import plan_ptx
+from megarl.trainer.workers.specs import PolicyUpdate
+
+if TYPE_CHECKING:
+    import ray
+
+    from megarl.trainer.run.run import Run
+
+
+def update(
+    run: Run,
+    roles: Roles,
+    batch: pa.Table,
+    config: TrainConfig,
+    controls: Controls,
+    step: int,
+    seed: int,
+    texts: Iterator[pa.Table] | None = None,
+) -> dict[str, float]:
+    """The critic's and the actor's updates; the actor waits out the critic's warm-up.
+
+    Both at once, unless they make room for each other on the same devices. Moves the coefficient of the KL loss.
+
+    Args:
+        texts: batches of data.ptx, of which the actor takes one for each of its mini-batches; None: there are none.
+    """
+    table, metrics = run.put(learnt_of(batch, config)), {}
+    trains_actor = roles.critic is None or step > config.critic.warmup_steps
+    trained = [
+        name for name, there in (("critic", roles.critic is not None), ("actor", trains_actor)) if there
+    ]
+    for phase, names in roles.memory.turns(trained):
+        with roles.memory.held(phase):
+            calls = {
+                name: _start_update(name, run, roles, batch, table, config, controls, seed, texts)
+                for name in names
+            }
+            for name, (refs, packing) in calls.items():
+                metrics |= packing
+                steps = run.wait(refs)[0]
+                metrics |= _update_metrics(name, steps)
+                if name == "actor" and steps and config.algorithm.rollout_correction.bypass_mode:
+                    metrics |= first_difference(steps[0])
+    if config.actor_rollout_ref.actor.use_kl_loss:
+        metrics["actor/kl_loss_coef"] = controls.kl_loss.coef
+        controls.kl_loss.update(metrics.get("actor/kl_loss", 0.0), batch.num_rows)
+    return metrics
+
+
+def learnt_of(batch: pa.Table, config: TrainConfig) -> pa.Table:
+    """The columns of trajectories that the updates use."""
+    actor, names = config.actor_rollout_ref.actor, LEARNT
+    if "old_log_probs" not in batch.column_names:  # the update compares its own with the engine's
+        names = (*names, "rollout_log_probs")
+    if actor.use_kl_loss and actor.kl_loss_type != FULL_KL:
+        names = (*names, "ref_log_probs")
+    return columns_of(batch, names)
+
+
+def _start_update(
+    name: str,
+    run: Run,
+    roles: Roles,
+    batch: pa.Table,
+    table: ray.ObjectRef,
+    config: TrainConfig,
+    controls: Controls,
+    seed: int,
+    texts: Iterator[pa.Table] | None,
+) -> tuple[list[ray.ObjectRef], dict[str, float]]:
+    """Call the update of "critic" or "actor" on `table`, which is of `batch` in the object store; also how even its plan is."""
+    how = policy_update(config, controls, seed)
+    role = roles.critic if name == "critic" else roles.actor
+    plan, counts = update_plan(batch, role.layout, role.cut, seed, run.plans)
+    packing = packing_metrics(name, plan, batch, role.layout, role.cut)
+    # What is not put is pickled anew for each rank: 0.7 s for a thousand of them.
+    shared = (table, run.put(plan), run.put(counts))
+    if name == "critic":
+        critic = config.critic
+        own = (run.put(how.aggregation), critic.cliprange_value, critic.vf_coef)
+        return role.group.call("update_values", *shared, *own), packing
+    how = run.put(how)
+    if texts is None:
+        return role.group.call("update_policy", *shared, how), packing
+    beside = list(itertools.islice(texts, len(plan)))
+    joined, ptx = plan_ptx(beside, role.layout, role.cut, config.actor_rollout_ref.actor.ptx_coef)
+    return role.group.call("update_policy", *shared, how, run.put(joined), run.put(ptx)), packing
+
+
+def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float]:
+    """What is logged of the updates of "critic" or "actor": one entry of `steps` for each that was taken."""
+    if not steps:  # no mini-batch had a live token
+        return {f"{name}/updates": 0.0}
+    own = ("grad_norm", "lr", "loss_scale", "skipped", "stopped_early")
+    difference = {key: value for key, value in steps[0].items() if key.startswith("training/")}
+    own = (*own, *difference)
+    sums = add_sums([{key: value for key, value in step.items() if key not in own} for step in steps])
+    metrics = reduce_metrics(sums, num_updates=len(steps)) | difference
+    metrics |= {f"{name}/lr": steps[-1]["lr"], f"{name}/updates": float(len(steps))}
+    taken = [step["grad_norm"] for step in steps if not step.get("skipped")]
+    if taken:
+        metrics[f"{name}/grad_norm"] = float(np.mean(taken))
+    if "loss_scale" in steps[-1]:  # float16
+        metrics[f"{name}/loss_scale"] = steps[-1]["loss_scale"]
+        metrics[f"{name}/skipped_steps"] = float(len(steps) - len(taken))
+    if "stopped_early" in steps[-1]:
+        metrics[f"{name}/stopped_early"] = steps[-1]["stopped_early"]
+    return metrics
+
+
+def policy_update(config: TrainConfig, controls: Controls, seed: int) -> PolicyUpdate:
+    """How the actor is updated in a step; `config` is resolved."""
+    actor = config.actor_rollout_ref.actor
+    loss = actor.policy_loss
+    select: ClipCov | KLCov | None = None
+    if loss.loss_mode == "clip_cov":
+        select = ClipCov(loss.clip_cov_ratio, loss.clip_cov_lb, loss.clip_cov_ub)
+    elif loss.loss_mode == "kl_cov":
+        select = KLCov(loss.kl_cov_ratio)
+    options = PolicyLossOptions(
+        clip_low=controls.clip_low,
+        clip_high=controls.clip_high,
+        clip_c=actor.clip_ratio_c,
+        entropy_coef=actor.entropy_coeff,
+        kl_coef=controls.kl_loss.coef if actor.use_kl_loss else 0.0,
+        kl_kind=actor.kl_loss_type if actor.use_kl_loss else None,
+        loss_mode=loss.loss_mode,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        ppo_kl_coef=loss.ppo_kl_coef,
+    )
+    aggregation = LossAggregation(actor.loss_agg_mode, actor.loss_scale_factor)
+    return PolicyUpdate(aggregation, options, select, actor.target_kl, seed)

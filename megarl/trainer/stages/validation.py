@@ -1,0 +1,164 @@
+"""Answers to held-out prompts: sets with sampling of their own, and what is told of several answers to a prompt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import comb
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.config import SamplingConfig
+from megarl.data.trajectories import expand_prompts
+from megarl.trainer.stages.rollouts import generate, sampling_params
+from megarl.trainer.stages.scoring import Rewards, Scored, concat_scored, group_numbers, refuse_if_all_failed
+
+if TYPE_CHECKING:
+    from megarl.cluster import WorkerGroup
+    from megarl.trainer.run.run import Run
+    from megarl.trainer.stages.reward_model import ModelScores
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Held-out prompts and how they are answered. `name` is "" for the prompts of data.val_files."""
+
+    name: str
+    prompts: pa.Table
+    sampling: SamplingConfig
+
+    @property
+    def prefix(self) -> str:
+        """Of its metrics."""
+        return f"{self.name}/" if self.name else ""
+
+    @property
+    def file(self) -> str:
+        """Begins the name of its trajectories' file."""
+        return f"val-{self.name}" if self.name else "val"
+
+
+def validate(
+    run: Run,
+    engines: WorkerGroup,
+    sets: Sequence[ValidationSet],
+    rewards: Rewards,
+    max_response_length: int,
+    seed: int,
+    batch_size: int | None,
+    when: str,
+    generating: Callable[[], AbstractContextManager] = nullcontext,
+    by_model: Callable[[pa.Table], ModelScores | None] = lambda table: None,
+) -> tuple[dict[str, pa.Table], dict[str, float]]:
+    """Answer held-out prompts with the weights that the engines hold.
+
+    Args:
+        batch_size: prompts that are generated for at a time; None: all of a set.
+        when: such as "validation after step 3", for reports of rewards that failed.
+        generating: within it the engines can answer.
+        by_model: a reward model's scores of trajectories.
+
+    Returns:
+        The scored answers by `ValidationSet.file`, and metrics (see `answer_metrics`), those of a set under its prefix.
+        `score/mean` is the mean of all sets' means.
+
+    Raises:
+        RuntimeError: every reward of a set failed.
+    """
+    answers, metrics = {}, {}
+    for val_set in sets:
+        size = batch_size or val_set.prompts.num_rows
+        sampling = sampling_params(val_set.sampling, max_response_length, seed)
+        parts = []
+        for start in range(0, val_set.prompts.num_rows, size):
+            requests = expand_prompts(val_set.prompts.slice(start, size), val_set.sampling.n)
+            with generating():
+                table = generate(run, engines, requests, sampling, rewards.submit)
+            label = f"{when}{val_set.name and ', set '}{val_set.name}"
+            parts.append(rewards.collect(table, label, by_model(table)))
+        scored = concat_scored(parts)
+        refuse_if_all_failed(scored)
+        answers[val_set.file] = scored.table
+        found = {**answer_metrics(scored, val_set.sampling), **scored.metrics()}
+        metrics |= {f"{val_set.prefix}{name}": value for name, value in found.items()}
+    means = [metrics[f"{val_set.prefix}score/mean"] for val_set in sets]
+    return answers, {**metrics, "score/mean": float(np.mean(means))}
+
+
+def answer_metrics(scored: Scored, sampling: SamplingConfig) -> dict[str, float]:
+    """What the answers whose reward did not fail tell.
+
+    score/mean and score/<data source>: mean scores. With several answers to a prompt also the means over prompts of
+    mean@n (the mean score of its n answers), best@n (the best one), pass@k for k = 1, 2, 4, ... n, and, where the reward
+    gives its reading of the answer, maj@n (see `majority_score`); of several data sources also .../<data source>.
+    """
+    scored = scored.take(np.flatnonzero(~scored.failed))
+    sources, groups = np.array(scored.table["data_source"].to_pylist()), group_numbers(scored.table)
+    names = sorted(set(sources.tolist()))
+    metrics = {"score/mean": float(scored.scores.mean())}
+    metrics |= {f"score/{name}": float(scored.scores[sources == name].mean()) for name in names}
+    if sampling.n == 1:
+        return metrics
+    metrics |= _of_groups(scored, groups, sampling)
+    for name in names if len(names) > 1 else ():
+        rows = np.flatnonzero(sources == name)
+        found = _of_groups(scored.take(rows), groups[rows], sampling)
+        metrics |= {f"{metric}/{name}": value for metric, value in found.items()}
+    return metrics
+
+
+def _of_groups(scored: Scored, groups: np.ndarray, sampling: SamplingConfig) -> dict[str, float]:
+    rows = [np.flatnonzero(groups == group) for group in np.unique(groups)]
+    return group_metrics(
+        [scored.scores[group] for group in rows],
+        [[scored.preds[row] for row in group] for group in rows],
+        sampling.n,
+        sampling.pass_threshold,
+    )
+
+
+def group_metrics(
+    scores: Sequence[np.ndarray], preds: Sequence[Sequence[str | None]], n: int, threshold: float
+) -> dict[str, float]:
+    """Means over prompts, each of which has an array of scores, and of answers as the reward read them.
+
+    A prompt some of whose `n` rewards failed counts with those that it has, also where they are fewer than k.
+    """
+    metrics = {
+        f"mean@{n}": float(np.mean([group.mean() for group in scores])),
+        f"best@{n}": float(np.mean([group.max() for group in scores])),
+    }
+    passed = [(len(group), int((group >= threshold).sum())) for group in scores]
+    for k in [2**power for power in range(n.bit_length()) if 2**power < n] + [n]:
+        metrics[f"pass@{k}"] = float(
+            np.mean([pass_at_k(size, passes, min(k, size)) for size, passes in passed])
+        )
+    votes = [majority_score(group, answers) for group, answers in zip(scores, preds, strict=True)]
+    if any(vote is not None for vote in votes):
+        metrics[f"maj@{n}"] = float(np.mean([vote or 0.0 for vote in votes]))
+    return metrics
+
+
+def pass_at_k(n: int, passes: int, k: int) -> float:
+    """The unbiased estimate, from `n` answers of which `passes` pass, of the probability that one of `k` does.
+
+    Chen et al., arXiv:2107.03374, equation 1: 1 - C(n - passes, k) / C(n, k).
+    """
+    assert 0 <= passes <= n and 1 <= k <= n, (n, passes, k)
+    return 1.0 - comb(n - passes, k) / comb(n, k)
+
+
+def majority_score(scores: np.ndarray, preds: Sequence[str | None]) -> float | None:
+    """The mean score of the responses that give the most frequent answer, of equals the one that came first.
+
+    Responses without an answer (None) have no vote. None: no response has one.
+    """
+    votes = Counter(pred for pred in preds if pred is not None)
+    if not votes:
+        return None
+    winner = votes.most_common(1)[0][0]
+    return float(np.mean([score for score, pred in zip(scores, preds, strict=True) if pred == winner]))

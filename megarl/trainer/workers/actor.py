@@ -1,0 +1,293 @@
+"""The actor's ranks: log-probabilities, policy updates, and the policy's weights for the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from megarl import platform
+from megarl.algorithms.aggregate import LossAggregation, LossCounts, token_weights
+from megarl.algorithms.covariance import ClipCov, KLCov, select_tokens
+from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.metrics import RolloutDifference, reported_difference
+from megarl.algorithms.policy_loss import PolicyTokens, Sequences, actor_loss
+from megarl.cluster.ranks import RankInfo
+from megarl.data.trajectories import append_column, ragged, take
+from megarl.megatron.build import unwrap
+from megarl.megatron.logprobs import head_weight, hidden_head
+from megarl.megatron.lora.lora import only_adapters
+from megarl.megatron.offload import assert_resident, weights_of
+from megarl.megatron.packed import OtherHead, PackedBatch
+from megarl.megatron.parallel import context_parallel_group
+from megarl.megatron.sequences import sequence_ids, sum_over_ranks
+from megarl.megatron.step import forward_only
+from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
+from megarl.trainer.workers.nonfinite_source import trajectory_names
+from megarl.trainer.workers.ptx import PtxUpdate, pack_ptx, with_ptx
+from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
+from megarl.weight_sync.packets import Address, SyncShare
+from megarl.weight_sync.sender import Outbox, Sent
+from megarl.weight_sync.slots import Slots
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+class ActorWorker(ModelWorker):
+    """A rank of the policy; with `reference_path` also of the reference policy in the same layout.
+
+    With adapters the model without them is the reference: it is there anyway, and nothing is loaded for it.
+    """
+
+    def __init__(
+        self,
+        info: RankInfo,
+        spec: ModelSpec,
+        temperature: float,
+        reference_path: str | None = None,
+    ) -> None:
+        super().__init__(info, spec)
+        self.temperature = temperature
+        self.outbox: Outbox | None = None
+        self.slots = Slots(platform.device().type)
+        self.reference: list[GPTModel] | None = None
+        if spec.adapted:
+            assert reference_path is None, "the reference is the model without its adapters"
+            self.reference = unwrap(self.chunks)
+        elif reference_path is not None:
+            self.reference = self.load(reference_path, "lm", trainable=False)
+            self.parts["reference"] = weights_of(self.reference, constant=True)
+
+    def memory(self) -> list[dict[str, int]]:
+        (found,) = super().memory()
+        return [{**found, "sync_buffers": self.outbox.buffer_bytes if self.outbox is not None else 0}]
+
+    def compute_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
+        """The policy's log-probs of the responses as `column`, at the sampling temperature."""
+        return self._log_probs(self.chunks, table, shares, column)
+
+    def compute_ref_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
+        """The reference's log-probs of the responses as `column`, at the sampling temperature."""
+        assert self.reference is not None
+        with self._without_adapters():
+            return self._log_probs(self.reference, table, shares, column)
+
+    def compute_both_log_probs(
+        self, table: pa.Table, shares: list[Share], ref_shares: list[Share]
+    ) -> tuple[RowColumns, RowColumns] | None:
+        """`compute_log_probs` as `old_log_probs`, and then `compute_ref_log_probs` as `ref_log_probs`."""
+        policy = self.compute_log_probs(table, shares, "old_log_probs")
+        reference = self.compute_ref_log_probs(table, ref_shares, "ref_log_probs")
+        return None if policy is None or reference is None else (policy, reference)
+
+    def compute_full_kl(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
+        """The policy's log-probs of the responses as `column`, the exact KL to the reference at each token as `full_kl` and
+        the reference's log-probs as `ref_log_probs`, all at the sampling temperature."""
+        share = shares[self.coords.dp]
+        batches = self.beside_reference(self.pack_share(table, share))
+        head = self.lm_head(temperature=self.temperature)
+        return self.forward_columns(self.chunks, batches, share, head, [column, "full_kl", "ref_log_probs"])
+
+    def beside_reference(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
+        """The batches with the reference's head, which the exact KL to it needs where log-probs are made."""
+        assert self.reference is not None
+        assert_resident(self.reference)
+        with self._without_adapters():
+            hidden = forward_only(self.reference, batches, hidden_head)
+        if self.coords.pp != self.layout.pp - 1:
+            return batches
+        weight = head_weight(self.reference[-1])
+        return [
+            replace(batch, other=OtherHead(states, weight))
+            for batch, states in zip(batches, hidden, strict=True)
+        ]
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        """While this is active, the model with adapters is the reference."""
+        return only_adapters(self.reference, None) if self.spec.adapted else nullcontext()
+
+    def _log_probs(
+        self, chunks: list[torch.nn.Module], table: pa.Table, shares: list[Share], column: str
+    ) -> RowColumns | None:
+        share = shares[self.coords.dp]
+        batches = self.pack_share(table, share)
+        return self.forward_columns(
+            chunks, batches, share, self.lm_head(temperature=self.temperature), [column]
+        )
+
+    def update_policy(
+        self,
+        table: pa.Table,
+        plan: list[list[Share]],
+        counts: list[LossCounts],
+        how: PolicyUpdate,
+        texts: pa.Table | None = None,
+        ptx: PtxUpdate | None = None,
+    ) -> list[dict[str, float]]:
+        """One optimizer step for each mini-batch of `plan`; returns each step's sums, gradient norm and lr.
+
+        A mini-batch without a live token is left out. So are those after one whose ppo_kl is over `how.target_kl`, which
+        is measured before that one's own step; the last step then has `stopped_early` 1.
+
+        Without old log-probs, which is so where `plan` is one mini-batch, those of its own forward pass are the old ones, and its
+        step has the metrics of `rollout_difference`.
+
+        Args:
+            plan: by mini-batch, by data parallel rank, the rows of each micro-batch.
+            counts: by mini-batch, what all of it holds.
+            texts: what is learnt beside the trajectories, shared out as `ptx` says; None: nothing.
+        """
+        head = self.lm_head(temperature=self.temperature, with_entropy=True)
+        first = RolloutDifference() if "old_log_probs" not in table.column_names else None
+        assert first is None or len(plan) == 1, "later updates need the log-probs from before the first"
+        old = "old_log_probs" if first is None else "rollout_log_probs"
+        fields = [old, "advantages", "loss_weights"]
+        full_kl = how.options.kl_kind == FULL_KL
+        if how.options.kl_kind is not None and not full_kl:
+            fields.append("ref_log_probs")
+        if "rollout_is_weights" in table.column_names:
+            fields.append("rollout_is_weights")
+        if how.select is not None:
+            fields.append("selected")
+
+        def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            log_probs = output[:, 0]
+            tokens = PolicyTokens(
+                mask=batch.mask,
+                weights=batch.fields["loss_weights"],
+                old_log_probs=batch.fields[old] if first is None else log_probs.detach(),
+                advantages=batch.fields["advantages"],
+                ref_log_probs=batch.fields.get("ref_log_probs"),
+                full_kl=output[:, 2] if full_kl else None,
+                rollout_is_weights=batch.fields.get("rollout_is_weights"),
+                selected=batch.fields["selected"] > 0 if how.select is not None else None,
+                sequences=whole_sequences(batch),
+            )
+            value, sums = actor_loss(log_probs, output[:, 1], tokens, how.options)
+            if first is not None:
+                sums |= first.add(log_probs.detach(), batch.fields[old], batch.mask)
+            return value, sums
+
+        head, loss = (head, loss) if ptx is None else with_ptx(head, loss, self.lm_head())
+        steps: list[dict[str, float]] = []
+        for number, (shares, count) in enumerate(zip(plan, counts, strict=True)):
+            if count.tokens == 0:
+                continue
+            source = table
+            if how.select is not None:
+                rows = [row for share in shares for micro in share for row in micro]
+                source = with_selection(table, rows, how.select, seed=how.seed * 4096 + number)
+            batches = pack_weighted(self, source, shares[self.coords.dp], fields, how.aggregation, count)
+            if full_kl:
+                batches = self.beside_reference(batches)
+            if ptx is not None:
+                assert texts is not None
+                batches = [*batches, *pack_ptx(self, texts, ptx, number)]
+            names = partial(trajectory_names, table, shares[self.coords.dp])
+            result = self.train(batches, head, loss, names)
+            steps.append({**result.stats, **result.numbers()})
+            if first is not None:
+                steps[-1] |= reported_difference(
+                    result.stats, largest_on_ranks(first), result.stats["actor/tokens"]
+                )
+            if how.target_kl is not None:
+                change = result.stats["actor/ppo_kl"] / result.stats["actor/tokens"]
+                steps[-1]["stopped_early"] = float(on_any_rank(change > how.target_kl))
+                if steps[-1]["stopped_early"]:
+                    break
+        return steps
+
+    def open_outbox(self, share: SyncShare, host: str, timeout: float) -> Address:
+        """Get ready to send this rank's share of the weights to the engines; ends a connection that was there.
+
+        Args:
+            host: this machine's address.
+        """
+        if self.outbox is not None:
+            self.outbox.close()
+        device = platform.device().type
+        self.outbox = Outbox(share, self.info.scratch, host, device, timeout, self.slots)
+        return self.outbox.address
+
+    def send_weights(
+        self, version: int, held: dict[int, int | None] | None, *, merged: bool = True, whole: bool = True
+    ) -> Sent:
+        """Send this rank's share.
+
+        Args:
+            held: what each engine rank holds (None: send what has not changed, too).
+            merged: whether weights have adapters in them; else these travel beside the weights.
+            whole: whether weights are sent that training leaves alone.
+        """
+        assert self.outbox is not None
+        tensors = self.trained_tensors() if merged else self.own_tensors()
+        return self.outbox.send(version, tensors, held, whole)
+
+
+def pack_weighted(
+    worker: ModelWorker,
+    table: pa.Table,
+    share: Share,
+    fields: Sequence[str],
+    aggregation: LossAggregation,
+    counts: LossCounts,
+) -> Sequence[PackedBatch]:
+    """Pack a share with each token's weight in the mini-batch's loss as the field `loss_weights`."""
+    rows = [row for micro in share for row in micro]
+    local = take(table, rows)
+    mask, offsets = ragged(local, "response_mask")
+    weights = token_weights(aggregation, torch.tensor(mask), torch.from_numpy(offsets), counts)
+    local = append_column(local, "loss_weights", (weights.numpy(), offsets))
+    starts = iter(range(len(rows)))
+    renumbered = [[next(starts) for _ in micro] for micro in share]
+    return worker.pack_share(local, renumbered, fields)
+
+
+def whole_sequences(batch: PackedBatch) -> Sequences:
+    """The trajectories of a micro-batch, also where each context parallel rank holds a part of them."""
+    ids, count = sequence_ids(batch), len(batch.lengths)
+    if batch.cp == 1:
+        return Sequences(ids, count)
+    group = context_parallel_group()
+    return Sequences(ids, count, lambda total: sum_over_ranks(total, group))
+
+
+def with_selection(table: pa.Table, rows: Sequence[int], rule: ClipCov | KLCov, seed: int) -> pa.Table:
+    """`table` with the tokens that `rule` chooses of the mini-batch `rows` as column `selected`.
+
+    The rows are gone through in the table's order, so that it does not matter how ranks share them.
+    """
+    chosen = np.sort(np.asarray(rows, dtype=np.int64))
+    mini = take(table, chosen)
+    old, advantages, mask = (
+        torch.tensor(ragged(mini, name)[0]) for name in ("old_log_probs", "advantages", "response_mask")
+    )
+    selected = select_tokens(rule, old, advantages, mask, seed).numpy()
+    _, offsets = ragged(table, "response_mask")
+    flags = np.zeros(offsets[-1], dtype=np.float32)
+    lengths = np.diff(offsets)[chosen]
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    flags[np.repeat(offsets[:-1][chosen], lengths) + within] = selected
+    return append_column(table, "selected", (flags, offsets))
+
+
+def largest_on_ranks(difference: RolloutDifference) -> list[float]:
+    """`difference.largest` of all ranks."""
+    mine = difference.largest
+    found = torch.zeros(2, dtype=torch.double, device=platform.device()) if mine is None else mine.clone()
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return found.tolist()
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank: one answer for all, though sums may differ in their last bit."""
+    found = torch.tensor(int(flag), device=platform.device())
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return bool(found)

@@ -1,0 +1,160 @@
+"""The process that owns a rollout engine: takes weights, answers prompts with trajectories.
+
+An engine on several nodes has such a process on each. What is asked of an engine comes to the first; the others only start
+their node's ranks, and write down for these what they take from whom.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from megarl.cluster.ranks import RankInfo
+from megarl.data.trajectories import build_trajectories, take
+from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams, SyncReport
+from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.rollout.sglang.part import SGLangPart
+from megarl.trainer.workers.multi_turn import TurnsSpec, make_players
+from megarl.weight_sync.packets import Address, SyncShare
+from megarl.weight_sync.receiver import InboxFile
+
+
+class EngineWorker:
+    """One engine, or a further node's part of one: of `info.parts` processes this is number `info.part`."""
+
+    def __init__(self, info: RankInfo, config: EngineConfig, turns: TurnsSpec | None = None) -> None:
+        """`turns`: how trajectories of several turns are played; None: they have one."""
+        self.info = info
+        # SGLang and multiprocessing put sockets wherever this says, and leave them there when they are killed.
+        tempfile.tempdir = info.scratch
+        if info.parts > 1:
+            config = replace(config, nodes=info.parts, node=info.part, address=address(info))
+        self.engine = SGLangEngine(config) if info.part == 0 else SGLangPart(config)
+        self.engine.start()
+        plays = turns is not None and info.part == 0
+        self.players = make_players(turns, self.engine, config.stop_token_ids) if plays else None
+        self.flight = self.engine.flight() if info.part == 0 else None
+        self._launched: dict[str, pa.Table] = {}  # by uid, the request of one row
+        self._signs, self._waited = self.engine.last_sign if info.part == 0 else 0.0, 0.0
+
+    def generate(self, requests: pa.Table, sampling: SamplingParams) -> pa.Table:
+        """The trajectories of `requests` (see `expand_prompts`), in their order."""
+        parts = self._generations(requests, sampling)
+        return build_trajectories(requests, [generation for part in parts for generation in part])
+
+    def stream(self, requests: pa.Table, sampling: SamplingParams, apart: float = 0.0) -> Iterator[pa.Table]:
+        """The trajectories of `requests` as they finish: tables of all that have since the last one.
+
+        Args:
+            apart: seconds between two tables, at least; but the last one comes when all are there.
+        """
+        rows = {uid: row for row, uid in enumerate(requests["uid"].to_pylist())}
+        for generations in self._generations(requests, sampling, apart):
+            part = take(requests, [rows[generation.uid] for generation in generations])
+            yield build_trajectories(part, generations)
+
+    def launch(self, parts: list[tuple[pa.Table, SamplingParams]]) -> None:
+        """Begin to answer requests, each table with a sampling of its own; they go on from call to call, `land` brings what ends.
+
+        While weights change, or memory is released, they wait, and then go on where they were.
+        """
+        for requests, sampling in parts:
+            for row, uid in enumerate(requests["uid"].to_pylist()):
+                assert uid not in self._launched, f"request {uid} was launched twice"
+                self._launched[uid] = requests.slice(row, 1)
+            self.flight.add(self._answers(requests, sampling))
+
+    def land(self, seconds: float) -> pa.Table | None:
+        """The trajectories that have ended since the last time, at the latest after so many seconds; None: none has.
+
+        Raises:
+            EngineError: the engine gave no sign of life for `request_timeout` seconds in which requests were waited for.
+        """
+        begun = time.monotonic()
+        generations = self.flight.take(seconds)
+        self._waited += time.monotonic() - begun
+        if generations or self._signs != self.engine.last_sign or not len(self.flight):
+            self._signs, self._waited = self.engine.last_sign, 0.0
+        if self._waited > self.engine.config.request_timeout:
+            raise EngineError(
+                f"SGLang has neither computed a step for any of {len(self.flight)} requests nor answered one within "
+                f"request_timeout={self.engine.config.request_timeout} s"
+            )
+        if not generations:
+            return None
+        requests = pa.concat_tables([self._launched.pop(generation.uid) for generation in generations])
+        return build_trajectories(requests.combine_chunks(), generations)
+
+    def under_way(self) -> list[str]:
+        """The uids of requests that were launched and have not landed."""
+        return list(self._launched)
+
+    def interrupt(self) -> None:
+        """Have what runs wait for the next version of the weights."""
+        self.engine.interrupt()
+
+    def _generations(
+        self, requests: pa.Table, sampling: SamplingParams, apart: float = 0.0
+    ) -> Iterator[list[Generation]]:
+        if self.players is not None:
+            yield from self.engine.as_completed(self._answers(requests, sampling), apart)
+            return
+        prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
+        yield from self.engine.generate_stream(prompts, uids, sampling, apart)
+
+    def _answers(self, requests: pa.Table, sampling: SamplingParams) -> list[Coroutine[Any, Any, Generation]]:
+        """What answers each of the requests, in their order."""
+        prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
+        for uid, ids in zip(uids, prompts, strict=True):
+            self.engine.check_request(uid, ids, sampling)
+        if self.players is None:
+            return [self.engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)]
+        version, tasks = self.engine.weight_version, self.players.tasks(requests)
+        play = self.players.player.play
+        return [play(task, ids, sampling, version) for task, ids in zip(tasks, prompts, strict=True)]
+
+    def write_inboxes(self, shares: list[SyncShare], addresses: list[Address], timeout: float) -> list[Path]:
+        """Write down for each TP rank of this process what it takes from which trainer ranks; returns the files."""
+        inboxes = [Path(self.info.scratch, f"inbox-{rank}") for rank in range(len(shares))]
+        for share, inbox in zip(shares, inboxes, strict=True):
+            needed = {address.rank: address for address in addresses if address.rank in share.transports}
+            InboxFile(share, needed, timeout).write(inbox)
+        return inboxes
+
+    def connect(self, inboxes: Sequence[Path]) -> None:
+        """Tell each TP rank of the engine where that is written, on the rank's own node."""
+        self.engine.connect(inboxes)
+
+    def release_memory(self, parts: list[str]) -> None:
+        self.engine.release_memory(parts)
+
+    def resume_memory(self, parts: list[str]) -> None:
+        self.engine.resume_memory(parts)
+
+    def memory(self) -> list[dict[str, int]]:
+        """By rank of the engine, the bytes of its parts on the device."""
+        return self.engine.memory()
+
+    def begin_update(self, version: int) -> int | None:
+        """Announce a version; returns the one that the engine held."""
+        return self.engine.begin_update(version)
+
+    def receive_weights(self, whole: bool = True) -> None:
+        """Take the version that the trainer ranks send meanwhile; `whole`: also what training leaves alone."""
+        self.engine.receive_weights(whole)
+
+    def finish_update(self) -> SyncReport:
+        """Serve the version that arrived."""
+        return self.engine.finish_update()
+
+
+def address(info: RankInfo) -> str:
+    """Where the TP ranks of an engine's processes meet."""
+    host = f"[{info.master_addr}]" if ":" in info.master_addr else info.master_addr
+    return f"{host}:{info.master_port}"

@@ -1,0 +1,395 @@
+"""A rank of a Megatron role: builds its shards, loads them, runs them forward and trains them.
+
+Everything here is the same for actor, critic, reference, reward model and SFT; what they compute differs by the head and
+the loss that they pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from megarl import platform
+from megarl.checkpoints import FileFacts
+from megarl.checkpoints.hf.adapters import AdapterExport, adapter_export_plan, load_adapters
+from megarl.checkpoints.hf.bundles import Bundle
+from megarl.checkpoints.hf.export import ExportPlan
+from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
+from megarl.cluster.ranks import RankInfo
+from megarl.cluster.rendezvous import meet
+from megarl.data.trajectories import from_lists
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
+from megarl.megatron.checkpoint.base import BaseModel
+from megarl.megatron.checkpoint.checkpoint import Loaded, Saving, begin_save, finish_save, load_states
+from megarl.megatron.layers_used import layers_text
+from megarl.megatron.logprobs import lm_head
+from megarl.megatron.lora.fp8_base import ExactWeights
+from megarl.megatron.lora.lora import attach_adapters
+from megarl.megatron.lora.merged import MergedParameters
+from megarl.megatron.lora.parameter_sets import parameter_set
+from megarl.megatron.offload import (
+    Gradients,
+    HostStates,
+    Offloadable,
+    assert_resident,
+    frozen_of,
+    gradients_of,
+    optimizer_of,
+    trained_of,
+    weights_of,
+)
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.packed import PackedBatch, unpack
+from megarl.megatron.packing import MicroBatches, arrange_sequences, arrange_texts, arrange_trajectories
+from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
+from megarl.megatron.shared_prompts import check_model
+from megarl.megatron.step import StepResult, forward_only, train_step
+from megarl.models import read_model_config
+from megarl.models.lora import ADAPTER
+from megarl.trainer.workers.nonfinite_source import Names, blame, check_update, no_names
+from megarl.trainer.workers.profiling import Profile
+from megarl.trainer.workers.rank_states import rank_states, write_companions
+from megarl.trainer.workers.specs import ModelSpec
+from megarl.util.freed_memory import keep_freed_memory
+from megarl.util.plugins import load_plugins
+from megarl.util.rendezvous import wait_for_all
+
+LOAD_TIMEOUTS = 10  # for all ranks to have loaded a model, in times of the one for collectives
+
+Share = list[list[int]]
+"""The rows of a table that one data parallel rank works on, by micro-batch."""
+
+RowColumns = tuple[list[int], dict[str, tuple[np.ndarray, np.ndarray]]]
+"""Row numbers, and by column (flat values, offsets) of one list for each of these rows."""
+
+
+class ModelWorker:
+    """One rank. Every method is called on all ranks of the role at once."""
+
+    def __init__(self, info: RankInfo, spec: ModelSpec, base: ModelWorker | None = None) -> None:
+        """
+        Args:
+            base: the rank, of the same layout, whose model this one's adapters are put on; None: it loads its own.
+        """
+        self.info, self.spec = info, spec
+        if not platform.is_cuda():
+            keep_freed_memory()
+        if base is None:
+            print(f"layers: {self.layers_used()}")
+        load_plugins(spec.plugins)
+        self.layout = ParallelLayout.from_config(spec.megatron, info.world_size)
+        self.store = None if torch.distributed.is_initialized() else meet(info, spec.timeout)
+        if base is None:
+            init_parallel(
+                self.layout,
+                info.rank,
+                info.world_size,
+                store=self.store,
+                timeout_s=spec.timeout,
+                seed=spec.megatron.seed,
+            )
+        self.coords = coords()
+        self.config = read_model_config(spec.path)
+        self.dtype = platform.resolve_dtype(spec.megatron.dtype)
+        self.adapter = ADAPTER if base is None else f"{ADAPTER}_{spec.head}"
+        if base is None:
+            self.chunks = self.load(spec.path, spec.head, trainable=spec.optim is not None)
+        else:
+            self.chunks = unwrap(base.chunks)
+            if spec.head == "value":
+                add_value_head(self.chunks, spec.megatron.seed)
+                if hasattr(self.chunks[-1], "value_head"):
+                    self.read_value_head(spec.path, self.chunks[-1].value_head.weight.data)
+        if spec.share_prompts is not None:
+            model, dropout = unwrap(self.chunks)[0].config, spec.lora.dropout if spec.adapted else 0.0
+            check_model(spec.share_prompts, model, self.layout, dropout)
+        if spec.adapted:
+            self._adapt()
+        if spec.optim is not None:
+            self.chunks = wrap_for_training(
+                self.chunks,
+                overlap_grad_reduce=spec.megatron.overlap_grad_reduce,
+                use_distributed_optimizer=spec.megatron.use_distributed_optimizer,
+            )
+            self.optimizer, self.scheduler = build_optimizer(
+                self.chunks, spec.optim, num_steps=spec.num_updates
+            )
+        self.parts = self._parts(owns_model=base is None)
+        self.reserved: list[Offloadable] = []
+        self.export: ExportPlan | None = None
+        self.adapter_export: AdapterExport | None = None
+        self.saving: Saving | None = None
+        self.profile: Profile | None = None
+        self.base_model: BaseModel | None = None  # found out by the first save or load
+
+    def _adapt(self) -> None:
+        """Freeze the model but for new adapters and its value head."""
+        lora = self.spec.lora
+        attach_adapters(
+            self.chunks, self.config, self.layout, lora, adapter=self.adapter, seed=self.spec.megatron.seed
+        )
+        if lora.adapter_path is not None:
+            load_adapters(
+                lora.adapter_path,
+                self.config,
+                lora,
+                self.layout,
+                self.info.rank,
+                local_parameters(self.chunks),
+                self.adapter,
+                self.spec.head,
+            )
+        if hasattr(self.chunks[-1], "value_head"):
+            self.chunks[-1].value_head.requires_grad_(True)
+
+    def _parts(self, *, owns_model: bool) -> dict[str, Offloadable | Gradients | HostStates]:
+        """What this rank has on the device, by its name in the account of memory."""
+        parts: dict[str, Offloadable | Gradients | HostStates] = {}
+        trained: tuple[torch.nn.Parameter, ...] = ()
+        if self.spec.adapted:
+            trained = parameter_set(self.chunks, self.adapter).parameters
+            parts["adapters"] = trained_of(trained)
+        if owns_model:
+            parts["weights"] = frozen_of(self.chunks, trained) if trained else weights_of(self.chunks)
+        if self.spec.optim is not None:
+            parts["gradients"] = gradients_of(self.chunks)
+            parts["optimizer"] = optimizer_of(self.chunks, self.optimizer)
+        return parts
+
+    def layers_used(self) -> str:
+        """Which layers the model is made of, in words."""
+        return layers_text()
+
+    def own_tensors(self) -> Mapping[str, torch.Tensor]:
+        """This rank's local tensors, adapters beside the weights; what is held in float8 is made when it is asked for."""
+        return ExactWeights(local_parameters(self.chunks), unwrap(self.chunks))
+
+    def trained_tensors(self) -> Mapping[str, torch.Tensor]:
+        """This rank's local tensors of the trained model, adapters merged into them, as `local_parameters` names them.
+
+        Called on all ranks at once. Merged tensors are made one by one, when they are asked for: do not collect them.
+        """
+        if not self.spec.adapted:
+            return local_parameters(self.chunks)
+        return MergedParameters(self.chunks, self.adapter)
+
+    def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
+        """A model's chunks on this rank, with the weights of the Hugging Face folder `path`."""
+        base_block = self.spec.lora.blocks
+        chunks = build_model(
+            self.config,
+            self.layout,
+            head=head,
+            dtype=self.dtype,
+            trainable=trainable,
+            recompute_granularity=self.spec.megatron.recompute_granularity if trainable else None,
+            base_block=base_block,
+            seed=self.spec.megatron.seed,
+        )
+        self.read_weights(path, head, local_parameters(chunks))
+        if self.store is not None:
+            # Before anything collective: ranks read a large model from shared files at very different speeds.
+            world, limit = self.info.world_size, LOAD_TIMEOUTS * self.spec.timeout
+            what = f"the {'trained' if trainable else 'frozen'} {head} model of {path} is loaded"
+            wait_for_all(self.store, what, self.info.rank, world, limit)
+        return chunks
+
+    def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Fill this rank's local tensors from a Hugging Face folder."""
+        blocks = self.spec.lora.blocks
+        load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head, blocks)
+
+    def read_value_head(self, path: str, weight: torch.Tensor) -> None:
+        """Fill a head that was put on another rank's model, if the Hugging Face folder has one."""
+        load_value_head(path, weight)
+
+    def reserve_memory(self, parts: list[str]) -> None:
+        """Begin to make room on the host for `parts`, which will be released again and again; for what does not exist yet after
+        the first step."""
+        self.reserved = [part for name in parts if isinstance(part := self.parts[name], Offloadable)]
+        for part in self.reserved:
+            part.reserve()
+
+    def release_memory(self, parts: list[str]) -> None:
+        """Free the device memory of `parts` (of `self.parts`)."""
+        for part in parts:
+            self.parts[part].offload()
+
+    def resume_memory(self, parts: list[str]) -> None:
+        """Have them on the device again, as they were; gradients as zeros."""
+        for part in parts:
+            self.parts[part].reload()
+
+    def memory(self) -> list[dict[str, int]]:
+        """The bytes of each part on the device, of all their copies on the host ("on_host") and, on a GPU, what torch
+        has allocated there in all ("allocated"); one entry, since the process has one device."""
+        found = {name: part.device_bytes() for name, part in self.parts.items()}
+        found["on_host"] = sum(part.host_bytes() for part in self.parts.values())
+        if platform.is_cuda():
+            found["allocated"] = torch.cuda.memory_allocated()
+        return [found]
+
+    def start_profile(self) -> None:
+        """Trace what this rank does from now on."""
+        self.profile = Profile()
+
+    def write_profile(self, path: str) -> None:
+        """End the trace, and write it; OSError: it cannot be written."""
+        profile, self.profile = self.profile, None
+        assert profile is not None, "start_profile was called"
+        profile.write(path)
+
+    def lm_head(self, *, temperature: float = 1.0, with_entropy: bool = False) -> Callable:
+        return lm_head(
+            vocab_size=self.config.vocab_size,
+            temperature=temperature,
+            chunk_tokens=self.spec.megatron.log_prob_chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+    def pack_share(self, table: pa.Table, share: Share, fields: Sequence[str] = ()) -> MicroBatches:
+        """This rank's part of each micro-batch of trajectories."""
+        arrange = partial(arrange_trajectories, table, fields=fields, **self._packing())
+        shares = self.spec.share_prompts is not None
+        return MicroBatches(partial(arrange, rows=rows, share_prompts=shares) for rows in share)
+
+    def pack_examples(self, table: pa.Table, share: Share) -> MicroBatches:
+        """This rank's part of each micro-batch of SFT examples."""
+        arrange = partial(arrange_sequences, table, **self._packing())
+        return MicroBatches(partial(arrange, rows=rows) for rows in share)
+
+    def pack_texts(self, table: pa.Table, share: Share) -> MicroBatches:
+        """This rank's part of each micro-batch of texts that get one number each."""
+        arrange = partial(arrange_texts, table, **self._packing())
+        return MicroBatches(partial(arrange, rows=rows) for rows in share)
+
+    def _packing(self) -> dict[str, object]:
+        layout = self.layout
+        return {"tp": layout.tp, "cp": layout.cp, "cp_rank": self.coords.cp, "sequence_parallel": layout.sp}
+
+    def forward_columns(
+        self,
+        chunks: list[torch.nn.Module],
+        batches: Sequence[PackedBatch],
+        share: Share,
+        head: Callable,
+        names: Sequence[str],
+    ) -> RowColumns | None:
+        """Run forward; the head's outputs [tokens, len(names)] as response-aligned columns.
+
+        Returns: None on ranks whose results another rank returns (all but one of each data parallel rank).
+        """
+        assert_resident(chunks)
+        outputs = forward_only(unwrap(chunks), batches, head)
+        if self.coords.pp != self.layout.pp - 1:
+            return None
+        group = context_parallel_group() if self.layout.cp > 1 else None
+        lists: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        for batch, output in zip(batches, outputs, strict=True):
+            for index, name in enumerate(names):
+                lists[name] += unpack(batch, output.view(batch.num_tokens, -1)[:, index], group)
+        if self.coords.tp or self.coords.cp:
+            return None
+        rows = [row for micro in share for row in micro]
+        return rows, {name: from_lists(values, np.float32) for name, values in lists.items()}
+
+    def train(
+        self,
+        batches: Sequence[PackedBatch],
+        head: Callable,
+        loss: Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+        names: Names = no_names,
+    ) -> StepResult:
+        """One optimizer step; equal results on every rank.
+
+        In float16 a step whose gradient overflowed is left out (`ok` is false) and the loss scale lowered.
+
+        Args:
+            names: of what is in the micro-batches, for the error.
+
+        Raises:
+            FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
+                as they were before.
+        """
+        assert_resident(self.chunks)
+        for part in ("weights", "adapters", "gradients", "optimizer"):
+            if part in self.parts:
+                self.parts[part].require()
+        result = train_step(self.chunks, self.optimizer, self.scheduler, batches, head, loss)
+        for part in self.reserved:  # the first step makes the optimizer's states
+            part.reserve()
+        self.reserved = []
+        why = partial(blame, self.chunks, batches, head, loss, names)
+        check_update(result, self.spec.optim.min_loss_scale, why)
+        return result
+
+    def export_plan(self, mtp: bool) -> ExportPlan:
+        """How the model is exported. `mtp`: with the source model's multi-token prediction layers."""
+        dtype = platform.torch_dtype(self.config.dtype)
+        self.export = ExportPlan(self.config, self.layout, dtype, mtp=mtp, head=self.spec.head)
+        return self.export
+
+    def adapter_plan(self) -> AdapterExport:
+        """How the adapters are exported, with the value head if there is one."""
+        spec = self.spec
+        self.adapter_export = adapter_export_plan(
+            self.config, self.layout, spec.lora, self.dtype, adapter=self.adapter, head=spec.head
+        )
+        return self.adapter_export
+
+    def pack_adapters(self) -> Bundle:
+        """What this rank holds of the adapters, after `adapter_plan`."""
+        assert self.adapter_export is not None
+        assert_resident(self.chunks)
+        return self.adapter_export.pack(self.info.rank, local_parameters(self.chunks))
+
+    def pack_export(self, shard: int) -> Bundle:
+        """What this rank holds of a shard file of the Hugging Face checkpoint, after `export_plan`."""
+        assert self.export is not None
+        assert_resident(self.chunks)
+        return self.export.pack(shard, self.info.rank, self.trained_tensors())
+
+    def of_role(self, role: str) -> ModelWorker:
+        """The worker of a role that these ranks have; `role`: the name of its folder in checkpoints."""
+        return self
+
+    def begin_save(self, folder: str, role: str, *, background: bool) -> None:
+        """Begin to save the role's state (`megarl.megatron.checkpoint.checkpoint`) into an empty folder.
+
+        background: it goes on while the role computes, from a copy in the host's memory.
+        """
+        worker = self.of_role(role)
+        assert worker.saving is None, f"{role} is being saved"
+        worker.saving = begin_save(folder, rank_states(worker), background=background)
+
+    def is_saved(self, role: str) -> bool:
+        """Whether `finish_save` would not have to wait for this rank's files."""
+        saving = self.of_role(role).saving
+        assert saving is not None, f"{role} is not being saved"
+        return saving.written.done()
+
+    def finish_save(self, role: str) -> dict[str, FileFacts]:
+        """Wait for what `begin_save` began.
+
+        Returns: the files that this rank wrote, by name in the folder; they are flushed.
+
+        Raises:
+            OSError: a rank could not write.
+        """
+        worker = self.of_role(role)
+        saving, worker.saving = worker.saving, None
+        assert saving is not None, f"{role} is not being saved"
+        return finish_save(saving, lambda: write_companions(worker, saving.folder))
+
+    def load_checkpoint(self, folder: str, role: str) -> Loaded:
+        """Continue with the role's state as it was saved, in any layout.
+
+        Raises:
+            ValueError: it does not fit the role's model, or is damaged; names what.
+        """
+        return load_states(folder, rank_states(self.of_role(role)))

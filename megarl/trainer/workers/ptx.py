@@ -1,0 +1,115 @@
+"""PPO-ptx (InstructGPT, arXiv:2203.02155): texts whose likelihood the policy's updates raise beside the rewards.
+
+The texts of a mini-batch are further micro-batches of its one pass through the pipeline, with a head and a loss of their
+own: gradients of both kinds are summed before they are reduced and the optimizer takes its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import torch
+
+from megarl.algorithms.ptx_loss import ptx_loss
+from megarl.config import TrainConfig
+from megarl.data.sft import SftDataset, SftLoader
+from megarl.data.trajectories import list_lengths
+from megarl.layout.grid import ParallelLayout
+from megarl.trainer.workers.dispatch import MicroBatching, Plan, plan_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.megatron.packed import PackedBatch
+    from megarl.trainer.workers.model import ModelWorker
+
+WEIGHTS = "ptx_weights"  # a field of micro-batches of texts, by which they are told from trajectories
+
+Head = Callable[..., torch.Tensor]
+Loss = Callable[[torch.Tensor, "PackedBatch"], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class PtxUpdate:
+    """How the texts of a step take part in its updates.
+
+    Attributes:
+        plan: the rows of the texts' table, by mini-batch, by data parallel rank, by micro-batch.
+        counts: the learnt tokens of each mini-batch's texts.
+        coef: of their mean negative log-likelihood.
+    """
+
+    plan: Plan
+    counts: list[int]
+    coef: float
+
+
+def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> SftLoader | None:
+    """The loader of data.ptx, with a position to resume from; None: the run has no such texts.
+
+    Raises:
+        ValueError: names the file or row that is wrong.
+    """
+    data, texts = config.data, config.data.ptx
+    if texts is None:
+        return None
+    examples = SftDataset(
+        texts.files if isinstance(texts.files, str) else list(texts.files),
+        tokenizer,
+        max_length=texts.max_length,
+        prompt_key=texts.prompt_key,
+        response_key=texts.response_key,
+        text_key=texts.text_key,
+        truncation=texts.truncation,
+        chat_template_kwargs=data.apply_chat_template_kwargs,
+        tools_key=data.tools_key,
+        section="data.ptx",
+    )
+    return SftLoader(examples, texts.batch_size, shuffle=True, seed=data.seed)
+
+
+def plan_ptx(
+    batches: Sequence[pa.Table], layout: ParallelLayout, cut: MicroBatching, coef: float
+) -> tuple[pa.Table, PtxUpdate]:
+    """The texts of a step's mini-batches, one table of `SFT_SCHEMA` each, as one table and how ranks share it."""
+    plan: Plan = []
+    counts, start = [], 0
+    for batch in batches:
+        lengths = list_lengths(batch, "input_ids")
+        shares = plan_rows(lengths, layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
+        plan.append([[[start + row for row in micro] for micro in share] for share in shares])
+        # The first token of a text is predicted by none.
+        counts.append(sum(sum(mask[1:]) for mask in batch["loss_mask"].to_pylist()))
+        start += batch.num_rows
+    return pa.concat_tables(batches), PtxUpdate(plan, counts, coef)
+
+
+def pack_ptx(worker: ModelWorker, texts: pa.Table, how: PtxUpdate, number: int) -> list[PackedBatch]:
+    """This rank's micro-batches of the texts of mini-batch `number`, each token with its weight in the loss."""
+    weight = how.coef / max(how.counts[number], 1)
+    return [
+        replace(batch, fields={WEIGHTS: batch.mask.float() * weight})
+        for batch in worker.pack_examples(texts, how.plan[number][worker.coords.dp])
+    ]
+
+
+def with_ptx(head: Head, loss: Loss, text_head: Head) -> tuple[Head, Loss]:
+    """Head and loss of trajectories, made to give micro-batches of texts theirs.
+
+    Args:
+        text_head: log-probs of texts [tokens, 1 or 2], at temperature 1.
+    """
+
+    def either_head(*, context: tuple[PackedBatch, Any], **given: Any) -> torch.Tensor:
+        chosen = text_head if WEIGHTS in context[0].fields else head
+        return chosen(context=context, **given)
+
+    def either_loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if WEIGHTS in batch.fields:
+            return ptx_loss(output[:, 0], batch.fields[WEIGHTS], batch.mask)
+        return loss(output, batch)
+
+    return either_head, either_loss

@@ -1,0 +1,73 @@
+"""The packages that megarl runs on: which versions it was tried with, what they are for, and the command that installs them.
+
+`pip install` of megarl brings what its metadata names. Megatron-core and SGLang come apart (setup.py says why).
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Collection, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megarl.util.shipped import shipped
+
+PURPOSES = {
+    "torch": "tensors, process groups",
+    "megatron-core": "models in their parallel layouts",
+    "sglang": "rollouts, evaluation",
+    "ray": "the processes of a run",
+    "transformers": "tokenizers, model files",
+    "pyarrow": "prompts and trajectories",
+}
+# Tried together (requirements/); the engine refuses any other SGLang itself, and SGLang any other torch.
+KNOWN = {
+    "torch": ("2.13.",),
+    "megatron-core": ("0.19.2",),
+    "sglang": ("0.5.21",),
+    "ray": ("2.60.",),
+}
+
+
+def installed(name: str) -> str | None:
+    """The version of a package; None: it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def requirements(name: str) -> Path:
+    """The requirements file of a name, such as "cpu"."""
+    return shipped() / "requirements" / f"{name}.txt"
+
+
+def pinned(file: Path) -> Iterator[str]:
+    """The names of the packages in a requirements file, and in those that it includes."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("-r "):
+            yield from pinned(file.parent / line.removeprefix("-r ").strip())
+        elif found := re.match(r"[\w.-]+(?=(\[.*\])?==)", line):
+            yield found[0]
+
+
+def install_command(on_gpus: bool) -> str:
+    """What installs all that `pip install` of megarl does not bring."""
+    if on_gpus:
+        return f"install the pins of {requirements('gpu')} as megarl's Dockerfile does"
+    python, file = shlex.quote(sys.executable), shlex.quote(str(requirements("cpu")))
+    return f"{python} -m pip install --no-deps --ignore-requires-python -r {file}"
+
+
+def require(names: Collection[str]) -> None:
+    """Check that packages are installed.
+
+    Raises:
+        ValueError: names those that are not, what they are for, and the command.
+    """
+    missing = [f"{name} ({PURPOSES[name]})" for name in names if installed(name) is None]
+    if missing:
+        raise ValueError(
+            f"not installed: {', '.join(missing)}; without a GPU: {install_command(on_gpus=False)}; on GPUs: "
+            f"{install_command(on_gpus=True)}"
+        )

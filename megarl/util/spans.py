@@ -1,0 +1,112 @@
+"""What a process did, from when to when: noted for some microseconds a span, until somebody takes it.
+
+Guarantees: spans of one process lie on one clock that never goes back, and has the time of day of its machine; notes may be
+made in any thread; of a process that nobody asks, only the newest are kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+Facts = dict[str, int | float | str]
+"""What is told of a span beside its name and time."""
+
+MOST = 20_000  # spans that a process keeps: some 10 MB
+
+
+class Span(NamedTuple):
+    """Something that a process did; `begin` and `end` in nanoseconds since the epoch, equal for what takes no time."""
+
+    name: str
+    begin: int
+    end: int
+    facts: Facts
+
+
+class Spans:
+    """Those of a process that nobody has taken yet, in the order of their ends."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._kept: deque[Span] = deque(maxlen=most)
+        # Of the time of day once: when somebody sets it, spans keep their lengths and their order.
+        self._epoch = time.time_ns() - time.perf_counter_ns()
+
+    def now(self) -> int:
+        """Nanoseconds since the epoch."""
+        return self._epoch + time.perf_counter_ns()
+
+    @contextmanager
+    def span(self, name: str, facts: Facts | None = None) -> Iterator[Facts]:
+        """Note the block, however it ends; what is put into the facts that it is given is noted, too."""
+        facts = {} if facts is None else facts
+        begin = self.now()
+        try:
+            yield facts
+        finally:
+            self._kept.append(Span(name, begin, self.now(), facts))
+
+    def add(self, name: str, seconds: float = 0.0, facts: Facts | None = None) -> None:
+        """Note what ends now, and began so many seconds ago."""
+        end = self.now()
+        self._kept.append(Span(name, end - int(seconds * 1e9), end, {} if facts is None else facts))
+
+    def take(self) -> list[Span]:
+        """All that are there; they are not kept any longer."""
+        return [self._kept.popleft() for _ in range(len(self._kept))]
+
+
+def joined(spans: Sequence[Span], gap: int, count: str) -> list[Span]:
+    """Spans that overlap, or follow each other within `gap` nanoseconds, as one, named after the first.
+
+    Args:
+        count: the fact that says how many they were.
+    """
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        if found and span.begin <= found[-1].end + gap:
+            last = found[-1]
+            facts = last.facts | {count: last.facts[count] + 1}
+            found[-1] = last._replace(end=max(last.end, span.end), facts=facts)
+        else:
+            found.append(span._replace(facts={count: 1}))
+    return found
+
+
+def busy(spans: Sequence[Span], begin: int, end: int) -> int:
+    """Nanoseconds between `begin` and `end` in which at least one of the spans was."""
+    total, reached = 0, begin
+    for span in sorted(spans, key=lambda span: span.begin):
+        first, last = max(span.begin, reached), min(span.end, end)
+        if last > first:
+            total, reached = total + last - first, last
+    return total
+
+
+_LONGEST_TEXT = 80
+
+
+def facts_of_call(signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> Facts:
+    """Numbers and short texts among the arguments of a call, by parameter; of tables their rows and the bytes of their buffers.
+
+    Raises:
+        TypeError: a function of this signature does not take these arguments.
+    """
+    facts: Facts = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        if hasattr(
+            value, "num_rows"
+        ):  # pyarrow is not imported here: a rank has to have its environment first
+            facts |= {f"{name}_rows": value.num_rows, f"{name}_bytes": value.get_total_buffer_size()}
+        elif isinstance(value, int | float) and math.isfinite(value):  # JSON has no other numbers
+            facts[name] = value
+        elif isinstance(value, str):
+            facts[name] = value[:_LONGEST_TEXT]
+        elif isinstance(value, list | tuple) and value and all(isinstance(part, str) for part in value):
+            facts[name] = ", ".join(value)[:_LONGEST_TEXT]
+    return facts

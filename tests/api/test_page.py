@@ -1,0 +1,72 @@
+"""The command and the program of docs/api.md, run as they stand there, and what the page says of them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+from megarl import Trainer
+from tests.fixtures.runs import REPOSITORY, steps
+
+PAGE = (REPOSITORY / "docs/api.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def page_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder in which the command and the program of docs/api.md were run as they stand there, and what was printed."""
+    folder = tmp_path_factory.mktemp("page")
+    (command,) = re.findall(r"^megarl (.*)$", PAGE, re.MULTILINE)
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (folder / "program.py").write_text(program)
+    printed = ""
+    for arguments in (["-m", "megarl", *command.split()], ["program.py"]):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        printed += done.stdout
+    return folder, printed
+
+
+def test_the_program_of_the_page(page_run: tuple[Path, str]) -> None:
+    """What the page says of it: the reward rises, a checkpoint and the policy are written, the metrics are the loop's."""
+    folder, printed = page_run
+    out = folder / "outputs/api"
+    rewards = [
+        float(text) for text in re.findall(r"^step \d+: reward (\S+), length \d", printed, re.MULTILINE)
+    ]
+    assert len(rewards) == 12 and rewards[0] < 0.1 < 0.5 < rewards[-1]
+    assert [line["step"] for line in steps(out)] == [*range(1, 13)]
+    assert all(line["timing_s/step"] > line["timing_s/generate"] > 0 for line in steps(out))
+    assert pq.read_table(out / "rollouts/step-000012.parquet").num_rows == 128
+    assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-6"]
+    before = load_file(folder / "outputs/demo/model/model.safetensors")
+    after = load_file(out / "policy/model.safetensors")
+    assert before.keys() == after.keys() and any((before[name] != after[name]).any() for name in before)
+
+
+def test_the_page_names_what_there_is(page_run: tuple[Path, str]) -> None:
+    names = set(re.findall(r"`trainer\.(\w+)\(?", PAGE)) - {"on_nonfinite", "save_freq", "test_freq", "mode"}
+    assert names == {name for name in vars(Trainer) if not name.startswith("_")} | {"step"}
+    table = pq.read_table(page_run[0] / "outputs/api/rollouts/step-000001.parquet")
+    row = re.search(r"a `pyarrow.Table`: (.*), \.\.\.", PAGE)
+    assert row is not None and set(re.findall(r"`(\w+)`", row[1])) <= set(table.column_names)
+
+
+@pytest.mark.parametrize(("version", "step"), [(1, 1), (1, 0), (2, 2)])
+def test_data_are_used_once_with_the_weights_that_generated_them(version: int, step: int) -> None:
+    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=2))
+    with pytest.raises(ValueError, match=f"collect_data number {version}, of which there were 2"):
+        Trainer.update_policy(trainer, SimpleNamespace(version=version))
+
+
+@pytest.mark.parametrize(("version", "step"), [(0, 0), (2, 1)])
+def test_a_checkpoint_is_saved_after_an_update(version: int, step: int) -> None:
+    trainer = SimpleNamespace(step=step, collector=SimpleNamespace(version=version))
+    with pytest.raises(ValueError, match="is saved after update_policy"):
+        Trainer.save_checkpoint(trainer)

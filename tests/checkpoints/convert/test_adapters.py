@@ -1,0 +1,158 @@
+"""Adapters in Megatron's distributed checkpoints: saved in one layout, loaded in another, converted."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checkpoints.convert import compare, convert
+from megarl.checkpoints.dcp import DCPReader, DCPWriter
+from megarl.checkpoints.hf.adapters import (
+    adapter_export_plan,
+    adapter_layout,
+    load_adapters,
+    write_adapter_config,
+    write_peft_adapter,
+)
+from megarl.checkpoints.hf.bundles import Bundle
+from megarl.checkpoints.hf.load import load_hf_weights
+from megarl.cli.main import main
+from megarl.config.schema.lora import LoraConfig
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.build import local_parameters
+from megarl.megatron.checkpoint.adapters import adapter_places
+from megarl.megatron.checkpoint.load import fill
+from megarl.megatron.checkpoint.places import Item, model_places, weight_items
+from megarl.megatron.lora.lora import attach_adapters
+from megarl.models import read_model_config
+from megarl.models.lora import logical_adapters
+from megarl.models.tiny import make_tiny_model
+from tests.checkpoints.convert import megatron
+from tests.checkpoints.hf.peft_folders import write_random
+from tests.ranks import RankPool
+
+
+def _items(rank: int, chunks: list[Any], model: str, layout: ParallelLayout, lora: LoraConfig) -> list[Item]:
+    """The rank's weights, and adapters that are attached to them."""
+    config = read_model_config(model)
+    items = weight_items(model_places(chunks, config.vocab_size), local_parameters(chunks))
+    attach_adapters(chunks, config, layout, lora)
+    places = adapter_places(adapter_layout(config, layout, lora).pieces(rank), logical_adapters(config, lora))
+    return items + weight_items(places, local_parameters(chunks))
+
+
+def _parts(
+    rank: int, world: int, sizes: dict[str, Any], model: str, adapter: str, lora: LoraConfig
+) -> list[Item]:
+    """What a rank has of a model and of adapters in PEFT's format."""
+    layout, config = ParallelLayout(world=world, **sizes), read_model_config(model)
+    chunks = megatron.build(rank, world, sizes, model)
+    load_hf_weights(model, config, layout, rank, local_parameters(chunks))
+    items = _items(rank, chunks, model, layout, lora)
+    load_adapters(adapter, config, lora, layout, rank, local_parameters(chunks))
+    return [item._replace(tensor=item.tensor.detach().clone()) for item in items]
+
+
+def _save(
+    ranks: RankPool,
+    world: int,
+    sizes: dict[str, Any],
+    model: str,
+    adapter: str,
+    lora: LoraConfig,
+    folder: str,
+) -> None:
+    """Write a checkpoint of both."""
+    parts = {}
+    for items in ranks.run(_parts, sizes, model, adapter, lora, world=world):
+        parts |= {(item.key, item.box): item for item in items}
+    os.makedirs(folder)
+    writer = DCPWriter(Path(folder))
+    writer.write_file(
+        (item.key, item.shape, item.box, item.tensor.view(item.box.size)) for item in parts.values()
+    )
+    writer.finish()
+    Path(folder, "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
+    write_adapter_config(Path(folder), read_model_config(model), lora, model)
+
+
+def _load(
+    rank: int, world: int, sizes: dict[str, Any], model: str, lora: LoraConfig, folder: str
+) -> tuple[list[str], Bundle]:
+    """Load a checkpoint into new adapters; returns the weights that are not the model's, and the adapters packed."""
+    layout, config = ParallelLayout(world=world, **sizes), read_model_config(model)
+    chunks = megatron.build(rank, world, sizes, model)
+    expected = {name: torch.full_like(tensor, torch.nan) for name, tensor in local_parameters(chunks).items()}
+    load_hf_weights(model, config, layout, rank, expected)
+    items = _items(rank, chunks, model, layout, lora)
+    local = local_parameters(chunks)
+    for name in local.keys() - expected.keys():
+        local[name].data.fill_(torch.nan)
+    fill(DCPReader(Path(folder)), items)
+    different = [name for name, tensor in expected.items() if not torch.equal(local[name], tensor)]
+    return different, adapter_export_plan(config, layout, lora, torch.float32).pack(rank, local)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "saved", "loaded"),
+    [
+        (
+            "qwen2",
+            LoraConfig(rank=2, alpha=8, use_dora=True),
+            (4, {"tp": 2, "sp": True, "pp": 2}),
+            (2, {"pp": 2, "vpp": 2}),
+        ),
+        ("qwen3_moe", LoraConfig(rank=2), (4, {"tp": 2, "sp": True, "ep": 2, "etp": 2}), (4, {"ep": 4})),
+        pytest.param(
+            "deepseek_v3",
+            LoraConfig(rank=2, expert_groups=4, shared_a=True),
+            (4, {"pp": 2, "ep": 2}),
+            (2, {"tp": 2, "sp": True}),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["qwen2", "qwen3_moe", "deepseek_v3"],
+)
+def test_adapters_saved_in_one_layout_are_loaded_in_another(ranks, tmp_path, family, lora, saved, loaded):
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+    model = str(make_tiny_model(tmp_path / "hf", ["one two"], family=family, **sizes))
+    adapter, folder = str(tmp_path / "adapter"), str(tmp_path / "saved")
+    write_random(model, lora, adapter)
+    _save(ranks, *saved, model, adapter, lora, folder)
+
+    results = ranks.run(_load, loaded[1], model, lora, folder, world=loaded[0])
+    assert [different for different, _ in results] == [[]] * loaded[0]
+    plan = adapter_export_plan(
+        read_model_config(model), ParallelLayout(world=loaded[0], **loaded[1]), lora, torch.float32
+    )
+    write_peft_adapter(str(tmp_path / "again"), model, plan, [bundle for _, bundle in results])
+    assert compare(adapter, str(tmp_path / "again")).equal
+
+    convert(folder, str(tmp_path / "converted"), to="peft", companions=model)
+    assert compare(adapter, str(tmp_path / "converted")).equal
+    done = convert(folder, str(tmp_path / "base"), companions=model)
+    assert done.left_out[0] == "adapters (--to peft writes them)"
+    assert compare(model, str(tmp_path / "base")).equal
+    verified = compare(model, folder, companions=model)
+    assert verified.equal and verified.not_compared == (f"adapters (--to peft writes them) of {folder}",)
+    check_mistakes(tmp_path, folder, model)
+
+
+def check_mistakes(tmp_path: Path, folder: str, model: str) -> None:
+    """What cannot be converted to adapters is named, and leaves nothing."""
+    out = str(tmp_path / "out")
+    assert main(["convert", folder, out, "--to", "peft", "--hf", model, "--dtype", "bfloat16"]) == 0
+    tensors = compare(str(tmp_path / "adapter"), out)
+    assert tensors.num_equal == 0 and not tensors.only_in_a
+    with pytest.raises(ValueError, match=r"has no adapters: --to peft takes those of a Megatron checkpoint"):
+        convert(model, str(tmp_path / "no"), to="peft")
+    with pytest.raises(ValueError, match=r"--merge makes a model of an adapter, --to peft takes"):
+        convert(folder, str(tmp_path / "no"), to="peft", companions=model, adapter=out)
+    Path(folder, "adapter_config.json").unlink()
+    with pytest.raises(ValueError, match=r"has adapters, but no adapter_config.json that says what they are"):
+        convert(folder, str(tmp_path / "no"), to="peft", companions=model)
+    assert not (tmp_path / "no").exists()

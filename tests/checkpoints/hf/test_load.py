@@ -1,0 +1,178 @@
+"""Reading checkpoints: what is refused, value heads, float8, layers that are dropped."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from megarl.checkpoints.hf.load import HFReader, check_hf_weights, dequantise, load_hf_weights
+from megarl.layout import Box, make_plan
+from megarl.layout.grid import ParallelLayout
+from megarl.models import read_model_config
+from megarl.weight_sync.model_layouts import hf_layout, megatron_layout
+from tests.weight_sync.shards import empty_shards, load_all, make_model, quantise, run_plan
+
+ONE = ParallelLayout(world=1)
+
+
+def change_tensors(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def change_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_a_critic_loads_from_a_language_model_and_keeps_its_own_head(tmp_path):
+    make_model(tmp_path / "hf", tied=False)
+    config, layout = read_model_config(str(tmp_path / "hf")), ParallelLayout(world=4, pp=4)
+    ranks = empty_shards(megatron_layout(config, layout, "value"))
+    head = ranks[3]["0:value_head.weight"].fill_(7.0)
+    for rank, parameters in enumerate(ranks):
+        load_hf_weights(str(tmp_path / "hf"), config, layout, rank, parameters, "value")
+    assert (head == 7.0).all()
+    rest = [t for r in ranks for n, t in r.items() if "value_head" not in n]
+    assert not any(torch.isnan(t).any() for t in rest)
+
+
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
+    folder = tmp_path / "hf"
+    make_model(folder)
+    config = read_model_config(str(folder))
+    change_config(folder, intermediate_size=40)
+    wrong = read_model_config(str(folder))
+    ranks = empty_shards(megatron_layout(wrong, ONE))
+    with pytest.raises(
+        ValueError, match=r"mlp.gate_proj.weight has shape \(48, 32\), config.json makes it \(40, 32\)"
+    ):
+        load_hf_weights(str(folder), wrong, ONE, 0, ranks[0])
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
+        load_hf_weights(str(folder), config, ONE, 0, ranks[0])
+
+
+def test_every_missing_or_left_over_expert_is_named(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model("qwen3_moe").folder, tmp_path / "hf")
+
+    def change(tensors):
+        tensors["model.layers.1.mlp.experts.8.up_proj.weight"] = tensors.pop(
+            "model.layers.1.mlp.experts.7.up_proj.weight"
+        )
+
+    change_tensors(folder, change)
+    with pytest.raises(
+        ValueError, match=r"experts\.7\.up_proj\.weight is missing; .*experts\.8.* is not a tensor"
+    ):
+        check_hf_weights(str(folder), read_model_config(str(folder)))
+
+
+@pytest.mark.parametrize("block", [(16, 16), (12, 20), (128, 128)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(world=1),
+        ParallelLayout(world=4, tp=4, ep=2, etp=2),
+        ParallelLayout(world=4, pp=2, ep=2, first_layers=1),
+    ],
+    ids=["one", "tp4ep2etp2", "pp2ep2"],
+)
+def test_float8_weights_are_read_as_what_they_stand_for(tmp_path, tiny_model, block, layout):
+    """Blocks that no shard's edge meets, blocks that most shards' edges cut, and blocks larger than tensors."""
+    folder = shutil.copytree(tiny_model("deepseek_v3", dtype="bfloat16").folder, tmp_path / "hf")
+    torch.manual_seed(0)
+    means = quantise(folder, block)
+    config = read_model_config(str(folder))
+    assert config.fp8_block == block
+    check_hf_weights(str(folder), config, mtp=True)
+    ranks, written = load_all(folder, layout), empty_shards(hf_layout(config))
+    run_plan(make_plan(megatron_layout(config, layout), hf_layout(config)), ranks, written)
+    for name, values in written[0].items():
+        assert torch.equal(values, means[name].float()), name
+    zero = written[0]["model.layers.0.mlp.up_proj.weight"][: block[0], : block[1]]
+    assert (zero == 0).all()
+
+
+def test_float8_values_are_rounded_to_the_parameters_type_only_once(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model("qwen3").folder, tmp_path / "hf")
+    means = quantise(folder, (16, 16))
+    config = read_model_config(str(folder))
+    parameters = {
+        name: tensor.bfloat16() for name, tensor in empty_shards(megatron_layout(config, ONE))[0].items()
+    }
+    load_hf_weights(str(folder), config, ONE, 0, parameters)
+    found = parameters["0:decoder.layers.2.mlp.linear_fc2.weight"]
+    assert torch.equal(found, means["model.layers.2.mlp.down_proj.weight"].bfloat16())
+
+
+def test_dequantise_is_transformers_own():
+    torch.manual_seed(0)
+    values = torch.randn(48, 64).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 2)
+    expected = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
+    assert torch.equal(dequantise(values, scales, (16, 32), (0, 0)), expected)
+    inside = dequantise(values[20:37, 40:], scales[1:, 1:], (16, 32), (4, 8))
+    assert torch.equal(inside, expected[20:37, 40:])
+
+
+def test_scales_that_are_missing_or_without_a_weight_are_named(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model("qwen3").folder, tmp_path / "hf")
+    quantise(folder, (16, 16))
+    config = read_model_config(str(folder))
+    first, second = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 1))
+
+    def change(tensors):
+        del tensors[first + "_scale_inv"]
+        tensors[second + "_scale_inv"] = torch.ones(3, 3)
+        tensors["model.norm.weight_scale_inv"] = torch.ones(1)
+
+    change_tensors(folder, change)
+    with pytest.raises(ValueError) as error:
+        check_hf_weights(str(folder), config)
+    assert f"{first} is in float8, but {first}_scale_inv is missing" in str(error.value)
+    assert f"{second}_scale_inv has shape (3, 3), config.json makes it (2, 4)" in str(error.value)
+    assert "model.norm.weight_scale_inv is there, but model.norm.weight is not in float8" in str(error.value)
+    change_config(folder, quantization_config=None)
+    with pytest.raises(ValueError, match=r"_scale_inv is there, but config\.json says of no quantisation"):
+        check_hf_weights(str(folder), read_model_config(str(folder)))
+
+
+def test_prediction_layers_may_be_missing_unless_they_are_wanted(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model("glm4_moe").folder, tmp_path / "hf")
+    config = read_model_config(str(folder))
+    assert config.num_mtp_layers == 1
+    check_hf_weights(str(folder), config, mtp=True)
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.4.eh_proj.weight"))
+    check_hf_weights(str(folder), config)
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj\.weight is missing"):
+        check_hf_weights(str(folder), config, mtp=True)
+
+
+def test_what_prediction_layers_repeat_must_be_the_models_own(tmp_path, tiny_model):
+    folder = shutil.copytree(tiny_model("deepseek_v3").folder, tmp_path / "hf")
+    config, name = read_model_config(str(folder)), "model.layers.4.shared_head.head.weight"
+    with HFReader(str(folder)) as reader:
+        reader.check_mtp_copies(config)
+    change_tensors(folder, lambda tensors: tensors[name][7, 3].add_(1))
+    with HFReader(str(folder)) as reader:
+        reader.check(config, "lm", mtp=True)
+        with pytest.raises(ValueError, match=rf"{name} should be equal to lm_head\.weight, but is not"):
+            reader.check_mtp_copies(config)
+    change_tensors(folder, lambda tensors: tensors.pop(name))
+    with HFReader(str(folder)) as reader:
+        reader.check(config, "lm", mtp=True)
+        reader.check_mtp_copies(config)
+
+
+def test_a_box_is_read_alone(tiny_model):
+    model = tiny_model("qwen2")
+    name = "model.layers.1.mlp.down_proj.weight"
+    with HFReader(str(model.folder)) as reader:
+        assert torch.equal(reader.read(name, Box((3, 5), (2, 7))), model.state[name][3:5, 5:12])
+        assert reader.dtype(name) == torch.float32

@@ -1,0 +1,127 @@
+"""Hugging Face -> Megatron -> Hugging Face and -> SGLang, over a grid of layouts, on simulated ranks.
+
+The oracle of SGLang's shards, in fusions.py, is written from SGLang's model files, not from the weight tables.
+"""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from megarl.layout import make_plan
+from megarl.layout.grid import ParallelLayout
+from megarl.weight_sync.model_layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
+from tests.weight_sync.fusions import Rank, expected_sglang
+from tests.weight_sync.shards import empty_shards, load_all, run_plan
+
+DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
+TIED_FAMILIES = (*DENSE_FAMILIES, "deepseek_v3", "kimi_k2")
+FAMILIES = (*DENSE_FAMILIES, "qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2")
+
+LAYOUTS = {
+    "tp1": ParallelLayout(world=1),
+    "tp2": ParallelLayout(world=2, tp=2),
+    "tp4": ParallelLayout(world=4, tp=4),
+    "pp4": ParallelLayout(world=4, pp=4),
+    "tp2pp2": ParallelLayout(world=4, tp=2, pp=2),
+    "pp2vpp2": ParallelLayout(world=2, pp=2, vpp=2),
+    "tp2pp2vpp2dp2": ParallelLayout(world=8, tp=2, pp=2, vpp=2),
+    "tp2cp2dp2": ParallelLayout(world=8, tp=2, cp=2),
+    "pp3uneven": ParallelLayout(world=3, pp=3, first_layers=1, last_layers=1),
+    "ep2": ParallelLayout(world=2, ep=2),
+    "tp2ep4dp2": ParallelLayout(world=4, tp=2, ep=4),
+    "tp2etp2ep2": ParallelLayout(world=4, tp=2, ep=2, etp=2),
+    "etp2": ParallelLayout(world=2, etp=2),
+    "tp2pp2ep2uneven": ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1),
+    "pp2vpp2ep2dp2": ParallelLayout(world=4, pp=2, vpp=2, ep=2),
+}
+CASES = [
+    (name, family)
+    for name, layout in LAYOUTS.items()
+    for family in FAMILIES
+    if family not in DENSE_FAMILIES or (layout.ep, layout.etp) == (1, 1)
+]
+ENGINES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (8, 1, 1), (8, 4, 1), (4, 2, 2))  # tp, ep, dp attention
+
+
+def engines_of(family):
+    return [engine for engine in ENGINES if family not in DENSE_FAMILIES or engine[1] == 1]
+
+
+@lru_cache(maxsize=4)
+def loaded(folder, layout):
+    """What each rank holds after it read the checkpoint."""
+    return load_all(folder, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name, family", CASES)
+def test_hugging_face_to_megatron_and_back(tiny_model, family, name):
+    for tied in (False, True) if family in TIED_FAMILIES else (False,):
+        model = tiny_model(family, tie_word_embeddings=tied)
+        ranks, written = loaded(model.folder, name), empty_shards(hf_layout(model.config))
+        run_plan(
+            make_plan(megatron_layout(model.config, LAYOUTS[name]), hf_layout(model.config)), ranks, written
+        )
+        assert written[0].keys() == model.decoder.keys()
+        for tensor, values in model.decoder.items():
+            assert torch.equal(written[0][tensor], values), (tied, tensor)
+
+
+@pytest.mark.parametrize("name, family", CASES)
+def test_hugging_face_to_megatron_to_sglang(tiny_model, family, name):
+    model = tiny_model(family)
+    source = megatron_layout(model.config, LAYOUTS[name])
+    for tp, ep, dp in engines_of(family):
+        target = sglang_layout(model.config, EngineLayout(tp=tp, ep=ep, dp=dp, num_engines=2))
+        engines = empty_shards(target)
+        run_plan(make_plan(source, target), loaded(model.folder, name), engines)
+        for rank in range(2 * tp):
+            expected = expected_sglang(model.decoder, model.config.hf, Rank(rank % tp, tp, ep, dp))
+            assert engines[rank].keys() == expected.keys()
+            for tensor, values in expected.items():
+                assert torch.equal(engines[rank][tensor], values), (tp, ep, dp, rank, tensor)
+
+
+def test_a_tied_head_and_queries_without_a_latent_space_reach_sglang(tiny_model):
+    for family, fields in (("qwen3", None), ("deepseek_v3", {"q_lora_rank": None})):
+        model = tiny_model(family, tie_word_embeddings=family == "qwen3", fields=fields)
+        target = sglang_layout(model.config, EngineLayout(tp=2))
+        engine = empty_shards(target)
+        plan = make_plan(megatron_layout(model.config, LAYOUTS["tp2pp2"]), target)
+        run_plan(plan, loaded(model.folder, "tp2pp2"), engine)
+        for rank in range(2):
+            expected = expected_sglang(model.decoder, model.config.hf, Rank(rank, 2))
+            assert engine[rank].keys() == expected.keys()
+            assert all(torch.equal(engine[rank][tensor], values) for tensor, values in expected.items())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["tp1", "tp2pp2ep2uneven", "tp2etp2ep2"])
+def test_prediction_layers_come_along_if_asked_for(tiny_model, family, name):
+    model = tiny_model(family)
+    layout = megatron_layout(model.config, LAYOUTS[name], mtp=True)
+    checkpoint = hf_layout(model.config, mtp=True)
+    ranks, written = empty_shards(layout), empty_shards(checkpoint)
+    run_plan(make_plan(checkpoint, layout), [model.state], ranks)
+    last = ranks[-1]
+    assert torch.equal(last["0:mtp.layers.0.enorm.weight"], model.state["model.layers.4.enorm.weight"])
+    run_plan(make_plan(layout, checkpoint), ranks, written)
+    assert written[0].keys() == model.state.keys()
+    for tensor, values in model.state.items():
+        assert torch.equal(written[0][tensor], values), tensor
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_fill_their_tensors_once(tiny_model, family, mtp):
+    """No element of a rank's parameters is left out or meant for two weights, but for the vocabulary's padding."""
+    config = tiny_model(family).config
+    layouts = [megatron_layout(config, LAYOUTS[name], mtp=mtp) for name, other in CASES if other == family]
+    layouts += [sglang_layout(config, EngineLayout(*engine)) for engine in engines_of(family)]
+    for layout in layouts:
+        for rank, tensors in enumerate(empty_shards(layout)):
+            for piece in layout.pieces(rank):
+                part = tensors[piece.local][piece.local_box.slices]
+                assert part.isnan().all(), piece
+                part.zero_()
+            assert not any(tensor.isnan().any() for tensor in tensors.values()), (layout.name, rank)

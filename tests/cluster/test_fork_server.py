@@ -1,0 +1,207 @@
+"""Ranks that are copies of a process which has their imports done."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import Kind, WorkerDied, WorkerFailed, open_premises, wait
+from megarl.cluster.fork_server import interpreter, start_nursery
+from megarl.cluster.guard import marked_processes, parent_of
+from tests.cluster.processes import alive_after
+
+KIND = Kind(("wave", "numpy"), (("OMP_NUM_THREADS", "1"),))
+# A module whose import takes as long as a file is there.
+SLOW = "import os, time\nwhile os.path.exists({path!r}): time.sleep(0.02)\n"
+
+
+@pytest.fixture
+def nursery(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """nursery(kind): the socket of one, which is killed at the end of the test."""
+    started = []
+
+    def start(kind: Kind = KIND) -> str:
+        path = str(tmp_path / f"nursery-{len(started)}")
+        started.append(start_nursery(path, kind))
+        return path
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def serving(path: str) -> list[int]:
+    """The nursery at `path` and its copies, but for those that Ray has given a title."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and parent_of(int(folder.name)) is not None:
+            arguments = (folder / "cmdline").read_bytes().decode().split("\0")
+            if "--serve" in arguments and path in arguments:
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def run_by(path: str, script: Path, *arguments: str, **options) -> subprocess.Popen:
+    """What Ray does to start a worker: the interpreter, then the command's arguments."""
+    command = f"exec {interpreter(path)} {script} {' '.join(arguments)}"
+    return subprocess.Popen(["bash", "-c", command], **options)
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(textwrap.dedent(text))
+    return file
+
+
+def text_of(file: Path, seconds: float = 20.0) -> str:
+    """The text of a file that is written meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not file.exists() or not file.read_text().endswith("\n"):
+        assert time.monotonic() < deadline, file
+        time.sleep(0.02)
+    return file.read_text()
+
+
+def test_ranks_have_the_imports_and_are_as_others_in_all_else(start_group, nursery):
+    path, env = nursery(), {"MY_VARIABLE": "7"}
+    copies = start_group("copies", 2, env=env, nursery=path)
+    others = start_group("others", 1, env=env)
+    (first, second), (other,) = (wait(group.call("origin", "wave"), [group]) for group in (copies, others))
+    assert {first["parent"], second["parent"]} == set(serving(path))
+    assert other["parent"] not in serving(path)
+    assert first["before_start"] and second["before_start"] and not other["before_start"]
+    for name in ("folder", "oom_score", "main_module"):
+        assert first[name] == second[name] == other[name], name
+    for name in (
+        "SigBlk",
+        "SigIgn",
+        "SigCgt",
+        "Umask",
+        "Uid",
+        "Gid",
+        "Groups",
+        "CapEff",
+        "Cpus_allowed",
+        "NoNewPrivs",
+    ):
+        assert first["status"][name] == other["status"][name], name
+    changing = {"RAY_CLIENT_MODE", "MEGARL_RANK"}
+    assert {k: v for k, v in first["environment"].items() if k not in changing} == {
+        k: v for k, v in other["environment"].items() if k not in changing
+    }
+    assert first["random"] != second["random"], "numpy's random numbers"
+    assert first["title"] == "ray::copies-rank0.origin"
+    log = Path(copies.processes[0].log_path).read_text()
+    assert log.startswith(f"--- copies-rank0: process {copies.pids[0]} on 127.0.0.1")
+
+
+def test_the_death_of_a_copy_is_noticed_and_nothing_of_it_is_left(start_group, nursery):
+    group = start_group("copies", 2, nursery=nursery())
+    os.kill(group.pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="copies rank 1"):
+        wait(group.call("sleep", 60), [group])
+    assert not Path(f"/proc/{group.pids[1]}").exists(), "nobody has waited for it"
+
+
+def test_what_a_copy_raises_is_told_as_of_any_rank(start_group, nursery):
+    with pytest.raises(WorkerFailed, match="no weights for rank 0"):
+        start_group("copies", 1, init_kwargs={"fail_rank": 0}, nursery=nursery())
+
+
+def test_a_copy_is_restarted_as_a_copy(start_group, nursery):
+    path = nursery()
+    group = start_group("copies", 2, nursery=path)
+    before = group.pids
+    wait(group.restart(0), [group])
+    origin, _ = wait(group.call("origin", "wave"), [group])
+    assert group.pids[0] != before[0] and group.pids[1] == before[1]
+    assert origin["parent"] in serving(path) and origin["before_start"]
+
+
+def test_without_a_nursery_ranks_make_their_imports_themselves(start_group, nursery):
+    path = nursery(Kind(("no_such_module_of_anybody",), ()))
+    assert "no_such_module_of_anybody" in text_of(Path(f"{path}.log"))
+    for gone in (path, f"{path}-never-there"):
+        group = start_group("others", 1, nursery=gone)
+        (origin,) = wait(group.call("origin", "wave"), [group])
+        assert origin["parent"] not in serving(path) and not origin["before_start"]
+        group.shutdown()
+
+
+def test_a_copy_has_the_streams_arguments_and_folder_of_who_asked(nursery, tmp_path):
+    script = write(
+        tmp_path / "script.py", "import os, sys; print(sys.argv[1:], os.getcwd(), sys.stdin.read())"
+    )
+    with run_by(
+        nursery(), script, "a", "--b=c", cwd="/proc", text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as asker:
+        out, _ = asker.communicate("what is asked", timeout=30)
+    assert out == "['a', '--b=c'] /proc what is asked\n" and asker.returncode == 0
+
+
+def test_who_does_not_wait_gets_no_copy(nursery, tmp_path, monkeypatch):
+    """A worker that Ray has given up must not come later: it would be one too many."""
+    hold, ran = write(tmp_path / "hold", ""), tmp_path / "ran"
+    write(tmp_path / "slow_module.py", SLOW.format(path=str(hold)))
+    monkeypatch.syspath_prepend(tmp_path)
+    script = write(tmp_path / "script.py", f"import sys; print(sys.argv[1], file=open({str(ran)!r}, 'a'))")
+    path = nursery(Kind(("slow_module",), ()))
+    gone = run_by(path, script, "gone")
+    while "nursery" not in Path(f"/proc/{gone.pid}/cmdline").read_text():  # bash has yet to become it
+        time.sleep(0.02)
+    time.sleep(0.5)
+    gone.kill()
+    gone.wait()
+    hold.unlink()
+    run_by(path, script, "waits").wait(30)
+    assert text_of(ran) == "waits\n"
+
+
+def test_it_ends_with_the_parent_of_who_asked_first(nursery, tmp_path):
+    """With Ray's raylet: its copies would else live on without one (see guard.py)."""
+    done = tmp_path / "done"
+    script = write(tmp_path / "script.py", f"print('done', file=open({str(done)!r}, 'w'))")
+    path = nursery()
+    command = f"{interpreter(path)} {script}; sleep 60"  # a parent that lives on
+    raylet = subprocess.Popen(["bash", "-c", command], start_new_session=True)
+    assert text_of(done) == "done\n"
+    assert serving(path) and raylet.poll() is None
+    os.killpg(raylet.pid, signal.SIGKILL)
+    raylet.wait()
+    deadline = time.monotonic() + 5
+    while serving(path):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_premises_have_a_nursery_for_each_kind_and_end_whole():
+    with open_premises({"one": KIND, "two": KIND, "three": Kind(("wave",), ())}) as premises:
+        one, two, three = (premises.nurseries[name] for name in ("one", "two", "three"))
+        assert one == two != three
+        pids = serving(one) + serving(three)
+        assert len(pids) == 2 and set(pids) <= set(marked_processes(premises.mark))
+    assert alive_after(pids, 5) == []
+    assert not Path(premises.temp_dir).exists()
+
+
+def test_premises_end_with_a_controller_that_is_killed():
+    code = """
+        import time
+        from megarl.cluster import Kind, open_premises
+        with open_premises({"kind": Kind(("wave",), ())}) as premises:
+            print(premises.nurseries["kind"], flush=True)
+            time.sleep(60)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
+        path = controller.stdout.readline().strip()
+        pids = serving(path)
+        assert len(pids) == 1
+        controller.kill()
+    assert alive_after(pids, 5) == []

@@ -1,0 +1,105 @@
+"""What a rank holds of a tiny model, and what is planned for it, term by term."""
+
+from typing import Any
+
+import torch
+
+from megarl.costs.activations import Kept, stage_bytes
+from megarl.costs.parameters import StageTensors, float32_buffers, stage_tensors
+from megarl.costs.training import training_bytes
+from megarl.megatron.build import unwrap
+from megarl.megatron.logprobs import lm_head
+from megarl.megatron.offload import gradients_of, optimizer_of, weights_of
+from megarl.megatron.packed import PackedBatch
+from megarl.megatron.step import train_step
+from megarl.megatron.value import value_head
+from megarl.models.float8 import SCALES
+from megarl.models.lora import adapted_weights
+from tests.costs.models import Built, build
+from tests.costs.saved import kept_tensors
+from tests.megatron.parity import VOCAB, batches, loss_of
+
+Terms = dict[str, int]
+
+
+def measure_rank(
+    rank: int, world: int, folder: str, sizes: dict[str, Any], options: dict[str, Any]
+) -> tuple[Terms, Terms]:
+    """Bytes of this rank after a training step (of activations the most in it), and those that are planned.
+
+    Activations are planned for modules in torch and float32. `options`: of `build`.
+    """
+    built = build(rank, world, folder, sizes, **options)
+    head = value_head if options.get("head") == "value" else lm_head(vocab_size=VOCAB, chunk_tokens=16)
+    micro_batches = batches(built.layout)[:1] * (2 * built.layout.pp)  # equally long ones: the plan counts so
+    parameters = [parameter for chunk in unwrap(built.chunks) for parameter in chunk.parameters()]
+    with kept_tensors(parameters) as kept:
+        assert train_step(built.chunks, built.optimizer, built.scheduler, micro_batches, head, _loss).ok
+    states = optimizer_of(built.chunks, built.optimizer)
+    found = {
+        "weights": weights_of(built.chunks).device_bytes(),
+        "gradients": gradients_of(built.chunks).device_bytes(),
+        "optimizer": states.device_bytes(),
+        "host": states.host_bytes(),
+        "buffers": sum(
+            4 * buffer.numel()
+            for chunk in unwrap(built.chunks)
+            for name, buffer in chunk.named_buffers()
+            if name.endswith("expert_bias")
+        ),
+        "activations": kept.peak,
+    }
+    return found, _planned(built, options, micro_batches)
+
+
+def _loss(outputs: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return loss_of(outputs.view(batch.num_tokens, -1), batch)
+
+
+def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBatch]) -> Terms:
+    config, layout, stage, lora = built.config, built.layout, built.place.pp, options.get("lora")
+    head = options.get("head", "lm")
+    adapted = None if lora is None else adapted_weights(config, lora)
+    tensors = stage_tensors(config, layout, stage, head=head, lora=lora, adapted=adapted)
+    _check_names(built, tensors)
+    states = training_bytes(
+        tensors,
+        layout,
+        itemsize=options.get("dtype", torch.float32).itemsize,
+        distributed=options.get("distributed", True),
+        first_stage=stage == 0,
+        on_host=options.get("on_host", False),
+        fp8_block=None if lora is None or lora.blocks is None else (lora.blocks, lora.blocks),
+        replica=built.replica,
+    )
+    kept = Kept(
+        config,
+        layout,
+        tensors,
+        tokens=micro_batches[0].num_tokens,
+        itemsize=4,
+        lora=lora,
+        fused=False,
+        recompute=options.get("recompute"),
+    )
+    return {
+        "weights": states.weights + states.adapters,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer,
+        "host": states.host,
+        "buffers": float32_buffers(config, layout, stage),
+        "activations": stage_bytes(kept, stage, head, len(micro_batches)),
+    }
+
+
+def _check_names(built: Built, tensors: StageTensors) -> None:
+    """The tensors that are planned with are the model's own, name by name and shape by shape, in its order."""
+    held = {
+        f"{index}:{name}": tuple(parameter.shape)
+        for index, chunk in enumerate(unwrap(built.chunks))
+        for name, parameter in chunk.named_parameters()
+        if not name.endswith(SCALES)
+    }
+    assert {tensor.name: tensor.shape for tensor in (*tensors.weights, *tensors.adapters)} == held
+    if not tensors.adapters:  # which the model's own weights surround, frozen: their order decides nothing
+        assert [tensor.name for tensor in tensors.weights] == list(held)

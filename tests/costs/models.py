@@ -1,0 +1,108 @@
+"""Tiny models of every family, and how they are built on real ranks to be measured."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.schema.commands import OptimConfig
+from megarl.config.schema.lora import LoraConfig
+from megarl.layout.grid import ParallelLayout
+from megarl.megatron.build import build_model, wrap_for_training
+from megarl.megatron.lora.lora import attach_adapters
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.parallel import coords, init_parallel
+from megarl.models import ModelConfig, read_model_config
+from megarl.models.tiny import make_tiny_model
+from tests.megatron.parity import VOCAB
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts_per_tok": 3},
+    "deepseek_v3": {"q_lora_rank": 64, "kv_lora_rank": 64},
+    "deepseek_v3 with narrow values": {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 48},
+    "deepseek_v3 without low rank queries": {"q_lora_rank": None, "kv_lora_rank": 64},
+    "glm4_moe": {"n_shared_experts": 2},
+    "kimi_k2": {"q_lora_rank": 64, "kv_lora_rank": 64},
+}
+LORA = LoraConfig(rank=8)  # all sizes are multiples of 64, at which Megatron lets parameters begin
+
+
+def make_models(folder: Path, families: Iterable[str] = tuple(FAMILIES)) -> dict[str, str]:
+    """Family -> folder of a tiny model."""
+    folders = {}
+    for name in families:
+        family, fields = name.split()[0], FAMILIES[name]
+        folders[name] = str(folder / name.replace(" ", "_"))
+        make_tiny_model(
+            folders[name],
+            ["two words"],
+            vocab_size=VOCAB,
+            hidden_size=64,
+            ffn_hidden_size=96,
+            num_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            family=family,
+            fields=fields,
+            seed=5,
+        )
+    return folders
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on this rank."""
+
+    config: ModelConfig
+    layout: ParallelLayout
+    chunks: list
+    optimizer: Any
+    scheduler: Any
+    place: Any
+    replica: tuple[int, int]
+
+
+def build(
+    rank: int,
+    world: int,
+    folder: str,
+    sizes: dict[str, Any],
+    *,
+    lora: LoraConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    head: str = "lm",
+    distributed: bool = True,
+    recompute: str | None = None,
+    on_host: bool = False,
+) -> Built:
+    """Ready to be trained, with random weights."""
+    from megatron.core import parallel_state  # once megarl's seam is installed
+
+    layout = ParallelLayout(world=world, **sizes)
+    init_parallel(layout, rank, world)
+    config = read_model_config(folder)
+    chunks = build_model(
+        config,
+        layout,
+        head=head,
+        dtype=dtype,
+        recompute_granularity=recompute,
+        base_block=None if lora is None else lora.blocks,
+    )
+    if lora is not None:
+        attach_adapters(chunks, config, layout, lora)
+        if head == "value" and hasattr(chunks[-1], "value_head"):
+            chunks[-1].value_head.requires_grad_(True)
+    chunks = wrap_for_training(chunks, use_distributed_optimizer=distributed)
+    optimizer, scheduler = build_optimizer(chunks, OptimConfig(lr=1e-3, optimizer_cpu_offload=on_host))
+    replica = (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_rank(),
+    )
+    return Built(config, layout, chunks, optimizer, scheduler, coords(), replica)

@@ -1,0 +1,79 @@
+"""Activations: what is planned is, to a few percent, what autograd keeps on real ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.schema.lora import LoraConfig
+from tests.costs.measure import measure_rank
+from tests.costs.models import LORA, make_models
+from tests.ranks import RankPool
+
+TOLERANCE = 0.05
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_models(Path(tmp_path_factory.mktemp("models")))
+
+
+def check(ranks: RankPool, folder: str, world: int, sizes: dict[str, Any], **options: Any) -> None:
+    for found, planned in ranks.run(measure_rank, folder, sizes, options, world=world):
+        assert planned["activations"] == pytest.approx(found["activations"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "deepseek_v3 with narrow values"])
+def test_one_rank(
+    ranks: RankPool, folders: dict[str, str], family: str, recompute: str | None, lora: LoraConfig | None
+) -> None:
+    check(ranks, folders[family], 1, {}, lora=lora, recompute=recompute)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3 without low rank queries"])
+def test_every_kind_of_layer(ranks: RankPool, folders: dict[str, str], family: str) -> None:
+    check(ranks, folders[family], 1, {})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 2}, {"tp": 2, "sp": True}, {"cp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+def test_layouts(
+    ranks: RankPool, folders: dict[str, str], sizes: dict[str, Any], lora: LoraConfig | None
+) -> None:
+    check(ranks, folders["qwen2"], 2, sizes, lora=lora)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"ep": 2}, {"tp": 2, "sp": True, "etp": 2}, {"tp": 2, "sp": True, "ep": 2}], ids=str
+)
+def test_layouts_of_experts(ranks: RankPool, folders: dict[str, str], sizes: dict[str, Any]) -> None:
+    """All ranks together: how many tokens each one's experts are given is up to the router."""
+    results = ranks.run(measure_rank, folders["glm4_moe"], sizes, {}, world=2)
+    found, planned = (sum(terms["activations"] for terms in column) for column in zip(*results, strict=True))
+    assert planned == pytest.approx(found, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(rank=4, use_dora=True),
+        LoraConfig(rank=4, shared_a=True, target_modules=("q_proj", "v_proj", "down_proj")),
+    ],
+    ids=["dora", "shared_a"],
+)
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
+def test_kinds_of_adapters(ranks: RankPool, folders: dict[str, str], family: str, lora: LoraConfig) -> None:
+    if family == "deepseek_v3":
+        lora = LoraConfig(rank=4, use_dora=lora.use_dora)
+    check(ranks, folders[family], 1, {}, lora=lora)
+
+
+def test_adapters_of_routers(ranks: RankPool, folders: dict[str, str]) -> None:
+    lora = LoraConfig(rank=4, target_modules=("all-linear", "gate"))
+    check(ranks, folders["deepseek_v3"], 1, {}, lora=lora)

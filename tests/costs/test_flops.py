@@ -1,0 +1,78 @@
+"""Operations of a token: those that torch counts in Hugging Face's own models, forward and backward, for every family."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from megarl.costs.flops import causal_pairs, model_flops
+from megarl.models import read_model_config
+from tests.costs.models import FAMILIES, make_models
+
+LENGTH = 24
+MODELS = Path(__file__).resolve().parents[2] / "recipes/models"
+KNOWN = [family for family in FAMILIES if family != "kimi_k2"]  # transformers has it as deepseek_v3 alone
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_models(tmp_path_factory.mktemp("models"), KNOWN)
+
+
+def counted(model: torch.nn.Module, trained: bool | None) -> int:
+    """Operations of a text, forward and, unless `trained` is None, backward: to the weights, or to what goes in alone."""
+    vectors = (
+        model.get_input_embeddings()(torch.arange(LENGTH)[None]).detach().requires_grad_(trained is not None)
+    )
+    model.requires_grad_(bool(trained))
+    with FlopCounterMode(display=False) as counter:
+        output = model(inputs_embeds=vectors, use_cache=False).logits
+        if trained is not None:
+            output.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_operations_are_those_that_torch_counts(family: str, folders: dict[str, str]) -> None:
+    """Hugging Face computes all pairs, causal or not, and the angles of the rotation as a product of matrices."""
+    config = read_model_config(folders[family])
+    flops = model_flops(config)
+    model = AutoModelForCausalLM.from_pretrained(
+        folders[family], attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+    rotated = config.head_dim * config.rotary_percent if config.mla is None else config.mla.qk_rope_head_dim
+    angles = int(rotated) * LENGTH
+    matrices = 2 * flops.active * LENGTH
+    attention = sum(layer.pair for layer in flops.layers) * LENGTH * LENGTH
+    assert flops.forward(LENGTH) * LENGTH == matrices + attention
+    with torch.no_grad():
+        assert counted(model, None) == matrices + attention + angles
+    assert flops.pair_share * matrices == pytest.approx(attention / LENGTH)
+    assert counted(model, True) == 3 * (matrices + attention) + angles
+    assert counted(model, False) == 2 * matrices + 3 * attention + angles
+
+
+def test_published_models() -> None:
+    """Active parameters as published: 37B of DeepSeek-V3 (arXiv:2412.19437), 22B of Qwen3-235B, 3B (3.3) of Qwen3-30B."""
+    for name, active in (("deepseek-v3", 37e9), ("qwen3-235b-a22b", 22e9), ("qwen3-30b-a3b", 3.3e9)):
+        config = read_model_config(str(MODELS / name))
+        embedding = config.vocab_size * config.hidden_size  # is looked up, and counted among the published
+        assert model_flops(config).active + embedding == pytest.approx(active, rel=0.03)
+
+
+def test_a_generated_token_of_latent_attention_works_on_latent_keys() -> None:
+    layer = model_flops(read_model_config(str(MODELS / "deepseek-v3"))).layers[0]
+    assert layer.pair == 2 * 128 * (192 + 128)
+    assert layer.decode_pair == 2 * 128 * (576 + 512)
+
+
+def test_a_value_head_is_a_row() -> None:
+    config = read_model_config(str(MODELS / "qwen2.5-0.5b"))
+    assert model_flops(config, "value").head == 896
+    assert model_flops(config).head == 151936 * 896  # that of the embedding, which is tied
+
+
+def test_pairs_of_a_causal_text() -> None:
+    assert 7 * causal_pairs(7) == sum(range(1, 8))

@@ -1,0 +1,44 @@
+"""What is on a GPU beside planned tensors: each term by what causes it."""
+
+import pytest
+
+from megarl.costs.reserve import CONTEXT, MIB, EngineRank, communicators, reserved
+from megarl.layout.grid import ParallelLayout
+
+ENGINE = EngineRank(tp=8, requests=256, vocab_size=152064, latent=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (ParallelLayout(world=1), 0),
+        (ParallelLayout(world=8), 2),  # all, and data parallel ranks
+        (ParallelLayout(world=8, tp=2), 3),
+        (ParallelLayout(world=8, tp=2, pp=2), 5),  # and the norm's, and the one neighbour
+        (ParallelLayout(world=16, tp=2, pp=4), 6),  # two neighbours in the middle
+        (ParallelLayout(world=8, cp=2), 3),  # all, context, data with context
+        (ParallelLayout(world=8, ep=8), 3),  # experts have no replicas
+        (ParallelLayout(world=16, ep=8), 4),
+    ],
+)
+def test_communicators_of_a_layout(layout: ParallelLayout, expected: int) -> None:
+    assert communicators(layout) == expected
+
+
+def test_each_process_has_a_context_and_groups_of_its_own() -> None:
+    layout = ParallelLayout(world=8, tp=2)
+    one, three = reserved([layout], None), reserved([layout] * 3, ENGINE)
+    assert one["CUDA contexts: 1"] == CONTEXT and three["CUDA contexts: 4"] == 4 * CONTEXT
+    # two more models, and two of an engine with tensor parallel ranks
+    assert three["NCCL communicators: 11"] / 11 == pytest.approx(one["NCCL communicators: 3"] / 3)
+    assert one["CUDA graphs"] == one["sampling"] == 0
+    assert sum(three.values()) > 6 << 30 > sum(one.values())
+
+
+def test_an_engine_by_its_requests_and_vocabulary() -> None:
+    rows = reserved([], ENGINE)
+    assert rows["CUDA graphs"] == (256 * 2 + 58 * 8) * MIB
+    assert rows["sampling"] == 32 * 256 * 152064
+    latent = reserved([], EngineRank(tp=1, requests=1024, vocab_size=129280, latent=True))
+    assert latent["CUDA graphs"] == (512 * 2 + 1536) * MIB
+    assert latent["NCCL communicators: 0"] == 0

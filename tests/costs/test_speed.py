@@ -1,0 +1,265 @@
+"""Seconds by formulas beside numbers worked out by hand; the table of hardware and the assumptions by name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.costs.decoding import Served, _batches, _scale, generation, spread
+from megarl.costs.flops import ModelFlops, model_flops
+from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
+from megarl.costs.kernels import decode_kernels, launches
+from megarl.costs.speed import Machine, Passes, pass_time
+from megarl.layout.grid import ParallelLayout
+from megarl.models import ModelConfig, read_model_config
+from megarl.weight_sync.model_layouts import EngineLayout
+
+MODELS = Path(__file__).resolve().parents[2] / "recipes/models"
+# A GPU with round figures, all of which is reached.
+ALL = Assumptions(**dict.fromkeys(vars(Assumptions()), 1.0) | dict.fromkeys(SECONDS, 0.0))
+ROUND = replace(TABLE["H100"], bf16=1e15, fp8=2e15, hbm=1e12, nvlink=1e11, nic=1e10, host=1e10)
+MACHINE = Machine(ROUND, ALL, per_node=8)
+COMPUTES = Machine(replace(ROUND, hbm=1e24), ALL, per_node=8)  # reading and writing takes no time
+
+
+def model(name: str) -> tuple[ModelConfig, ModelFlops]:
+    config = read_model_config(str(MODELS / name))
+    return config, model_flops(config)
+
+
+def passes(name: str, machine: Machine = MACHINE, **sizes) -> Passes:
+    names = ("trained", "recompute", "on_host", "itemsize", "fused")
+    how = {key: sizes.pop(key) for key in names if key in sizes}
+    config, flops = model(name)
+    return Passes(config, flops, ParallelLayout(**sizes), machine, **how)
+
+
+def test_one_gpu_computes_and_sends_nothing() -> None:
+    """Backward attention takes 2.5 times the forward one's; logits are made once more."""
+    config, flops = model("qwen2.5-0.5b")
+    assert passes("qwen2.5-0.5b", COMPUTES, world=1).stages(1000, 99) == [
+        pytest.approx(1000 * flops.forward(pairs=50) / 1e15)
+    ]
+    head, pairs = (
+        2 * config.vocab_size * config.hidden_size,
+        24 * 2 * 14 * 128 * 50,
+    )  # layers, heads, keys and values
+    (trained,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="weights").stages(1000, 99)
+    assert trained == pytest.approx(1000 * (3 * 2 * flops.active + 3.5 * pairs + head) / 1e15)
+    (again,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="weights", recompute="full").stages(1000, 99)
+    assert again - trained == pytest.approx(1000 * (flops.forward(pairs=50) - head) / 1e15)
+    (adapted,) = passes("qwen2.5-0.5b", COMPUTES, world=1, trained="adapters").stages(1000, 99)
+    assert adapted == pytest.approx(1000 * (2 * 2 * flops.active + 3.5 * pairs + head) / 1e15)
+
+
+def test_what_is_read_and_written_beside_the_matrices_takes_time() -> None:
+    """Qwen2.5-0.5B, forward, bfloat16, bytes of a token: of each of 24 layers with 896 hidden, 14 + 2 heads of 64 and 4864 between two
+    norms (4 bytes an element, torch's own 36), two residuals (6), a rotation (4, or 22) and a gated unit (6, or 10); 40 of a logit."""
+    _, flops = model("qwen2.5-0.5b")
+    endless = Machine(replace(ROUND, bf16=1e24), ALL, per_node=8)
+    whole = 151936 * 40
+    for fused, norm, rotation, gate in ((True, 4, 4, 6), (False, 36, 22, 10)):
+        layer = 2 * 896 * (norm + 6) + 16 * 64 * rotation + 4864 * gate
+        (found,) = passes("qwen2.5-0.5b", endless, world=1, fused=fused).stages(10**6, 99)
+        matrices = 2 * sum(each.dense for each in flops.layers)  # are read once
+        assert found == pytest.approx((10**6 * (24 * layer + whole) + matrices) / 1e12)
+
+
+def test_matrices_take_as_long_as_their_weights_are_read() -> None:
+    """Of one token; trained, every layer's gradients are read and written in float32."""
+    _, flops = model("qwen2.5-7b")
+    run = passes("qwen2.5-7b", world=1)
+    found = run.layer(flops.layers[0], 1, 99)
+    assert found.matrices == pytest.approx(2 * flops.layers[0].dense / 1e12) and found.summed == 0
+    trained = passes("qwen2.5-7b", world=1, trained="weights").layer(flops.layers[0], 1, 99)
+    assert trained.summed == pytest.approx(8 * flops.layers[0].dense / 1e12)
+
+
+def test_small_shares_of_tokens_leave_tiles_empty() -> None:
+    """Qwen3-30B-A3B: of 1024 tokens each of 128 experts gets 64 on one rank, so half of a tile of 128 more is computed on the average."""
+    _, flops = model("qwen3-30b-a3b")
+    layer = flops.layers[0]
+    found = passes("qwen3-30b-a3b", COMPUTES, world=1).layer(layer, 1024, 99).matrices
+    assert found == pytest.approx(2 * 1024 * (layer.dense + layer.active * (64 + 64) / 64) / 1e15)
+    more = passes("qwen3-30b-a3b", COMPUTES, world=8, ep=8).layer(layer, 1024, 99).matrices
+    assert more == pytest.approx(2 * 1024 * (layer.dense + layer.active * (512 + 64) / 512) / 1e15)
+
+
+def test_tensor_parallel_ranks_share_the_work_and_gather_hidden_states() -> None:
+    one, two = passes("qwen2.5-7b", COMPUTES, world=1), passes("qwen2.5-7b", COMPUTES, world=2, tp=2, sp=True)
+    sent = (
+        28 * 4 * (1000 * 3584 * 2) / 2 / 1e11
+    )  # layers; two gathered, two scattered, half of each from the other rank
+    assert two.stages(1000, 99)[0] == pytest.approx(one.stages(1000, 99)[0] / 2 + sent)
+    far = passes("qwen2.5-7b", replace(COMPUTES, per_node=1), world=2, tp=2, sp=True)
+    assert far.stages(1000, 99)[0] == pytest.approx(one.stages(1000, 99)[0] / 2 + 10 * sent)
+
+
+def test_experts_get_their_tokens_from_the_ranks_of_their_group() -> None:
+    """Qwen3-30B-A3B: 48 layers, 8 experts of a token, a hidden size of 2048."""
+    _, flops = model("qwen3-30b-a3b")
+    near = passes("qwen3-30b-a3b", world=8, ep=8).layer(flops.layers[0], 1000, 99)
+    assert near.sent == pytest.approx(2 * 1000 * 8 * 2048 * 2 * 7 / 8 / 1e11)
+    over = passes("qwen3-30b-a3b", world=16, ep=16).layer(flops.layers[0], 1000, 99)  # half leave their node
+    assert over.sent == pytest.approx(2 * 1000 * 8 * 2048 * 2 / 2 / 1e10)
+
+
+def test_gradients_and_weights_travel_between_replicas() -> None:
+    config, flops = model("qwen2.5-7b")
+    matrices = sum(layer.dense for layer in flops.layers) + flops.head
+    run = passes("qwen2.5-7b", world=8, trained="weights")
+    assert run.reduce_seconds() == pytest.approx(matrices * (4 + 2) * 7 / 8 / 1e11)
+    # Two nodes: each GPU of a node passes an eighth of what leaves it through a network card of its own.
+    assert passes("qwen2.5-7b", world=16, trained="weights").reduce_seconds() == pytest.approx(
+        matrices * (4 + 2) * 15 / 16 / 8e10
+    )
+    cut = passes(
+        "qwen2.5-7b", world=16, tp=8, trained="weights"
+    ).reduce_seconds()  # one rank of a replica a node
+    assert cut == pytest.approx(matrices / 8 * (4 + 2) / 2 / 1e10)
+    assert passes("qwen2.5-7b", world=1, trained="weights").reduce_seconds() == 0.0
+    assert config.num_layers == 28
+
+
+def test_states_on_the_host_come_while_others_go_back() -> None:
+    """12 bytes a weight in each direction, 8 of a float32 weight; 10 GB/s of the link, beside 1 TB/s of the GPU's memory."""
+    _, flops = model("qwen2.5-7b")
+    matrices = sum(layer.dense for layer in flops.layers)
+    usual = passes("qwen2.5-7b", world=8, trained="weights")
+    assert usual.adam_seconds() == pytest.approx(matrices / 8 * (4 + 2 * 12 + 2) / 1e12)
+    for itemsize, size in ((2, 12), (4, 8)):
+        run = passes("qwen2.5-7b", world=8, trained="weights", on_host=True, itemsize=itemsize)
+        assert run.adam_seconds() == pytest.approx(matrices / 8 * size / 1e10)
+
+
+def test_a_mini_batch_is_cut_into_micro_batches() -> None:
+    run = passes("qwen2.5-7b", world=4, tp=1, pp=2, trained="weights")
+    time = pass_time(run, rows=64, length=1000, most=4096, most_rows=None, updates=3)
+    assert time.micro_batches == 8  # 32 texts of a rank, 4 at a time
+    assert time.bubble == pytest.approx(1 / 9)
+    stages = run.stages(4000, 1000)
+    assert time.seconds == pytest.approx(3 * (8 * max(stages) + min(stages)))
+    assert pass_time(run, 64, 1000, None, 2).micro_batches == 16
+
+
+def served(name: str, tp: int, weights: int, token: int, machine: Machine = MACHINE, **how) -> Served:
+    config, flops = model(name)
+    return Served(config, flops, EngineLayout(tp, 1, num_engines=1), machine, weights, token, **how)
+
+
+def test_a_decode_step_reads_weights_and_cache() -> None:
+    """Qwen2.5-7B: 7,615,616,512 parameters, of which 152064 x 3584 are an embedding; 28 layers, 4 heads of 128 for keys."""
+    weights, token = 2 * 7_615_616_512, 2 * 28 * 4 * 128 * 2
+    engine = served("qwen2.5-7b", 1, weights, token)
+    read = weights - 2 * 152064 * 3584 + 16 * 1000 * token
+    assert sum(engine.step_bytes(16, 1000)) == pytest.approx(read)
+    sampled = 152064 * 24 / 1e12  # of a text: its logits
+    assert engine.step_seconds(16, 1000) == pytest.approx(read / 1e12 + 16 * sampled)
+    parts = Machine(ROUND, replace(ALL, hbm=0.5, cache=0.25), 8)
+    slow = served("qwen2.5-7b", 1, weights, token, parts).step_seconds(16, 1000)
+    cache = 16 * 1000 * token
+    assert slow == pytest.approx((2 * (read - cache) + 4 * cache) / 1e12 + 32 * sampled)
+    computed = 8192 * (2 * (7_615_616_512 - 152064 * 3584 - 28 * 2 * 3584 - 3584 - 28 * 4608) + 28 * 28 * 512)
+    assert engine.step_seconds(8192, 1) == pytest.approx(computed / 1e15 + 8192 * sampled, rel=1e-6)
+
+
+def test_few_tokens_touch_few_experts() -> None:
+    """Qwen3-30B-A3B: 8 of 128 experts, each of 3 x 2048 x 768 weights, in 48 layers; a byte each in float8."""
+    experts, rest = 48 * 128 * 3 * 2048 * 768, 3_000_000_000
+    engine = served("qwen3-30b-a3b", 1, experts + rest, 0, quantized=True)
+    others = rest - 2 * 151936 * 2048
+    for batch, part in ((1, 8 / 128), (2, 1 - (120 / 128) ** 2), (10_000, 1.0)):
+        assert engine.step_bytes(batch, 0) == (pytest.approx(others), pytest.approx(experts * part), 0)
+
+
+def test_an_engine_is_as_slow_as_its_longest_text() -> None:
+    """Texts that wait take the places of those that end; then the batch shrinks."""
+    engine = served("qwen2.5-7b", 1, 15_000_000_000, 57344)
+    few = generation(engine, 4, 4, prompt=50, mean=200, longest=400, running=10)
+    assert few.prefill == pytest.approx(4 * 50 * engine.flops.forward(25.5) / 1e15)
+    assert 200 < few.steps <= 400 and few.batch == pytest.approx(800 / few.steps)
+    many = generation(engine, 100, 10, prompt=50, mean=200, longest=400, running=10)
+    # 90 texts wait for ten places; the last ten end within the longest that may be.
+    assert many.steps == pytest.approx(90 * 200 / 10 + 400)
+    waiting, tail = 1800 * engine.step_seconds(10, 150), many.decode - 1800 * engine.step_seconds(10, 150)
+    assert 400 * engine.step_seconds(1, 50) < tail < 400 * engine.step_seconds(10, 450) < waiting
+    same = generation(engine, 10, 10, prompt=50, mean=400, longest=400, running=10)
+    assert same.steps == 400 and same.decode == pytest.approx(400 * engine.step_seconds(10, 250))
+
+
+@pytest.mark.parametrize("mean", [0.2, 0.5, 0.8])
+def test_lengths_are_drawn_until_the_longest(mean: float) -> None:
+    """Beside a million lengths that are drawn: texts that have not ended, and their spread."""
+    draws = np.random.default_rng(1).exponential(_scale(mean, 1.0), 10**6).clip(max=1.0)
+    assert draws.mean() == pytest.approx(mean, rel=3e-3)
+    assert spread(mean, 1.0) == pytest.approx(draws.std() / draws.mean(), rel=3e-3)
+    parts = list(_batches(1000, mean * 400, 400, 1000))
+    assert sum(steps for steps, _, _ in parts) == pytest.approx(400)
+    for _, batch, age in parts:
+        assert batch == pytest.approx(max(1, 1000 * (draws > age / 400).mean()), rel=0.02, abs=1)
+
+
+def test_what_takes_time_whatever_its_size() -> None:
+    """A pass of few tokens is as long as Python launches its kernels, a step of an engine as its collectives and kernels."""
+    slow = Machine(ROUND, replace(ALL, latency=1e-5, step=1e-3, dispatch=1e-3, kernel=1e-4), 8)
+    run = passes("qwen2.5-7b", slow, world=1)
+    assert run.layer(run.flops.layers[0], 1, 1).forward == pytest.approx(24 * 1e-3)
+    fast, beside = served("qwen2.5-7b", 2, 10**10, 0), served("qwen2.5-7b", 2, 10**10, 0, machine=slow)
+    launched = 28 * 14 * 1e-4
+    assert beside.step_seconds(1, 1) - fast.step_seconds(1, 1) == pytest.approx(
+        1e-3 + 28 * 2 * 1e-5 + launched
+    )
+
+
+def test_collectives_between_nodes_wait_longer() -> None:
+    machine = Machine(ROUND, replace(ALL, latency=1e-5, hop=1e-6), 8)
+    assert [machine.latency(ranks) for ranks in (2, 8, 16, 32)] == pytest.approx([1e-5, 1e-5, 1.2e-5, 1.4e-5])
+    assert [machine.ring(8, 1), machine.ring(16, 1), machine.ring(2, 8)] == [1e11, 8e10, 1e10]
+
+
+def test_kernels_of_a_layer() -> None:
+    """By hand, of the layers that are there: grouped queries and an MLP, latent attention and experts with shared ones."""
+    qwen, deepseek = model("qwen2.5-7b"), model("deepseek-v3")
+    assert decode_kernels(qwen[0], qwen[1].layers[0]) == 10 + 4
+    assert decode_kernels(deepseek[0], deepseek[1].layers[0]) == 10 + 6 + 4
+    assert decode_kernels(deepseek[0], deepseek[1].layers[-1]) == 10 + 6 + 4 + 14
+    assert launches(deepseek[0], deepseek[1].layers[-1], 16) == 18 + 10 + 6 + 40 + 8
+
+
+def test_links_are_parts_of_peaks() -> None:
+    machine = Machine(TABLE["H100"], Assumptions(nvlink=0.5, nic=0.25, host=0.5), 8)
+    assert machine.link(8) == machine.links["intra_node"] == 225e9
+    assert machine.link(9) == machine.links["inter_node"] == 12.5e9
+    assert machine.host == 32e9
+
+
+def test_hardware_and_assumptions_by_name() -> None:
+    assert find_hardware("h200").hbm == 4.8e12
+    assert TABLE["A100"].fp8 is None
+    for gpu in TABLE.values():  # a byte is twice as fast as two
+        assert gpu.fp8 is None or gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=1e-3)
+    assert read_assumptions(["matmul=0.3", "latency=0"]) == Assumptions(matmul=0.3, latency=0)
+    for text, message in (
+        ("matmull=0.3", "did you mean matmul"),
+        ("matmul=x", "'x' is not a number"),
+        ("matmul=0", "over 0 and at most 1"),
+        ("hbm=1.5", "over 0 and at most 1"),
+        ("latency=-1", "at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_assumptions([text])
+    with pytest.raises(ValueError, match=r"--hardware V100 is not in the table.*H100, H200, H20, A100, B200"):
+        find_hardware("V100")
+
+
+def test_the_page_has_the_same_tables() -> None:
+    """docs/planning.md: hardware and assumptions."""
+    page = (MODELS.parents[1] / "docs/planning.md").read_text()
+    for gpu in TABLE.values():
+        peaks = [None if peak is None else peak / 1e12 for peak in (gpu.bf16, gpu.fp8, gpu.hbm)]
+        links = [link / 1e9 for link in (gpu.nvlink, gpu.nic, gpu.host)]
+        cells = ["-" if value is None else f"{value:g}" for value in (gpu.memory_gib, *peaks, *links)]
+        assert f"| {gpu.name} | {' | '.join(cells)} |" in page
+    for name, value in vars(Assumptions()).items():
+        assert f"| `{name}` | {value:g} | " in page

@@ -1,0 +1,98 @@
+"""Weights, adapters, gradients and optimizer states: what is planned is what real ranks allocate, to the byte."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema.lora import LoraConfig
+from tests.costs.measure import measure_rank
+from tests.costs.models import FAMILIES, LORA, make_models
+from tests.ranks import RankPool
+
+TERMS = ("weights", "gradients", "optimizer", "buffers")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_models(Path(tmp_path_factory.mktemp("models")))
+
+
+def check(ranks: RankPool, folder: str, world: int, sizes: dict[str, Any], **options: Any) -> None:
+    for found, planned in ranks.run(measure_rank, folder, sizes, options, world=world):
+        assert {term: found[term] for term in TERMS} == {term: planned[term] for term in TERMS}
+        assert found["weights"] > found["gradients"] // 4
+        # On the host each weight's states begin at a multiple of 64 elements: so do nearly all sizes here.
+        assert planned["host"] <= found["host"] <= 1.05 * planned["host"]
+
+
+DENSE = ("llama", "qwen2", "qwen3")
+LAYOUTS = {
+    "dense": {
+        "one": (1, {}),
+        "tp2_sp_pp2": (4, {"tp": 2, "sp": True, "pp": 2}),
+        "pp2_vpp2_dp2": (4, {"pp": 2, "vpp": 2}),
+        "cp2_dp2": (4, {"cp": 2}),
+    },
+    "experts": {
+        "ep2": (2, {"ep": 2}),
+        "tp2_sp_etp2_pp2": (4, {"tp": 2, "sp": True, "etp": 2, "pp": 2}),
+        "tp2_sp_ep2_dp2": (4, {"tp": 2, "sp": True, "ep": 2}),
+        "pp2_vpp2_ep2": (4, {"pp": 2, "vpp": 2, "ep": 2}),
+    },
+}
+CASES = [
+    (family, layout) for family in FAMILIES for layout in LAYOUTS["dense" if family in DENSE else "experts"]
+]
+OFTEN = {
+    ("qwen2", "tp2_sp_pp2"),
+    ("llama", "pp2_vpp2_dp2"),
+    ("qwen3", "cp2_dp2"),
+    ("deepseek_v3", "tp2_sp_ep2_dp2"),
+    ("glm4_moe", "tp2_sp_etp2_pp2"),
+    ("qwen3_moe", "pp2_vpp2_ep2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow) for case in CASES],
+)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+def test_what_is_planned_is_what_a_rank_holds(
+    ranks: RankPool, folders: dict[str, str], family: str, layout: str, lora: LoraConfig | None
+) -> None:
+    world, sizes = LAYOUTS["dense" if family in DENSE else "experts"][layout]
+    check(ranks, folders[family], world, sizes, lora=lora, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float32},
+        {"distributed": False, "dtype": torch.bfloat16},
+        {"distributed": False, "lora": LORA},
+        {"on_host": True, "dtype": torch.bfloat16},
+        {"on_host": True, "lora": LORA},
+        {"head": "value", "dtype": torch.bfloat16},
+        {"head": "value", "lora": LORA, "dtype": torch.bfloat16},
+        {"lora": LoraConfig(rank=3, use_dora=True, target_modules=("q_proj", "up_proj")), "dtype": torch.bfloat16},
+        {"lora": LoraConfig(rank=2, shared_a=True)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_however_it_is_trained(ranks: RankPool, folders: dict[str, str], options: dict[str, Any]) -> None:
+    check(ranks, folders["qwen2"], 4, {"tp": 2, "sp": True}, **options)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(rank=8, expert_groups=2),
+        LoraConfig(rank=8, base_dtype="float8", base_block=8, exclude_modules=("down_proj",)),
+    ],
+    ids=["expert_groups", "float8"],
+)
+def test_adapters_of_experts(ranks: RankPool, folders: dict[str, str], lora: LoraConfig) -> None:
+    check(ranks, folders["deepseek_v3"], 2, {"ep": 2}, lora=lora, dtype=torch.bfloat16)

@@ -1,0 +1,167 @@
+"""Ranks' states saved in one layout and loaded in the same or another one."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checkpoints import FileFacts, seal_file
+from megarl.megatron.checkpoint.checkpoint import Loaded, load_states, save_states
+from megarl.models.tiny import make_tiny_model
+from tests.megatron.parity import VOCAB
+from tests.megatron.states import Setting, Trainee, whole_tensors
+from tests.ranks import RankPool
+
+FAMILIES = {
+    "tied": {"family": "qwen2", "tie_word_embeddings": True},
+    "mixture": {"family": "qwen3_moe"},
+    "latent": {
+        "family": "deepseek_v3"
+    },  # latent attention, a dense layer before the mixtures, routers' biases
+}
+History = list[tuple[float, float, float]]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a tiny model of FAMILIES."""
+
+    @cache
+    def make(name: str) -> str:
+        sizes = {"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": VOCAB}
+        return str(make_tiny_model(tmp_path_factory.mktemp(name), ["two words"], **sizes, **FAMILIES[name]))
+
+    return make
+
+
+def _save(
+    rank: int, world: int, model: str, setting: Setting, folder: str
+) -> tuple[dict[str, FileFacts], dict[str, str], History, dict[str, str]]:
+    """Two steps, a save and three more steps. Returns: this rank's files, hashes when saved, the last steps, hashes after."""
+    trainee = Trainee(rank, world, model, setting)
+    trainee.steps(2)
+    files = save_states(folder, trainee.states)
+    saved = trainee.hashes()
+    return files, saved, trainee.steps(3), trainee.hashes()
+
+
+def _load(
+    rank: int, world: int, model: str, setting: Setting, folder: str, again: str
+) -> tuple[Loaded, dict[str, str], History, dict[str, str]]:
+    """Load into other random weights, save again, three steps. Returns: how, hashes when loaded, steps, hashes after."""
+    trainee = Trainee(rank, world, model, setting, seed=5)
+    loaded = load_states(folder, trainee.states)
+    found = trainee.hashes()
+    save_states(again, trainee.states)
+    return loaded, found, trainee.steps(3), trainee.hashes()
+
+
+def check(ranks: RankPool, folder: Path, model: str, saved: Setting, others: list[Setting]) -> None:
+    """Save in one setting; load in the same and in others."""
+    results = ranks.run(_save, model, saved, str(folder / "saved"), world=saved.world)
+    files = [name for own, *_ in results for name in own]
+    assert sorted(files) == sorted(path.name for path in (folder / "saved").iterdir())
+    for name, facts in {name: facts for own, *_ in results for name, facts in own.items()}.items():
+        assert seal_file(folder / "saved" / name) == facts
+    expected = whole_tensors(folder / "saved")
+    kinds = 3 if saved.dtype == torch.float32 else 4
+    assert len(expected) == kinds * sum(not key.startswith("optimizer.") for key in expected) - _num_buffers(
+        expected
+    ) * (kinds - 1)
+    histories = [history for _, _, history, _ in results]
+
+    back = ranks.run(_load, model, saved, str(folder / "saved"), str(folder / "same"), world=saved.world)
+    for (_, then, history, after), (loaded, found, later, final) in zip(results, back, strict=True):
+        assert loaded == Loaded(num_steps=2, exact=True)
+        assert (found, later, final) == (then, history, after)
+
+    for index, other in enumerate(others):
+        again = folder / f"other-{index}"
+        exact = (other.world, other.sizes) == (
+            saved.world,
+            saved.sizes,
+        )  # however the optimizer is distributed
+        for loaded, _, later, _ in ranks.run(
+            _load, model, other, str(folder / "saved"), str(again), world=other.world
+        ):
+            assert loaded == Loaded(num_steps=2, exact=exact)
+            for step, wanted in zip(later, histories[0], strict=True):
+                assert step == pytest.approx(wanted, rel=1e-5 if saved.dtype == torch.float32 else 1e-2)
+        found = whole_tensors(again)
+        assert found.keys() == expected.keys()
+        assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []
+
+
+def _num_buffers(tensors: dict[str, Any]) -> int:
+    return sum(key.endswith("expert_bias") for key in tensors)
+
+
+def test_dense(ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str]) -> None:
+    saved = Setting(4, {"pp": 2, "vpp": 2})
+    others = [Setting(4, {"tp": 2, "sp": True}, distributed=False), Setting(1, {})]
+    check(ranks, tmp_path, model_of("tied"), saved, others)
+
+
+def test_latent_attention_and_experts(
+    ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str]
+) -> None:
+    """The first stage has one layer, and no experts."""
+    saved = Setting(4, {"pp": 2, "ep": 2, "first_layers": 1})
+    others = [Setting(1, {}), Setting(4, {"tp": 2, "sp": True, "ep": 2, "etp": 2}, distributed=False)]
+    check(ranks, tmp_path, model_of("latent"), saved, others)
+
+
+@pytest.mark.parametrize(
+    ("family", "saved", "loaded"),
+    [
+        ("tied", Setting(2, {}, dtype=torch.bfloat16), Setting(2, {"pp": 2}, False, torch.bfloat16)),
+        ("tied", Setting(2, {}, dtype=torch.float16), Setting(1, {}, dtype=torch.float16)),
+        pytest.param(
+            "latent",
+            Setting(4, {"ep": 2}, dtype=torch.bfloat16),
+            Setting(1, {}, dtype=torch.bfloat16),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["bfloat16", "float16", "bfloat16-experts"],
+)
+def test_float32_copies_and_loss_scales(
+    ranks: RankPool,
+    tmp_path: Path,
+    model_of: Callable[[str], str],
+    family: str,
+    saved: Setting,
+    loaded: Setting,
+) -> None:
+    check(ranks, tmp_path, model_of(family), saved, [loaded])
+
+
+EVERY = {
+    "one": Setting(1, {}),
+    "dp4": Setting(4, {}),
+    "dp4-replicated": Setting(4, {}, distributed=False),
+    "tp2-sp": Setting(4, {"tp": 2, "sp": True}),
+    "cp2-pp2": Setting(4, {"cp": 2, "pp": 2}),
+    "pp2-vpp2": Setting(4, {"pp": 2, "vpp": 2}),
+    "uneven": Setting(2, {"pp": 2, "first_layers": 1}),
+    "tp2-sp-ep4": Setting(4, {"tp": 2, "sp": True, "ep": 4}),
+    "pp2-ep2": Setting(4, {"pp": 2, "ep": 2}),
+    "tp2-sp-ep2-etp2": Setting(4, {"tp": 2, "sp": True, "ep": 2, "etp": 2}, distributed=False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(family, name) for family in FAMILIES for name in EVERY if family != "tied" or "-ep" not in name],
+)
+def test_every_layout_saves_and_loads(
+    ranks: RankPool, tmp_path: Path, model_of: Callable[[str], str], family: str, name: str
+) -> None:
+    """Each saves for itself and for the next one: since whole tensors are compared, so for every other."""
+    names = [other for other in EVERY if family != "tied" or "-ep" not in other]
+    following = names[(names.index(name) + 1) % len(names)]
+    check(ranks, tmp_path, model_of(family), EVERY[name], [EVERY[following]])

@@ -1,0 +1,194 @@
+"""`megarl plan memory`: the recipes that come with megarl fit, the terms are what formulas say, and a search finds layouts."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+from megarl.costs.activations import _in_flight
+from megarl.costs.phases import ALL_OF
+from megarl.layout.grid import ParallelLayout
+from megarl.plan.fit import _engine_sizes, ends, fit
+from megarl.plan.memory import GIB, plan_memory
+from megarl.plan.memory_command import read_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN, DEEPSEEK, FULL = (
+    str(ROOT / f"recipes/{name}.yaml")
+    for name in ("qwen2.5_72b_grpo_lora", "deepseek_v3_grpo_lora", "deepseek_v3_grpo_256x80gb")
+)
+LORA, ROLLOUT = "actor_rollout_ref.model.lora", "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes' paths are relative to it."""
+    monkeypatch.chdir(ROOT)
+
+
+def planned(capsys: pytest.CaptureFixture, *arguments: str) -> dict:
+    assert main(["plan", "memory", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_72b_with_adapters_fits_eight_gpus_of_80_gb(capsys) -> None:
+    """Its 72.7 G parameters over 8 devices, twice while they are sent; no copy for the reference policy."""
+    plan = planned(capsys, QWEN)
+    assert plan["fits"] and not plan["problems"]
+    update, sync = plan["phases"]["update_actor"], plan["phases"]["sync"]
+    assert update["actor_weights"] == pytest.approx(72.7e9 * 2 / 8, rel=2e-3)
+    assert sync["rollout_weights"] == pytest.approx(72.7e9 * 2 / 8, rel=2e-3)
+    assert update["actor_gradients"] == 2 * update["actor_adapters"]
+    assert update["actor_optimizer"] == 6 * update["actor_adapters"]  # one data parallel rank
+    assert not any(name.startswith("ref_") for phase in plan["phases"].values() for name in phase)
+    # 80 layers' inputs of 16384 / 8 tokens, computed again layer by layer
+    assert update["actor_activations"] == pytest.approx(80 * 2048 * 8192 * 2, rel=0.3)
+    # Slots for what other GPUs send; a rank that is alone has all that it serves on its own.
+    assert sync["rollout_sync_buffers"] == sync["actor_sync_buffers"] == 2 * 256 << 20
+    alone = planned(capsys, str(ROOT / "recipes/qwen2.5_0.5b_ppo_single_gpu.yaml"))
+    assert not any("rollout_sync_buffers" in phase for phase in alone["phases"].values())
+    more = planned(capsys, QWEN, f"{LORA}.rank=128")
+    assert more["fits"]
+    assert more["phases"]["update_actor"]["actor_adapters"] == 4 * update["actor_adapters"]
+
+
+def test_without_adapters_it_does_not_fit_and_the_reason_is_named(capsys) -> None:
+    plan = planned(capsys, QWEN, f"{LORA}.rank=0", f"{LORA}.alpha=null")
+    assert not plan["fits"]
+    update = plan["phases"]["update_actor"]
+    assert update["actor_gradients"] == 2 * update["actor_weights"]
+    assert update["actor_optimizer"] == 6 * update["actor_weights"]
+    assert plan["phases"]["evaluate_models"]["ref_weights"] == update["actor_weights"]
+    assert any(
+        "update_actor takes" in problem and "actor_optimizer" in problem for problem in plan["problems"]
+    )
+
+
+def test_671b_with_adapters_on_a_float8_base(capsys) -> None:
+    plan = planned(capsys, DEEPSEEK, "--gpu-memory", "140")
+    assert plan["fits"] and not plan["problems"]
+    # Engines of 8 devices hold 671 G parameters in about a byte each.
+    assert plan["phases"]["sync"]["rollout_weights"] == pytest.approx(671e9 / 8, rel=0.03)
+    assert plan["kv_token_bytes"] == 61 * (512 + 64) * 2
+    small = planned(capsys, DEEPSEEK, "--gpu-memory", "79")
+    assert not small["fits"] and any("rollout_weights" in problem for problem in small["problems"])
+    alone = planned(capsys, DEEPSEEK, "--gpu-memory", "79", "--without-engines")
+    assert alone["fits"] and "rollout_weights" not in alone["phases"]["sync"]
+
+
+def test_a_critic_and_its_base() -> None:
+    critic = [
+        f"{LORA}.rank=32",
+        "algorithm.adv_estimator=gae",
+        "critic.model.lora={rank: 32}",
+        "critic.optim.lr=1e-5",
+    ]
+    phases = {}
+    for shared in ("false", "true"):
+        config, inputs = read_inputs(QWEN, [*critic, f"critic.model.share_base={shared}"])
+        plan = plan_memory(config, inputs, 79 * GIB, 0)
+        phases[shared] = {owner.name: max(owner.at("update_critic")) for owner in plan.owners}
+    apart, shared = phases["false"], phases["true"]
+    assert "critic_weights" not in shared and apart["critic_weights"] > 15e9 and not apart["actor_weights"]
+    assert shared["actor_weights"] > 15e9
+    assert {name: apart[name] for name in ALL_OF["critic"][2:]} == {
+        name: shared[name] for name in ALL_OF["critic"][2:]
+    }
+    head = 2 * inputs.model.hidden_size  # goes with the weights where these are the critic's
+    assert shared["critic_adapters"] == apart["critic_adapters"] + head
+
+
+def test_671b_in_bf16_is_served_by_engines_over_four_nodes_of_80_gb(capsys) -> None:
+    """671 G parameters x 2 bytes over 32 devices are 41 GB on each; over 16 they would leave nothing for a cache."""
+    arguments = [FULL, "--gpu-memory", "79"]
+    plan = planned(capsys, *arguments)
+    assert plan["fits"] and not plan["problems"]
+    whole = plan["phases"]["generate"]["rollout_weights"]
+    assert whole == pytest.approx(
+        671e9 * 2 / 32, rel=0.06
+    )  # latent attention's down projections are on every rank
+    half = [f"{ROLLOUT}.tensor_model_parallel_size=16", f"{ROLLOUT}.expert_parallel_size=16"]
+    assert not planned(capsys, *arguments, *half)["fits"]
+
+
+def test_the_search_spreads_engines_that_fit_no_node() -> None:
+    """Of 72.7 G parameters in bf16 half of eight GPUs of 20 GB hold 18.2, all of them 9.1."""
+    config, inputs = read_inputs(QWEN, [])
+    room = 8 * GIB
+    sizes = _engine_sizes(config, inputs, room, 4)
+    assert min(sizes) == 32 > config.trainer.n_gpus_per_node
+    with pytest.raises(ValueError, match="engines on up to 2 nodes of 8 devices hold more weights"):
+        _engine_sizes(config, inputs, room, 2)
+    assert _engine_sizes(config, inputs, 40 * GIB, 4) == [4, 8]
+
+
+def test_the_search_takes_the_fewest_nodes() -> None:
+    config, inputs = read_inputs(QWEN, [])
+    found, plan = fit(config, inputs, 79 * GIB, 6 * GIB, 2)
+    assert found.trainer.nnodes == 1 and plan.fits
+    assert fit(config, inputs, 30 * GIB, 6 * GIB, 1) is None
+    more, _ = fit(config, inputs, 40 * GIB, 6 * GIB, 4)
+    assert more.trainer.nnodes > 1
+
+
+def test_uneven_stages_hold_all_layers() -> None:
+    for stages in range(2, 16):
+        for first, last in ends(61, stages):
+            given = [count for count in (first, last) if count is not None]
+            assert (61 - sum(given)) % max(1, stages - len(given)) == 0
+
+
+def test_micro_batches_that_wait_for_their_backward_pass() -> None:
+    """As in Narayanan et al. 2021 (arXiv:2104.04473), section 2.2: at most as many as there are stages from here on."""
+    layout = ParallelLayout(world=4, pp=4)
+    assert [_in_flight(layout, stage, None) for stage in range(4)] == [[4], [3], [2], [1]]
+    assert _in_flight(layout, 0, 2) == [2]
+    virtual = ParallelLayout(world=4, pp=4, vpp=2)
+    assert [sum(_in_flight(virtual, stage, None)) for stage in range(4)] == [11, 9, 7, 5]
+    assert Counter(_in_flight(virtual, 0, 4)) == Counter([4, 4])
+
+
+def test_what_is_beside_the_owners_follows_from_the_processes_of_a_gpu(capsys) -> None:
+    """PPO has a critic's process more than GRPO; a reward model is another. --reserve says otherwise."""
+    gsm8k, reward = (
+        f"recipes/{name}.yaml" for name in ("qwen2.5_7b_ppo_gsm8k", "llama3_8b_ppo_reward_model")
+    )
+    of_two, of_three, of_four = planned(capsys, QWEN), planned(capsys, gsm8k), planned(capsys, reward)
+    for number, plan in ((2, of_two), (3, of_three), (4, of_four)):
+        assert plan["reserved"][f"CUDA contexts: {number}"] == number * GIB // 2
+        assert plan["reserve"] == sum(plan["reserved"].values())
+    assert of_two["reserve"] < of_three["reserve"] < of_four["reserve"]
+    said = planned(capsys, gsm8k, "--reserve", "6")
+    assert (said["reserve"], said["reserved"]) == (6 * GIB, {})
+    assert not planned(capsys, gsm8k, "--reserve", "75")["fits"]
+
+
+def test_its_causes_are_rows_of_the_table(capsys) -> None:
+    assert main(["plan", "memory", QWEN]) == 0
+    text = capsys.readouterr().out
+    for name in (
+        "CUDA contexts: 2",
+        "NCCL communicators: 4",
+        "CUDA graphs",
+        "sampling",
+        "workspaces",
+        "fragments",
+    ):
+        assert name in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([QWEN, "--max-nodes", "0"], "--max-nodes is 0; it must be at least 1"),
+        ([QWEN, "--reserve", "-1"], "--reserve is -1 GiB; it must be at least 0"),
+        ([QWEN, "trainer.nnodes=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=32"], "is more than the 16 devices of resource pool"),
+        ([QWEN, "--fit", "--max-nodes", "1", "--gpu-memory", "30"], "on no number of nodes up to --max-nodes 1"),
+        ([QWEN, "--fit", "--gpu-memory", "8", "--reserve", "6"], "engines on up to "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(arguments, message, capsys) -> None:
+    assert main(["plan", "memory", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,170 @@
+"""`megarl plan step --search`: what it proposes is legal, fits, and is the best that there is."""
+
+import itertools
+import json
+import re
+import time
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import main
+from megarl.config import TrainConfig, check_config, load_config
+from megarl.config.model_fit import check_models
+from megarl.costs.hardware import TABLE, Assumptions
+from megarl.costs.speed import Machine
+from megarl.plan.job import plan_job
+from megarl.plan.memory import GIB, plan_memory
+from megarl.plan.memory_command import read_inputs
+from megarl.plan.search import _ENGINE, Search
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL, MOE, DEEPSEEK, FULL = (
+    str(ROOT / f"recipes/{name}.yaml")
+    for name in (
+        "qwen2.5_0.5b_ppo_single_gpu",
+        "qwen3_30b_a3b_grpo",
+        "deepseek_v3_grpo",
+        "deepseek_v3_grpo_256x80gb",
+    )
+)
+ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+FOUR = ["trainer.n_gpus_per_node=4", f"{ROLLOUT}.gpu_memory_utilization=0.5"]
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes' paths are relative to it."""
+    monkeypatch.chdir(ROOT)
+
+
+def searched(recipe: str, overrides: list[str], memory: float, gpu: str = "H100") -> Search:
+    config, inputs = read_inputs(recipe, overrides)
+    machine = Machine(TABLE[gpu], Assumptions(), config.trainer.n_gpus_per_node)
+    given = load_config(TrainConfig, recipe, overrides)
+    return Search(given, inputs, machine, round(memory * GIB), 2 * GIB)
+
+
+def seconds_of(search: Search, recipe: str, overrides: list[str]) -> float | None:
+    """Of a step, worked out from the recipe and its overrides alone; None: it cannot be, or does not fit."""
+    try:
+        config, inputs = read_inputs(recipe, overrides)
+        check_models(config, inputs.model, inputs.critic, inputs.reward)
+        memory = plan_memory(config, inputs, search.limit, search.reserve)
+    except ValueError:
+        return None
+    return plan_job(config, inputs, search.machine, memory, sync=False).seconds if memory.fits else None
+
+
+@pytest.mark.parametrize("memory", [8.5, 24.0])
+def test_the_best_of_a_small_space_is_found(memory: float) -> None:
+    """All layouts of four GPUs, one by one: with little memory, where something must leave, and with enough."""
+    search, known = searched(SMALL, FOUR, memory), {}
+    for tp, pp, cp, serve in itertools.product((1, 2, 4), repeat=4):
+        for recompute, stays in itertools.product(("null", "selective", "full"), ("null", "false")):
+            keys = [
+                f"{ACTOR}.tensor_model_parallel_size={tp}",
+                f"{ACTOR}.pipeline_model_parallel_size={pp}",
+                f"{ACTOR}.context_parallel_size={cp}",
+                f"{ACTOR}.recompute_granularity={recompute}",
+                *(f"{ACTOR}.{part}_offload={stays}" for part in ("param", "grad", "optimizer")),
+                f"{ROLLOUT}.tensor_model_parallel_size={serve}",
+                f"{ROLLOUT}.num_engines={4 // serve}",
+            ]
+            if tp * pp * cp <= 4:
+                known[tp, pp, cp, serve, recompute, stays] = seconds_of(search, SMALL, FOUR + keys)
+    there = sorted({seconds for seconds in known.values() if seconds is not None})
+    assert 3 < len(there) < len(known)
+    found = search.run(3)
+    assert [each.seconds for each in found] == pytest.approx(there[:3])
+
+
+def test_proposals_are_legal_fit_and_can_be_pasted() -> None:
+    search = searched(MOE, [], 79)
+    found = search.run(4)
+    assert len(found) == 4
+    for each in found:
+        assert seconds_of(search, MOE, list(each.keys)) == pytest.approx(each.seconds)
+        config = load_config(TrainConfig, MOE, list(each.keys))
+        check_config(config, data_files=False)
+        assert read_inputs(MOE, list(each.keys))[0].actor_rollout_ref == each.config.actor_rollout_ref
+    recipe = seconds_of(search, MOE, [])
+    assert recipe is not None and found[0].seconds <= recipe
+
+
+def test_671b_on_512_devices_takes_less_than_a_minute(capsys) -> None:
+    start = time.process_time()
+    arguments = [DEEPSEEK, "trainer.nnodes=64", "--hardware", "H200", "--search", "--top", "3"]
+    assert main(["plan", "step", *arguments, "--json"]) == 0
+    assert time.process_time() - start < 60
+    found = json.loads(capsys.readouterr().out)
+    assert found["layouts"] > 1000 and len(found["proposals"]) == 3
+    times = [each["seconds"] for each in found["proposals"]]
+    assert times == sorted(times)
+    best = found["proposals"][0]
+    search = searched(DEEPSEEK, [], 140, "H200")
+    search.reserve = 6 * GIB
+    assert seconds_of(search, DEEPSEEK, ["trainer.nnodes=64", *best["keys"]]) == pytest.approx(times[0])
+    assert best["peak"] + 6 * GIB <= 140 * GIB
+
+
+def test_671b_on_gpus_of_80_gb_is_served_by_engines_over_several_nodes() -> None:
+    """Of 32 devices and more: half as many would hold 82 GB of weights each."""
+    rollouts = [engine.rollout for engine in searched(FULL, [], 79)._engines()]
+    assert {rollout.tensor_model_parallel_size for rollout in rollouts} == {32, 64, 128}
+    for rollout in (rollouts[0], rollouts[-1]):
+        keys = (f"{name}={getattr(rollout, name)}" for name in _ENGINE)
+        config, _ = read_inputs(FULL, [f"{ROLLOUT}.{key}" for key in keys])
+        found = config.actor_rollout_ref.rollout
+        assert found.tensor_model_parallel_size == 8 * found.nodes_per_engine
+        assert found.num_engines * found.tensor_model_parallel_size == 256
+
+
+def test_the_recipes_own_layout_need_not_be_legal(capsys) -> None:
+    """DeepSeek-V3's, of multiples of 128 devices, on 96; what else is wrong is still named."""
+    arguments = [DEEPSEEK, "trainer.nnodes=12", "--hardware", "H200", "--search", "--top", "1", "--json"]
+    assert main(["plan", "step", *arguments]) == 0
+    (best,) = json.loads(capsys.readouterr().out)["proposals"]
+    read_inputs(DEEPSEEK, ["trainer.nnodes=12", *best["keys"]])
+    with pytest.raises(ValueError, match="does not divide the 96 devices"):
+        read_inputs(DEEPSEEK, ["trainer.nnodes=12"])
+    wrong = ["actor_rollout_ref.actor.optim.weight_decay=-1", "--search"]
+    assert main(["plan", "step", SMALL, *wrong]) == 2
+    assert "weight_decay" in capsys.readouterr().err
+
+
+def test_engines_with_devices_of_their_own() -> None:
+    """What leaves is as the recipe has it; a step is as long as the longer half."""
+    pools = [
+        "trainer.nnodes=2",
+        "resource_pools={train: {n_gpus_per_node: 4}, serve: {n_gpus_per_node: 2}}",
+        "actor_rollout_ref.actor.resource_pool=train",
+        f"{ROLLOUT}.resource_pool=serve",
+        "trainer.mode=one_step_off",
+        "trainer.n_gpus_per_node=4",
+        f"{ACTOR}.optimizer_offload=true",
+    ]
+    search = searched(SMALL, pools, 79)
+    (best,) = search.run(1)
+    megatron, rollout = best.config.actor_rollout_ref.actor.megatron, best.config.actor_rollout_ref.rollout
+    assert megatron.optimizer_offload is True and megatron.param_offload is None
+    assert rollout.num_engines * rollout.tensor_model_parallel_size == 2
+    assert seconds_of(search, SMALL, [*pools, *best.keys]) == pytest.approx(best.seconds)
+    phases = {phase.name: phase.seconds for phase in best.phases}
+    learn = phases["evaluate_models"] + phases["update"]
+    assert best.seconds == pytest.approx(phases["sync"] + max(phases["generate"], learn))
+
+
+def test_the_table_has_the_keys_of_each_layout(capsys) -> None:
+    assert main(["plan", "step", SMALL, *FOUR, "--search", "--top", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "layouts the fastest that fit and are legal" in out and "nothing was measured" in out
+    first, second = re.findall(r"^\d: (tp\d .*)\n   (.*)$", out, re.MULTILINE)
+    assert first != second and all(re.search("engines? of tp", words) for words, _ in (first, second))
+    sizes = dict(re.findall(r"\b(tp|pp|cp|dp)(\d)", first[0].split(",")[0]))
+    assert (
+        f"{ACTOR}.tensor_model_parallel_size={sizes['tp']} {ACTOR}.pipeline_model_parallel_size={sizes['pp']}"
+        in first[1]
+    )
+    assert prod(map(int, sizes.values())) == 4

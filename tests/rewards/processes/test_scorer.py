@@ -1,0 +1,313 @@
+"""The Scorer with real worker processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from ray import cloudpickle
+
+from megarl.rewards.functions import RewardSpec
+from megarl.rewards.processes import scorer as scorer_module
+from megarl.rewards.processes.scorer import Scorer
+from megarl.rewards.sample import Sample, Score
+from tests.rewards.processes.found import is_running, wait_for
+
+REWARD = """
+import asyncio, ctypes, os, subprocess, sys, time
+
+def hang():
+    while True:
+        time.sleep(1)
+
+def fail():
+    return {}["missing"]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    actions = {
+        "hang": hang,
+        "raise": fail,
+        "segfault": lambda: ctypes.string_at(0),
+        "exit": lambda: os._exit(3),
+        "sys.exit": lambda: sys.exit(4),
+        "text": lambda: "high",
+        "pid": os.getpid,
+        "sleep": lambda: time.sleep(0.3) or 1,
+        "no GIL given back": lambda: ctypes.PyDLL(None).sleep(100),
+        "child": lambda: [subprocess.Popen(["sleep", "100"]), os._exit(0)],
+    }
+    if solution_str in actions:
+        return actions[solution_str]()
+    return {"score": float(solution_str) + float(ground_truth), "extra": extra_info["index"], "pred": data_source}
+
+running, most = 0, 0
+
+async def later(data_source, solution_str, ground_truth, extra_info, prompt_str, seconds=0.2):
+    global running, most
+    running += 1
+    most = max(most, running)
+    try:
+        if solution_str == "hang":
+            await asyncio.sleep(100)
+        if solution_str == "segfault":
+            await asyncio.sleep(0.1)
+            ctypes.string_at(0)
+        if solution_str == "block":
+            time.sleep(100)
+        await asyncio.sleep(seconds)
+        return {"score": len(prompt_str), "most": most}
+    finally:
+        running -= 1
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "my_reward.py"
+    path.write_text(REWARD)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def plain(file):
+    with Scorer(RewardSpec(custom_path=file), num_workers=2, timeout=1.0) as scorer:
+        yield scorer
+
+
+def samples(*responses):
+    return [
+        Sample(f"p{number}/0", "mine", "a prompt", response, "0.5", f'{{"index": {number}}}')
+        for number, response in enumerate(responses)
+    ]
+
+
+def scored(scorer, *responses) -> list[Score]:
+    scorer.submit(samples(*responses))
+    scores = scorer.collect()
+    assert list(scores) == [score.uid for score in scores.values()]
+    return [scores[f"p{number}/0"] for number in range(len(responses))]
+
+
+def test_scores_come_by_uid_with_numbers_and_notes(plain):
+    first, second = scored(plain, "1", "2")
+    assert (first.score, first.numbers, first.notes) == (1.5, {"extra": 0.0}, {"pred": "mine"})
+    assert (second.score, second.numbers, second.error) == (2.5, {"extra": 1.0}, None)
+    assert 0 < second.seconds < 1
+
+
+def test_collect_forgets_what_it_gave(plain):
+    assert [score.score for score in scored(plain, "1")] == [1.5]
+    assert plain.collect() == {}
+    assert [score.score for score in scored(plain, "3")] == [3.5]
+
+
+def test_a_failure_elsewhere_ends_the_wait(plain, monkeypatch):
+    """What is open stays so, and can be collected still."""
+    monkeypatch.setattr(scorer_module, "_MEANWHILE_SECONDS", 0.1)
+    calls = []
+
+    def meanwhile():
+        calls.append(time.perf_counter())
+        if len(calls) == 2:
+            raise LookupError("a rank died")
+
+    plain.submit(samples("hang"))
+    with pytest.raises(LookupError, match="a rank died"):
+        plain.collect(meanwhile)
+    assert len(calls) == 2
+    (score,) = plain.collect().values()
+    assert score.score is None
+
+
+def test_many_samples_in_several_parts(plain):
+    for part in range(5):
+        plain.submit(
+            [Sample(f"{part}/{i}", "mine", "", str(i), str(part), '{"index": 0}') for i in range(40)]
+        )
+    assert {uid: score.score for uid, score in plain.collect().items()} == {
+        f"{part}/{i}": part + i for part in range(5) for i in range(40)
+    }
+
+
+def test_submitting_does_not_wait(plain):
+    begun = time.perf_counter()
+    plain.submit(samples("sleep", "sleep"))
+    assert time.perf_counter() - begun < 0.25
+    assert [score.score for score in plain.collect().values()] == [1.0, 1.0]
+
+
+def test_whatever_goes_wrong_costs_its_own_sample(plain):
+    kinds = ["1", "hang", "raise", "2", "segfault", "exit", "3", "sys.exit", "text", "no GIL given back", "4"]
+    begun = time.perf_counter()
+    result = dict(zip(kinds, scored(plain, *kinds), strict=True))
+    assert time.perf_counter() - begun < 10
+    assert [result[kind].score for kind in "1234"] == [1.5, 2.5, 3.5, 4.5]
+    failed = {kind: score for kind, score in result.items() if len(kind) > 1}
+    assert {score.score for score in failed.values()} == {None}
+    assert failed["hang"].error.startswith("no result within 1 s; it was at\n")
+    assert "my_reward.py" in failed["hang"].error and "in hang" in failed["hang"].error
+    assert failed["hang"].seconds == pytest.approx(1.0, abs=0.9)
+    assert failed["raise"].error.startswith("KeyError: 'missing'\n")
+    assert 'return {}["missing"]' in failed["raise"].error
+    assert "worker.py" not in failed["raise"].error
+    assert failed["segfault"].error.startswith("its process was killed by SIGSEGV\n")
+    assert failed["exit"].error == "its process ended with exit code 3"
+    assert failed["sys.exit"].error.startswith("SystemExit: 4")
+    assert failed["text"].error.startswith("ValueError: the reward is 'high' (str), not a number")
+    assert failed["no GIL given back"].error.startswith("no result within 1 s")
+
+
+def test_a_worker_is_used_again_and_replaced_when_it_dies(file):
+    with Scorer(RewardSpec(custom_path=file), num_workers=1, timeout=60.0) as scorer:
+        (before,) = {score.score for _ in range(2) for score in scored(scorer, *["pid"] * 4)}
+        assert scored(scorer, "exit")[0].error == "its process ended with exit code 3"
+        (after,) = {score.score for score in scored(scorer, *["pid"] * 4)}
+    assert None not in (before, after)
+    assert before != after
+
+
+def test_there_are_no_more_workers_than_asked_for(plain):
+    assert len({score.score for score in scored(plain, *["pid"] * 8)}) <= 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_hit_from_outside_costs_nothing(file, tmp_path, monkeypatch, number):
+    """Its sample is run once more; a sample whose every process is killed is the one to blame."""
+    monkeypatch.setattr(scorer_module, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(scorer_module, "_STOPPED_SECONDS", 0.5)
+    reward = tmp_path / "hit.py"
+    reward.write_text(
+        "import os, pathlib\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    path = pathlib.Path({str(tmp_path)!r}, 'tries')\n"
+        "    tries = path.read_text() if path.exists() else ''\n"
+        "    path.write_text(tries + 'x')\n"
+        f"    if len(tries) < int(solution_str):\n        os.kill(os.getpid(), {int(number)})\n"
+        "    return len(tries)\n"
+    )
+    with Scorer(RewardSpec(custom_path=str(reward)), num_workers=1, timeout=60.0) as scorer:
+        (score,) = scored(scorer, "1")
+        assert (score.score, score.error) == (1.0, None)
+        (score,) = scored(scorer, "4")
+    assert score.score is None
+    assert score.error.startswith(f"its process was {'killed' if number == signal.SIGKILL else 'stopped'}")
+    assert (tmp_path / "tries").read_text() == "x" * 4
+
+
+def test_what_a_dead_worker_left_behind_is_killed(plain):
+    """A child holds the worker's files open; its death is noticed all the same."""
+    begun = time.perf_counter()
+    (score,) = scored(plain, "child")
+    assert score.error == "its process ended with exit code 0"
+    assert time.perf_counter() - begun < 5
+
+
+def test_async_functions_run_together_up_to_a_limit(file):
+    spec = RewardSpec(custom_path=file, custom_name="later", custom_kwargs={"seconds": 0.25})
+    with Scorer(spec, num_workers=1, timeout=5.0, max_concurrency=8) as scorer:
+        scored(scorer, "warm")
+        begun = time.perf_counter()
+        result = scored(scorer, *["x"] * 32)
+        seconds = time.perf_counter() - begun
+    assert {score.score for score in result} == {8.0}  # the length of the prompt
+    assert max(score.numbers["most"] for score in result) == 8
+    assert 4 * 0.25 <= seconds < 32 * 0.25
+
+
+def test_among_async_functions_only_the_guilty_one_fails(file):
+    spec = RewardSpec(custom_path=file, custom_name="later")
+    with Scorer(spec, num_workers=1, timeout=1.0) as scorer:
+        result = scored(scorer, "a", "hang", "segfault", "b", "block", "c")
+    assert [score.score for score in result] == [8.0, None, None, 8.0, None, 8.0]
+    assert result[1].error == "no result within 1 s"
+    assert result[2].error.startswith("its process was killed by SIGSEGV")
+    assert result[4].error.startswith("no result within 1 s; it was at\n")
+    assert "in later" in result[4].error
+
+
+def test_rules_are_chosen_by_data_source():
+    with Scorer(RewardSpec(), num_workers=1, timeout=30.0) as scorer:
+        with pytest.raises(ValueError, match="data_source 'mine'"):
+            scorer.submit(samples("1"))
+        with pytest.raises(ValueError, match="data_source 'mine', 'yours'"):
+            scorer.check([("a", "openai/gsm8k", "7"), ("b", "yours", "7"), ("c", "mine", "7")])
+        scorer.submit(
+            [
+                Sample("a", "openai/gsm8k", "", "#### 7", "7", None),
+                Sample("b", "math_dapo", "", "Answer: 7", "8", None),
+                Sample("c", "cais/mmlu", "", "Answer: B", "seven", None),
+            ]
+        )
+        scores = scorer.collect()
+    assert [scores[uid].score for uid in "abc"] == [1.0, -1.0, None]
+    assert "must be a letter" in scores["c"].error
+    assert scores["a"].notes == {"pred": "7"}
+
+
+def test_a_function_that_stands_in_no_file():
+    bonus = 10
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return len(solution_str) + bonus
+
+    with Scorer(RewardSpec(function=cloudpickle.dumps(compute_score)), num_workers=1, timeout=30.0) as scorer:
+        assert [score.score for score in scored(scorer, "four")] == [14.0]
+
+
+def test_a_file_that_only_workers_cannot_import_ends_the_run(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    raise OSError('no model here')\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n"
+    )
+    with Scorer(RewardSpec(custom_path=str(path)), num_workers=1, timeout=5.0) as scorer:
+        scorer.submit(samples("1"))
+        with pytest.raises(
+            RuntimeError, match=r"(?s)rewards cannot be computed: .*importing it failed.*no model here"
+        ):
+            scorer.collect()
+
+
+def test_workers_that_die_while_they_begin_end_the_run(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    os._exit(5)\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n"
+    )
+    with Scorer(RewardSpec(custom_path=str(path)), num_workers=1, timeout=5.0) as scorer:
+        scorer.submit(samples("1"))
+        with pytest.raises(RuntimeError, match=r"3 reward workers ended while they began: .*exit code 5"):
+            scorer.collect()
+
+
+def test_closing_ends_workers_that_hang(file):
+    scorer = Scorer(RewardSpec(custom_path=file), num_workers=1, timeout=100.0)
+    (pid,) = [int(score.score) for score in scored(scorer, "pid")]
+    scorer.submit(samples("hang"))
+    begun = time.perf_counter()
+    scorer.close()
+    assert time.perf_counter() - begun < 5
+    assert not is_running(pid)
+    assert not scorer._thread.is_alive()
+
+
+def test_workers_die_with_the_controller(file, tmp_path):
+    """Also while they are in C code that never comes back."""
+    code = (
+        "import sys, time\n"
+        "from megarl.rewards.functions import RewardSpec\n"
+        "from megarl.rewards.sample import Sample\n"
+        "from megarl.rewards.processes.scorer import Scorer\n"
+        f"scorer = Scorer(RewardSpec(custom_path={file!r}), num_workers=1, timeout=100.0)\n"
+        "scorer.submit([Sample('a', 'mine', '', 'pid', '', None)])\n"
+        "print(int(scorer.collect()['a'].score), flush=True)\n"
+        "scorer.submit([Sample('a', 'mine', '', 'no GIL given back', '', None)])\n"
+        "scorer.collect()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
+        pid = int(controller.stdout.readline())
+        time.sleep(0.3)
+        assert is_running(pid)
+        controller.send_signal(signal.SIGKILL)
+    wait_for(lambda: not is_running(pid))

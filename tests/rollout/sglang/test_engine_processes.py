@@ -1,0 +1,176 @@
+"""Life and death of an engine's processes."""
+
+import glob
+import os
+import tempfile
+import time
+from functools import partial
+
+import psutil
+import pytest
+
+from megarl.cluster.guard import NAMES, remove_scratch
+from megarl.rollout.engine import EngineConfig, EngineError, SamplingParams
+from megarl.rollout.sglang import start as sglang_start
+from megarl.rollout.sglang.engine import SGLangEngine
+from tests.rollout.runner import EngineProcess, OwnerDied
+
+FEW_SECONDS = 10
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition, seconds: float):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(f"{condition} not within {seconds} s")
+
+
+def schedulers(owner: psutil.Process) -> list[psutil.Process]:
+    """SGLang's processes, from the first moment on."""
+    children = owner.children(recursive=True)
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+def test_serves_a_folder_and_ends_within_seconds_when_a_scheduler_is_killed(model_a, tmp_path):
+    config = EngineConfig(str(model_a.path), load_format="auto", max_num_seqs=8, max_total_tokens=1024)
+    engine = EngineProcess(config, tmp_path / "log").start()
+    try:
+        assert engine.call("weight_version") == 0
+        (answer,) = engine.call("generate", [[5, 6, 7]], ["a"], SamplingParams(max_new_tokens=4))
+        assert answer.weight_version == 0
+        (scheduler,) = [psutil.Process(pid) for pid in engine.call("pids")]
+        everything = [
+            psutil.Process(engine.process.pid),
+            *psutil.Process(engine.process.pid).children(recursive=True),
+        ]
+        scheduler.kill()
+        assert gone(everything, FEW_SECONDS)
+        with pytest.raises(OwnerDied, match=r"TP rank 0 \(pid \d+\) ended with exit code -9"):
+            engine.call("weight_version")
+    finally:
+        engine.process.kill()
+
+
+def test_an_owner_killed_during_the_start_leaves_no_process(model_a, tmp_path):
+    config = EngineConfig(str(model_a.path), tensor_parallel_size=2)
+    engine = EngineProcess(config, tmp_path / "log")
+    owner = psutil.Process(engine.process.pid)
+    engine.connection.send(("start", ()))
+    children = wait_for(lambda: schedulers(owner), 60)
+    owner.kill()
+    # They notice at their first line, which comes after their imports: half a minute on a busy machine.
+    assert gone(children, 90)
+
+
+def begin_in(folder, engine):
+    """A start whose temporary files are in a folder, as a rank's are."""
+    tempfile.tempdir = folder
+    engine.start()
+
+
+def test_an_owner_killed_during_the_start_leaves_no_shared_memory(model_a, tmp_path):
+    """SGLang's ranks name it from their first second on; what removes the owner's scratch folder removes that, too."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    engine = EngineProcess(EngineConfig(str(model_a.path), tensor_parallel_size=2), tmp_path / "log")
+    owner = psutil.Process(engine.process.pid)
+    engine.connection.send((partial(begin_in, str(scratch)), ()))
+
+    def made():
+        patterns = [line for file in scratch.glob(f"*{NAMES}") for line in file.read_text().splitlines()]
+        return sorted({path for pattern in patterns for path in glob.glob(pattern)})
+
+    try:
+        found = wait_for(lambda: len(made()) == 2 and made(), 100)
+        processes = [owner, *schedulers(owner)]
+    finally:
+        owner.kill()
+    assert gone(processes, FEW_SECONDS)
+    assert [path for path in found if os.path.exists(path)] == found  # nobody else removes it
+    remove_scratch(str(scratch))
+    assert not scratch.exists() and [path for path in found if os.path.exists(path)] == []
+
+
+def test_who_removes_scratch_folders_knows_the_files_that_name_shared_memory():
+    assert NAMES == sglang_start.NAMES
+
+
+def test_a_start_that_takes_too_long_ends_with_an_error_and_no_process(model_a, tmp_path):
+    config = EngineConfig(str(model_a.path), start_timeout=0.2)
+    engine = EngineProcess(config, tmp_path / "log")
+    try:
+        with pytest.raises(EngineError, match=r"did not start: it took longer than start_timeout=0.2 s"):
+            engine.start()
+        assert "starting it once more" in engine.tail(1000)
+        assert not schedulers(psutil.Process(engine.process.pid))
+    finally:
+        engine.process.kill()
+
+
+def test_a_failed_start_is_repeated_and_a_killed_owner_leaves_no_process(model_a, tmp_path):
+    sizes = {"max_num_seqs": 8, "max_total_tokens": 1024}
+    config = EngineConfig(str(model_a.path), tensor_parallel_size=2, load_format="auto", **sizes)
+    engine = EngineProcess(config, tmp_path / "log")
+    owner = psutil.Process(engine.process.pid)
+    try:
+        engine.connection.send(("start", ()))
+        wait_for(lambda: schedulers(owner), 60)[0].kill()
+        assert engine.connection.poll(120), engine.tail()
+        assert engine.connection.recv() == (True, None)
+        assert "starting it once more" in engine.tail(1000)
+        assert len(engine.call("generate", [[5, 6, 7]], ["a"], SamplingParams(max_new_tokens=4))) == 1
+        children = schedulers(owner)
+        assert len(children) == 2
+        owner.kill()
+        assert gone(children, FEW_SECONDS)
+    finally:
+        engine.process.kill()
+
+
+def test_a_model_that_sglang_does_not_know_is_refused(model_a, tmp_path):
+    (tmp_path / "model").mkdir()
+    config = (model_a.path / "config.json").read_text()
+    (tmp_path / "model" / "config.json").write_text(config.replace('"qwen2"', '"unheard_of"'))
+    engine = EngineProcess(EngineConfig(str(tmp_path / "model")), tmp_path / "log")
+    try:
+        with pytest.raises(ValueError, match=r"SGLang refuses .*unheard_of"):
+            engine.start()
+    finally:
+        engine.process.kill()
+
+
+@pytest.mark.parametrize("tp", [3, 8])
+def test_a_model_that_does_not_divide_is_refused_at_once(model_a, tp):
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={tp} does not divide num_attention_heads=4"):
+        SGLangEngine(EngineConfig(str(model_a.path), tensor_parallel_size=tp))
+
+
+def test_key_value_heads_that_do_not_divide_are_refused(model_a, tmp_path):
+    config = (
+        (model_a.path / "config.json")
+        .read_text()
+        .replace('"num_attention_heads": 4', '"num_attention_heads": 12')
+    )
+    config = config.replace('"num_key_value_heads": 2', '"num_key_value_heads": 3')
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 and num_key_value_heads=3"):
+        SGLangEngine(EngineConfig(str(tmp_path), tensor_parallel_size=4))
+
+
+def test_a_missing_model_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json does not exist; give a Hugging Face model folder"):
+        SGLangEngine(EngineConfig(str(tmp_path / "nothing")))
+
+
+def test_a_cpu_engine_needs_its_environment(model_a, monkeypatch):
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    with pytest.raises(ValueError, match="sglang_environment"):
+        SGLangEngine(EngineConfig(str(model_a.path))).start()

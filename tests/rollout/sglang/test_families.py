@@ -1,0 +1,151 @@
+"""Every family in a real SGLang engine on the CPU, in float32, against Hugging Face's own model."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.models import SGLangPlace, read_model_config, sglang_padding, sglang_pieces
+from megarl.models.tiny import make_tiny_model
+from megarl.rollout.engine import EngineConfig, SamplingParams
+from tests.rollout.invariance import OBSTACLE, needs_invariance
+from tests.rollout.manifests import rank_slices
+from tests.rollout.planned import assert_as_planned
+from tests.rollout.runner import EngineProcess
+from tests.rollout.sender import sync_state
+from tests.rollout.sglang.test_determinism import assert_alone_as_together
+
+TP, NUM_TOKENS = 2, 12
+EXPERT_PARALLEL = {"qwen3": 1, "qwen3_moe": 2, "deepseek_v3": 2, "glm4_moe": 2}
+ALWAYS = ("qwen3_moe", "deepseek_v3")  # all that is special in the others is in one of these, too
+PROMPTS = [[5, 6, 7], [9, 8, 20, 30, 40, 50], [329, 328, 200], [11] * 20, [100, 150, 191, 192, 193]]
+UIDS = [f"p{index}" for index in range(len(PROMPTS))]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@dataclass
+class Family:
+    name: str
+    folder: Path
+    engine: EngineProcess
+
+
+def make_model(folder: Path, family: str, seed: int) -> Path:
+    """Sizes with SGLang's special cases at TP2: a padded vocabulary, widths of no multiple of 32."""
+    return make_tiny_model(
+        folder,
+        ["some text"],
+        family=family,
+        vocab_size=330,
+        hidden_size=64,
+        num_layers=3,
+        ffn_hidden_size=80,
+        max_position_embeddings=128,
+        seed=seed,
+        num_mtp_layers=1 if family in ("deepseek_v3", "glm4_moe") else 0,
+        fields={"initializer_range": 0.2},
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in EXPERT_PARALLEL],
+)
+def family(request, tmp_path_factory) -> Iterator[Family]:
+    """A model in an engine that SGLang loaded from its files."""
+    folder = make_model(tmp_path_factory.mktemp(request.param) / "model", request.param, seed=1)
+    config = EngineConfig(
+        str(folder),
+        tensor_parallel_size=TP,
+        expert_parallel_size=EXPERT_PARALLEL[request.param],
+        load_format="auto",
+        max_num_seqs=8,
+        max_total_tokens=512,
+        enable_memory_saver=True,
+        deterministic=OBSTACLE is None,
+    )
+    engine = EngineProcess(config, folder.parent / "engine.log").start()
+    yield Family(request.param, folder, engine)
+    engine.close()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the model's file, without those of its MTP layer, which no engine holds."""
+    layers = AutoConfig.from_pretrained(folder).num_hidden_layers
+    tensors = load_file(folder / "model.safetensors")
+    return {name: value for name, value in tensors.items() if not name.startswith(f"model.layers.{layers}.")}
+
+
+@torch.no_grad()
+def assert_serves(engine: EngineProcess, folder: Path) -> None:
+    """The engine's greedy responses and their log-probs are those of Hugging Face with the folder's weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, answer in zip(PROMPTS, engine.call("generate", PROMPTS, UIDS, GREEDY), strict=True):
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert list(answer.response_ids) == tokens[len(prompt) :]
+        log_probs = torch.log_softmax(model(torch.tensor([tokens])).logits[0], -1)[len(prompt) - 1 : -1]
+        expected = log_probs.gather(1, torch.tensor(tokens[len(prompt) :])[:, None])[:, 0].tolist()
+        assert answer.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_answers_as_hugging_face(family):
+    assert_serves(family.engine, family.folder)
+
+
+def test_memory_is_as_planned(family):
+    assert_as_planned(family.engine)
+
+
+@needs_invariance
+def test_a_response_has_the_same_bits_in_any_company(family):
+    """Also when the cache is too small for all, so that some are put back and computed again."""
+    assert_alone_as_together(family.engine, [*PROMPTS, *PROMPTS[:3]], num_tokens=90)
+
+
+def test_serves_other_weights_after_a_sync(family, tmp_path):
+    """What SGLang derives from its weights, as DeepSeek's absorbed projections, is renewed with them."""
+    other = make_model(tmp_path / "model", family.name, seed=2)
+    config = AutoConfig.from_pretrained(other)
+    sync_state(
+        family.engine, tmp_path, weights(other), config, TP, version=1, ep=EXPERT_PARALLEL[family.name]
+    )
+    assert_serves(family.engine, other)
+
+
+def test_serves_after_its_memory_was_away(family, tmp_path):
+    """What is no weight comes back by itself (rope caches) or is made anew from weights."""
+    other = make_model(tmp_path / "model", family.name, seed=3)
+    family.engine.call("release_memory", ["kv_cache", "weights"])
+    family.engine.call("resume_memory", ["weights"])
+    config = AutoConfig.from_pretrained(other)
+    sync_state(
+        family.engine, tmp_path, weights(other), config, TP, version=2, ep=EXPERT_PARALLEL[family.name]
+    )
+    family.engine.call("resume_memory", ["kv_cache"])
+    assert_serves(family.engine, other)
+
+
+@pytest.mark.parametrize("name", EXPERT_PARALLEL)
+def test_the_weight_tables_know_what_the_engine_holds(name, tmp_path):
+    """The layout that the tests above proved in a real engine, at more sizes, against `megarl.models`."""
+    folder = make_model(tmp_path, name, seed=1)
+    state, config = weights(folder), AutoConfig.from_pretrained(folder)
+    layouts = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 2), (4, 4)] * (EXPERT_PARALLEL[name] > 1)
+    for tp, ep in layouts:
+        for rank in range(tp):
+            slices, place = rank_slices(state, config, tp, rank, ep), SGLangPlace(tp, rank, ep)
+            expected = {
+                (tensor, local, tuple(start), tuple(value.shape))
+                for tensor, local, start, value in slices.entries
+            }
+            pieces = sglang_pieces(read_model_config(str(folder)), place)
+            found = {(p.tensor, p.local, p.local_box.start, p.local_box.size) for p in pieces}
+            assert found == expected
+            padding = {local: count for local, count in slices.padding.items() if count}
+            assert sglang_padding(read_model_config(str(folder)), place) == padding

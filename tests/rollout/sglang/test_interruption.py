@@ -1,0 +1,147 @@
+"""Requests that are interrupted while the weights change or memory goes, and go on where they were."""
+
+import numpy as np
+import pytest
+
+from megarl.rollout.engine import EngineError, SamplingParams
+from megarl.rollout.sglang.requests import Response
+from tests.rollout.invariance import needs_invariance
+from tests.rollout.sglang.test_engine import PROMPTS, UIDS, hf_greedy, hf_log_probs
+
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=100, seed=3, ignore_eos=True)
+
+
+def take_off(engine, prompts, uids, sampling):
+    """Requests that run from now on, beside whatever the engine is asked."""
+    engine.in_flight = engine.flight()
+    engine.in_flight.add([engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)])
+
+
+def fly(engine, seconds):
+    """What has ended by then."""
+    return engine.in_flight.take(seconds)
+
+
+def land(engine):
+    found = []
+    while len(engine.in_flight):
+        found += engine.in_flight.take(60.0)
+    return found
+
+
+def interrupt_often(engine, seconds):
+    """Interrupt all that runs again and again; all responses, and how many were not whole each time."""
+    found, open_ones = [], []
+    while len(engine.in_flight):
+        found += engine.in_flight.take(seconds)
+        engine.release_memory(["kv_cache"])
+        open_ones.append(len(engine.in_flight))
+        engine.resume_memory(["kv_cache"])
+    return found, open_ones
+
+
+@needs_invariance
+def test_an_interrupted_response_is_the_one_that_was_left_alone(engine, sync, model_a):
+    sync(model_a, 120)
+    prompts, uids = [ids[:20] for ids in PROMPTS] * 4, [f"p{row}/0" for row in range(4 * len(PROMPTS))]
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=100, seed=3)
+    whole = {g.uid: g for g in engine.call("generate", prompts, uids, sampling)}
+    assert len({len(g.response_ids) for g in whole.values()}) > 5  # some end early, by their end token
+    engine.call(take_off, prompts, uids, sampling)
+    found, open_ones = engine.call(interrupt_often, 0.03)
+    assert sum(number > 0 for number in open_ones) > 1, open_ones
+    assert sorted(g.uid for g in found) == sorted(uids)
+    for generation in found:
+        expected = whole[generation.uid]
+        assert generation.response_ids == expected.response_ids, generation.uid
+        assert generation.log_probs == expected.log_probs
+        assert generation.finish_reason == expected.finish_reason
+
+
+def test_a_response_goes_on_with_the_weights_that_came_meanwhile(engine, sync, model_a, model_b):
+    """By Hugging Face: its first tokens are the old weights', the others the new ones' after these."""
+    sync(model_a, 130)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=100, ignore_eos=True)
+    engine.call(take_off, PROMPTS, UIDS, greedy)
+    early = engine.call(fly, 0.05)
+    sync(model_b, 131)
+    late = engine.call(land)
+    assert sorted(g.uid for g in early + late) == sorted(UIDS)
+    late = [g for g in late if g.weight_version == 130]
+    assert late
+    for generation in late:
+        assert generation.last_weight_version == 131
+        prompt, ids = PROMPTS[UIDS.index(generation.uid)], list(generation.response_ids)
+        by_a, by_b = hf_log_probs(model_a, prompt, ids), hf_log_probs(model_b, prompt, ids)
+        is_a, is_b = (np.abs(np.subtract(generation.log_probs, by)) < 1e-4 for by in (by_a, by_b))
+        changed = int(np.argmin(is_a))
+        assert 0 < changed < 100 and is_a[:changed].all() and is_b[changed:].all(), generation.uid
+        assert ids[:changed] == hf_greedy(model_a, prompt, changed)
+        assert ids[changed:] == hf_greedy(model_b, prompt + ids[:changed], 100 - changed)
+
+
+def test_requests_that_come_meanwhile_wait(engine, sync, model_a, model_b):
+    sync(model_a, 140)
+    engine.call("begin_update", 141)
+    engine.call(take_off, PROMPTS[:2], UIDS[:2], SAMPLING)
+    assert engine.call(fly, 0.3) == []
+    with pytest.raises(EngineError):
+        engine.call("receive_weights")
+        engine.call("finish_update")
+    sync(model_b, 142)
+    assert {(g.weight_version, g.last_weight_version) for g in engine.call(land)} == {(142, 142)}
+
+
+def piece(reason, ids, version=3):
+    """As SGLang answers."""
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": reason},
+            "weight_versions": [{"version": str(version), "start": 0, "end": len(ids)}] if ids else None,
+            "output_token_logprobs": [(-0.5, token, None) for token in ids],
+        },
+    }
+
+
+def test_pieces_make_a_response():
+    response = Response("a", SamplingParams(max_new_tokens=6), frozenset([9]))
+    assert response.add(piece("abort", [4, 5]), 3, interrupted=True) is None
+    assert response.rest.max_new_tokens == 4
+    waited = piece("abort", [])
+    assert response.add(waited, 4, interrupted=True) is None
+    waited["meta_info"]["weight_versions"] = [{"version": "4", "start": 0, "end": 0}]
+    assert response.add(waited, 4, interrupted=True) is None
+    whole = response.add(piece("stop", [6, 9], version=5), 5, interrupted=False)
+    assert (whole.response_ids, whole.log_probs, whole.finish_reason) == ([4, 5, 6, 9], [-0.5] * 4, "stop")
+    assert (whole.weight_version, whole.last_weight_version) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "ids, ignore_eos, reason",
+    [
+        ([4, 9], False, "stop"),
+        ([4] * 6, False, "length"),
+        ([4] * 5 + [9], True, "length"),
+        ([4, 9], True, None),
+    ],
+)
+def test_a_response_may_be_whole_when_it_is_interrupted(ids, ignore_eos, reason):
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=ignore_eos)
+    found = Response("a", sampling, frozenset([9])).add(piece("abort", ids), 3, interrupted=True)
+    assert (found and found.finish_reason) == reason
+
+
+def test_what_a_penalty_has_to_see_is_not_cut():
+    response = Response("a", SamplingParams(max_new_tokens=6, presence_penalty=0.5), frozenset([9]))
+    assert response.add(piece("abort", [4, 5]), 3, interrupted=True) is None
+    assert response.ids == [] and response.rest.max_new_tokens == 6
+
+
+@pytest.mark.parametrize(
+    "answer, interrupted",
+    [(piece("abort", [4]), False), (piece("stop", [4], version=2), False), (piece("error", [4]), True)],
+)
+def test_what_ends_otherwise_is_refused(answer, interrupted):
+    with pytest.raises(EngineError, match=r"a: finished by .*instead of 3"):
+        Response("a", SAMPLING).add(answer, 3, interrupted)

@@ -1,0 +1,74 @@
+"""SGLang's processes import the models that megarl has, and no others; and what they derive from a model's config.json."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megarl.models import read_model_config
+from megarl.rollout.sglang.environment import sglang_environment
+from tests.models.published import CONFIGS
+
+FAMILIES = ("DeepseekV3", "Glm4Moe", "Llama", "Qwen2", "Qwen3", "Qwen3Moe")  # in config.json: ...ForCausalLM
+# As a scheduler does it. The names of the models' classes, and of all files of models that were imported for them.
+SCHEDULER = """
+import json, sys
+from sglang.srt.models.registry import ModelRegistry
+files = [name for name in sys.modules if name.startswith("sglang.srt.models.")]
+print(json.dumps([sorted(ModelRegistry.models), files]))
+"""
+
+
+# The context that SGLang derives from each config.json.
+CONTEXTS = """
+import json, sys
+from sglang.srt.utils.hf_transformers import get_config, get_context_length
+print(json.dumps([get_context_length(get_config(path, trust_remote_code=False)) for path in sys.argv[1:]]))
+"""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}  # fmt: skip
+
+
+def test_the_context_of_a_model_is_what_sglang_derives(tmp_path: Path) -> None:
+    """Of published models, and of fields that go before max_position_embeddings, or that scale it."""
+    qwen = next(config for config in CONFIGS.values() if config["model_type"] == "qwen2")
+    llama = next(config for config in CONFIGS.values() if config["model_type"] == "llama")
+    configs = [
+        config for config in CONFIGS.values() if config["model_type"] != "kimi_k2"
+    ]  # not in transformers
+    configs += [
+        {**qwen, "model_max_length": 5000},
+        {**qwen, "max_sequence_length": 6000, "model_max_length": 5000},
+        {**qwen, "rope_scaling": YARN},
+        {**qwen, "rope_theta": None, "rope_parameters": {**YARN, "rope_theta": 1e6}},
+        {**llama, "max_position_embeddings": 9000, "rope_scaling": LLAMA3},
+    ]
+    folders = [tmp_path / str(number) for number in range(len(configs))]
+    for folder, config in zip(folders, configs, strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    result = subprocess.run(
+        [sys.executable, "-c", CONTEXTS, *map(str, folders)],
+        env={**os.environ, **sglang_environment("cpu", 1)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    derived = json.loads(result.stdout.splitlines()[-1])
+    assert [read_model_config(str(folder)).context_length[1] for folder in folders] == derived
+    assert derived[-5:-3] == [5000, 6000] and len(set(derived)) > 5
+
+
+def test_a_scheduler_imports_the_models_of_the_families() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SCHEDULER],
+        env={**os.environ, **sglang_environment("cpu", 1)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    classes, files = json.loads(result.stdout.splitlines()[-1])
+    assert classes == [f"{name}ForCausalLM" for name in FAMILIES]
+    assert len(files) < 40  # of 190

@@ -1,0 +1,57 @@
+"""Whether an engine works or hangs, told by what it computes: SGLang on the CPU, with responses that begin and end together."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from megarl.rollout.engine import EngineError, SamplingParams
+from tests.rollout.sglang.test_engine import PROMPTS, UIDS, assert_serves
+
+LONG = SamplingParams(temperature=1.0, max_new_tokens=100, seed=3, ignore_eos=True)
+
+
+def signs(engine, prompts, uids, sampling):
+    """The signs of life that were seen before the first response came, and how many came then."""
+    flight, seen = engine.flight(), set()
+    flight.add([engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)])
+    while not (landed := flight.take(0.005)):
+        seen.add(engine.last_sign)
+    return seen, len(landed) + len([g for _ in iter(lambda: len(flight), 0) for g in flight.take(60.0)])
+
+
+def hang(engine, prompts, uids, sampling, pid):
+    """Have it hang as soon as it has computed something for them; the error."""
+    timeout, engine.config.__dict__["request_timeout"] = engine.config.request_timeout, 0.5
+    before = engine.last_sign
+
+    async def stop() -> None:
+        import asyncio
+
+        while engine.last_sign == before:
+            await asyncio.sleep(0.001)
+        os.kill(pid, signal.SIGSTOP)
+
+    answers = [engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)]
+    try:
+        list(engine.as_completed([*answers, stop()]))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        engine.config.__dict__["request_timeout"] = timeout
+
+
+def test_an_engine_gives_signs_of_life_before_it_answers(engine, sync, model_a):
+    sync(model_a, 140)
+    seen, landed = engine.call(signs, PROMPTS, UIDS, LONG)
+    assert len(seen) > 3 and landed == len(PROMPTS)
+    assert max(seen) <= time.monotonic()
+
+
+def test_an_engine_that_hangs_is_found_by_the_signs_that_do_not_come(engine, sync, model_a):
+    sync(model_a, 141)
+    pid = engine.call("pids")[0]
+    with pytest.raises(EngineError, match=r"neither computed a step nor answered .* request_timeout=0\.5 s"):
+        engine.call(hang, PROMPTS, UIDS, LONG, pid)
+    sync(model_a, 142)
+    assert_serves(engine, model_a, 142)

@@ -1,0 +1,138 @@
+"""DPO on ranks: one step's loss and gradient as a plain Hugging Face loop computes them, in every layout."""
+
+import math
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from megarl.cluster.ranks import RankInfo
+from megarl.config import DPOLossConfig, MegatronConfig, OptimConfig
+from megarl.data.preference_chats import PREFERENCE_CHAT_SCHEMA
+from megarl.data.preferences import ranking_lengths
+from megarl.layout.grid import ParallelLayout
+from megarl.trainer.loops.dpo import validate, with_reference
+from megarl.trainer.workers.dispatch import plan_rows
+from megarl.trainer.workers.dpo import DPOWorker
+from megarl.trainer.workers.model import RowColumns
+from megarl.trainer.workers.specs import ModelSpec
+from megarl.weight_sync.model_layouts import megatron_layout
+from tests.megatron.hf import VOCAB, Rank, check_gradients, save_model
+from tests.ranks import RankPool
+
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "one": ({}, 1),
+    "tp2": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
+    "pp2": ({"pipeline_model_parallel_size": 2}, 2),
+    "cp2": ({"context_parallel_size": 2}, 2),
+    "dp2": ({}, 2),
+}
+PARALLEL = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "sequence_parallel": "sp",
+}
+HOW = DPOLossConfig(beta=0.3, label_smoothing=0.1)
+
+
+def make_rankings() -> pa.Table:
+    """Three pairs and a ranking of four, two of which are equally good; the reference's log-probs are arbitrary."""
+    generator = np.random.default_rng(8)
+    rows = []
+    for number, scores in enumerate(([1.0, 0.0], [0.0, 1.0], [2.0, 0.5], [3.0, 1.0, 1.0, 2.0])):
+        prompt = generator.integers(0, VOCAB, int(generator.integers(2, 6))).tolist()
+        answers = [generator.integers(0, VOCAB, int(generator.integers(1, 8))).tolist() for _ in scores]
+        rows.append(
+            {
+                "uid": f"rows:{number}",
+                "input_ids": [prompt + answer for answer in answers],
+                "loss_mask": [[False] * len(prompt) + [True] * len(answer) for answer in answers],
+                "scores": scores,
+            }
+        )
+    table = pa.Table.from_pylist(rows, schema=PREFERENCE_CHAT_SCHEMA)
+    reference = [(-6.0 * np.array([sum(mask) for mask in row["loss_mask"]])).tolist() for row in rows]
+    return table.append_column("ref_log_probs", pa.array(reference, pa.list_(pa.float32())))
+
+
+def by_formula(model: PreTrainedModel, table: pa.Table) -> float:
+    """arXiv:2305.18290 eq. 7 with smoothed labels, a ranking at a time; leaves its gradient in the model."""
+    model.zero_grad()
+    losses = []
+    for row in table.to_pylist():
+        ratios = []
+        for ids, mask, reference in zip(
+            row["input_ids"], row["loss_mask"], row["ref_log_probs"], strict=True
+        ):
+            logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            found = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            ratios.append(found[torch.tensor(mask[1:])].sum() - reference)
+        own = []
+        for a, b in combinations(range(len(ratios)), 2):
+            if row["scores"][a] != row["scores"][b]:
+                h = HOW.beta * (ratios[a] - ratios[b]) * math.copysign(1, row["scores"][a] - row["scores"][b])
+                own.append(-0.9 * torch.sigmoid(h).log() - 0.1 * torch.sigmoid(-h).log())
+        losses.append(torch.stack(own).mean())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return loss.item()
+
+
+def _train(rank: int, world: int, sizes: dict[str, Any], folder: str, table: pa.Table, shares: list) -> tuple:
+    info = RankInfo(rank, world, rank, "localhost", 0, "dpo", "", (), "")
+    megatron = MegatronConfig(**sizes, use_distributed_optimizer=False)
+    spec = ModelSpec(folder, "lm", megatron, OptimConfig(lr=1e-6, clip_grad=0.0), 10, timeout=60.0)
+    worker = DPOWorker(info, spec)
+    metrics = worker.train_preferences(table, shares, HOW)
+    pieces = megatron_layout(worker.config, worker.layout, "lm").pieces(rank)
+    return metrics, Rank(worker.layout, worker.chunks, pieces).gradients()
+
+
+def _log_probs(rank: int, world: int, folder: str, table: pa.Table, shares: list) -> RowColumns | None:
+    info = RankInfo(rank, world, rank, "localhost", 0, "dpo", "", (), "")
+    worker = DPOWorker(info, ModelSpec(folder, "lm", MegatronConfig(), None, 0, timeout=60.0))
+    return worker.token_log_probs(table, shares)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("model")
+    return str(folder), save_model(folder)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loss_and_gradient_are_the_papers_in_every_layout(ranks: RankPool, saved, name: str) -> None:
+    (sizes, world), (folder, model) = LAYOUTS[name], saved
+    table = make_rankings()
+    layout = ParallelLayout(world=world, **{PARALLEL[key]: value for key, value in sizes.items()})
+    shares = plan_rows(ranking_lengths(table), layout, max_tokens=50)
+    loss = by_formula(model, table)
+    results = ranks.run(_train, sizes, folder, table, shares, world=world)
+    check_gradients(model, [gradients for _, gradients in results])
+    for metrics, _ in results:
+        assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_reference_is_the_policy_as_it_begins(ranks: RankPool, saved) -> None:
+    """Ten chats on three data parallel ranks, which share out twelve; at the reference the loss is log 2."""
+    folder, model = saved
+    call = lambda name, table, shares: ranks.run(_log_probs, folder, table, shares, world=3)  # noqa: E731
+    run = SimpleNamespace(put=lambda table: table, wait=lambda results: results)
+    parts = (SimpleNamespace(max_token_len_per_gpu=50, dpo=HOW), run, SimpleNamespace(call=call))
+    layout = ParallelLayout(world=3)
+    table = with_reference(*parts, layout, make_rankings().drop_columns(["ref_log_probs"]))
+    for row in table.to_pylist():
+        for ids, mask, found in zip(row["input_ids"], row["loss_mask"], row["ref_log_probs"], strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            expected = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0][torch.tensor(mask[1:])].sum()
+            assert found == pytest.approx(expected.item(), rel=1e-5)
+    metrics = validate(*parts, layout, table)
+    assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics["val/margin"] == pytest.approx(0.0, abs=1e-5)

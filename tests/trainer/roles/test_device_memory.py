@@ -1,0 +1,262 @@
+"""What moves to and from the devices between the phases of a step, and how it is accounted for."""
+
+import contextlib
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.cluster import WorkerDied, WorkerLost
+from megarl.config import ActorConfig, OptimConfig
+from megarl.costs.phases import NEEDS, phase_needs
+from megarl.trainer.roles.device_memory import MIB, DeviceMemory, Owner
+
+STEP = ("sync", "generate", "score_model", "evaluate_models", "update_critic", "update_actor")
+SIZES = {"weights": 4, "gradients": 8, "optimizer": 24, "reference": 4, "kv_cache": 50}
+
+
+@dataclass
+class Group:
+    """Two processes of a device each; `log` records what is on the devices after each call."""
+
+    role: str
+    parts: list[str]
+    devices: list[tuple[str, ...]]
+    log: list[set[str]]
+    everything: set[str]
+    away: set[str] = field(default_factory=set)
+
+    def call(self, method, parts=()):
+        for part in parts:
+            name = f"{self.role}_{part}"
+            assert (name in self.everything) == (method == "release_memory"), (method, name)
+            self.everything ^= {name}
+            self.log.append(set(self.everything))
+        return [[self.memory(rank)] for rank in range(len(self.devices))]
+
+    def memory(self, rank):
+        here = {part: f"{self.role}_{part}" in self.everything for part in self.parts}
+        return {part: SIZES[part] * MIB * (rank + 1) * there for part, there in here.items()} | {"on_host": 7}
+
+
+@dataclass
+class FakeRun:
+    folder: Path | None = None  # None: nothing is written
+    at_step: int = 1
+    said: list[str] = field(default_factory=list)
+    seconds: list[str] = field(default_factory=list)
+
+    def say(self, text):
+        self.said.append(text)
+
+    def wait(self, refs):
+        return refs
+
+    @contextlib.contextmanager
+    def timed(self, phase):
+        self.seconds.append(phase)
+        yield
+
+
+PARTS = {
+    "actor": ["weights", "gradients", "optimizer", "reference"],
+    "critic": ["weights", "gradients", "optimizer"],
+    "reward_model": ["weights"],
+    "rollout": ["weights", "kv_cache"],
+}
+
+
+def make(movable=True, critic_devices=("d0", "d1")):
+    """All on two devices, d0 and d1, if the critic is not elsewhere; engines released as at a run's start."""
+    everything, log, owners = set(), [], []
+    for role, parts in PARTS.items():
+        devices = critic_devices if role == "critic" else ("d0", "d1")
+        group = Group(role, parts, [(device,) for device in devices], log, everything)
+        everything |= {f"{role}_{part}" for part in parts if role != "rollout" or not movable}
+        for part in parts:
+            name = "ref_weights" if part == "reference" else f"{role}_{part}"
+            owners.append(Owner(name, group, part, movable, resident=role != "rollout" or not movable))
+    run = FakeRun()
+    return DeviceMemory(run, owners), log, run
+
+
+def test_never_both_copies_and_both_caches():
+    """Over any order of phases, between any two moves."""
+    for order in itertools.permutations(STEP):
+        memory, log, _ = make()
+        for phase in (*order, *order[:1]):
+            with memory.held(phase):
+                here = log[-1]
+                renamed = {name.replace("actor_reference", "ref_weights") for name in here}
+                there = {owner.name for owner in memory.owners}
+                assert renamed == there & set(NEEDS[phase])
+    # The order of a run: a cache comes after the weights were synced.
+    memory, log, _ = make()
+    for phase in (*STEP, *STEP, "sync", "generate", "export"):
+        with memory.held(phase):
+            pass
+    training_state = {f"{role}_{part}" for role in ("actor", "critic") for part in ("gradients", "optimizer")}
+    for here in log[len(PARTS["actor"]) + len(PARTS["critic"]) :]:
+        if "rollout_kv_cache" in here:
+            assert here <= {"rollout_weights", "rollout_kv_cache"}
+        if "reward_model_weights" in here and here > {"reward_model_weights"}:
+            assert here == {"reward_model_weights", "rollout_weights"}
+        if {"actor_weights", "rollout_weights"} <= here:
+            assert not here & (training_state | {"rollout_kv_cache"})
+        assert not ({"actor_optimizer", "critic_optimizer"} <= here)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_exact_kl_in_the_loss_has_the_reference_beside_the_actor(used):
+    actor = ActorConfig(
+        ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0), use_kl_loss=used, kl_loss_type="full"
+    )
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor), critic=None)
+    memory, log, _ = make()
+    memory.needs = phase_needs(config)
+    for phase in STEP:
+        with memory.held(phase):
+            assert ("actor_reference" in log[-1]) == (
+                phase == "evaluate_models" or (used and phase == "update_actor")
+            )
+
+
+def died(role):
+    return WorkerDied(SimpleNamespace(role=role, rank=1, host="h", pid=3, log_path="l"), "killed", "")
+
+
+@pytest.mark.parametrize("lost", ["engine", "rank"])
+def test_an_engine_that_ends_while_it_is_asked_is_replaced(lost):
+    memory, _, _ = make(movable=False)
+    role = "rollout" if lost == "engine" else "actor"
+    group = next(owner.group for owner in memory.owners if owner.group.role == role)
+    failure, failures, asked = died(role), [], group.call
+
+    def end_at_first(method, parts=()):
+        group.call = asked
+        raise failure
+
+    def recover(found):
+        failures.append(found)
+        if found is not None and found.role != "rollout":
+            raise found
+
+    group.call, memory.recover = end_at_first, recover
+    expected = contextlib.nullcontext() if lost == "engine" else pytest.raises(WorkerLost)
+    with expected, memory.held("generate"):
+        pass
+    assert failures == [None, failure]
+    assert list(memory.phases) == (["generate"] if lost == "engine" else [])
+
+
+def test_ranks_that_are_not_replaced_end_the_phase():
+    memory, _, _ = make(movable=False)
+    failure = died("actor")
+
+    def end(refs):
+        raise failure
+
+    memory.run.wait = end
+    with pytest.raises(WorkerLost) as raised, memory.held("generate"):
+        pass
+    assert raised.value is failure
+
+
+def test_what_cannot_move_stays_and_is_not_called():
+    memory, log, _ = make(movable=False)
+    for phase in STEP:
+        with memory.held(phase):
+            pass
+    assert log == []
+
+
+@pytest.mark.parametrize(
+    ("movable", "critic_devices", "expected"),
+    [
+        (True, ("d0", "d1"), [("update_critic", ("critic",)), ("update_actor", ("actor",))]),
+        (True, ("d1", "d2"), [("update_critic", ("critic",)), ("update_actor", ("actor",))]),
+        (True, ("d2", "d3"), [("update", ("critic", "actor"))]),
+        (False, ("d0", "d1"), [("update", ("critic", "actor"))]),
+    ],
+)
+def test_updates_take_turns_only_to_make_room(movable, critic_devices, expected):
+    memory, _, _ = make(movable, critic_devices)
+    assert memory.turns(["critic", "actor"]) == expected
+
+
+@pytest.mark.parametrize("movable", [True, False])
+def test_a_critic_in_the_actors_processes_waits_for_them(movable):
+    """What it needs beside its own parts is the actor's model."""
+    memory, log, _ = make(movable)
+    (actor,) = {
+        owner.group.role: owner.group for owner in memory.owners if owner.name == "actor_weights"
+    }.values()
+    memory.owners = [owner for owner in memory.owners if owner.group.role != "critic"]
+    for part in ("gradients", "optimizer"):
+        memory.owners.append(Owner(f"critic_{part}", actor, f"critic_{part}", movable))
+        actor.everything |= {f"actor_critic_{part}"}
+        actor.everything -= {f"critic_{part}"}
+    assert memory.turns(["critic", "actor"]) == [("update_critic", ("critic",)), ("update_actor", ("actor",))]
+    config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(
+            actor=ActorConfig(ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0))
+        ),
+        critic=SimpleNamespace(model=SimpleNamespace(share_base=True)),
+    )
+    memory.needs = phase_needs(config)
+    with memory.held("update_critic"):
+        there = {owner.name for owner in memory.owners if owner.resident}
+    if movable:
+        assert there == {"actor_weights", "critic_gradients", "critic_optimizer"}
+        assert "actor_weights" in log[-1] and "actor_optimizer" not in log[-1]
+
+
+def test_only_those_who_train_are_given_room():
+    memory, _, _ = make()
+    assert memory.turns(["critic"]) == [("update_critic", ("critic",))]
+
+
+def test_the_account_is_of_the_fullest_device(tmp_path):
+    memory, _, run = make(critic_devices=("d1", "d2"))
+    run.folder = tmp_path
+    with memory.phase("sync"):
+        pass
+    with memory.phase("evaluate_models"):
+        pass
+    metrics = memory.report()
+    assert metrics["memory/sync/actor_weights"] == 8 * MIB
+    assert metrics["memory/sync/total"] == 8 * MIB + 8 * MIB  # on d1
+    # d1 has the actor's and the reference's second parts and the critic's first one
+    assert metrics["memory/evaluate_models/total"] == (8 + 8 + 4) * MIB
+    assert metrics["memory/sync/rollout_kv_cache"] == metrics["memory/sync/actor_optimizer"] == 0
+    assert metrics["memory/sync/actor_on_host"] == 7  # counted, but not on the device
+    assert memory.run.seconds.count("sync") == 1
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in (tmp_path / "memory.txt").read_text().splitlines()[1:]
+        if line
+    }
+    assert rows["actor_weights"] == ["8.0", "8.0"] and rows["ref_weights"] == ["0.0", "8.0"]
+    assert rows["all"] == ["of", "these", "16.0", "20.0"]
+
+
+def test_the_account_is_taken_now_and_then_and_written_when_it_changes(tmp_path):
+    memory, _, run = make()
+    run.folder, taken, written = tmp_path, [], []
+    for step in range(1, 22):
+        run.at_step = step
+        with memory.held("sync" if step < 20 else "generate"):
+            pass
+        if memory.report():
+            taken.append(step)
+        written.append((tmp_path / "memory.txt").read_text().split(":")[0])
+    assert taken == [1, 2, 10, 20]
+    assert written == [f"device memory after step {1 if step < 20 else 20}" for step in range(1, 22)]
+    # d1 has the second parts of the weights, then of the cache, too.
+    path = tmp_path / "memory.txt"
+    assert run.said == [
+        f"device memory: 16.0 MiB on the fullest device, in sync; all phases: {path}",
+        f"device memory: 108.0 MiB on the fullest device, in generate; all phases: {path}",
+    ]

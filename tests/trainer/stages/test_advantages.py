@@ -1,0 +1,119 @@
+"""From scores and log-probs to advantages: what a whole batch of trajectories goes through on the controller."""
+
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from megarl.algorithms.kl_control import FixedKLController, LinearKLController
+from megarl.config import AlgorithmConfig, RolloutCorrectionConfig
+from megarl.data.trajectories import append_column, from_ragged, ragged
+from megarl.trainer.stages.advantages import compute_batch_advantages
+
+LENGTHS = [2, 1, 2, 2]  # responses to prompts p, p, q, q
+OFFSETS = np.cumsum([0, *LENGTHS])
+
+
+def a_batch(**columns) -> pa.Table:
+    """Four trajectories, every token live, whose engine and trainer agree."""
+    total = int(OFFSETS[-1])
+    lists = {
+        "response_ids": np.arange(total, dtype=np.int32),
+        "response_mask": np.ones(total, dtype=bool),
+        "rollout_log_probs": np.full(total, -1.0, np.float32),
+        "old_log_probs": np.full(total, -1.0, np.float32),
+    }
+    own = {
+        "prompt_uid": ["p", "p", "q", "q"],
+        "finish_reason": ["stop", "stop", "length", "stop"],
+        "score": pa.array([1.0, 0.0, 0.0, 3.0], pa.float32()),
+    }
+    for name, value in columns.items():
+        (lists if name in lists or len(value) == total else own)[name] = value
+    table = pa.table(own)
+    for name, values in lists.items():
+        table = table.append_column(name, from_ragged(np.asarray(values), OFFSETS))
+    return table
+
+
+def advantages_of(table: pa.Table) -> list[float]:
+    return ragged(table, "advantages")[0].tolist()
+
+
+def test_a_batch_by_hand() -> None:
+    table, metrics = compute_batch_advantages(
+        a_batch(), AlgorithmConfig(adv_estimator="rloo"), FixedKLController(0.1)
+    )
+    assert advantages_of(table) == [1, 1, -1, -3, -3, 3, 3]
+    assert ragged(table, "token_level_rewards")[0].tolist() == [0, 1, 0, 0, 0, 0, 3]
+    assert "returns" not in table.column_names
+    assert metrics["critic/score/mean"] == 1.0
+    assert metrics["response_length/clip_ratio"] == 0.25
+    assert metrics["training/rollout_kl"] == 0.0 and metrics["training/rollout_ppl_ratio"] == 1.0
+
+
+def test_a_trajectory_whose_reward_failed_takes_no_part() -> None:
+    mask = np.array([1, 1, 1, 1, 1, 0, 0], dtype=bool)
+    batch = a_batch(response_mask=mask, score=pa.array([1.0, 0.0, 2.0, 0.0], pa.float32()))
+    table, metrics = compute_batch_advantages(
+        batch, AlgorithmConfig(adv_estimator="rloo"), FixedKLController(0.1)
+    )
+    # q has one answer left, which says nothing
+    assert advantages_of(table) == [1, 1, -1, 0, 0, 0, 0]
+    assert metrics["critic/score/mean"] == 1.0  # of 1, 0, 2
+    assert metrics["critic/rewards/min"] == 0.0 and metrics["critic/rewards/mean"] == 1.0
+
+
+def test_remax_takes_the_greedy_answers_score() -> None:
+    batch = append_column(a_batch(), "baseline_score", np.array([0.5, 0.5, 1.0, 1.0]))
+    table, _ = compute_batch_advantages(batch, AlgorithmConfig(adv_estimator="remax"), FixedKLController(0.1))
+    assert advantages_of(table) == [0.5, 0.5, -0.5, -1, -1, 2, 2]
+
+
+def test_rejected_tokens_leave_the_mask_before_advantages_are_made() -> None:
+    old = np.full(7, -1.0, np.float32)
+    old[6] += math.log(4)  # the last token of the last trajectory, where its score would stand
+    correction = RolloutCorrectionConfig(rollout_rs="token", rollout_is="token", rollout_is_threshold=2.0)
+    algorithm = AlgorithmConfig(adv_estimator="rloo", rollout_correction=correction)
+    table, metrics = compute_batch_advantages(a_batch(old_log_probs=old), algorithm, FixedKLController(0.1))
+    assert ragged(table, "response_mask")[0].tolist() == [True] * 6 + [False]
+    assert table.column_names.index("response_mask") == a_batch().column_names.index("response_mask")
+    assert ragged(table, "token_level_rewards")[0].tolist() == [0, 1, 0, 0, 0, 3, 0]
+    assert advantages_of(table) == [1, 1, -1, -3, -3, 3, 0]
+    assert ragged(table, "rollout_is_weights")[0].tolist() == [1] * 6 + [2]
+    assert metrics["rollout_corr/rs_masked"] == pytest.approx(1 / 7)
+    assert metrics["training/rollout_log_prob_diff_max"] == pytest.approx(math.log(4))
+
+
+def test_a_rejected_trajectory_takes_no_part_but_its_score_is_logged() -> None:
+    old = np.full(7, -1.0, np.float32)
+    old[5:] += math.log(4)
+    algorithm = AlgorithmConfig(
+        adv_estimator="rloo", rollout_correction=RolloutCorrectionConfig(rollout_rs="sequence")
+    )
+    table, metrics = compute_batch_advantages(a_batch(old_log_probs=old), algorithm, FixedKLController(0.1))
+    assert advantages_of(table) == [1, 1, -1, 0, 0, 0, 0]
+    assert metrics["critic/score/max"] == 3.0 and metrics["critic/rewards/max"] == 1.0
+
+
+def test_without_old_log_probs_of_its_own_nothing_is_compared() -> None:
+    algorithm = AlgorithmConfig(
+        adv_estimator="rloo", rollout_correction=RolloutCorrectionConfig(bypass_mode=True)
+    )
+    _, metrics = compute_batch_advantages(a_batch(), algorithm, FixedKLController(0.1))
+    assert not [name for name in metrics if name.startswith(("training/", "rollout_corr/"))]
+
+
+def test_the_kl_in_the_reward_and_its_schedule() -> None:
+    ref = np.full(7, -1.5, np.float32)  # a KL of 0.5 a token
+    batch = a_batch(ref_log_probs=ref)
+    controller = LinearKLController(0.1, 0.3, num_steps=3)
+    algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True)
+    found = [compute_batch_advantages(batch, algorithm, controller) for _ in range(3)]
+    assert [metrics["actor/kl_coef"] for _, metrics in found] == pytest.approx([0.1, 0.2, 0.3])
+    assert found[0][1]["actor/ref_kl"] == pytest.approx(0.5)
+    # p: 1 - 0.1 and -0.05, q: -0.1 and 3 - 0.1: differences 0.95 and 3
+    expected = torch.tensor([0.95, 0.95, -0.95, -3, -3, 3, 3])
+    torch.testing.assert_close(torch.tensor(advantages_of(found[0][0])), expected)

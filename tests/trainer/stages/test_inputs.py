@@ -1,0 +1,63 @@
+"""What a run reads before it starts."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config import EvalConfig, TrainConfig, load_config, resolve
+from megarl.data.arithmetic import write_arithmetic
+from megarl.data.tokenizer import load_tokenizer
+from megarl.rewards.processes.scorer import RewardSpec, Scorer
+from megarl.trainer.loops.evaluate import load_problems
+from megarl.trainer.stages.inputs import load_train_inputs
+from tests.fixtures.runs import PPO, REPOSITORY, on
+
+
+def sets(config: TrainConfig | EvalConfig) -> dict[str, int]:
+    """The rows of each validation set."""
+    with Scorer(RewardSpec(), num_workers=1, timeout=30.0) as scorer:
+        if isinstance(config, EvalConfig):
+            found = load_problems(config, load_tokenizer(config.model.path, False), scorer)
+        else:
+            found = load_train_inputs(resolve(config), scorer).validation
+    return {held_out.name: held_out.prompts.num_rows for held_out in found}
+
+
+@pytest.fixture
+def overrides(task: Path) -> list[str]:
+    held_out = f"{task}/data/test.parquet"
+    return [f"data.val_sets.{name}.files={held_out}" for name in ("few", "some", "all")] + [
+        "data.val_sets.few.max_samples=3",
+        "data.val_sets.all.max_samples=-1",
+    ]
+
+
+def test_the_first_rows_of_each_validation_set(task: Path, tmp_path: Path, overrides: list[str]) -> None:
+    recipe, *ppo = PPO
+    keys = [*ppo, *on(task, tmp_path), *overrides, "data.val_max_samples=5"]
+    assert sets(load_config(TrainConfig, REPOSITORY / recipe, keys)) == {
+        "": 5,
+        "few": 3,
+        "some": 5,
+        "all": 16,
+    }
+
+
+def test_the_first_problems_of_each_set(task: Path, tmp_path: Path, overrides: list[str]) -> None:
+    keys = [f"data.val_files={task}/data/test.parquet", f"model.path={task}/model", "data.max_samples=5"]
+    config = load_config(EvalConfig, REPOSITORY / "recipes/quickstart_eval.yaml", [*keys, *overrides])
+    assert sets(config) == {"": 5, "few": 3, "some": 5, "all": 16}
+
+
+def test_a_prompt_without_what_its_rule_compares_with(task: Path, tmp_path: Path) -> None:
+    write_arithmetic(tmp_path / "data", 8, 8, 8, seed=1)
+    path = tmp_path / "data/train.parquet"
+    rows = pq.read_table(path).to_pylist()
+    rows[3]["reward_model"] = {"style": "model", "ground_truth": None}
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    recipe, *ppo = PPO
+    keys = [*ppo, *on(task, tmp_path), f"data.train_files={path}"]
+    with pytest.raises(ValueError, match="prompt train:3: the reward rule 'gsm8k' of data_source"):
+        sets(load_config(TrainConfig, REPOSITORY / recipe, keys))

@@ -1,0 +1,69 @@
+"""Trajectories as a run writes them, read back for another training of the step."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.config import TrainConfig, load_config, resolve
+from megarl.data.trajectories import append_column, ragged, write_trajectories
+from megarl.trainer.stages.advantages import SCORED_MASK, compute_batch_advantages
+from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
+from tests.trainer.trajectories import scored
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.fixture
+def config() -> TrainConfig:
+    """Tokens whose ratio is over 2 are rejected."""
+    return resolve(load_config(TrainConfig, None, [
+        "data.train_files=a.parquet", "data.train_batch_size=2", "data.max_prompt_length=8", "data.max_response_length=8",
+        "actor_rollout_ref.model.path=m", f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_max_token_len_per_gpu=16",
+        f"{ACTOR}.optim.lr=1e-3", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2",
+        "algorithm.rollout_correction={rollout_rs: token, rollout_rs_threshold: 2.0}",
+    ]))  # fmt: skip
+
+
+def test_tokens_that_were_rejected_are_there_again(config: TrainConfig, tmp_path: Path) -> None:
+    generated = scored({"a": [1.0, 0.0], "b": [0.0, 1.0]}).table
+    sampled, offsets = ragged(generated, "rollout_log_probs")
+    policy = np.array(sampled)
+    policy[[2, 5]] += 3.0  # a ratio of 20
+    batch = append_column(generated, "old_log_probs", (policy, offsets))
+    batch, _ = compute_batch_advantages(batch, config.algorithm, make_controls(config, 1).kl)
+    assert ragged(batch, "response_mask")[0].sum() == len(policy) - 2
+    write_trajectories(batch, step_file(tmp_path, 1))
+    found = read_step(step_file(tmp_path, 1), config)
+    assert {SCORED_MASK, "old_log_probs", "advantages"}.isdisjoint(found.column_names)
+    for name in found.column_names:
+        if name != "environment_score":  # NaN
+            assert found[name].combine_chunks().equals(generated[name].combine_chunks()), name
+
+
+def test_what_cannot_be_a_step(config: TrainConfig, tmp_path: Path) -> None:
+    table = scored({"a": [1.0, 0.0], "b": [0.0, 1.0]}).table
+    path = write_trajectories(table, tmp_path / "a.parquet")
+    three = replace(config, data=replace(config.data, train_batch_size=3))
+    with pytest.raises(ValueError, match=r"a.parquet has 4 trajectories; .* is 3 x 2"):
+        read_step(path, three)
+    short = replace(config, data=replace(config.data, max_prompt_length=1, max_response_length=3))
+    with pytest.raises(ValueError, match=r"has a trajectory of \d tokens; .* is 1 \+ 3"):
+        read_step(path, short)
+    requests = table.select([name for name in table.column_names if name != "score"])
+    with pytest.raises(ValueError, match="has no column 'score'"):
+        read_step(write_trajectories(requests, tmp_path / "b.parquet"), config)
+
+
+def test_steps_are_counted_without_a_gap(tmp_path: Path) -> None:
+    for step in (1, 2, 4):
+        step_file(tmp_path, step).write_text("")
+    assert count_steps(tmp_path, None) == count_steps(tmp_path, 2) == 2 and count_steps(tmp_path, 1) == 1
+    with pytest.raises(
+        ValueError, match=r"there is no step-000003\.parquet, and trainer\.total_training_steps=4"
+    ):
+        count_steps(tmp_path, 4)
+    with pytest.raises(ValueError, match=r"there is no step-000001\.parquet$"):
+        count_steps(tmp_path / "none", None)

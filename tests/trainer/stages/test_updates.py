@@ -1,0 +1,174 @@
+"""What the controller tells the actor of a step's updates, and what it logs of them."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+
+from megarl.algorithms.aggregate import LossAggregation
+from megarl.algorithms.covariance import ClipCov, KLCov
+from megarl.config import TrainConfig, load_config, resolve
+from megarl.layout.grid import ParallelLayout
+from megarl.trainer.roles.model_roles import Role
+from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.inputs import check_names
+from megarl.trainer.stages.updates import _update_metrics, learnt_of, policy_update, update
+from megarl.trainer.workers.dispatch import MicroBatching, Plans
+
+RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart_ppo.yaml"
+ACTOR = "actor_rollout_ref.actor"
+
+
+def config(*overrides: str) -> TrainConfig:
+    return resolve(load_config(TrainConfig, RECIPE, overrides))
+
+
+def update_of(settings: TrainConfig):
+    return policy_update(settings, make_controls(settings, num_steps=5), seed=11)
+
+
+def test_settings_reach_the_ranks() -> None:
+    plain = update_of(config())
+    assert (plain.aggregation, plain.select, plain.target_kl) == (LossAggregation("token-mean"), None, None)
+    assert (plain.options.loss_mode, plain.options.kl_kind, plain.seed) == ("vanilla", None, 11)
+    own = update_of(
+        config(
+            f"{ACTOR}.policy_loss.loss_mode=sapo",
+            f"{ACTOR}.tau_pos=2",
+            f"{ACTOR}.tau_neg=3",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+            f"{ACTOR}.target_kl=0.02",
+            f"{ACTOR}.use_kl_loss=true",
+            f"{ACTOR}.kl_loss_type=k2",
+            f"{ACTOR}.clip_ratio_low=0.1",
+        )
+    )
+    longest = config().data.max_response_length
+    assert own.aggregation == LossAggregation("seq-mean-token-sum-norm", longest)
+    assert (own.options.tau_pos, own.options.tau_neg, own.target_kl) == (2, 3, 0.02)
+    assert (own.options.kl_kind, own.options.kl_coef) == ("k2", 0.001)
+    assert (own.options.clip_low, own.options.clip_high) == (0.1, 0.2)
+
+
+def test_only_columns_that_are_learnt_from_are_sent() -> None:
+    names = ["uid", "prompt_ids", "response_ids", "response_mask", "score", "rollout_log_probs", "old_log_probs",
+             "ref_log_probs", "token_level_rewards", "advantages", "values", "returns"]  # fmt: skip
+    batch = pa.table({name: [0.0] for name in names})
+    always = {"uid", "prompt_ids", "response_ids", "response_mask", "advantages", "values", "returns"}
+
+    def learnt(batch: pa.Table, *overrides: str) -> set[str]:
+        return set(learnt_of(batch, config(*overrides)).column_names)
+
+    assert learnt(batch) == always | {"old_log_probs"}
+    assert learnt(batch.drop_columns("old_log_probs")) == always | {"rollout_log_probs"}
+    loss = f"{ACTOR}.use_kl_loss=true"
+    assert learnt(batch, loss) == always | {"old_log_probs", "ref_log_probs"}
+    assert learnt(batch, loss, f"{ACTOR}.kl_loss_type=full") == always | {"old_log_probs"}
+
+
+def test_what_is_selected_of_a_mini_batch() -> None:
+    clip = update_of(
+        config(f"{ACTOR}.policy_loss={{loss_mode: clip_cov, clip_cov_ratio: 0.1, clip_cov_lb: 2}}")
+    )
+    assert clip.select == ClipCov(0.1, 2.0, 5.0)
+    kl = update_of(config(f"{ACTOR}.policy_loss={{loss_mode: kl_cov, kl_cov_ratio: 0.3, ppo_kl_coef: 0.5}}"))
+    assert kl.select == KLCov(0.3)
+    assert kl.options.ppo_kl_coef == 0.5
+
+
+def test_controls_follow_their_schedules_and_survive_a_resume() -> None:
+    settings = config(
+        "algorithm.kl_ctrl={type: linear, kl_coef: 0.01, end_kl_coef: 0.1}",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.kl_loss_coef=0.2",
+        f"{ACTOR}.kl_loss_end_coef=0.4",
+        f"{ACTOR}.kl_loss_schedule_steps=3",
+    )
+    controls = make_controls(settings, num_steps=10)  # the run's length, where the schedule names none
+    for _ in range(9):
+        controls.kl.update(0.0, 8)
+        controls.kl_loss.update(0.0, 8)
+    assert controls.kl.coef == pytest.approx(0.1)
+    assert policy_update(settings, controls, 0).options.kl_coef == pytest.approx(0.4)
+    controls.clip_low = controls.clip_high = 0.1
+    resumed = make_controls(settings, num_steps=10)
+    resumed.load_state_dict(controls.state_dict())
+    assert resumed == controls
+    assert policy_update(settings, resumed, 0).options.clip_high == 0.1
+
+
+def test_what_is_logged_of_updates() -> None:
+    first = {"actor/pg_loss": 0.2, "actor/tokens": 10.0, "actor/ppo_kl": 1.0, "grad_norm": 2.0, "lr": 1e-3}
+    second = {"actor/pg_loss": 0.4, "actor/tokens": 30.0, "actor/ppo_kl": 3.0, "grad_norm": 4.0, "lr": 2e-3}
+    metrics = _update_metrics("actor", [first, {**second, "stopped_early": 1.0}])
+    assert metrics == pytest.approx(
+        {
+            "actor/pg_loss": 0.3,
+            "actor/ppo_kl": 0.1,
+            "actor/grad_norm": 3.0,
+            "actor/lr": 2e-3,
+            "actor/updates": 2.0,
+            "actor/stopped_early": 1.0,
+        }
+    )
+    assert _update_metrics("actor", []) == {"actor/updates": 0.0}
+
+
+def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    file = tmp_path / "plugin_of_this_test.py"
+    file.write_text(
+        "from megarl.algorithms.policy_loss import register_policy_loss\n"
+        "register_policy_loss('loss_of_this_test')(lambda log_probs, tokens, options: (log_probs, {}))\n"
+    )
+    check: Callable[..., None] = lambda *overrides: check_names(config(f"plugins=[{file}]", *overrides))  # noqa: E731
+    check(f"{ACTOR}.policy_loss.loss_mode=loss_of_this_test")
+    with pytest.raises(
+        ValueError, match=r"policy_loss.loss_mode='loss_of_that_test' is unknown; known: .*loss_of_this"
+    ):
+        check(f"{ACTOR}.policy_loss.loss_mode=loss_of_that_test")
+    with pytest.raises(ValueError, match=r"algorithm.adv_estimator='mine' is unknown; known: .*gae, "):
+        check("algorithm.adv_estimator=mine")
+
+
+class Group:
+    """A worker group that records what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def call(self, method: str, *arguments: object) -> tuple:
+        self.calls.append((method, *arguments))
+        return self, method
+
+
+def test_the_actor_waits_out_the_critics_warm_up() -> None:
+    lists = {"prompt_ids": pa.list_(pa.int32()), "response_ids": pa.list_(pa.int32())}
+    batch = pa.table({name: pa.array([[1, 2]] * 4, kind) for name, kind in lists.items()})
+    batch = batch.append_column("response_mask", pa.array([[True, True]] * 4))
+    settings = config(
+        "critic.warmup_steps=2", "algorithm.use_kl_in_reward=false", f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.kl_loss_end_coef=0.003",
+    )  # fmt: skip
+    controls = make_controls(settings, num_steps=3)
+    cut = MicroBatching(mini_batch_size=2, max_tokens=64, micro_batch_size=None)
+    groups = {name: Group() for name in ("actor", "critic")}
+    roles = SimpleNamespace(
+        **{name: Role(group, ParallelLayout(world=1), cut) for name, group in groups.items()},
+        memory=SimpleNamespace(turns=lambda names: [("update", names)], held=lambda phase: nullcontext()),
+    )
+    taken = [{"actor/tokens": 4.0, "actor/kl_loss": 0.1, "grad_norm": 1.0, "lr": 1e-3}]
+    run = SimpleNamespace(put=lambda table: table, wait=lambda refs: [taken], plans=Plans())
+    called, coefs = [], []
+    for step in (1, 2, 3):
+        metrics = update(run, roles, batch, settings, controls, step, seed=step)
+        called.append([len(group.calls) for group in groups.values()])
+        coefs.append(metrics["actor/kl_loss_coef"])
+        assert ("actor/updates" in metrics) == (step == 3)
+    assert called == [[0, 1], [0, 2], [1, 3]]
+    assert coefs == pytest.approx([0.001, 0.002, 0.003])  # its schedule goes on
+    method, _, plan, counts, how = groups["actor"].calls[0]
+    assert method == "update_policy" and len(plan) == len(counts) == 2
+    assert how.options.kl_coef == pytest.approx(0.003)

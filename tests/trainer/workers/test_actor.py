@@ -1,0 +1,142 @@
+"""The actor's ranks as the controller calls them: the exact KL to the reference, and updates in float16."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megarl.algorithms.aggregate import LossAggregation, LossCounts
+from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.policy_loss import PolicyLossOptions
+from megarl.cluster.ranks import RankInfo
+from megarl.config import MegatronConfig, OptimConfig
+from megarl.data.trajectories import ragged
+from megarl.megatron.build import local_parameters
+from megarl.trainer.stages.updates import _update_metrics
+from megarl.trainer.workers.actor import ActorWorker
+from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
+from tests.megatron.hf import make_table, save_model
+from tests.ranks import RankPool
+
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, PreTrainedModel]]:
+    """Policy and reference: folder and model."""
+    found = []
+    for shift in (0.0, 0.03):
+        folder: Path = tmp_path_factory.mktemp("model")
+        model = save_model(folder)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(shift * torch.randn_like(parameter))
+        model.save_pretrained(folder)
+        found.append((str(folder), model))
+    return found
+
+
+def actor(
+    rank: int, world: int, folders: list[str], megatron: MegatronConfig, optim: OptimConfig
+) -> ActorWorker:
+    info = RankInfo(rank, world, rank, "localhost", 0, "actor", "", (), "")
+    spec = ModelSpec(folders[0], "lm", megatron, optim, num_updates=10, timeout=60.0)
+    return ActorWorker(info, spec, TEMPERATURE, reference_path=folders[1])
+
+
+def with_old_log_probs(table: pa.Table) -> pa.Table:
+    return table.append_column("old_log_probs", table["advantages"])
+
+
+def plan_of(*mini_batches: list[list[int]]) -> tuple[list, list[LossCounts]]:
+    """One data parallel rank's micro-batches of each mini-batch, and what each holds."""
+    masks = make_table()["response_mask"].to_pylist()
+    counts = []
+    for micros in mini_batches:
+        live = [sum(masks[row]) for micro in micros for row in micro]
+        counts.append(LossCounts(sum(live), sum(number > 0 for number in live)))
+    return [[micros] for micros in mini_batches], counts
+
+
+def hugging_face(models: list[tuple[str, PreTrainedModel]], table: pa.Table) -> dict[str, list[Tensor]]:
+    """By column, each row's response tokens; 0 on masked ones."""
+    columns: dict[str, list[Tensor]] = {"old_log_probs": [], "full_kl": [], "ref_log_probs": []}
+    for row in table.to_pylist():
+        ids, mask = (
+            torch.tensor([row["prompt_ids"] + row["response_ids"]]),
+            torch.tensor(row["response_mask"]),
+        )
+        labels = torch.tensor(row["response_ids"])[:, None]
+        with torch.no_grad():
+            log_p, log_q = (
+                (model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+                for _, model in models
+            )
+        columns["old_log_probs"].append(log_p.gather(1, labels)[:, 0] * mask)
+        columns["ref_log_probs"].append(log_q.gather(1, labels)[:, 0] * mask)
+        columns["full_kl"].append((log_p.exp() * (log_p - log_q)).sum(-1) * mask)
+    return columns
+
+
+def _compare(rank: int, world: int, folders: list[str], sizes: dict[str, Any], table: pa.Table) -> tuple:
+    worker = actor(rank, world, folders, MegatronConfig(**sizes), OptimConfig(lr=1e-3, clip_grad=0.0))
+    found = worker.compute_full_kl(table, [[[0, 3, 5], [6, 1, 2, 4, 7]]], "old_log_probs")
+    options = PolicyLossOptions(0.2, 0.2, None, kl_coef=0.5, kl_kind=FULL_KL)
+    how = PolicyUpdate(LossAggregation("token-mean"), options, None, None, seed=0)
+    (step,) = worker.update_policy(table, *plan_of([[0, 3, 5], [6, 1, 2, 4, 7]]), how)
+    return found, step
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+    ],
+    ids=["tp2", "pp2"],
+)
+def test_the_exact_kl_to_the_reference(ranks: RankPool, models, sizes: dict[str, Any]) -> None:
+    table = with_old_log_probs(make_table())
+    expected = hugging_face(models, table)
+    results = ranks.run(_compare, [folder for folder, _ in models], sizes, table, world=2)
+    (((rows, columns), step),) = [(found, step) for found, step in results if found is not None]
+    assert sorted(columns) == sorted(expected)
+    for name, (values, offsets) in columns.items():
+        for place, row in enumerate(rows):
+            found = values[offsets[place] : offsets[place + 1]]
+            np.testing.assert_allclose(found, expected[name][row].numpy(), rtol=1e-4, atol=1e-5)
+    mask, _ = ragged(table, "response_mask")
+    mean = float(torch.cat(expected["full_kl"]).sum()) / mask.sum()
+    assert mean > 0.001
+    for _, step in results:
+        assert step["actor/kl_loss"] == pytest.approx(mean, rel=1e-4)
+        assert step["actor/loss"] == pytest.approx(step["actor/pg_loss"] + 0.5 * mean, rel=1e-4)
+
+
+def _overflow(rank: int, world: int, folders: list[str], table: pa.Table) -> tuple:
+    optim = OptimConfig(lr=1e-3, initial_loss_scale=2.0**40, min_loss_scale=2.0**38, hysteresis=1)
+    worker = actor(rank, world, folders, MegatronConfig(dtype="float16"), optim)
+    before = {name: tensor.clone() for name, tensor in local_parameters(worker.chunks).items()}
+    how = PolicyUpdate(LossAggregation("token-mean"), PolicyLossOptions(0.2, 0.2, None), None, None, seed=0)
+    steps = worker.update_policy(table, *plan_of([[0, 3], [5]], [[6, 1, 2]]), how)
+    with pytest.raises(FloatingPointError) as caught:
+        worker.update_policy(table, *plan_of([[0, 3], [5]]), how)
+    same = all(torch.equal(tensor, before[name]) for name, tensor in local_parameters(worker.chunks).items())
+    return steps, str(caught.value), same
+
+
+def test_overflows_are_counted_and_at_the_least_scale_end_the_run(ranks: RankPool, models) -> None:
+    table = with_old_log_probs(make_table())
+    ((steps, message, same),) = ranks.run(_overflow, [folder for folder, _ in models], table, world=1)
+    assert [(step["loss_scale"], step["skipped"]) for step in steps] == [(2.0**40, 1.0), (2.0**39, 1.0)]
+    assert same, "weights have changed"
+    assert "optim.min_loss_scale=2.74878e+11: float16 cannot hold it" in message
+    metrics = _update_metrics("actor", steps)
+    assert metrics["actor/skipped_steps"] == 2.0 and metrics["actor/loss_scale"] == 2.0**39
+    assert "actor/grad_norm" not in metrics and math.isfinite(metrics["actor/loss"])

@@ -1,0 +1,176 @@
+"""From the configuration to trajectories of several turns, with an engine whose words are written down."""
+
+import asyncio
+import dataclasses
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from megarl.config import ModelPathConfig, RolloutConfig
+from megarl.config.schema.multi_turn import MultiTurnConfig
+from megarl.data.tokenizer import load_tokenizer, render_prompt
+from megarl.data.trajectories import (
+    MESSAGES,
+    PROMPT_SCHEMA,
+    TEMPLATE_KWARGS,
+    TRAJECTORY_SCHEMA,
+    environment_notes,
+    expand_prompts,
+    validate_trajectories,
+    write_trajectories,
+)
+from megarl.models.tiny import train_tokenizer
+from megarl.rollout.completions import as_completed
+from megarl.rollout.engine import Generation, SamplingParams
+from megarl.trainer.run.verify import verify_greedy
+from megarl.trainer.stages.scoring import join_scores
+from megarl.trainer.workers.engine import EngineWorker
+from megarl.trainer.workers.multi_turn import make_players, turns_spec
+
+SAMPLING = SamplingParams(max_new_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["Tom has 3 pens and buys 4. <<3+4>> #### 7"], 400).save_pretrained(folder)
+    return ModelPathConfig(path=str(folder), tokenizer_path=str(folder))
+
+
+def rollout(**options):
+    return RolloutConfig(multi_turn=MultiTurnConfig(enable=True, **options))
+
+
+class FakeEngine:
+    """Asks the calculator first, then answers by what it was told; sample 1 answers at once."""
+
+    weight_version = 4
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.loop, self.checked = tokenizer, asyncio.new_event_loop(), []
+
+    def check_request(self, uid, ids, sampling):
+        self.checked.append(uid)
+
+    def as_completed(self, coroutines, apart=0.0):
+        return as_completed(self.loop, coroutines, timeout=60, apart=apart)
+
+    async def answer(self, uid, ids, sampling):
+        prompt, _, told = self.tokenizer.decode(ids).partition("<|im_start|>tool\n")
+        a, b = re.findall(r"\d+", prompt)[:2]
+        text = f"#### {told.partition('<')[0]}" if told or "/1" in uid else f"<<{a}+{b}>>"
+        said = [*self.tokenizer(text)["input_ids"], self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        return Generation(uid, said, [-1.0] * len(said), "stop", self.weight_version)
+
+
+def prompts(tokenizer, pairs):
+    texts = [f"Tom has {a} pens and buys {b}." for a, b in pairs]
+    return pa.table(
+        {
+            "uid": [f"train:{row}" for row in range(len(pairs))],
+            "data_source": ["megarl/arithmetic"] * len(pairs),
+            "ground_truth": [str(a + b) for a, b in pairs],
+            "extra_info": [json.dumps({"index": row}) for row in range(len(pairs))],
+            "prompt_ids": [render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts],
+        },
+        schema=PROMPT_SCHEMA,
+    )
+
+
+def make_worker(model, **options):
+    tokenizer = load_tokenizer(model.tokenizer_path, False)
+    worker = EngineWorker.__new__(EngineWorker)  # its constructor starts SGLang
+    worker.engine = FakeEngine(tokenizer)
+    spec = turns_spec(rollout(environment="calculator", **options), model, None, ())
+    worker.players = make_players(spec, worker.engine, ())
+    return worker, tokenizer
+
+
+def test_trajectories_come_as_tables_and_in_order_from_a_call(model):
+    worker, tokenizer = make_worker(model)
+    requests = expand_prompts(prompts(tokenizer, [(3, 4), (5, 9)]), 2)
+    parts = list(worker.stream(requests, SAMPLING))
+    uids = [uid for part in parts for uid in part["uid"].to_pylist()]
+    assert sorted(uids) == requests["uid"].to_pylist() == worker.engine.checked
+    called = worker.generate(requests, SAMPLING)
+    assert called["uid"].to_pylist() == requests["uid"].to_pylist()
+    for table in (*parts, called):
+        assert table.schema == TRAJECTORY_SCHEMA
+        validate_trajectories(table)
+    assert called["num_turns"].to_pylist() == [2, 1, 2, 1]
+    assert set(called["weight_version"].to_pylist()) == {4}
+    texts = tokenizer.batch_decode(called["response_ids"].to_pylist(), skip_special_tokens=True)
+    assert texts[0] == "<<3+4>>\ntool\n7\nassistant\n#### 7" and texts[2].endswith("#### 14")
+    assert [note.numbers["num_turns"] for note in environment_notes(called)] == [2.0, 1.0, 2.0, 1.0]
+
+
+def test_what_an_environment_took_part_in_cannot_be_verified_without_it(model, task, tmp_path):
+    worker, tokenizer = make_worker(model)
+    table = worker.generate(expand_prompts(prompts(tokenizer, [(3, 4)]), 1), SAMPLING)
+    path = write_trajectories(table, tmp_path / "trajectories.parquet")
+    with pytest.raises(ValueError, match="several turns"):
+        verify_greedy(str(task / "model"), str(path), 8)
+
+
+def test_numbers_and_failures_of_environments_join_the_rewards(model):
+    worker, tokenizer = make_worker(model)
+    requests = expand_prompts(prompts(tokenizer, [(3, 4), (5, 9)]), 1)
+    table = worker.generate(requests, SAMPLING)
+    at = table.schema.get_field_index("environment_notes")
+    notes = [table["environment_notes"][0].as_py(), json.dumps({"numbers": {}, "error": "step: gone"})]
+    scored = join_scores(table.set_column(at, table.schema.field(at), pa.array(notes)), {})
+    assert scored.errors == [None, "environment: step: gone"]
+    np.testing.assert_array_equal(scored.numbers["calculator_calls"], [1.0, np.nan])
+    assert scored.live.tolist() == [True, False]
+
+
+def test_the_environment_is_told_of_the_task(model):
+    worker, tokenizer = make_worker(model)
+    table = prompts(tokenizer, [(3, 4)])
+    (task,) = worker.players.tasks(expand_prompts(table, 1))
+    assert (task.uid, task.ground_truth, task.extra_info) == ("train:0/0", "7", {"index": 0})
+    assert task.prompt == "user\nTom has 3 pens and buys 4.\nassistant\n" and task.messages is None
+    chat = [{"role": "user", "content": "Tom has 3 pens and buys 4."}]
+    (task,) = worker.players.tasks(
+        expand_prompts(table.append_column(MESSAGES, pa.array([json.dumps(chat)])), 1)
+    )
+    assert task.messages == chat and task.template_kwargs is None
+    keywords = {"tools": [{"name": "f"}]}
+    given = table.append_column(TEMPLATE_KWARGS, pa.array([json.dumps(keywords)]))
+    (task,) = worker.players.tasks(expand_prompts(given, 1))
+    assert task.template_kwargs == keywords
+
+
+def test_the_configuration_says_how_far_it_goes(model, tmp_path):
+    assert turns_spec(RolloutConfig(), model, None, ()) is None
+    (tmp_path / "mine.py").write_text("")
+    spec = turns_spec(
+        rollout(
+            environment="calculator", options={"role": "user"}, max_assistant_turns=3, max_user_turns=2,
+            max_tool_response_length=9, tool_response_truncate_side="left", step_timeout=5.0,
+        ),
+        model, {"enable_thinking": False}, (str(tmp_path / "mine.py"),),
+    )  # fmt: skip
+    assert dataclasses.asdict(spec.limits) == {
+        "max_assistant_turns": 3, "max_user_turns": 2, "max_characters": 9, "keep_side": "left", "step_timeout": 5.0,
+    }  # fmt: skip
+    assert spec.options == {"role": "user"} and spec.template_kwargs == {"enable_thinking": False}
+    with pytest.raises(ValueError, match="'calculater' is unknown; known: calculator"):
+        turns_spec(rollout(environment="calculater"), model, None, ())
+    with pytest.raises(ValueError, match="unexpected keyword argument 'roles'"):
+        turns_spec(rollout(environment="calculator", options={"roles": 1}), model, None, ())
+
+
+def test_without_an_environment_there_is_one_turn(model):
+    tokenizer = load_tokenizer(model.tokenizer_path, False)
+    worker = EngineWorker.__new__(EngineWorker)
+    worker.players = None
+    one = [Generation("train:0/0", [5, 6], [-1.0, -2.0], "length", 4)]
+    worker.engine = SimpleNamespace(generate_stream=lambda prompts, uids, sampling, apart: iter([one]))
+    table = worker.generate(expand_prompts(prompts(tokenizer, [(3, 4)]), 1), SAMPLING)
+    assert table["num_turns"].to_pylist() == [1] and np.isnan(table["environment_score"][0].as_py())
+    assert environment_notes(table)[0].numbers == {} and table["response_mask"].to_pylist() == [[True, True]]

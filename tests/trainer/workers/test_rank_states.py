@@ -1,0 +1,195 @@
+"""Checkpoints as the controller has the ranks of a role save and load them: whole models, and adapters in two roles."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from megarl.checkpoints.convert import compare, convert
+from megarl.checkpoints.hf.adapters import write_peft_adapter
+from megarl.checkpoints.hf.export import write_hf_checkpoint
+from megarl.cluster.ranks import RankInfo
+from megarl.config import LoraConfig, MegatronConfig, OptimConfig
+from megarl.models.tiny import make_tiny_model
+from megarl.trainer.workers.actor import ActorWorker
+from megarl.trainer.workers.dispatch import forward_plan, update_plan
+from megarl.trainer.workers.model import ModelWorker
+from megarl.trainer.workers.shared_critic import ActorCriticWorker
+from megarl.trainer.workers.specs import ModelSpec
+from tests.megatron.hf import save_model
+from tests.ranks import RankPool
+from tests.trainer.test_lora import CRITIC_LORA, CUT, HOW, LORA, MEAN, assert_same, table
+from tests.trainer.workers.test_actor import TEMPERATURE
+
+TP2, PP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
+DROPOUT = replace(LORA, dropout=0.3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("model")
+    return str(folder), save_model(folder, tied=True)
+
+
+def make(rank: int, world: int, folder: str, megatron: dict[str, Any], lora: LoraConfig) -> ModelWorker:
+    """The actor's rank; with adapters also the critic's."""
+    info = RankInfo(rank, world, rank, "localhost", 0, "actor", "", (), "")
+    optim = OptimConfig(lr=3e-2, lr_decay_style="linear")
+    spec = ModelSpec(folder, "lm", MegatronConfig(**megatron), optim, num_updates=9, timeout=60.0, lora=lora)
+    if not lora.rank:
+        return ActorWorker(info, spec, TEMPERATURE)
+    critic = replace(spec, head="value", lora=replace(CRITIC_LORA, dropout=lora.dropout))
+    return ActorCriticWorker(info, spec, TEMPERATURE, None, critic)
+
+
+def one_round(worker: ModelWorker) -> list[Any]:
+    """The metrics of updates of all roles that the worker has."""
+    rows = table()
+    plan, counts = update_plan(rows, worker.layout, CUT, 3)
+    found = [worker.update_policy(rows, plan, counts, HOW)]
+    if isinstance(worker, ActorCriticWorker):
+        found.append(worker.update_values(rows, plan, counts, MEAN, 0.5))
+        shares = forward_plan(rows, worker.layout, CUT)
+        found.append(worker.compute_values(rows, shares))
+    return found
+
+
+def _save(
+    rank: int, world: int, model: str, megatron: dict[str, Any], lora: LoraConfig, folder: str
+) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """A round, a save of each role, another round. Returns: the files, what the second round gave, the policy in bundles."""
+    worker = make(rank, world, model, megatron, lora)
+    one_round(worker)
+    files = {}
+    for role in ("actor", "critic") if lora.rank else ("actor",):
+        # What a save does not need may be away: to touch it ends the process.
+        needed = {
+            "actor": ("adapters", "weights", "optimizer"),
+            "critic": ("critic_adapters", "critic_optimizer"),
+        }
+        away = [part for part in worker.parts if part not in needed[role]]
+        worker.release_memory(away)
+        worker.begin_save(f"{folder}/{role}", role, background=False)
+        written = worker.finish_save(role)
+        worker.resume_memory(away)
+        files |= {f"{role}/{name}": facts for name, facts in written.items()}
+    # `replace`: what a plan has worked out by now does not pickle.
+    if lora.rank:
+        plan = worker.adapter_plan()
+        bundles = [replace(plan), worker.pack_adapters()]
+    else:
+        plan = worker.export_plan(False)
+        bundles = [replace(plan), [worker.pack_export(shard) for shard in range(len(plan.shards))]]
+    return files, one_round(worker), bundles
+
+
+def _load(
+    rank: int, world: int, model: str, megatron: dict[str, Any], lora: LoraConfig, folder: str
+) -> tuple[list[bool], list[Any]]:
+    worker = make(rank, world, model, megatron, lora)
+    roles = ("actor", "critic") if lora.rank else ("actor",)
+    exact = [worker.load_checkpoint(f"{folder}/{role}", role).exact for role in roles]
+    return exact, one_round(worker)
+
+
+def check_files(folder: Path, results: list[tuple[dict[str, Any], Any, Any]]) -> None:
+    """Every file is named by the one rank that wrote it."""
+    named = [name for files, *_ in results for name in files]
+    assert sorted(named) == sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """The metrics of two policies' updates, to rounding."""
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_a_model_goes_on_and_is_converted(
+    ranks: RankPool, model: tuple[str, PreTrainedModel], tmp_path: Path
+) -> None:
+    folder, lora = str(tmp_path), LoraConfig()
+    results = ranks.run(_save, model[0], TP2, lora, folder, world=2)
+    check_files(tmp_path, results)
+    for (_, expected, _), (exact, found) in zip(
+        results, ranks.run(_load, model[0], TP2, lora, folder, world=2), strict=True
+    ):
+        assert exact == [True]
+        assert_same(found, expected)
+
+    plan = results[0][2][0]
+    write_hf_checkpoint(
+        str(tmp_path / "exported"),
+        model[0],
+        plan,
+        lambda shard: [bundles[1][shard] for *_, bundles in results],
+    )
+    convert(str(tmp_path / "actor"), str(tmp_path / "converted"))
+    compared = compare(str(tmp_path / "exported"), str(tmp_path / "converted"))
+    assert compared.equal and compared.num_equal > 20
+    assert not compare(model[0], str(tmp_path / "converted")).equal
+
+
+def test_adapters_of_two_roles_go_on(
+    ranks: RankPool, model: tuple[str, PreTrainedModel], tmp_path: Path
+) -> None:
+    """With dropout: random streams go on, too. Another layout has other streams, so there nothing is dropped."""
+    folder = tmp_path / "saved"
+    results = ranks.run(_save, model[0], TP2, DROPOUT, str(folder), world=2)
+    check_files(folder, results)
+    for (_, expected, _), (exact, found) in zip(
+        results, ranks.run(_load, model[0], TP2, DROPOUT, str(folder), world=2), strict=True
+    ):
+        assert exact == [True, True]
+        assert_same(found, expected)
+
+    write_peft_adapter(
+        str(tmp_path / "exported"), model[0], results[0][2][0], [bundles[1] for *_, bundles in results]
+    )
+    with pytest.raises(ValueError, match="has adapters and no weights; --to peft writes them"):
+        convert(str(folder / "actor"), str(tmp_path / "converted"))
+    convert(str(folder / "actor"), str(tmp_path / "converted"), to="peft")
+    assert compare(str(tmp_path / "exported"), str(tmp_path / "converted")).equal
+
+    other = str(shutil.copytree(model[0], tmp_path / "other"))
+    _change_weights(Path(other) / "model.safetensors")
+    for message in ranks.run(_refusal, other, DROPOUT, str(folder / "actor"), world=1):
+        assert f"it has adapters on the model {model[0]} (sha256 " in message
+        assert f"), this run trains adapters on the model {other} (sha256 " in message
+
+    plain = tmp_path / "plain"
+    results = ranks.run(_save, model[0], TP2, LORA, str(plain), world=2)
+    for exact, found in ranks.run(_load, model[0], PP2, LORA, str(plain), world=2):
+        assert exact == [False, False]
+        for role in (0, 1):
+            assert_close(found[role], results[0][1][role])
+
+
+def _change_weights(file: Path) -> None:
+    """As another training of the same model would."""
+    save_file({name: tensor + 1e-3 for name, tensor in load_file(file).items()}, file)
+
+
+def _refusal(rank: int, world: int, model: str, lora: LoraConfig, folder: str) -> str:
+    worker = make(rank, world, model, {}, lora)
+    with pytest.raises(ValueError) as caught:
+        worker.load_checkpoint(folder, "actor")
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [None, 4])
+def test_adapters_of_experts_in_another_layout(ranks: RankPool, tmp_path: Path, groups: int | None) -> None:
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300}
+    model = str(make_tiny_model(tmp_path / "model", ["one two"], family="qwen3_moe", **sizes))
+    lora, folder = replace(LORA, expert_groups=groups), str(tmp_path / "saved")
+    ep2 = {"expert_model_parallel_size": 2, **TP2}
+    results = ranks.run(_save, model, ep2, lora, folder, world=4)
+    for megatron, world in ((ep2, 4), ({}, 1)):
+        for exact, found in ranks.run(_load, model, megatron, lora, folder, world=world):
+            assert exact == [world == 4] * 2
+            for role in (0, 1):
+                assert_close(found[role], results[0][1][role])

@@ -1,0 +1,125 @@
+"""Simulated ranks: every rank's local tensors as plain dictionaries, made from pieces alone."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from megarl.checkpoints.hf.load import load_hf_weights
+from megarl.layout import Layout, Plan
+from megarl.models import ModelConfig, read_model_config
+from megarl.weight_sync.model_layouts import megatron_layout
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A Hugging Face folder, its config, the tensors of its file (MTP layers included)."""
+
+    folder: Path
+    config: ModelConfig
+    state: dict[str, torch.Tensor]
+
+    @property
+    def decoder(self) -> dict[str, torch.Tensor]:
+        """The tensors without those of MTP layers."""
+        extra = f"model.layers.{self.config.num_layers}."
+        return {name: tensor for name, tensor in self.state.items() if not name.startswith(extra)}
+
+
+def read_tiny_model(folder: Path) -> TinyModel:
+    return TinyModel(folder, read_model_config(str(folder)), load_file(folder / "model.safetensors"))
+
+
+def run_plan(
+    plan: Plan, sources: Sequence[Mapping[str, torch.Tensor]], targets: Sequence[Mapping[str, torch.Tensor]]
+) -> None:
+    """Make all copies of a plan, rank by rank: each element is written once, to where nothing was."""
+    for copy in plan.copies:
+        target = targets[copy.target_rank][copy.target_local][copy.target_box.slices]
+        assert torch.isnan(target).all(), copy
+        source = sources[copy.source_rank][copy.source_local][copy.source_box.slices]
+        target.copy_(source.view(target.shape))
+
+
+def make_model(folder, family="qwen2", *, tied=False, vocab=300, seed=0, layers=4):
+    """A tiny Hugging Face model folder; returns its state dict."""
+    torch.manual_seed(seed)
+    config_class, model_class = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[family]
+    config = config_class(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=vocab,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+    )
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return {
+        name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")
+    }
+
+
+def empty_shards(layout: Layout) -> list[dict[str, torch.Tensor]]:
+    """Each rank's local tensors, just large enough for its pieces, full of NaN."""
+    ranks = []
+    for rank in range(layout.num_ranks):
+        shapes: dict[str, list[int]] = {}
+        for piece in layout.pieces(rank):
+            ends = [a + n for a, n in zip(piece.local_box.start, piece.local_box.size, strict=True)]
+            shapes[piece.local] = [
+                max(pair) for pair in zip(shapes.get(piece.local, ends), ends, strict=True)
+            ]
+        ranks.append({name: torch.full(shape, torch.nan) for name, shape in shapes.items()})
+    return ranks
+
+
+def load_all(folder, parallel, head="lm") -> list[dict[str, torch.Tensor]]:
+    """What each rank of a layout holds after it read the checkpoint in `folder`."""
+    config = read_model_config(str(folder))
+    ranks = empty_shards(megatron_layout(config, parallel, head))
+    for rank, parameters in enumerate(ranks):
+        load_hf_weights(str(folder), config, parallel, rank, parameters, head)
+    return ranks
+
+
+def quantise(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Write the projections of a checkpoint's layers in float8 as DeepSeek-V3's are, one block of each all zero.
+
+    Returns: what the checkpoint then stands for, by name, worked out element by element in float32.
+    """
+    file, written, means = folder / "model.safetensors", {}, {}
+    for name, tensor in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            written[name] = means[name] = tensor
+            continue
+        tensor = tensor.float()
+        tensor[: block[0], : block[1]] = 0
+        grid = [-(-extent // size) for extent, size in zip(tensor.shape, block, strict=True)]
+        scales = torch.rand(grid) * 1e-3 + 1e-4
+        wide = torch.kron(scales, torch.ones(block))[: tensor.shape[0], : tensor.shape[1]]
+        written[name] = (tensor / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        written[name + "_scale_inv"] = scales
+        means[name] = written[name].float() * wide
+    save_file(written, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    how = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": list(block),
+        "activation_scheme": "dynamic",
+    }
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    return means

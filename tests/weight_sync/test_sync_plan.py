@@ -1,0 +1,220 @@
+"""Weight syncs between simulated ranks: what arrives, what it takes, what is counted."""
+
+import weakref
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from megarl.layout import RankPlace
+from megarl.layout.grid import ParallelLayout
+from megarl.weight_sync.model_layouts import EngineLayout, sglang_layout
+from megarl.weight_sync.packets import IPC, P2P, SHARED, Packet
+from megarl.weight_sync.sender import fill
+from megarl.weight_sync.sync_plan import SyncPlan
+from tests.weight_sync.fusions import Rank, expected_sglang
+from tests.weight_sync.shards import empty_shards, load_all
+from tests.weight_sync.transfer import Transfer
+
+CASES = [
+    ("qwen2", ParallelLayout(world=4, tp=2, pp=2), EngineLayout(tp=2, num_engines=2)),
+    ("llama", ParallelLayout(world=4, tp=4), EngineLayout(tp=1, num_engines=3)),
+    ("qwen3", ParallelLayout(world=2, pp=2), EngineLayout(tp=4)),
+    ("qwen3_moe", ParallelLayout(world=4, ep=4), EngineLayout(tp=4, ep=2)),
+    ("deepseek_v3", ParallelLayout(world=4, tp=2, pp=2, ep=2, first_layers=1), EngineLayout(tp=2, ep=2)),
+]
+BUCKET = 20_000
+
+
+def on_nodes(*nodes: str) -> tuple[RankPlace, ...]:
+    """A rank each, on devices of their own in the order of the ranks."""
+    return tuple(RankPlace(node, str(rank)) for rank, node in enumerate(nodes))
+
+
+def make_sync(model, parallel, engines, **more) -> SyncPlan:
+    return SyncPlan(model.config, parallel, engines, more.pop("dtype", torch.float32), BUCKET, **more)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(model, sync) -> Transfer"""
+    transfers = []
+
+    def start(model, sync):
+        engine = empty_shards(sglang_layout(sync.config, sync.engines))
+        transfers.append(Transfer(sync, load_all(model.folder, sync.parallel), engine, tmp_path))
+        return transfers[-1]
+
+    yield start
+    for transfer in transfers:
+        transfer.close()
+
+
+def assert_holds(transfer, state, hf, engines):
+    for rank in range(engines.num_ranks):
+        expected = expected_sglang(state, hf, Rank(rank % engines.tp, engines.tp, engines.ep))
+        assert transfer.engine[rank].keys() == expected.keys()
+        for tensor, values in expected.items():
+            assert torch.equal(transfer.engine[rank][tensor], values), (rank, tensor)
+
+
+@pytest.mark.parametrize("transport", [SHARED, P2P])
+@pytest.mark.parametrize(("family", "parallel", "engines"), CASES)
+def test_all_engines_get_their_shards_and_no_byte_more(
+    tiny_model, start, family, parallel, engines, transport
+):
+    model = tiny_model(family)
+    sync = make_sync(model, parallel, engines, transport=transport)
+    assert len(sync.buckets) > 2
+    transfer = start(model, sync)
+    sent, received = transfer.run(1)
+    assert_holds(transfer, model.decoder, model.config.hf, engines)
+    assert [one.bytes_written for one in received] == sync.plan.bytes_received()
+    assert sum(one.bytes_sent for one in sent) == sync.account()["bytes_total"]
+    assert max(one.bytes_sent for one in sent) == sync.account()["bytes_sent_max_per_rank"]
+
+
+@pytest.mark.parametrize("transport", [SHARED, P2P])
+@pytest.mark.parametrize(("family", "parallel", "engines"), CASES[:1] + CASES[-1:])
+def test_each_side_takes_two_buckets_of_memory_at_most(
+    tiny_model, start, family, parallel, engines, transport
+):
+    model = tiny_model(family)
+    sync = make_sync(model, parallel, engines, transport=transport)
+    sent, received = start(model, sync).run(1)
+    slices = max(len(bucket) for bucket in sync.buckets)
+    packets = engines.num_ranks + parallel.world
+    margin = 2 * (slices * (9 + 15) + packets * (16 + 15))  # checksums, and gaps before slices
+    assert margin < BUCKET / 2
+    assert all(0 < one.buffer_bytes <= 2 * BUCKET + margin for one in sent)
+    if transport == SHARED:
+        assert all(one.buffer_bytes == 0 for one in received)
+    else:
+        assert all(0 < one.buffer_bytes <= 2 * BUCKET + margin for one in received)
+
+
+def test_no_copy_is_larger_than_a_quarter_of_a_bucket(tiny_model):
+    _, parallel, engines = CASES[0]
+    sync = make_sync(tiny_model("qwen2"), parallel, engines)
+    assert max(sync.plan.bytes_of(copy) for copy in sync.plan.copies) <= BUCKET // 4
+
+
+def test_each_engine_is_served_by_the_replica_next_to_it(tiny_model, start):
+    """Two replicas of the model and two engines, on two machines: nothing crosses between them."""
+    model, parallel, engines = (
+        tiny_model("qwen3"),
+        ParallelLayout(world=4, tp=2),
+        EngineLayout(2, num_engines=2),
+    )
+    places = on_nodes("a", "a", "b", "b")
+    sync = make_sync(model, parallel, engines, source_places=places, target_places=places)
+    assert sync.account()["bytes_inter_node"] == 0 < sync.account()["bytes_local"]
+    transfer = start(model, sync)
+    for rank, share in enumerate(transfer.targets):
+        assert rank in share.transports and set(share.transports) <= ({0, 1} if rank < 2 else {2, 3})
+    transfer.run(1)
+    assert_holds(transfer, model.decoder, model.config.hf, engines)
+
+
+def test_auto_takes_memory_where_both_ends_see_it_and_a_network_elsewhere(tiny_model, start):
+    model, parallel, engines = tiny_model("qwen2"), ParallelLayout(world=2, pp=2), EngineLayout(2)
+    places = {"source_places": on_nodes("a", "b"), "target_places": on_nodes("a", "b")}
+    cpu = start(model, make_sync(model, parallel, engines, **places))
+    assert [share.transports for share in cpu.targets] == [{0: SHARED, 1: P2P}, {0: P2P, 1: SHARED}]
+    cpu.run(1)
+    assert_holds(cpu, model.decoder, model.config.hf, engines)
+    places = {"source_places": on_nodes("a", "a"), "target_places": on_nodes("a", "a")}
+    _, targets = make_sync(model, parallel, engines, device="cuda", **places).shares()
+    assert [share.transports for share in targets] == [{0: IPC, 1: P2P}, {0: P2P, 1: IPC}]
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "message"),
+    [
+        (SHARED, "cpu", r"sync_transport=shared_memory: trainer rank 1 sends .* rank 0, .* not on .*'b'"),
+        (SHARED, "cuda", r"sync_transport=shared_memory: trainer rank 0 sends to engine rank 1, .*device=.1"),
+        (P2P, "cuda", r"sync_transport=p2p: trainer rank 0 sends to engine rank 0 on the same GPU"),
+    ],
+)
+def test_a_transport_that_cannot_connect_is_refused(tiny_model, transport, device, message):
+    places = {"source_places": on_nodes("a", "b"), "target_places": on_nodes("a", "a")}
+    parallel, engines = ParallelLayout(world=2, pp=2), EngineLayout(2)
+    sync = make_sync(tiny_model("qwen2"), parallel, engines, transport=transport, device=device, **places)
+    with pytest.raises(ValueError, match=message):
+        sync.shares()
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"), [("deepseek_v3", ("_bias",)), ("glm4_moe", ("_bias", "mlp.gate.weight"))]
+)
+def test_a_slice_travels_in_the_engines_precision(tiny_model, start, family, kept):
+    """All is rounded to bfloat16 but for `kept`, which SGLang holds in float32."""
+    model, parallel, engines = tiny_model(family), ParallelLayout(world=2, tp=2), EngineLayout(1)
+    transfer = start(model, make_sync(model, parallel, engines, dtype=torch.bfloat16, transport=SHARED))
+
+    def rounded(tensors):
+        return {name: t if name.endswith(kept) else t.bfloat16() for name, t in tensors.items()}
+
+    transfer.engine[0].update(rounded(transfer.engine[0]))
+    transfer.run(1)
+    assert_holds(transfer, rounded(model.decoder), model.config.hf, engines)
+    assert transfer.engine[0]["model.layers.3.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("transport", [SHARED, P2P])
+def test_what_an_engine_holds_already_is_not_sent(tiny_model, start, transport):
+    family, parallel, engines = CASES[0]
+    model = tiny_model(family)
+    transfer = start(model, make_sync(model, parallel, engines, transport=transport))
+    nobody, everybody = dict.fromkeys(range(4)), dict.fromkeys(range(4), 1)
+    transfer.run(1, nobody)
+    norm = transfer.trainer[2]["0:decoder.final_layernorm.weight"]
+    norm.add_(1.0)
+    transfer.trainer[3]["0:decoder.final_layernorm.weight"].add_(1.0)
+    _, received = transfer.run(2, everybody)
+    assert [one.bytes_written for one in received] == [norm.nbytes] * 4
+    changed = {**model.decoder, "model.norm.weight": norm}
+    assert_holds(transfer, changed, model.config.hf, engines)
+    # the second engine has lost its weights; what the first one holds is known
+    _, received = transfer.run(3, {0: 2, 1: 2, 2: None, 3: None})
+    assert [one.bytes_written > 0 for one in received] == [False, False, True, True]
+    assert_holds(transfer, changed, model.config.hf, engines)
+
+
+class MadeWhenAsked(Mapping):
+    """Copies of tensors; no copy may be alive when the next one is made."""
+
+    def __init__(self, tensors):
+        self._tensors, self._last, self.made = tensors, None, 0
+
+    def __getitem__(self, name):
+        assert self._last is None or self._last() is None
+        found = self._tensors[name].clone()
+        self._last, self.made = weakref.ref(found), self.made + 1
+        return found
+
+    def __iter__(self):
+        return iter(self._tensors)
+
+    def __len__(self):
+        return len(self._tensors)
+
+
+@pytest.mark.parametrize("fp8_block", [None, (4, 8)])
+def test_one_tensor_at_a_time_is_asked_of_the_trainer(tiny_model, fp8_block):
+    """So that weights that are merged when they are asked for never are a second model."""
+    model, parallel = tiny_model("qwen2"), ParallelLayout(world=2, tp=2)
+    shares, _ = make_sync(model, parallel, EngineLayout(2), fp8_block=fp8_block).shares()
+    for share, tensors in zip(shares, load_all(model.folder, parallel), strict=True):
+        asked = MadeWhenAsked(tensors)
+        parcels = [parcel for bucket in share.buckets for parcel in bucket]
+        for parcel in parcels:
+            fill(Packet(torch.zeros(parcel.nbytes, dtype=torch.uint8), parcel), asked, None, fp8_block)
+        assert asked.made == sum(len(parcel.slices) for parcel in parcels)
+
+
+def test_a_small_model_is_cut_into_enough_buckets_for_an_overlap(tiny_model):
+    model = tiny_model("qwen2")
+    _, parallel, engines = CASES[0]
+    large = SyncPlan(model.config, parallel, engines, torch.float32, bucket_bytes=1 << 30)
+    assert large.bucket_limit == 4 << 20  # a smaller one would not be worth its tokens

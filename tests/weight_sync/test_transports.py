@@ -1,0 +1,197 @@
+"""Weight syncs between real processes: memory as the kernel counts it, and ends that die."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.checkpoints.hf.load import load_hf_weights
+from megarl.layout import RankPlace
+from megarl.layout.grid import ParallelLayout
+from megarl.models import read_model_config
+from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.packets import IPC, P2P, SHARED
+from megarl.weight_sync.receiver import InboxFile, Receiver
+from megarl.weight_sync.sender import Outbox
+from megarl.weight_sync.sync_plan import SyncPlan
+from tests.ranks import RankError
+from tests.weight_sync.fusions import Rank, expected_sglang
+from tests.weight_sync.shards import empty_shards
+from tests.weight_sync.transfer import Shard
+
+BUCKET, MIB = 2 << 20, 1 << 20
+SOURCES = 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A Llama of 47 MB in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    config = LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=1536, tie_word_embeddings=False)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make_sync(folder: str, transport: str) -> SyncPlan:
+    config, parallel = read_model_config(folder), ParallelLayout(world=SOURCES, tp=SOURCES)
+    return SyncPlan(config, parallel, EngineLayout(2), torch.float32, BUCKET, transport=transport)
+
+
+def memory(kind: str) -> int:
+    """Resident bytes of this process: "Anon" its own, "Shmem" shared ones."""
+    (line,) = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"Rss{kind}")
+    ]
+    return int(line.split()[1]) * 1024
+
+
+def ends(rank: int, folder: str, sync: SyncPlan, scratch: str, timeout: float):
+    """This rank's Outbox and parameters, or its Receiver and the engine's tensors."""
+    sources, targets = sync.shares()
+    outbox = Outbox(sources[rank], scratch, "127.0.0.1", "cpu", timeout) if rank < SOURCES else None
+    addresses: list = [None] * (SOURCES + 2)
+    torch.distributed.all_gather_object(addresses, outbox.address if outbox else None)
+    if outbox is not None:
+        parameters = empty_shards(megatron_layout(sync.config, sync.parallel))[rank]
+        load_hf_weights(folder, sync.config, sync.parallel, rank, parameters)
+        return outbox, parameters
+    tensors = empty_shards(sglang_layout(sync.config, sync.engines))[rank - SOURCES]
+    share = replace(targets[rank - SOURCES], padding={})
+    return (InboxFile(share, dict(enumerate(addresses[:SOURCES])), timeout)), tensors
+
+
+def _syncs(rank, world, folder, transport, scratch):
+    """Two versions; returns what they added to this process's memory, of its own and shared, and its buffers' bytes."""
+    sync = make_sync(folder, transport)
+    end, tensors = ends(rank, folder, sync, scratch, 30.0)
+    torch.distributed.barrier()
+    own, shared = memory("Anon"), memory("Shmem")
+    if rank < SOURCES:
+        buffers = [end.send(version, tensors).buffer_bytes for version in (1, 2)]
+    else:
+        receiver = Receiver(Shard(tensors), end, "session")
+        buffers = [receiver.receive(version).buffer_bytes for version in (1, 2)]
+    taken = memory("Anon") - own, memory("Shmem") - shared, buffers
+    if rank >= SOURCES:
+        state = load_file(f"{folder}/model.safetensors")
+        expected = expected_sglang(state, sync.config.hf, Rank(rank - SOURCES, 2))
+        assert all(torch.equal(tensors[name], values) for name, values in expected.items())
+    return taken
+
+
+@pytest.mark.parametrize("transport", [SHARED, P2P])
+def test_two_buckets_of_memory_as_the_kernel_counts_it(ranks, model, tmp_path, transport):
+    results = ranks.run(_syncs, model, transport, str(tmp_path))
+    slack = 3 * MIB  # of Python and gloo; the model is 10 times as much as two buckets
+    for rank, (own, shared, buffers) in enumerate(results):
+        assert buffers[0] == buffers[1] <= 2 * BUCKET + 64 * 1024
+        taken_here = buffers[0] if rank >= SOURCES else 0
+        assert own <= taken_here + slack, (rank, own)
+        # an engine rank maps the slots of all trainer ranks that it takes from
+        assert shared <= (2 * BUCKET + 64 * 1024) * (SOURCES if rank >= SOURCES else 1), (rank, shared)
+
+
+class DyingOutbox(Outbox):
+    def _hand_over(self, token, packet, used):
+        if token[1] == 2:
+            os._exit(1)
+        super()._hand_over(token, packet, used)
+
+
+def _source_dies(rank, world, folder, transport, scratch):
+    sync = make_sync(folder, transport)
+    end, tensors = ends(rank, folder, sync, scratch, 60.0)
+    if rank < SOURCES:
+        end.__class__ = DyingOutbox if rank == 1 else Outbox
+        end.send(1, tensors)
+    else:
+        Receiver(Shard(tensors), end, "session").receive(1)
+
+
+def _target_dies(rank, world, folder, transport, scratch):
+    sync = make_sync(folder, transport)
+    end, tensors = ends(rank, folder, sync, scratch, 60.0)
+    if rank < SOURCES:
+        end.send(1, tensors)
+    else:
+        receiver = Receiver(Shard(tensors), end, "session")
+        if rank == SOURCES:
+            os._exit(1)
+        receiver.receive(1)
+
+
+# A pool whose rank died starts anew, which takes long: so not all four.
+@pytest.mark.parametrize(
+    ("dies", "transport", "message"),
+    [
+        (_source_dies, SHARED, r"LinkError: trainer rank 1 "),
+        (_target_dies, P2P, r"LinkError: engine rank 0 "),
+    ],
+)
+def test_an_end_that_dies_is_named_by_those_that_wait_for_it(
+    ranks, model, tmp_path, dies, message, transport
+):
+    with pytest.raises(RankError, match=message):
+        ranks.run(dies, model, transport, str(tmp_path), timeout=40)  # less than the ends would wait
+
+
+def _send_from_gpu(share, folder, address, tensors):
+    """In a process of its own: a trainer rank that holds `tensors` on the first GPU, and sends two versions."""
+    outbox = Outbox(share, folder, "127.0.0.1", "cuda", 120.0)
+    address.put(outbox.address)
+    parameters = {name: tensor.cuda() for name, tensor in tensors.items()}
+    for version in (1, 2):
+        outbox.send(version, parameters)
+        parameters = {name: tensor + 1 for name, tensor in parameters.items()}
+
+
+@pytest.fixture
+def gpu_of_engine(request: pytest.FixtureRequest) -> Iterator[int]:
+    if torch.cuda.device_count() <= request.param:
+        pytest.skip(f"needs {request.param + 1} CUDA devices, this machine has {torch.cuda.device_count()}")
+    with torch.cuda.device(request.param):
+        yield request.param
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, this machine has none")
+@pytest.mark.parametrize(
+    ("gpu_of_engine", "transport"), [(0, IPC), (1, P2P)], indirect=["gpu_of_engine"], ids=["same", "nccl"]
+)
+def test_from_device_memory_into_an_engine_on_a_gpu(model, tmp_path, gpu_of_engine, transport):
+    """On the same GPU, and over a pair's NCCL communicator on another one."""
+    source_place, target_place = ((RankPlace("node", str(gpu)),) for gpu in (0, gpu_of_engine))
+    config, alone = read_model_config(model), ParallelLayout(world=1)
+    sync = SyncPlan(
+        config, alone, EngineLayout(1), torch.bfloat16, BUCKET, source_place, target_place, device="cuda"
+    )
+    (source,), (target,) = sync.shares()
+    assert target.transports == {0: transport}
+    context = torch.multiprocessing.get_context("spawn")
+    address, (parameters,) = context.Queue(), empty_shards(megatron_layout(config, alone))
+    load_hf_weights(model, config, alone, 0, parameters)
+    process = context.Process(target=_send_from_gpu, args=(source, str(tmp_path), address, parameters))
+    process.start()
+    (tensors,) = empty_shards(sglang_layout(config, sync.engines))
+    tensors = {name: tensor.cuda().bfloat16() for name, tensor in tensors.items()}
+    told = InboxFile(replace(target, padding={}), {0: address.get(timeout=180)}, 120.0)
+    receiver = Receiver(Shard(tensors), told, "session")
+    state = load_file(f"{model}/model.safetensors")
+    for version in (1, 2):
+        assert (receiver.receive(version).buffer_bytes == 0) == (transport == IPC)
+        expected = expected_sglang(state, config.hf, Rank(0, 1))
+        assert all(torch.equal(tensors[name].cpu(), values.bfloat16()) for name, values in expected.items())
+        state = {name: tensor + 1 for name, tensor in state.items()}
+    process.join(60)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.data.trajectories import read_trajectories
+from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
 
 SEED = 3
 # What clocks and memory have a part in, of a step's metrics.
@@ -79,7 +79,7 @@ class Task:
 
 def make_task(folder: Path, steps: int) -> Task:
     """Write the model (2 layers of width 64), 64 problems and the reward."""
-    from megarl.models.tiny import make_tiny_model  # imports transformers, which takes a while
+    from megarl.examples.tiny_model import make_tiny_model  # imports transformers, which takes a while
 
     write_arithmetic(folder / "data", 16, 64, 16, seed=SEED)
     make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)

@@ -25,8 +25,8 @@ import torch
 from facts import environment
 from transformers import AutoModelForCausalLM
 
-from megarl.data.arithmetic import arithmetic_texts
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.arithmetic import arithmetic_texts
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.environment import sglang_environment

@@ -39,11 +39,11 @@ from transformers import AutoTokenizer
 from megarl.config import TrainConfig, load_config, needs_old_log_probs, needs_ref_log_probs, resolve
 from megarl.costs.cards import peak_bf16
 from megarl.costs.flops import ModelFlops, causal_pairs, model_flops
-from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.gsm8k import word_problem
 from megarl.data.trajectories import Generation, build_trajectories, expand_prompts
+from megarl.examples.arithmetic import arithmetic_texts
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes/qwen2.5_0.5b_ppo_single_gpu.yaml"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megarl.data.preference_task import judge
+from megarl.examples.preference_task import judge
 
 
 def compute_score(

@@ -33,6 +33,7 @@ FLOORS = {
     "checkpoints/dcp": 3,
     "models": 3,
     "rollout": 3,
+    "examples": 4,
     "megatron": 4,
     "weight_sync": 4,
     "checkpoints/hf": 5,

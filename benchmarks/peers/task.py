@@ -40,7 +40,7 @@ def make_task(folder: Path, steps: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from megarl.models.tiny import make_tiny_model
+    from megarl.examples.tiny_model import make_tiny_model
 
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)

@@ -205,7 +205,7 @@ def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
     with premises_of(config) as premises:  # the run's processes make their imports while this one does
         from megarl.trainer.run.supervision import supervised
 
-        supervised(config, import_module(f"megarl.trainer.{module}").train, premises)
+        supervised(config, import_module(f"megarl.trainer.loops.{module}").train, premises)
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -219,7 +219,7 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _make_task(options: argparse.Namespace) -> None:
-    from megarl.cli.make_task import make_preference_task, make_task
+    from megarl.examples.make_task import make_preference_task, make_task
 
     names = (
         "seed",

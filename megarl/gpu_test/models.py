@@ -22,8 +22,10 @@ CONFIG = "qwen2.5-0.5b"
 
 def make_model(folder: Path, shape: dict[str, Any]) -> Path:
     """A Hugging Face folder with weights and tokenizer."""
-    from megarl.data.arithmetic import arithmetic_texts
-    from megarl.models.tiny import make_tiny_model  # imports transformers, which most steps do not need
+    from megarl.examples.arithmetic import arithmetic_texts
+    from megarl.examples.tiny_model import (
+        make_tiny_model,  # imports transformers, which most steps do not need
+    )
 
     make_tiny_model(folder, arithmetic_texts(), **shape)
     return folder

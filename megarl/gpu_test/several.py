@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.data.arithmetic import write_arithmetic
+from megarl.examples.arithmetic import write_arithmetic
 from megarl.gpu_test.models import TINY, make_model
 from megarl.gpu_test.runner import Check
 from megarl.util.shipped import shipped

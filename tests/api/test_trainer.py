@@ -20,10 +20,10 @@ from megarl.api.prompts import PromptSupply
 from megarl.api.trainer import DataCollector
 from megarl.config import check_config, load_config, resolve, resolve_batches
 from megarl.config.schema.commands import TrainConfig
-from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.arithmetic import arithmetic_texts
+from megarl.examples.tiny_model import make_tiny_model
 from tests.fixtures.runs import REPOSITORY, assert_same_steps, steps, succeed
 
 ACTOR = "actor_rollout_ref.actor"

@@ -15,8 +15,8 @@ import pytest
 from megarl import __version__
 from megarl.cli.main import SCHEMAS, main
 from megarl.config.loading.load import load_with_origins
-from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
+from megarl.examples.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PPO = str(ROOT / "recipes/quickstart_ppo.yaml")

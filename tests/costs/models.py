@@ -9,13 +9,13 @@ import torch
 
 from megarl.config.schema.commands import OptimConfig
 from megarl.config.schema.lora import LoraConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, wrap_for_training
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.models import ModelConfig, read_model_config
-from megarl.models.tiny import make_tiny_model
 from tests.megatron.parity import VOCAB
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -3,8 +3,8 @@
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.arithmetic import arithmetic_texts
-from megarl.models.tiny import train_tokenizer
+from megarl.examples.arithmetic import arithmetic_texts
+from megarl.examples.tiny_model import train_tokenizer
 
 
 @pytest.fixture(scope="session")

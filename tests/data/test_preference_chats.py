@@ -8,7 +8,7 @@ import pytest
 
 from megarl.data.preference_chats import PreferenceChats, chats_of
 from megarl.data.preferences import PreferenceKeys
-from megarl.models.tiny import train_tokenizer
+from megarl.examples.tiny_model import train_tokenizer
 
 BEFORE = [
     {"role": "user", "content": "Ann has 3 pens."},

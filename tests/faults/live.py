@@ -8,8 +8,8 @@ from typing import NamedTuple
 import psutil
 
 from megarl.config import TrainConfig, load_config, resolve
-from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.rewards.processes.scorer import Scorer, make_scorer
 from megarl.trainer.roles.roles import start_roles
 from megarl.trainer.roles.types import Roles

@@ -18,9 +18,9 @@ import pytest
 
 from megarl.cluster import WorkerDied
 from megarl.config import TrainConfig, load_config, resolve
-from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.data.trajectories import expand_prompts, ragged
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.loops.ppo import epochs

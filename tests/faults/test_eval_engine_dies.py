@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config import EvalConfig, load_config, resolve
-from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.data.trajectories import read_trajectories
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.trainer.loops import evaluate as evaluation
 from megarl.trainer.stages.scoring import Rewards
 

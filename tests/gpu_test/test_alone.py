@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.gpu_test.alone import Meter
-from megarl.models.tiny import make_tiny_model
 from megarl.plan.memory import GIB, plan_memory
 from megarl.plan.memory_command import read_inputs
 

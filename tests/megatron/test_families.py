@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from megarl.checkpoints.hf.load import load_hf_weights
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.logprobs import lm_head
@@ -28,7 +29,6 @@ from megarl.megatron.packing import pack_sequences
 from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
 from tests.megatron.hf import check_gradients, place_model
 from tests.megatron.parity import (
     OPTIM,

@@ -9,6 +9,7 @@ import torch
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.commands import OptimConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.logprobs import lm_head
@@ -16,7 +17,6 @@ from megarl.megatron.optimizer import build_optimizer, loss_scale, optimizer_ste
 from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import StepResult, train_step
 from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
 from tests.megatron.parity import VOCAB, Case, batches, check, loss_of
 from tests.megatron.test_parity import make_case
 from tests.ranks import RankPool

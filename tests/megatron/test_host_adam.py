@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.megatron.checkpoint.checkpoint import load_states, save_states
 from megarl.megatron.checkpoint.optimizer import parts_of
 from megarl.megatron.cpu.adam import FusedAdam
 from megarl.megatron.host_adam import SLOTS, HostAdam, Slots
 from megarl.megatron.offload import HostStates, optimizer_of
 from megarl.megatron.optimizer import optimizer_step, zero_gradients
-from megarl.models.tiny import make_tiny_model
 from tests.megatron.clocks import Races, Streams
 from tests.megatron.parity import VOCAB
 from tests.megatron.states import Setting, Trainee

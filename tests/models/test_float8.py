@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import MegatronPlace, float8, megatron_pieces, read_model_config
 from megarl.models.float8 import FP8, base_weights, check_base_block, dequantise, in_blocks, quantise
 from megarl.models.lora import linear_weights
-from megarl.models.tiny import make_tiny_model
 
 
 def in_float8(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

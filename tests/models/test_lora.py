@@ -5,6 +5,7 @@ import time
 import pytest
 
 from megarl.config.schema.lora import LoraConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.boxes import Box, Piece
 from megarl.layout.grid import ParallelLayout, coords_of, layers_of
 from megarl.models import MegatronPlace, ModelConfig, megatron_pieces, read_model_config
@@ -16,7 +17,6 @@ from megarl.models.lora import (
     logical_adapters,
     scaling,
 )
-from megarl.models.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")

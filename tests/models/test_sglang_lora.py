@@ -5,10 +5,10 @@ import re
 import pytest
 
 from megarl.config.schema.lora import LoraConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights
 from megarl.models.sglang_lora import adapted_layers, why_not_served
-from megarl.models.tiny import make_tiny_model
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.data.tokenizer import load_tokenizer, render_prompt
-from megarl.models.tiny import train_tokenizer
+from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.observations import Continuation, shorten
 from tests.data.shared import shared_data
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.environments.environment import Environment, StepResult, Task
-from megarl.models.tiny import train_tokenizer
+from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.engine import NoValidWeightsError, SamplingParams, WeightSyncError
 from megarl.rollout.turns import Player, TurnLimits
 from tests.rollout.sglang.test_engine import PROMPTS, UIDS, hf_log_probs

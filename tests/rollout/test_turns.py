@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.data.tokenizer import render_prompt
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import Environment, StepResult, Task
-from megarl.models.tiny import train_tokenizer
+from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 from megarl.rollout.turns import Player, TurnLimits
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.plan.memory_command import read_inputs
 from megarl.shadow.agreement import agreements, all_ranks
 from tests.shadow.conftest import RECIPE, overrides

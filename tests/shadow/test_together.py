@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.plan.memory_command import read_inputs
 from megarl.shadow.agree import Agreement
 from megarl.shadow.agreement import agreements, all_ranks
 from megarl.shadow.collectives import Collective
+from megarl.shadow.dry_run import ENVIRONMENT
 from tests.shadow.conftest import RECIPE, expert_overrides, overrides
 from tests.shadow.together_cases import Case
 
@@ -23,7 +24,7 @@ FOUR = [("actor", rank) for rank in range(4)]
 
 def run(cases: list[Case], out: Path) -> list[list[dict]]:
     """The reports of each case."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **ENVIRONMENT}
     process = subprocess.run(
         [sys.executable, "-m", "tests.shadow.together_cases", str(out)],
         input=json.dumps([asdict(case) for case in cases]),

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.checkpoints import find_damage, read_checkpoint, steps_in
-from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.trajectories import TRAJECTORY_SCHEMA, read_trajectories
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.arithmetic import arithmetic_texts
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.report.timeline import Recorded, read_timeline
 from megarl.util.spans import Span
 from tests.fixtures.runs import (

@@ -20,6 +20,7 @@ from megarl.checkpoints.hf.bundles import Bundle
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.cli.main import main
 from megarl.config.schema.lora import LoraConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters
 from megarl.megatron.checkpoint.adapters import adapter_places
@@ -28,7 +29,6 @@ from megarl.megatron.checkpoint.places import Item, model_places, weight_items
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.models import read_model_config
 from megarl.models.lora import logical_adapters
-from megarl.models.tiny import make_tiny_model
 from tests.checkpoints.convert import megatron
 from tests.checkpoints.hf.peft_folders import write_random
 from tests.ranks import RankPool

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from megarl.checkpoints.convert import convert
 from megarl.config.schema.lora import LoraConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
 from tests.checkpoints.hf.peft_folders import save_with_peft, tensors_in
 
 EXAMPLES = 25

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import MegatronPlace, megatron_pieces, read_model_config
-from megarl.models.tiny import make_tiny_model
 from tests.checkpoints.convert import megatron
 
 FAMILIES = {

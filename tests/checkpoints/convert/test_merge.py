@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megarl.checkpoints.convert import compare, convert
 from megarl.cli.main import main
 from megarl.config.schema.lora import LoraConfig
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.tiny_model import make_tiny_model
 from tests.checkpoints.convert.rss import peak_growth_mb
 from tests.checkpoints.hf.peft_folders import load_with_peft, merged, save_with_peft, tensors_in, write_random
 from tests.weight_sync.shards import quantise

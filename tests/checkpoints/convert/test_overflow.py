@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoints.convert import convert
 from megarl.checkpoints.convert.moves import narrow_into
 from megarl.cli.main import main
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.tiny_model import make_tiny_model
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from megarl.checkpoints.convert import convert
 from megarl.checkpoints.dcp import DCPReader
 from megarl.cli.main import main
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="module")

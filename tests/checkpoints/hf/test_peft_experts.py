@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.hf.adapters import adapter_layout, load_adapters
 from megarl.config.schema.lora import LoraConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
 from tests.checkpoints.hf.peft_folders import base_model, tensors_in, write
 from tests.weight_sync.megatron_adapters import log_probs_with_adapters, peft_log_probs
 from tests.weight_sync.shards import empty_shards

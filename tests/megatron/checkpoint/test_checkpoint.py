@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.checkpoints import FileFacts, seal_file
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.megatron.checkpoint.checkpoint import Loaded, load_states, save_states
-from megarl.models.tiny import make_tiny_model
 from tests.megatron.parity import VOCAB
 from tests.megatron.states import Setting, Trainee, whole_tensors
 from tests.ranks import RankPool

@@ -19,13 +19,13 @@ import torch
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader
 from megarl.checkpoints.hf.load import load_hf_weights
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout import Box
 from megarl.megatron.build import local_parameters, unwrap
 from megarl.megatron.checkpoint.base import BaseModel, identify
 from megarl.megatron.checkpoint.checkpoint import begin_save, finish_save, load_states, save_states, share_out
 from megarl.megatron.checkpoint.places import boxes_of_range
 from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
 from tests.disks import small_disk
 from tests.megatron.parity import VOCAB
 from tests.megatron.states import Setting, Trainee, whole_tensors

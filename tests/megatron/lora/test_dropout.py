@@ -9,6 +9,7 @@ import torch
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.lora import LoraConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.logprobs import lm_head
@@ -18,7 +19,6 @@ from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import forward_only, train_step
 from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
 from tests.megatron.lora.test_lora import STEADY
 from tests.megatron.parity import VOCAB, batches, loss_of
 from tests.ranks import RankPool

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.lora import LoraConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.logprobs import lm_head
@@ -20,7 +21,6 @@ from megarl.megatron.parallel import coords, init_parallel
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights, adapter_pieces
-from megarl.models.tiny import make_tiny_model
 from tests.megatron.lora import oracle as lora_oracle
 from tests.megatron.lora.oracle import Oracle
 from tests.megatron.lora.test_lora import STEADY, peft_model

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from megarl import platform
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.lora import LoraConfig
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.logprobs import lm_head
@@ -29,7 +30,6 @@ from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config
 from megarl.models.float8 import FP8, SCALES
-from megarl.models.tiny import make_tiny_model
 from tests.megatron.lora.test_lora import STEADY
 from tests.megatron.parity import VOCAB, batches, loss_of
 from tests.ranks import RankPool

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import SGLangPlace, read_model_config, sglang_padding, sglang_pieces
-from megarl.models.tiny import make_tiny_model
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from tests.rollout.invariance import OBSTACLE, needs_invariance
 from tests.rollout.manifests import rank_slices

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config import LoraConfig, RolloutConfig, TrainConfig, load_config, resolve
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import ModelConfig, read_model_config
-from megarl.models.tiny import make_tiny_model
 from megarl.rollout.engine import AdapterConfig
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.roles.lora_sync import engine_adapters, served_adapters

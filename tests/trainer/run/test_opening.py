@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config import DPOConfig, SFTConfig, TrainConfig, load_config, resolve, resolve_batches
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
 from megarl.trainer.run.opening import data_text, model_text, opening_lines, tuning_facts
 
 REPOSITORY = Path(__file__).resolve().parents[3]

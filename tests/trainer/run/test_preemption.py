@@ -3,7 +3,7 @@ import signal
 import pytest
 
 from megarl import Trainer, make_trainer_config
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.trainer.run.preemption import REQUEUE, ending_at_once, noting_signals
 
 

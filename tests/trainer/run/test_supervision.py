@@ -93,7 +93,7 @@ def test_every_command_that_trains_is_started_again(
         settings = ["trainer.max_restarts=1", f"trainer.default_local_dir={tmp_path}"]
         ready = resolve(load_config(TrainConfig, "recipes/quickstart_ppo.yaml", settings))
     monkeypatch.setattr(cli, "_configured", lambda schema, options: ready)
-    monkeypatch.setattr(f"megarl.trainer.{module}.train", training)
+    monkeypatch.setattr(f"megarl.trainer.loops.{module}.train", training)
     assert cli.main([command, "a.yaml"]) == 0
     assert len(training.started) == 2
 

@@ -10,8 +10,8 @@ import pytest
 from megarl.config import DataConfig, EvalConfig, TrainConfig
 from megarl.config.loading.load import load_config
 from megarl.config.schema.data import MixtureConfig, SamplerConfig
-from megarl.data.arithmetic import arithmetic_texts
-from megarl.models.tiny import train_tokenizer
+from megarl.examples.arithmetic import arithmetic_texts
+from megarl.examples.tiny_model import train_tokenizer
 from megarl.trainer.stages.prompt_data import may_lack, read_prompts, training_prompts
 from tests.data.shared import prompt_row
 

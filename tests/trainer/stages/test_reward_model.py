@@ -16,12 +16,12 @@ from transformers import AutoModelForSequenceClassification
 from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, RewardModelConfig
 from megarl.config.schema.rewards import RewardModelPathConfig
-from megarl.data.arithmetic import arithmetic_texts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import TEMPLATE_KWARGS
+from megarl.examples.arithmetic import arithmetic_texts
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.models.tiny import make_tiny_model
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.reward_model import (

@@ -23,7 +23,7 @@ from megarl.data.trajectories import (
     validate_trajectories,
     write_trajectories,
 )
-from megarl.models.tiny import train_tokenizer
+from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.completions import as_completed
 from megarl.rollout.engine import Generation, SamplingParams
 from megarl.trainer.run.verify import verify_greedy

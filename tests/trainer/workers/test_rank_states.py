@@ -14,7 +14,7 @@ from megarl.checkpoints.hf.adapters import write_peft_adapter
 from megarl.checkpoints.hf.export import write_hf_checkpoint
 from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import forward_plan, update_plan
 from megarl.trainer.workers.model import ModelWorker

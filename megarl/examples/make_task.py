@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.data.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.data.preference_task import preference_texts, write_preference_task
-from megarl.models.tiny import make_tiny_model
+from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
+from megarl.examples.preference_task import preference_texts, write_preference_task
+from megarl.examples.tiny_model import make_tiny_model
 
 
 def make_task(

@@ -1,0 +1,1 @@
+"""The `megarl` command."""

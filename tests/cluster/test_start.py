@@ -32,7 +32,7 @@ def test_a_server_that_does_not_come_up_is_a_failure_of_rays_and_leaves_nothing(
 TOLD_AS_RAY_STARTS = """
 import os, signal, sys, threading, time
 from megarl.cluster import start_cluster
-from megarl.trainer.preemption import ending_at_once
+from megarl.trainer.run.preemption import ending_at_once
 
 def tell() -> None:
     while signal.getsignal(signal.SIGTERM).__module__ != "ray._private.worker":

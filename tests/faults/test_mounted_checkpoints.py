@@ -9,7 +9,7 @@ import pytest
 MOUNTED = """
 import subprocess, sys
 from pathlib import Path
-from megarl.trainer.earlier_runs import move_checkpoints
+from megarl.trainer.run.earlier_runs import move_checkpoints
 root = Path(sys.argv[1])
 subprocess.run(["mount", *sys.argv[2:], str(root)], check=True)
 for again in range(2):

@@ -1,5 +1,6 @@
 """SGLang's own models and pool on the CUDA branch, executed without a GPU, against the table of weights and the plan."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,20 +11,24 @@ from megarl.shadow import engine
 from megarl.shadow.comparison import Comparison, compare
 from megarl.shadow.dry_run import run_ranks
 from tests.shadow.conftest import RECIPE, expert_overrides, overrides
+from tests.test_recipes import ON_GPUS, header
 
 ROOT = RECIPE.parents[1]
 ROLLOUT = "actor_rollout_ref.rollout"
-GPU_RECIPES = sorted(
-    path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem.startswith(("qwen", "deepseek", "llama"))
-)  # fmt: skip
 
 
-def shadow(recipe: Path, keys: list[str], rank: int, **card: object) -> tuple[MemoryPlan, dict]:
-    """The plan of a recipe, and the report of a rank of its engines on cards of 80 GiB."""
+def shadow(
+    recipe: Path, keys: list[str], rank: int, memory: int = 80 * GIB, **card: object
+) -> tuple[MemoryPlan, dict]:
+    """The plan of a recipe, and the report of a rank of its engines on cards of so many bytes."""
     config, inputs = read_inputs(str(recipe), keys, check=False)
-    plan = plan_memory(config, inputs, 80 * GIB, 0)
+    plan = plan_memory(config, inputs, memory, 0)
     (report,) = run_ranks(
-        str(recipe), keys, [(engine.ROLE, rank)], card=card, engine_environment=engine.environment(config)
+        str(recipe),
+        keys,
+        [(engine.ROLE, rank)],
+        card={"memory": memory, **card},
+        engine_environment=engine.environment(config),
     )
     return plan, report
 
@@ -80,10 +85,11 @@ def test_a_sync_in_float8_fits_on_blackwell(machine, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", GPU_RECIPES)
+@pytest.mark.parametrize("recipe", ON_GPUS)
 def test_every_recipe_for_gpus(machine, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.chdir(ROOT)
     config, _ = read_inputs(f"recipe:{recipe}", [], check=False)
     last = config.actor_rollout_ref.rollout.tensor_model_parallel_size - 1
-    plan, report = shadow(ROOT / "recipes" / f"{recipe}.yaml", [], last)
+    memory = int(re.search(r"GPUs? of (\d+) GB", header(recipe))[1]) * GIB
+    plan, report = shadow(ROOT / "recipes" / f"{recipe}.yaml", [], last, memory)
     check(plan, report, 0.01)

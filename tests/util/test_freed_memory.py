@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 USE = """
 import ctypes, json, resource, sys, threading
 import psutil
-from megarl.freed_memory import keep_freed_memory, return_freed_memory
+from megarl.util.freed_memory import keep_freed_memory, return_freed_memory
 libc, size = ctypes.CDLL(None), 64 << 20
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 if sys.argv[1] == "keep":

@@ -1,0 +1,1 @@
+"""The reward rules that come with megarl, by data source."""

@@ -1,0 +1,1 @@
+"""Programs that a model wrote, run where they can do no harm."""

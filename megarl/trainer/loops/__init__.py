@@ -1,0 +1,1 @@
+"""The loops. Each fits a screen and reads as the algorithm."""

@@ -1,0 +1,1 @@
+"""A run: its folder, its cluster, its log, its checkpoints, and its end."""

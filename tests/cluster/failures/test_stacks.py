@@ -11,7 +11,7 @@ from megarl.cluster.failures.stacks import stacks_here
 
 CODE = """
 import subprocess, time
-from megarl.signals import outlive_job_signals
+from megarl.util.signals import outlive_job_signals
 
 def at_the_bottom():
     print("ready", flush=True)

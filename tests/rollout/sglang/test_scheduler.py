@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[3]
 # A copy of a process with a connection; it ends only when it is told to.
 FORK = """
 import multiprocessing, os, socket
-from megarl.rollout.sglang_scheduler import forked, let_go_of_sockets
+from megarl.rollout.sglang.scheduler import forked, let_go_of_sockets
 own, other = socket.socketpair()
 multiprocessing.set_start_method("spawn")
 def child(ready, end):
@@ -35,8 +35,8 @@ runs = pathlib.Path(sys.argv[1])
 with runs.open("a") as file:
     file.write(f"{__name__}\\n")
 if __name__ == "__main__":
-    from megarl.rollout.sglang_scheduler import without_main
-    from tests.rollout.test_sglang_scheduler import Argument, Target
+    from megarl.rollout.sglang.scheduler import without_main
+    from tests.rollout.sglang.test_scheduler import Argument, Target
     context = multiprocessing.get_context("spawn")
     def answer():
         reader, writer = context.Pipe(duplex=False)

@@ -10,7 +10,6 @@ quarters of an "NVIDIA H100 80GB HBM3". FLOP/s of dense matrices in bfloat16; wh
 - NVIDIA DGX B200 data sheet, as in `megarl.costs.hardware`.
 """
 
-TERA = 1e12
 
 BF16 = {
     "NVIDIA H100 80GB HBM3": 989 * TERA,

@@ -75,7 +75,7 @@ class _TokenFullKL(torch.autograd.Function):
             p = chunk_logits(hidden[chunk], weight[:rows], temperature)
             q = chunk_logits(other_hidden[chunk], other_weight[:rows], temperature)
             local, owned = owned_labels(labels[chunk], start, rows)
-            output[chunk], norms[chunk] = _reduce_chunk(p, q, local, owned, tp_group)
+            output[chunk], norms[chunk] = _reduce_kl_chunk(p, q, local, owned, tp_group)
         ctx.save_for_backward(hidden, weight, other_hidden, other_weight, norms, output)
         ctx.settings = (rows, temperature, chunk_tokens)
         return output
@@ -100,7 +100,7 @@ class _TokenFullKL(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 8
 
 
-def _reduce_chunk(
+def _reduce_kl_chunk(
     p: Tensor, q: Tensor, local: Tensor, owned: Tensor, tp_group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """From this rank's logits p and q [chunk, rows], which are overwritten: (KL, log q(label)) and the logarithms of both

@@ -11,7 +11,7 @@ Where SGLang's kernels are not installed (or with --train-only) the training pha
 these lengths, and the output says so. `--shrink` is the same with a tiny model and short texts, also on a CPU.
 
 MFU: the operations of a phase (megarl/costs/flops.py: matrices forward and backward, causal attention, the output layer at
-response tokens only; nothing that is computed twice) over its seconds and the card's peak in bfloat16 (megarl/costs/cards.py; none
+response tokens only; nothing that is computed twice) over its seconds and the card's peak in bfloat16 (megarl/costs/hardware.py; none
 for a card that is not listed there).
 """
 
@@ -37,8 +37,8 @@ from facts import environment
 from transformers import AutoTokenizer
 
 from megarl.config import TrainConfig, load_config, needs_old_log_probs, needs_ref_log_probs, resolve
-from megarl.costs.cards import peak_bf16
 from megarl.costs.flops import ModelFlops, causal_pairs, model_flops
+from megarl.costs.hardware import peak_bf16
 from megarl.data.gsm8k import word_problem
 from megarl.data.trajectories import Generation, build_trajectories, expand_prompts
 from megarl.examples.arithmetic import arithmetic_texts

@@ -22,7 +22,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megarl.costs.decoding import spread
+from megarl.costs.engine import spread
 from megarl.costs.flops import model_flops
 from megarl.costs.hardware import TABLE, Assumptions
 from megarl.costs.speed import Machine

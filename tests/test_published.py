@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from megarl.costs.spread import HIGH, LOW
+from megarl.costs.hardware import HIGH, LOW
 
 ROOT = Path(__file__).resolve().parent.parent
 

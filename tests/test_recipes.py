@@ -13,7 +13,7 @@ from megarl.cli.main import main
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
 from megarl.config.loading.load import load_config
 from megarl.models import logical_tensors, read_model_config
-from megarl.plan.sync_command import configured_sync
+from megarl.plan.sync import configured_sync
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

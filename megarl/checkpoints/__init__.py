@@ -16,10 +16,17 @@ checkpoints, `retention` says which are kept, `writer_lock` keeps others out, `m
 to save.
 """
 
-from megarl.checkpoints.manifest import Checkpoint, Manifest, find_damage, read_checkpoint, steps_in
-from megarl.checkpoints.retention import Keep
-from megarl.checkpoints.schedule import SaveSchedule
-from megarl.checkpoints.sealing import FileFacts, seal_file, seal_files
+from megarl.checkpoints.manifest import (
+    Checkpoint,
+    FileFacts,
+    Manifest,
+    find_damage,
+    read_checkpoint,
+    seal_file,
+    seal_files,
+    steps_in,
+)
+from megarl.checkpoints.policy import Keep, SaveSchedule
 from megarl.checkpoints.store import CheckpointStore
 
 __all__ = [

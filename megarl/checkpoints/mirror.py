@@ -24,11 +24,11 @@ from megarl.checkpoints.manifest import (
     difference,
     folder_name,
     parse_manifest,
+    seal_file,
     step_of,
     steps_in,
 )
-from megarl.checkpoints.retention import STATE_FILE, Keep, kept_steps, parse_best, read_best
-from megarl.checkpoints.sealing import seal_file
+from megarl.checkpoints.policy import STATE_FILE, Keep, kept_steps, parse_best, read_best
 from megarl.util.files import check_url, is_url
 
 NUM_THREADS = 4

@@ -29,16 +29,19 @@ import megarl
 from megarl.checkpoints.manifest import (
     MANIFEST_FILE,
     Checkpoint,
+    FileFacts,
     Manifest,
     find_damage,
+    flush_folder,
     folder_name,
     read_checkpoint,
+    seal_files,
     shortened,
     steps_in,
+    write_flushed,
 )
 from megarl.checkpoints.mirror import Mirror
-from megarl.checkpoints.retention import STATE_FILE, Keep, kept_steps, read_best, write_best
-from megarl.checkpoints.sealing import FileFacts, flush_folder, seal_files, write_flushed
+from megarl.checkpoints.policy import STATE_FILE, Keep, kept_steps, read_best, write_best
 from megarl.checkpoints.writer_lock import WriterLock
 from megarl.util.files import naming
 

@@ -259,7 +259,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from megarl.plan.sync_command import run
+    from megarl.plan.sync import run
 
     run(options)
 
@@ -305,7 +305,7 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from megarl.report.command import run
+    from megarl.report.page import run
 
     run(options)
 

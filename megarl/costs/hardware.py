@@ -1,6 +1,6 @@
-"""GPUs by their makers' figures, and what part of these a job is assumed to reach.
+"""GPUs by their makers' figures, the part of them that a job is assumed to reach, and how far plans were off.
 
-Rates are peaks: FLOP/s of dense matrices (without the factor of two for sparse ones), bytes a second, of a link those of one
+Rates are peaks: FLOP/s of dense matrices (without the factor of two for sparse ones), bytes a second; a link's rate is that of one
 GPU in each direction (half of what is advertised for NVLink and PCIe). Sources:
 
 - H100: NVIDIA H100 Tensor Core GPU data sheet (SXM), DGX H100 user guide (a ConnectX-7 of 400 Gb/s for each GPU).
@@ -139,3 +139,48 @@ def read_assumptions(texts: Sequence[str]) -> Assumptions:
             raise ValueError(f"--assume {text}: it must be {least}")
         found = replace(found, **{name: number})
     return found
+
+
+# Peaks of cards by the name that their driver gives them, for the utilisation of measured runs. Cards of one generation are sold with
+# different clocks and powers, so the full name counts: "NVIDIA H100 PCIe" reaches three quarters of an "NVIDIA H100 80GB HBM3". FLOP/s
+# of dense matrices in bfloat16; half the figure where a maker gives it with sparsity. Sources:
+#
+# - NVIDIA H100 Tensor Core GPU data sheet (SXM 1,979 with sparsity; NVL 1,671) and NVIDIA H100 PCIe product brief PB-11133 (1,513).
+# - NVIDIA H200 Tensor Core GPU data sheet (SXM 1,979 with sparsity; NVL 1,671).
+# - NVIDIA H800 has the H100's matrices; its links and float64 are slower. H20: see above.
+# - NVIDIA A100 80GB data sheet (312, SXM and PCIe), which the A800 shares; A40 and L40S data sheets (149.7; 362.05 without sparsity).
+# - NVIDIA DGX B200 data sheet, as above.
+
+BF16 = {
+    "NVIDIA H100 80GB HBM3": 989 * TERA,
+    "NVIDIA H100 PCIe": 756.5 * TERA,
+    "NVIDIA H100 NVL": 835.5 * TERA,
+    "NVIDIA H800": 989 * TERA,
+    "NVIDIA H200": 989 * TERA,
+    "NVIDIA H200 NVL": 835.5 * TERA,
+    "NVIDIA H20": 148 * TERA,
+    "NVIDIA A100-SXM4-40GB": 312 * TERA,
+    "NVIDIA A100-SXM4-80GB": 312 * TERA,
+    "NVIDIA A100-PCIE-40GB": 312 * TERA,
+    "NVIDIA A100 80GB PCIe": 312 * TERA,
+    "NVIDIA A800-SXM4-80GB": 312 * TERA,
+    "NVIDIA A40": 149.7 * TERA,
+    "NVIDIA L40S": 362.05 * TERA,
+    "NVIDIA B200": 2250 * TERA,
+}
+
+
+def peak_bf16(name: str) -> float | None:
+    """Of the card that its driver calls `name`; None: it is not in the table."""
+    return BF16.get(name)
+
+
+# Measured over planned seconds of published runs: the accuracy of a planned number of seconds.
+
+LOW, HIGH = 0.91, 1.61
+"""Eight of ten public runs took between so many times as long as planned (`benchmarks/published.py`, all of its rows; a test holds them)."""
+
+
+def likely(seconds: float) -> tuple[float, float]:
+    """Between what eight of ten runs with this plan would end."""
+    return seconds * LOW, seconds * HIGH

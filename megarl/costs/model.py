@@ -7,8 +7,7 @@ from math import prod
 
 from megarl.config.schema.lora import LoraConfig
 from megarl.costs.activations import Kept, stage_bytes
-from megarl.costs.parameters import StageTensors, float32_buffers, stage_tensors
-from megarl.costs.training import TrainingBytes, training_bytes
+from megarl.costs.tensors import StageTensors, TrainingBytes, float32_buffers, stage_tensors, training_bytes
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.float8 import check_base_block
@@ -171,7 +170,7 @@ def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> i
 
 
 def _dummy_gradients(use: ModelUse, tensors: StageTensors) -> int:
-    """What Transformer Engine keeps for each shape of a trained weight (`megarl.megatron.layers_used.drop_dummy_gradients`)."""
+    """What Transformer Engine keeps for each shape of a trained weight (`megarl.megatron.layer_spec.drop_dummy_gradients`)."""
     shapes = {tensor.shape for tensor in tensors.weights if tensor.projection and tensor.trained}
     return sum(prod(shape) for shape in shapes) * use.itemsize if use.fused else 0
 

@@ -1,29 +1,104 @@
-"""Seconds that a Megatron model's passes take by formulas: operations and bytes over assumed parts of a GPU's peaks.
+"""Seconds of a Megatron model's passes by formulas: operations and bytes over assumed parts of a GPU's peaks.
 
-Nothing is measured. What a pass counts: matrices, attention, the bytes between them, or the time in which Python launches all of
-these if that is longer; and what a layer sends to other ranks, one after the other. Matrices take at least as long as their
-weights are read; those of experts go through whole tiles of tokens; gradients of weights are added up in float32 for every micro-batch.
-Experts have equally many tokens. Left out: adapters' own matrices, input and output of the data.
+Nothing is measured. A pass counts its matrices, its attention and the bytes between them, or the time in which Python launches all
+their kernels if that is longer; then a layer's messages to other ranks, one after the other. Matrices take at least as long as reading
+their weights; experts' matrices are computed in full tiles of tokens; gradients of weights are added up in float32 for every
+micro-batch. Experts have equally many tokens. Left out: adapters' own matrices, input and output of the data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2
 
-from megarl.costs.bubble import bubble, pipeline_seconds
 from megarl.costs.flops import LayerFlops, ModelFlops, causal_pairs
 from megarl.costs.hardware import Assumptions, Hardware
-from megarl.costs.kernels import between_bytes, launches
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig
+
+# A pipeline's seconds. One forward and one backward pass in turn (1F1B), with `chunks` interleaved model chunks a stage, as in Narayanan
+# et al. 2021 (arXiv:2104.04473), sections 2.2.1 and 2.2.2: filling and emptying p stages takes (p - 1) / v times a micro-batch's passes,
+# in addition to the m micro-batches themselves. If stages take unequally long, the m micro-batches wait for the slowest; the
+# pipeline then takes at most as long as computed here.
+
+
+def pipeline_seconds(stages: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
+    """Seconds from the first pass to the last.
+
+    Args:
+        stages: seconds that each stage takes for a micro-batch, forward and backward (or forward alone).
+        micro_batches: m. chunks: v.
+    """
+    slowest = max(stages)
+    return micro_batches * slowest + (sum(stages) - slowest) / chunks
+
+
+def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Part of the time that a stage waits, if all take equally long: (p - 1) / (m v + p - 1)."""
+    return (stages - 1) / (micro_batches * chunks + stages - 1)
+
+
+# Costs of a layer other than its matrices: launched kernels, and bytes read and written between the matrices. Counted from the operations
+# of a layer's forward pass:
+#
+# - Generating (vLLM's and SGLang's layers): norm, projections, rotation, cache write, attention in two kernels, output; latent attention
+#   also has its down projections, their norms and two absorbed matrices; an MLP is two matrices and their gate; experts are router,
+#   scores, choice, sorting, two grouped matrices, gate and sum.
+# - Training (Megatron-core with Transformer Engine's kernels): the same with permutations, exchanges and residuals; autograd and the
+#   modules' own Python add more launches. Grouped matrices are a launch for each local expert, from C++.
+# - Bytes: a fused norm reads and writes its tensor once; one made of torch's operations goes through it in float32: up, square, mean,
+#   scale, down, weight (36 bytes for 4). Rotations (22 for 4) and gated units (10 for 6 of their product's elements) likewise.
+
+_DECODE = {"attention": 10, "latent": 6, "mlp": 4, "experts": 14}
+_TRAIN = {"attention": 18, "latent": 10, "mlp": 6, "experts": 40}
+_GROUPED = 0.5  # launches of both grouped matrices for a local expert, as parts of a launch from Python
+_NORM, _ROTATION, _GATE = (4, 36), (4, 22), (6, 10)  # bytes of an element in bfloat16: fused, not fused
+_RESIDUAL = 6  # two read, one written
+_ROUTED = 12  # of a token's copy: permuted, sorted and put back
+
+
+def decode_kernels(config: ModelConfig, layer: LayerFlops) -> int:
+    """Of a layer in an engine's step."""
+    return _parts(_DECODE, config, layer)
+
+
+def launches(config: ModelConfig, layer: LayerFlops, local_experts: int) -> float:
+    """Of a layer's forward pass in training, in launches from Python."""
+    return _parts(_TRAIN, config, layer) + (_GROUPED * local_experts if layer.is_moe else 0.0)
+
+
+def _parts(counts: dict[str, int], config: ModelConfig, layer: LayerFlops) -> int:
+    total = counts["attention"] + (counts["latent"] if config.mla is not None else 0)
+    return total + counts["mlp"] * layer.shared + counts["experts"] * layer.is_moe
+
+
+def between_bytes(config: ModelConfig, layer: LayerFlops, itemsize: int, fused: bool) -> float:
+    """Of a token in a layer's forward pass, between its matrices and attention."""
+    norm, rotation, gate = (pair[not fused] for pair in (_NORM, _ROTATION, _GATE))
+    hidden, heads, mla = config.hidden_size, config.num_attention_heads, config.mla
+    total = 2.0 * hidden * (norm + _RESIDUAL)
+    if mla is None:
+        queries = (heads + config.num_query_groups) * config.head_dim
+        total += queries * rotation
+        total += queries * norm if config.qk_norm else 0.0
+    else:
+        queries = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        latent = (mla.q_lora_rank or 0) + mla.kv_lora_rank
+        # Queries and keys are put together of a part that is rotated and one that is not.
+        total += latent * norm + 2 * queries * rotation
+    if layer.shared:
+        total += (config.moe.shared_ffn_hidden_size if layer.is_moe else config.ffn_hidden_size) * gate
+    if layer.is_moe:
+        total += config.moe.top_k * (hidden * _ROUTED + config.moe.ffn_hidden_size * gate)
+    return total * itemsize / 2
+
 
 GRADIENT, STATES = 4, 12  # bytes of a trained weight: its gradient, and master copy and two moments
 TRAINED = ("weights", "adapters")
 TILE = 128  # rows of an expert's tokens that a kernel takes at a time
 # In forward operations: scores are made again (Dao 2023, arXiv:2307.08691, section 3.1.2).
 BACKWARD_ATTENTION = 2.5
-# Bytes that are read and written for a logit by megarl/megatron/logprobs.py: out of the matrix, to float32, over the temperature, largest,
+# Bytes that are read and written for a logit by megarl/megatron/heads.py: out of the matrix, to float32, over the temperature, largest,
 # less it, exponentials, sum; backward, where logits are made again: the same first steps, gradients, back to bfloat16, two matrices.
 LOGIT, LOGIT_BACKWARD = 40, 58
 HEAD_GRADIENT = (
@@ -61,7 +136,7 @@ class Machine:
 
     @property
     def links(self) -> Mapping[str, float]:
-        """By the names of `megarl.layout.account.LINKS`; what stays on a device is read and written."""
+        """By the names of `megarl.layout.plan.LINKS`; what stays on a device is read and written."""
         return {
             "local": self.gpu.hbm * self.assumed.hbm / 2,
             "intra_node": self.gpu.nvlink * self.assumed.nvlink,

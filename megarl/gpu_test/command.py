@@ -8,10 +8,18 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from megarl.gpu_test.machine import Machine, machine_here
-from megarl.gpu_test.record import Record, facts_of, file_of, merged, write
-from megarl.gpu_test.runner import FAILED, IMPOSSIBLE, Result, run_step
-from megarl.gpu_test.steps import SECONDS, STEPS, Step, chosen, obstacle
+from megarl.gpu_test.runner import (
+    FAILED,
+    IMPOSSIBLE,
+    Record,
+    Result,
+    facts_of,
+    file_of,
+    merged,
+    run_step,
+    write,
+)
+from megarl.gpu_test.steps import SECONDS, STEPS, Machine, Step, chosen, machine_here, obstacle
 
 
 def run(options: argparse.Namespace) -> int:

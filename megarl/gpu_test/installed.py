@@ -12,8 +12,8 @@ import torch
 
 from megarl.doctor.checks import FAILURE, OK, judge_node
 from megarl.doctor.facts import node_facts
-from megarl.gpu_test.machine import machine_here
 from megarl.gpu_test.runner import Check
+from megarl.gpu_test.steps import machine_here
 
 GIB = 1 << 30
 IMPORT_SECONDS = 150.0

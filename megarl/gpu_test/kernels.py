@@ -12,8 +12,8 @@ import torch
 
 from megarl.gpu_test import triton_kernels
 from megarl.gpu_test.comparison import Pair, compared
-from megarl.gpu_test.machine import machine_here
 from megarl.gpu_test.runner import Check
+from megarl.gpu_test.steps import machine_here
 
 BF16 = 2e-2  # of the largest number: bfloat16 has 8 bits, sums are of some hundred products
 LENGTHS = (70, 1, 129, 56)

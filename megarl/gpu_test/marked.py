@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.gpu_test.machine import CHECKOUT
 from megarl.gpu_test.runner import Check
+from megarl.gpu_test.steps import CHECKOUT
 
 TIMEOUT = 420  # seconds of a test: the first imports and compilations are part of it
 LAST = 400  # characters of a failure

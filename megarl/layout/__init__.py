@@ -6,11 +6,10 @@ touched here, so a plan for any number of ranks is computed on a laptop.
 Must not know: torch, model families, transports.
 """
 
-from megarl.layout.account import Account
 from megarl.layout.boxes import Box, Piece
 from megarl.layout.layouts import Layout, RankPlace, Shard
 from megarl.layout.placement import place_engines
-from megarl.layout.plan import Copy, Plan, make_plan
+from megarl.layout.plan import Account, Copy, Plan, make_plan
 
 __all__ = [
     "Account",

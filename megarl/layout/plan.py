@@ -1,29 +1,133 @@
-"""Plans: the copies that fill one layout from another.
+"""Plans: the copies that fill one layout from another, their cost in bytes by rank and link, and their buckets.
 
 Guarantees, each asserted by a test of the same name:
 - every target element is written exactly once, or the plan is refused (`exactly_once`);
 - every copy's source holds what the copy says (`right_source`);
-- among replicas the nearest serve: same device, same node, other node; equally near ones share what there is to
-  send (`nearest_then_evenly`);
-- the same layouts give the same plan everywhere, and a rank's part of it alone is the same as its part of the
-  whole (`deterministic`).
+- among replicas the nearest serve: same device, same node, other node; equally near ones share the sends evenly
+  (`nearest_then_evenly`);
+- the same layouts give the same plan everywhere, and a rank's part computed alone equals its part of the
+  full plan (`deterministic`).
 
-What one shard of the target takes is worked out once (`Flow`s), whatever the number of ranks that hold it; copies
-are written out for the ranks that are asked for.
+The input of one target shard is computed once (`Flow`s), whatever the number of ranks that hold the shard; copies
+are written out for the requested ranks only.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from megarl.layout.account import LINKS, Account
 from megarl.layout.boxes import Box
-from megarl.layout.buckets import even_pace, fill_buckets
 from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
-from megarl.layout.holdings import Holdings
-from megarl.layout.layouts import Layout
+from megarl.layout.layouts import Holdings, Layout
 from megarl.util.gc_pause import collection_paused
+
+LINKS = ("local", "intra_node", "inter_node")
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes over each of LINKS: by target rank what it receives, by source rank what it sends.
+
+    What stays on a device (local) counts on both sides.
+    """
+
+    received: tuple[dict[str, int], ...]
+    sent_by_link: tuple[dict[str, int], ...]
+
+    @property
+    def by_link(self) -> dict[str, int]:
+        return {link: sum(received[link] for received in self.received) for link in LINKS}
+
+    @property
+    def received_from_others(self) -> tuple[int, ...]:
+        """By target rank what comes from other devices."""
+        return tuple(received["intra_node"] + received["inter_node"] for received in self.received)
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """By source rank what leaves its device."""
+        return tuple(sent["intra_node"] + sent["inter_node"] for sent in self.sent_by_link)
+
+
+def most_in_flight(buckets: Iterable[Iterable[tuple[int, int]]]) -> int:
+    """The most bytes that any rank has in two buckets that follow each other: what double buffering needs.
+
+    Args:
+        buckets: of each bucket (rank, bytes) pairs; a rank's pairs are added up.
+    """
+    most, before = 0, {}
+    for bucket in buckets:
+        now: dict[int, int] = {}
+        for rank, nbytes in bucket:
+            now[rank] = now.get(rank, 0) + nbytes
+        most = max((most, *(nbytes + before.get(rank, 0) for rank, nbytes in now.items())))
+        before = now
+    return most
+
+
+def fill_buckets(
+    sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], limit: int
+) -> list[int]:
+    """For each copy the number of its bucket: the first in which both its source and its target have room.
+
+    In no bucket has a source or a target copies of more than `limit` bytes in all; one that is larger by itself is
+    alone at both its ends. How few buckets there are depends on the order of the copies: neighbours should be of
+    different sources and targets.
+
+    Args:
+        sources, targets, sizes: of each copy its ranks and its bytes (at least 1).
+    """
+    sizes = [min(size, limit) for size in sizes]
+    classes = sorted(set(sizes))
+    class_of = {size: index for index, size in enumerate(classes)}
+    source_ends: dict[int, _End] = defaultdict(lambda: _End(classes, limit))
+    target_ends: dict[int, _End] = defaultdict(lambda: _End(classes, limit))
+    buckets = []
+    for source, target, size in zip(sources, targets, sizes, strict=True):
+        first, second, index = source_ends[source], target_ends[target], class_of[size]
+        free = ~(first.full[index] | second.full[index])
+        bit = free & -free  # the lowest that is set
+        bucket = bit.bit_length() - 1
+        first.take(bucket, bit, size)
+        second.take(bucket, bit, size)
+        buckets.append(bucket)
+    return buckets
+
+
+class _End:
+    """The room that one end has left; `full[i]` has bit b set where bucket b has none for a copy of `classes[i]`."""
+
+    __slots__ = ("classes", "full", "limit", "room")
+
+    def __init__(self, classes: list[int], limit: int) -> None:
+        self.classes, self.limit = classes, limit
+        self.full = [0] * len(classes)
+        self.room: dict[int, int] = {}
+
+    def take(self, bucket: int, bit: int, size: int) -> None:
+        before = self.room.get(bucket, self.limit)
+        self.room[bucket] = after = before - size
+        for index in range(bisect_right(self.classes, after), bisect_right(self.classes, before)):
+            self.full[index] |= bit
+
+
+def even_pace(sources: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """An order of the copies in which all sources are about equally far through what they send, in bytes.
+
+    The copies of one source stay in the order that they have.
+    """
+    totals: dict[int, int] = defaultdict(int)
+    for source, size in zip(sources, sizes, strict=True):
+        totals[source] += size
+    sent: dict[int, int] = defaultdict(int)
+    progress = []
+    for source, size in zip(sources, sizes, strict=True):
+        progress.append(sent[source] / totals[source])
+        sent[source] += size
+    return sorted(range(len(progress)), key=progress.__getitem__)
 
 
 class Copy(NamedTuple):

@@ -1,27 +1,89 @@
 """Adam whose states live on the host: they pass through the device bucket by bucket while it updates.
 
 Guarantees:
-- Weights and states are those of the ordinary step to the bit: the same optimizer computes, on the device.
-- Between steps nothing of the states is on the device but the slots, and they leave with `drop`. In a step three buckets
-  are on the device at most: one comes, one is updated, one goes back, all at once on a GPU.
-- On the host a rank holds no byte more than its states (and what aligns them), page-locked on a GPU.
+- Weights and states equal the ordinary step's to the bit: the same optimizer computes, on the device.
+- Between steps only the slots for states are on the device, and `drop` frees them. In a step at most three buckets
+  are on the device: one arrives, one is updated, one goes back, concurrently on a GPU.
+- On the host a rank holds no byte more than its states (and their alignment), page-locked on a GPU.
 
 Megatron-core 0.19.2 has an update on the host too (`HybridDeviceOptimizer`), which is not used. Tried with the distributed
 optimizer: of float32 weights it cannot be built ("can't optimize a non-leaf Tensor"); of bfloat16 ones the float32 copies stay on
 the device unless the precision-aware optimizer is on; and it sorts by `Tensor.is_cuda`, so that a step on a CPU ends with a
-KeyError and nothing of it could be tested. It also wants four bytes a weight more on the host, for gradients. Each weight crosses
+KeyError and none of it could be tested. It also needs four more bytes a weight on the host, for gradients. Each weight crosses
 the link with 12 bytes in both directions here, with 4 in one and 2 in the other there, but there the host's processors compute.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megarl import platform
-from megarl.megatron.host_memory import host_tensor
+
+# Page-locked host memory in one allocation, which a GPU's copies reach at full speed. Torch's own comes in powers of two, of which up to
+# half would be lost, and is locked while the process waits for it: at one to a few GB/s that is minutes for a rank's weights and states.
+
+
+class HostRoom:
+    """Bytes on the host for what leaves a GPU; a thread locks them while the process does other things."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._locking: Future[None] | None = None
+        if nbytes:
+            thread = ThreadPoolExecutor(1, "page-locking")
+            self._locking = thread.submit(_lock, self._bytes.data_ptr(), nbytes)
+            thread.shutdown(wait=False)
+            # It holds the tensor too: memory that is freed must not be page-locked any more.
+            weakref.finalize(self, _unlock, self._bytes, self._locking).atexit = False
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.nbytes
+
+    def take(self) -> torch.Tensor:
+        """The bytes, once they are locked.
+
+        Raises:
+            RuntimeError: they cannot be.
+        """
+        if self._locking is not None:
+            self._locking.result()
+        return self._bytes
+
+
+def host_tensor(numel: int, owner: object) -> torch.Tensor:
+    """float32 zeros on the host, page-locked on a GPU as long as `owner` is there.
+
+    Raises:
+        RuntimeError: they cannot be.
+    """
+    tensor = torch.zeros(numel, dtype=torch.float32, device="cpu")
+    if platform.is_cuda() and numel:
+        _lock(tensor.data_ptr(), tensor.nbytes)
+        weakref.finalize(owner, _unlock, tensor).atexit = False
+    return tensor
+
+
+def _lock(address: int, nbytes: int) -> None:
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if code:
+        raise RuntimeError(
+            f"{nbytes / 2**30:.1f} GiB of the host's memory for weights or optimizer states cannot be page-locked (CUDA error "
+            f"{code}): has the machine so much, and may the process lock it?"
+        )
+
+
+def _unlock(tensor: torch.Tensor, locking: Future[None] | None = None) -> None:
+    if locking is not None and locking.exception() is not None:
+        return
+    code = int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr()))
+    assert not code, f"CUDA error {code}"
+
 
 SLOTS = 3  # buckets on the device
 BUCKET = 8 << 20  # elements, each with up to 12 bytes

@@ -19,10 +19,9 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megarl import platform
 from megarl.megatron.build import unwrap
-from megarl.megatron.checkpoint.optimizer import parts_of
-from megarl.megatron.host_adam import HostAdam
-from megarl.megatron.host_memory import HostRoom
-from megarl.megatron.layers_used import drop_dummy_gradients
+from megarl.megatron.checkpoint.states import parts_of
+from megarl.megatron.host_adam import HostAdam, HostRoom
+from megarl.megatron.layer_spec import drop_dummy_gradients
 
 # Of a copy, so that on a CPU little more memory is taken than is needed while contents are in both places.
 CHUNK_BYTES = 64 << 20

@@ -20,7 +20,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from megarl.config.schema.commands import OptimConfig
-from megarl.megatron.checkpoint.optimizer import parts_of, updated_by
+from megarl.megatron.checkpoint.states import parts_of, updated_by
 from megarl.megatron.cpu import adam
 from megarl.megatron.host_adam import BUCKET, HostAdam, Slots
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from megarl import platform
 from megarl.megatron.build import unwrap
 from megarl.megatron.optimizer import loss_scale, optimizer_step, zero_gradients
-from megarl.megatron.packed import PackedBatch
+from megarl.megatron.packing import PackedBatch
 
 # GPTModel's `output_processor`, settings bound (`logprobs.lm_head(...)`, `value.value_head`): it turns the last
 # stage's hidden states, of all positions or of the live ones (`PackedBatch.live_rows`), into outputs with one row a token of the batch.

@@ -6,17 +6,16 @@ from dataclasses import asdict, dataclass
 
 from megarl.config import TrainConfig
 from megarl.config.schema.lora import LoraConfig
+from megarl.costs.engine import engine_adapter_bytes
+from megarl.costs.hardware import likely
 from megarl.costs.phases import frees_engines
-from megarl.costs.serving import engine_adapter_bytes
 from megarl.costs.speed import Machine
-from megarl.costs.spread import likely
 from megarl.layout.grid import ParallelLayout, RankCoords, coords_of
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.memory import MemoryPlan, engine_layout, precision, served_bytes
 from megarl.plan.memory_command import as_json as memory_json
 from megarl.plan.seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
-from megarl.plan.sync_command import configured_sync
-from megarl.plan.sync_report import PlanReport, report
+from megarl.plan.sync import PlanReport, configured_sync, report
 from megarl.trainer.roles.lora_sync import served_adapters
 
 NOTE = "seconds are estimates by formulas, nothing was measured; assumed (--assume name=value)"

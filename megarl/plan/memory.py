@@ -1,6 +1,7 @@
-"""What a run will hold on the fullest device in each phase of a step, owner by owner, before it runs.
+"""Bytes that a run will hold on the fullest device in each phase of a step, owner by owner, before it runs.
 
-Owners and phases are those of `megarl.costs.phases`; the run is one on GPUs.
+Owners and phases are those of `megarl.costs.phases`; the run is one on GPUs. Runs of `megarl sft`, `rm` and `dpo` have one model, on
+all devices and there all the time: there are no engines to make room for.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megarl.config import (
+    MegatronConfig,
     PoolConfig,
     RefConfig,
     RewardModelConfig,
@@ -20,20 +23,63 @@ from megarl.config import (
     pool_devices,
     reference_in_actor,
 )
-from megarl.costs.model import StageBytes, model_bytes
-from megarl.costs.phases import frees_engines, leaves, phase_needs, trained_parts
-from megarl.costs.serving import (
+from megarl.costs.engine import (
     cache_bytes,
     engine_adapter_bytes,
     engine_weight_bytes,
     rotary_bytes,
     token_bytes,
 )
-from megarl.plan.inputs import PlanInputs
-from megarl.plan.model_uses import model_use, precision
-from megarl.plan.reserve import reserve_rows
+from megarl.costs.model import StageBytes, model_bytes
+from megarl.costs.phases import frees_engines, leaves, phase_needs, trained_parts
+from megarl.costs.reserve import EngineRank, reserved
+from megarl.layout.grid import ParallelLayout
+from megarl.models import ModelConfig
+from megarl.plan.inputs import PlanInputs, model_use, precision
 from megarl.trainer.roles.lora_sync import served_adapters
 from megarl.weight_sync.model_layouts import EngineLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+from collections.abc import Iterator
+
+from megarl.config import SFTConfig, TuningConfig, resolve
+from megarl.config.loading.hub import fetch_models
+from megarl.config.resolve import GLOBAL_POOL, least_tokens
+from megarl.plan.inputs import tuned_role
+
+
+def reserve_rows(config: TrainConfig, model: ModelConfig) -> tuple[tuple[str, int], ...]:
+    """(cause, bytes) on a GPU of the resource pool (of a resolved configuration) that has the most."""
+    found = [
+        reserved(list(_models(config, pool)), _engine(config, model, pool)) for pool in config.resource_pools
+    ]
+    most = max(found, key=lambda rows: sum(rows.values()))
+    return tuple((cause, size) for cause, size in most.items() if size)
+
+
+def _models(config: TrainConfig, pool: str) -> Iterator[ParallelLayout]:
+    """The layouts of the roles that have processes of their own on a pool's GPUs."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    roles: list[tuple[str | None, MegatronConfig]] = [(policy.actor.resource_pool, policy.actor.megatron)]
+    if needs_reference(config) and not reference_in_actor(config):
+        roles.append((policy.ref.resource_pool, policy.ref.megatron))
+    if critic is not None and not critic.model.share_base:
+        roles.append((critic.resource_pool, critic.megatron))
+    if reward.enable:
+        roles.append((reward.resource_pool, reward.megatron))
+    devices = config.resource_pools[pool].nnodes * config.resource_pools[pool].n_gpus_per_node
+    yield from (ParallelLayout.from_config(megatron, devices) for of, megatron in roles if of == pool)
+
+
+def _engine(config: TrainConfig, model: ModelConfig, pool: str) -> EngineRank | None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.resource_pool != pool:
+        return None
+    return EngineRank(
+        rollout.tensor_model_parallel_size, rollout.max_num_seqs, model.vocab_size, model.mla is not None
+    )
+
 
 MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped
 SLOTS = 2  # of a sync, each of a bucket
@@ -299,3 +345,87 @@ def engine_layout(rollout: RolloutConfig) -> EngineLayout:
 
 def _when(needs: Mapping[str, tuple[str, ...]], name: str) -> frozenset[str]:
     return frozenset(phase for phase, owners in needs.items() if name in owners)
+
+
+EVALUATE, UPDATE = "evaluate", "update"
+
+
+def plan_of(
+    config: TrainConfig | TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
+) -> MemoryPlan:
+    """The plan of a resolved configuration of any command that trains; the arguments are those of `plan_memory`."""
+    plan = plan_memory if isinstance(config, TrainConfig) else plan_tuning
+    return plan(config, inputs, limit, reserve)
+
+
+def plan_tuning(
+    config: TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
+) -> MemoryPlan:
+    """The plan of a resolved configuration; the arguments are those of `plan_memory`.
+
+    Raises:
+        ValueError: a layout that cannot be.
+    """
+    pool = PoolConfig(nnodes=config.trainer.nnodes, n_gpus_per_node=config.trainer.n_gpus_per_node)
+    # Supervised fine-tuning evaluates held-out examples alone; rewards and the reference's log-probs are always computed.
+    evaluates = config.data.val_files is not None or not isinstance(config, SFTConfig)
+    phases = (EVALUATE, UPDATE) if evaluates else (UPDATE,)
+    longest = least_tokens(config)
+    owners = tuple(
+        owner for owner in _owners(config, inputs) if owner.phases is None or owner.phases & {*phases}
+    )
+    use = model_use(config, inputs, tuned_role(config))
+    rows = tuple(reserved([use.layout], None).items()) if reserve is None else ()
+    rows = tuple((cause, size) for cause, size in rows if size)
+    reserve = sum(size for _, size in rows) if reserve is None else reserve
+    return MemoryPlan(owners, phases, {GLOBAL_POOL: pool}, longest, 0, longest, limit, reserve, rows)
+
+
+def _owners(config: TuningConfig, inputs: PlanInputs) -> Iterator[Owned]:
+    role = tuned_role(config)
+    stages = model_bytes(model_use(config, inputs, role), inputs.tables)
+    for part in trained_parts(config.megatron):
+        sizes = tuple(getattr(stage.held, part) for stage in stages)
+        if any(sizes):
+            host = tuple(stage.held.host for stage in stages) if part == "optimizer" else ()
+            yield Owned(f"{role}_{part}", role, GLOBAL_POOL, sizes, None, host)
+    for part, name, phase in (
+        ("kept", "activations", UPDATE),
+        ("working", "working", UPDATE),
+        ("evaluating", "evaluating", EVALUATE),
+    ):
+        sizes = tuple(getattr(stage, part) for stage in stages)
+        yield Owned(f"{role}_{name}", role, GLOBAL_POOL, sizes, frozenset({phase}))
+
+
+MULTIPLES = (16, 8, 4, 2)  # of what a micro-batch must hold, that are tried
+MOST_TOKENS = 65536  # more than fills a GPU makes it no faster
+
+
+def fitting_tokens(config: TrainConfig | TuningConfig, least: int, limit: int) -> int:
+    """The greatest of `MULTIPLES` of what a micro-batch must hold with which what the models hold and work on fits; else just that.
+
+    Args:
+        config: unresolved, accepted by `preflight`.
+        least: tokens that a micro-batch must hold. limit: bytes of a GPU.
+    """
+    full = fetch_models(resolve(config), weights=False)
+    inputs = PlanInputs.read(full)
+    for multiple in MULTIPLES:
+        tokens = multiple * least
+        if tokens <= MOST_TOKENS and taken(config, inputs, tokens, limit) <= limit:
+            return tokens
+    return least
+
+
+def taken(config: TrainConfig | TuningConfig, inputs: PlanInputs, tokens: int, limit: int) -> int:
+    """Bytes of the fullest device in the phases of the models, if micro-batches have so many tokens, and of what is beside them."""
+    if isinstance(config, TrainConfig):
+        policy = config.actor_rollout_ref
+        actor = replace(policy.actor, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=tokens)
+        config = replace(config, actor_rollout_ref=replace(policy, actor=actor))
+    else:
+        config = replace(config, max_token_len_per_gpu=tokens)
+    plan = plan_of(resolve(config), inputs, limit)
+    phases = (phase for phase in plan.phases if phase not in ("sync", "generate"))
+    return max(map(plan.fullest, phases)) + plan.reserve

@@ -18,8 +18,7 @@ from megarl.config.loading.recipes import shown
 from megarl.config.model_fit import check_models
 from megarl.plan.fit import fit, layout_keys
 from megarl.plan.inputs import PlanInputs
-from megarl.plan.memory import GIB, MemoryPlan
-from megarl.plan.supervised import plan_of
+from megarl.plan.memory import GIB, MemoryPlan, plan_of
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
 

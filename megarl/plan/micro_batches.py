@@ -45,7 +45,7 @@ def with_chosen_size(config: C) -> tuple[C, list[str]]:
     elif gpus := gpus_here():
         limit = min(gpu.memory for gpu in gpus)
         # Here, because it takes torch, and most runs give a size.
-        from megarl.plan.micro_batch_memory import fitting_tokens
+        from megarl.plan.memory import fitting_tokens
 
         tokens = fitting_tokens(config, least, limit)
         size = tokens if in_tokens else tokens // least

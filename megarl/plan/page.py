@@ -1,18 +1,42 @@
-"""The report of a job as one HTML page: tables, memory as bars, and every GPU in the colour of each of its groups."""
+"""The report of a job as one HTML page: tables, memory as stacked bars, and every GPU in the colour of each of its groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from megarl.layout.account import LINKS
+from megarl.layout.plan import LINKS
 from megarl.plan.advice import Change, as_words
-from megarl.plan.bars import stacked
 from megarl.plan.job import NOTE, Device, JobPlan, assumed_words, range_words
 from megarl.plan.memory import GIB
 from megarl.plan.seconds import bubbles
-from megarl.plan.sync_command import size_text
+from megarl.plan.sync import size_text
 from megarl.report.html import render
+
+COLOURS = 10  # of the page's style
+
+
+def stacked(pieces: Iterable[tuple[str, Sequence[int]]]) -> dict[str, Any]:
+    """The parts of a chart of rows, and each row's total, in GiB.
+
+    Args:
+        pieces: (label, bytes by row).
+    """
+    named = list(pieces)
+    rows = zip(*(sizes for _, sizes in named), strict=True)
+    return {
+        "unit": "GiB",
+        "parts": [
+            {
+                "colour": f"c{number % COLOURS}",
+                "label": label,
+                "values": [round(size / GIB, 4) for size in sizes],
+            }
+            for number, (label, sizes) in enumerate(named)
+        ],
+        "totals": [round(sum(sizes) / GIB, 4) for sizes in rows],
+    }
+
 
 _FILLED = "hsl(210 45% 42%)"
 

@@ -18,9 +18,8 @@ from megarl.config import (
     needs_ref_log_probs,
 )
 from megarl.config.batches import BatchPlan, resolve_batches
-from megarl.costs.decoding import Generation, Served, generation
+from megarl.costs.engine import Generation, Served, generation, token_bytes
 from megarl.costs.flops import ModelFlops, model_flops
-from megarl.costs.serving import token_bytes
 from megarl.costs.speed import Machine, Passes, PassTime, pass_time
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig

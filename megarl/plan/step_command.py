@@ -13,10 +13,9 @@ from rich.table import Table
 
 from megarl.config import TrainConfig, check_config, load_config
 from megarl.config.model_fit import check_models
-from megarl.costs.hardware import find_hardware, read_assumptions
+from megarl.costs.hardware import find_hardware, likely, read_assumptions
 from megarl.costs.speed import Machine
-from megarl.costs.spread import likely
-from megarl.layout.account import LINKS
+from megarl.layout.plan import LINKS
 from megarl.plan.advice import Change, as_words, changes
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.job import NOTE, JobPlan, as_json, assumed_text, assumed_words, plan_job, range_words
@@ -24,7 +23,7 @@ from megarl.plan.memory import GIB, plan_memory
 from megarl.plan.memory_command import print_plan, read_inputs, reserve_bytes, reserve_words
 from megarl.plan.search import Search
 from megarl.plan.seconds import bubbles
-from megarl.plan.sync_command import size_text
+from megarl.plan.sync import size_text
 from megarl.util.files import whole_file
 
 Page = Callable[[JobPlan, str, Sequence[Change]], str]

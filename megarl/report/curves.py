@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megarl.report.data import RunRecord
-from megarl.report.figures import figure, percent, size
+from megarl.report.html import figure, percent, size
 
 POINTS = 1000  # of a curve of a chart, for each run
 OTHER_POINTS = 200  # of a metric that is in no chart, which can be picked

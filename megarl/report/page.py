@@ -1,14 +1,15 @@
-"""The report of one run, or of several on the same charts, as one HTML page."""
+"""`megarl report`: one run, or several on the same charts, as one HTML page."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from megarl.report.compare import differences, set_keys
 from megarl.report.curves import (
     AHEAD,
     LEARNING,
@@ -21,13 +22,20 @@ from megarl.report.curves import (
     not_finite,
     series_of,
 )
-from megarl.report.data import RunRecord
-from megarl.report.figures import MIB, figure
-from megarl.report.html import render
-from megarl.report.memory import memory_by_phase
-from megarl.report.seconds import COLOURS, PHASES, busy_ranks, last_step, phases_of_steps, shares_of_phases
-from megarl.report.tiles import Tile, status_of, tiles_of
+from megarl.report.data import RunRecord, read_runs
+from megarl.report.html import MIB, figure, render
+from megarl.report.phases import (
+    COLOURS,
+    PHASES,
+    busy_ranks,
+    last_step,
+    memory_by_phase,
+    phases_of_steps,
+    shares_of_phases,
+)
+from megarl.report.summary import Tile, differences, set_keys, status_of, tiles_of
 from megarl.trainer.run.timeline import CONTROLLER
+from megarl.util.files import whole_file
 
 _LAST_STEPS = 20  # of tables that have a row for each step
 _LINKS = ("local", "intra_node", "inter_node", "total", "max_per_rank")
@@ -224,3 +232,21 @@ def _metrics(run: RunRecord) -> list[list[str]]:
 def _numbers(steps: Sequence[int]) -> str:
     """Such as "3, 7, 9", of many the first ones."""
     return ", ".join(map(str, steps[:_SHOWN_STEPS])) + (", ..." if len(steps) > _SHOWN_STEPS else "")
+
+
+FILE = "report.html"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the page, and say where it is: in the folder of a run, of several runs in the current folder.
+
+    Raises:
+        ValueError: a folder is no run's.
+    """
+    folders = [Path(folder) for folder in options.folders]
+    default = folders[0] / FILE if len(folders) == 1 else Path(FILE)
+    output = Path(options.output) if options.output is not None else default
+    text = page(read_runs(folders))
+    with whole_file(output) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    print(f"{output}: {len(text.encode()) / 1e6:.1f} MB")

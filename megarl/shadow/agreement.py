@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.config import TrainConfig, TuningConfig
-from megarl.plan.inputs import PlanInputs
-from megarl.plan.model_uses import model_use
+from megarl.plan.inputs import PlanInputs, model_use
 from megarl.shadow.agree import Agreement, agree
 from megarl.shadow.collectives import Collective
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.plan.bars import stacked
 from megarl.plan.memory import GIB
+from megarl.plan.page import stacked
 from megarl.report.html import render
 from megarl.shadow import engine
 

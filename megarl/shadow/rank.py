@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from megarl.config import TrainConfig, TuningConfig
 from megarl.megatron.parallel import destroy_parallel
-from megarl.plan.inputs import PlanInputs
-from megarl.plan.model_uses import model_use
+from megarl.plan.inputs import PlanInputs, model_use
 from megarl.shadow import collectives, transfers
 from megarl.shadow.collectives import Alike, Collective, Log, Peers
 from megarl.shadow.mode import FakeMode, Shadow

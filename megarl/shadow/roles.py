@@ -22,8 +22,7 @@ from megarl.config import (
 from megarl.config.resolve import least_tokens
 from megarl.costs.model import ModelUse
 from megarl.megatron.step import StepResult
-from megarl.plan.inputs import PlanInputs
-from megarl.plan.model_uses import model_use, tuned_role
+from megarl.plan.inputs import PlanInputs, model_use, tuned_role
 from megarl.shadow.batches import Batch, Fill, examples, rankings, trajectories
 from megarl.shadow.requests import SHARED
 from megarl.trainer.roles.model_specs import actor_arguments, critic_spec, reference_spec, reward_model_spec

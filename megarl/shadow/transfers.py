@@ -25,7 +25,7 @@ from megarl.costs.phases import frees_engines
 from megarl.megatron.checkpoint import checkpoint
 from megarl.megatron.checkpoint.base import BaseModel
 from megarl.models import ModelConfig
-from megarl.plan.sync_command import configured_sync
+from megarl.plan.sync import configured_sync
 from megarl.shadow.tracker import Made, Tracker
 from megarl.trainer.roles.lora_sync import served_adapters
 from megarl.trainer.workers.actor import ActorWorker

@@ -6,8 +6,7 @@ from dataclasses import replace
 from megarl.config.schema.lora import LoraConfig
 from megarl.layout import Layout, Piece, Shard
 from megarl.models import ModelConfig, sglang_pieces
-from megarl.models.lora import adapted_weights, adapter_pieces
-from megarl.models.sglang_lora import sglang_adapter_padding, sglang_adapters
+from megarl.models.lora import adapted_weights, adapter_pieces, sglang_adapter_padding, sglang_adapters
 from megarl.weight_sync.model_layouts import EngineLayout
 
 

@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megarl.checkpoints import (
-    FileFacts,
-    Manifest,
-    find_damage,
-    read_checkpoint,
-    seal_file,
-    seal_files,
-    sealing,
-)
+from megarl.checkpoints import FileFacts, Manifest, find_damage, read_checkpoint, seal_file, seal_files
 from megarl.checkpoints import manifest as manifests
 from megarl.checkpoints.manifest import parse_manifest, step_of
 
@@ -61,7 +53,7 @@ def test_only_one_spelling_of_a_step_is_a_folder() -> None:
 
 
 def test_sealed_files_have_their_size_and_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealing, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(manifests, "CHUNK_BYTES", 1000)
     sizes = (0, 1, 999, 1000, 1001, 54321)
     for size in sizes:
         (tmp_path / str(size)).write_bytes(bytes(index * 7 % 251 for index in range(size)))
@@ -81,11 +73,11 @@ def test_verification_that_takes_a_while_shows_progress(
     (folder / "a").write_bytes(b"abc")
     (folder / "manifest.json").write_bytes(written(a=FACTS))
     for seconds, shown in ((60.0, False), (0.0, True)):
-        monkeypatch.setattr(sealing, "SHOW_AFTER_SECONDS", seconds)
+        monkeypatch.setattr(manifests, "SHOW_AFTER_SECONDS", seconds)
         console = Console(file=io.StringIO(), force_terminal=True, width=100)
         if shown:
-            read = sealing.read_facts
-            monkeypatch.setattr(sealing, "read_facts", lambda *args, read=read: _slowly(read, *args))
+            read = manifests.read_facts
+            monkeypatch.setattr(manifests, "read_facts", lambda *args, read=read: _slowly(read, *args))
         assert find_damage(read_checkpoint(folder), hashes=True, console=console) == []
         assert ("verifying step-4" in console.file.getvalue()) is shown
 

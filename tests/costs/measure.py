@@ -5,14 +5,12 @@ from typing import Any
 import torch
 
 from megarl.costs.activations import Kept, stage_bytes
-from megarl.costs.parameters import StageTensors, float32_buffers, stage_tensors
-from megarl.costs.training import training_bytes
+from megarl.costs.tensors import StageTensors, float32_buffers, stage_tensors, training_bytes
 from megarl.megatron.build import unwrap
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head, value_head
 from megarl.megatron.offload import gradients_of, optimizer_of, weights_of
-from megarl.megatron.packed import PackedBatch
+from megarl.megatron.packing import PackedBatch
 from megarl.megatron.step import train_step
-from megarl.megatron.value import value_head
 from megarl.models.float8 import SCALES
 from megarl.models.lora import adapted_weights
 from tests.costs.models import Built, build

@@ -1,7 +1,6 @@
 """Figures beside published ones."""
 
-from megarl.gpu_test.published import ARTICLE, RL_16K, beside
-from megarl.gpu_test.single import figures
+from megarl.gpu_test.single import ARTICLE, RL_16K, beside, figures
 
 REPORT = {
     "what": "PPO with a critic",

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.doctor.facts import Gpu
-from megarl.gpu_test.machine import Machine, visible
-from megarl.gpu_test.steps import STEPS, chosen, obstacle
+from megarl.gpu_test.steps import STEPS, Machine, chosen, obstacle, visible
 
 CARD = Gpu("NVIDIA H100 80GB HBM3", "580.95.05", 80 << 30, 0)
 VERSIONS = {

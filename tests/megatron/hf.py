@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Fo
 
 from megarl.layout import Piece
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
-from megarl.megatron.packed import PackedBatch
-from megarl.megatron.packing import pack_trajectories
+from megarl.megatron.packing import PackedBatch, pack_trajectories
 from megarl.megatron.parallel import ParallelLayout, coords, init_parallel
 from megarl.models import read_model_config
 from megarl.weight_sync.model_layouts import megatron_layout

@@ -12,10 +12,9 @@ from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import PackedBatch
-from megarl.megatron.packing import pack_sequences
+from megarl.megatron.packing import PackedBatch, pack_sequences
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config

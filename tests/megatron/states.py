@@ -14,10 +14,10 @@ from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, unwrap, wrap_for_training
 from megarl.megatron.checkpoint.checkpoint import RankStates
-from megarl.megatron.checkpoint.optimizer import fragments
 from megarl.megatron.checkpoint.places import model_places
+from megarl.megatron.checkpoint.states import fragments
+from megarl.megatron.heads import lm_head
 from megarl.megatron.host_adam import BUCKET
-from megarl.megatron.logprobs import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import train_step

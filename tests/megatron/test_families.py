@@ -23,7 +23,7 @@ from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import pack_sequences
 from megarl.megatron.parallel import init_parallel

@@ -12,7 +12,7 @@ from megarl.config.schema.commands import OptimConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer, loss_scale, optimizer_step, zero_gradients
 from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import StepResult, train_step

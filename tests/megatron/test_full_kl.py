@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.megatron.build import build_model, local_parameters
-from megarl.megatron.full_kl import token_full_kl
-from megarl.megatron.logprobs import head_weight, hidden_head, lm_head
+from megarl.megatron.heads import head_weight, hidden_head, lm_head, token_full_kl
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import OtherHead, PackedBatch
+from megarl.megatron.packing import OtherHead, PackedBatch
 from megarl.megatron.parallel import coords
 from megarl.megatron.step import forward_only, train_step
 from megarl.models import read_model_config

@@ -19,9 +19,8 @@ def _log_probs(model_path: str, rendezvous: str, table, results, rank: int, worl
     from megarl.checkpoints.hf.load import load_hf_weights
     from megarl.layout.grid import ParallelLayout
     from megarl.megatron.build import build_model, local_parameters
-    from megarl.megatron.logprobs import lm_head
-    from megarl.megatron.packed import unpack
-    from megarl.megatron.packing import pack_trajectories
+    from megarl.megatron.heads import lm_head
+    from megarl.megatron.packing import pack_trajectories, unpack
     from megarl.megatron.parallel import init_parallel
     from megarl.megatron.step import forward_only
     from megarl.models import read_model_config

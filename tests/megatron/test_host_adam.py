@@ -11,7 +11,7 @@ import torch
 
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.megatron.checkpoint.checkpoint import load_states, save_states
-from megarl.megatron.checkpoint.optimizer import parts_of
+from megarl.megatron.checkpoint.states import parts_of
 from megarl.megatron.cpu.adam import FusedAdam
 from megarl.megatron.host_adam import SLOTS, HostAdam, Slots
 from megarl.megatron.offload import HostStates, optimizer_of

@@ -12,7 +12,7 @@ from megarl.config.schema.commands import OptimConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron import offload
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
 from megarl.megatron.offload import Offloadable, gradients_of, optimizer_of, weights_of
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import pack_trajectories

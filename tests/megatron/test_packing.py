@@ -1,4 +1,4 @@
-"""Micro-batches that are laid out one ahead: the same as if made at once, each once, and no earlier than that."""
+"""Packing against token-by-token Python; micro-batches packed one ahead equal those packed at once, each packed once and no earlier."""
 
 import threading
 from dataclasses import fields
@@ -7,9 +7,203 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megarl.megatron.packed import PackedBatch
-from megarl.megatron.packing import HostBatch, MicroBatches, arrange_trajectories, pack_trajectories
+from megarl.megatron.packing import (
+    HostBatch,
+    MicroBatches,
+    PackedBatch,
+    arrange_trajectories,
+    pack_sequences,
+    pack_texts,
+    pack_trajectories,
+    unpack,
+)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> pa.Table:
+    token = st.integers(1, 1000)
+    number = st.floats(-10, 10, width=32)
+    rows = []
+    for _ in range(draw(st.integers(1, 5))):
+        prompt = draw(st.lists(token, min_size=1, max_size=9))
+        response = draw(st.lists(st.tuples(token, st.booleans(), number), max_size=9))
+        rows.append(
+            {
+                "prompt_ids": prompt,
+                "response_ids": [item[0] for item in response],
+                "response_mask": [item[1] for item in response],
+                "advantages": [item[2] for item in response],
+            }
+        )
+    return trajectory_table(rows)
+
+
+def trajectory_table(rows: list[dict]) -> pa.Table:
+    kinds = {
+        "prompt_ids": pa.int32(),
+        "response_ids": pa.int32(),
+        "response_mask": pa.bool_(),
+        "advantages": pa.float32(),
+    }
+    return pa.Table.from_pylist(rows, pa.schema([(name, pa.list_(kind)) for name, kind in kinds.items()]))
+
+
+def local_positions(aligned: int, cp: int, rank: int) -> list[int]:
+    """Transformer Engine's sharding of one sequence, in words: chunk `rank`, then its mirror image."""
+    if cp == 1:
+        return list(range(aligned))
+    chunk = aligned // (2 * cp)
+    mirror = 2 * cp - 1 - rank
+    return [*range(rank * chunk, (rank + 1) * chunk), *range(mirror * chunk, (mirror + 1) * chunk)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(trajectories(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_every_packed_token_is_the_right_one(table: pa.Table, cp: int, tp: int, sp: bool) -> None:
+    rows = list(reversed(range(table.num_rows)))
+    for rank in range(cp):
+        batch = pack_trajectories(
+            table, rows, ["advantages"], tp=tp, cp=cp, cp_rank=rank, sequence_parallel=sp
+        )
+        bounds = batch.cu_seqlens.tolist()
+        at = 0
+        for index, row in enumerate(rows):
+            prompt, response, mask, advantages = (
+                table[name][row].as_py()
+                for name in ("prompt_ids", "response_ids", "response_mask", "advantages")
+            )
+            ids = prompt + response
+            assert batch.lengths[index] == len(ids)
+            for position in local_positions(bounds[index + 1] - bounds[index], cp, rank):
+                assert batch.position_ids[0, at] == position
+                assert batch.input_ids[0, at] == (ids[position] if position < len(ids) else 0)
+                assert batch.labels[at] == (ids[position + 1] if position + 1 < len(ids) else 0)
+                token = position - (len(prompt) - 1)
+                predicts = 0 <= token < len(response)
+                assert batch.mask[at] == (mask[token] if predicts else False)
+                assert batch.fields["advantages"][at] == (advantages[token] if predicts else 0)
+                at += 1
+        assert at == batch.num_tokens
+        assert batch.live.tolist() == [at for at, counts in enumerate(batch.mask.tolist()) if counts]
+
+
+@settings(deadline=None, max_examples=60)
+@given(trajectories(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_padding_is_alignment_only(table: pa.Table, cp: int, tp: int, sp: bool) -> None:
+    batch = pack_trajectories(table, range(table.num_rows), tp=tp, cp=cp, sequence_parallel=sp)
+    unit = 2 * cp if cp > 1 else 1
+    tail = (np.lcm(2 * cp, tp * cp) if cp > 1 else tp) if sp else unit
+    assert (np.diff(batch.cu_seqlens.numpy()) % unit == 0).all()
+    assert not sp or batch.num_tokens % tp == 0
+    assert batch.num_padding < unit * table.num_rows + tail
+    if unit == 1 and not sp:
+        assert batch.num_padding == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(trajectories(), st.sampled_from([1, 2, 4]), st.booleans())
+def test_unpack_inverts_pack(table: pa.Table, tp: int, sp: bool) -> None:
+    batch = pack_trajectories(table, range(table.num_rows), ["advantages"], tp=tp, sequence_parallel=sp)
+    back = unpack(batch, batch.fields["advantages"])
+    assert [list(values) for values in back] == table["advantages"].to_pylist()
+    assert [list(values) for values in unpack(batch, batch.labels)] == table["response_ids"].to_pylist()
+
+
+def _unpack_over_cp(rank: int, world: int, table: pa.Table, rows: list[int]) -> list[list]:
+    import torch.distributed as dist
+
+    batch = pack_trajectories(table, rows, ["advantages"], cp=world, cp_rank=rank)
+    columns = (batch.fields["advantages"], batch.labels)
+    return [[list(v) for v in unpack(batch, column, dist.group.WORLD)] for column in columns]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_unpack_gathers_over_context_parallel_ranks(ranks, world: int) -> None:
+    generator = np.random.default_rng(world)
+    rows = []
+    for prompt, response in [(1, 1), (7, 20), (3, 0), (30, 2), (5, 5)]:
+        rows.append(
+            {
+                "prompt_ids": generator.integers(1, 99, prompt),
+                "response_ids": generator.integers(1, 99, response),
+                "response_mask": [True] * response,
+                "advantages": generator.normal(size=response).astype(np.float32),
+            }
+        )
+    table = trajectory_table(rows)
+    order = [4, 2, 0, 1, 3]
+    expected = [[table[name][row].as_py() for row in order] for name in ("advantages", "response_ids")]
+    assert ranks.run(_unpack_over_cp, table, order, world=world) == [expected] * world
+
+
+def test_sequences_predict_their_next_token() -> None:
+    table = pa.table(
+        {
+            "input_ids": pa.array([[5, 6, 7, 8], [9], [3, 4]], pa.list_(pa.int32())),
+            "loss_mask": pa.array([[True, False, True, True], [True], [False, True]]),
+        }
+    )
+    batch = pack_sequences(table, [0, 1, 2])
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4]]
+    assert batch.labels.tolist() == [6, 7, 8, 0, 0, 4, 0]
+    assert batch.mask.tolist() == [False, True, True, False, False, True, False]
+    assert [list(values) for values in unpack(batch, batch.labels)] == [[6, 7, 8], [], [4]]
+
+
+def test_texts_have_one_number_at_their_last_token() -> None:
+    table = pa.table({"input_ids": pa.array([[5, 6, 7, 8], [9], [3, 4]], pa.list_(pa.int32()))})
+    batch = pack_texts(table, [0, 1, 2], tp=4, sequence_parallel=True)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 0]]  # the last one is alignment
+    assert batch.mask.tolist() == [False, False, False, True, True, False, True, False]
+    assert batch.live.tolist() == [3, 4, 6]
+    assert [list(values) for values in unpack(batch, batch.input_ids[0])] == [[8], [9], [4]]
+    with pytest.raises(ValueError, match="row 1 has an empty input_ids"):
+        pack_texts(pa.table({"input_ids": pa.array([[1], []], pa.list_(pa.int32()))}), [0, 1])
+
+
+def test_packing_reads_chunked_and_sliced_tables() -> None:
+    first = trajectory_table([{"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [True, False]}])
+    second = trajectory_table(
+        [
+            {"prompt_ids": [9], "response_ids": [9], "response_mask": [False]},
+            {"prompt_ids": [4, 5], "response_ids": [6], "response_mask": [True]},
+        ]
+    ).slice(1)
+    batch = pack_trajectories(pa.concat_tables([first, second]), [1, 0])
+    assert batch.input_ids.tolist() == [[4, 5, 6, 1, 2, 3]]
+    assert batch.mask.tolist() == [False, True, False, True, False, False]
+
+
+def test_packed_seq_params_hold_aligned_bounds() -> None:
+    row = {"prompt_ids": [1, 2], "response_ids": [3], "response_mask": [True]}
+    params = pack_trajectories(trajectory_table([row] * 2), [0, 1], cp=2).packed_seq_params()
+    assert params.qkv_format == "thd"
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 4, 8]
+    assert params.max_seqlen_q == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"response_mask": [True]}, "row 0: column 'response_mask' has 1 values for 2 response tokens"),
+        ({"prompt_ids": []}, "row 0 has an empty prompt_ids"),
+        ({"response_ids": None}, "column 'response_ids' has nulls"),
+        ({"response_ids": [2, None]}, "column 'response_ids' has nulls"),
+    ],
+)
+def test_bad_rows_are_named(change: dict, message: str) -> None:
+    row = {"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [True, True]}
+    with pytest.raises(ValueError, match=message):
+        pack_trajectories(trajectory_table([{**row, **change}]), [0])
+
+
+def test_missing_column_is_named() -> None:
+    row = {"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [True, True]}
+    with pytest.raises(ValueError, match="column 'values' is missing; the table has prompt_ids"):
+        pack_trajectories(trajectory_table([row]), [0], ["values"])
 
 
 def _table(rows: int) -> pa.Table:

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import unpack
+from megarl.megatron.packing import unpack
 from megarl.megatron.parallel import coords
 from megarl.megatron.shared_prompts import check_model
 from megarl.megatron.step import forward_only, train_step

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.megatron.build import unwrap
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import PackedBatch, unpack
+from megarl.megatron.packing import PackedBatch, unpack
 from megarl.megatron.parallel import coords
 from megarl.megatron.step import forward_only, train_step
 from megarl.megatron.transformer_config import has_transformer_engine

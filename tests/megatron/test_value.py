@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megarl.megatron.heads import value_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import PackedBatch, unpack
+from megarl.megatron.packing import PackedBatch, unpack
 from megarl.megatron.parallel import coords
 from megarl.megatron.step import forward_only, train_step
-from megarl.megatron.value import value_head
 from tests.megatron.hf import check_gradients, make_table, optimizer_settings, place_model, save_model
 
 LAYOUTS = {

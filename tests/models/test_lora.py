@@ -1,5 +1,6 @@
-"""Which weights have adapters, and where a rank has them."""
+"""Which weights have adapters, where a rank has them, and which adapters SGLang is given to serve."""
 
+import re
 import time
 
 import pytest
@@ -10,12 +11,14 @@ from megarl.layout.boxes import Box, Piece
 from megarl.layout.grid import ParallelLayout, coords_of, layers_of
 from megarl.models import MegatronPlace, ModelConfig, megatron_pieces, read_model_config
 from megarl.models.lora import (
+    adapted_layers,
     adapted_weights,
     adapter_pieces,
     adapter_slots,
     check_expert_groups,
     logical_adapters,
     scaling,
+    why_not_served,
 )
 
 
@@ -228,3 +231,27 @@ def test_a_model_of_671_billion_takes_no_time(lora: LoraConfig) -> None:
     assert len(weights) == 61 * 5 + 3 * 3 + 58 * 3 * 257
     assert len(found) > 500
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "reason"),
+    [
+        ("qwen2", {}, None),
+        ("llama", {"use_rslora": True, "shared_a": True}, None),
+        ("qwen3", {"use_dora": True}, "DoRA"),
+        ("qwen3_moe", {}, "qwen3_moe: for experts SGLang has adapters in compiled GPU kernels only"),
+        ("glm4_moe", {"target_modules": ("o_proj",)}, "glm4_moe: for experts"),
+        ("deepseek_v3", {"target_modules": ("o_proj",)}, "deepseek_v3: .*latent attention"),
+    ],
+)
+def test_what_sglang_cannot_serve_is_known(tmp_path, family, kind, reason):
+    folder = make_tiny_model(tmp_path / "model", ["some text"], family=family)
+    found = why_not_served(read_model_config(str(folder)), LoraConfig(rank=2, **kind))
+    assert found is None if reason is None else re.search(reason, found or "served")
+
+
+def test_layers_are_named_once_and_by_their_last_part(tmp_path):
+    config = read_model_config(str(make_tiny_model(tmp_path / "model", ["some text"], family="llama")))
+    lora = LoraConfig(rank=2, target_modules=("model.layers.1.*",), exclude_modules=("o_proj",))
+    layers = adapted_layers(adapted_weights(config, lora))
+    assert sorted(layers) == ["down_proj", "gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]

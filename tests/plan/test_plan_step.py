@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
-from megarl.costs.hardware import TABLE, Assumptions
+from megarl.costs.hardware import TABLE, Assumptions, likely
 from megarl.costs.speed import Machine
-from megarl.costs.spread import likely
 from megarl.plan.job import plan_job
 from megarl.plan.memory import GIB, plan_memory
 from megarl.plan.memory_command import read_inputs

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.schema.lora import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.models.lora import adapted_weights, scaling
-from megarl.models.sglang_lora import adapted_layers
+from megarl.models.lora import adapted_layers, adapted_weights, scaling
 from megarl.rollout.engine import AdapterConfig, SyncReport
 from megarl.weight_sync.adapters import megatron_adapters
 from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout

@@ -16,7 +16,7 @@ LAYERS = (
     *(
         "megarl.megatron.cpu.attention",
         "megarl.megatron.cpu.rotary",
-        "megarl.megatron.cpu.norm",
+        "megarl.megatron.cpu.torch_te",
         "megarl.megatron.cpu.torch_te",
     ),
     *("megatron.core.transformer", "megatron.core.models", "megatron.core.tensor_parallel"),

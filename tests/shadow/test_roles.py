@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.plan.memory import GIB
+from megarl.plan.memory import GIB, plan_of
 from megarl.plan.memory_command import read_planned
-from megarl.plan.supervised import plan_of
 from megarl.shadow.comparison import Comparison, compare
 from megarl.shadow.dry_run import start
 from megarl.shadow.requests import Request

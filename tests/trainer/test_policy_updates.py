@@ -18,9 +18,9 @@ from megarl.algorithms.policy_loss import PolicyLossOptions, PolicyTokens, actor
 from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data.trajectories import append_column, ragged, take
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import PackedBatch
+from megarl.megatron.packing import PackedBatch
 from megarl.megatron.parallel import coords
 from megarl.megatron.sequences import sequence_ids
 from megarl.megatron.step import train_step

@@ -6,12 +6,12 @@ import pyarrow as pa
 import torch
 
 from megarl.checkpoints.hf.adapters import adapter_export_plan, load_adapters
-from megarl.checkpoints.hf.bundles import Bundle
+from megarl.checkpoints.hf.export import Bundle
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.lora import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.packing import pack_sequences
 from megarl.megatron.parallel import init_parallel

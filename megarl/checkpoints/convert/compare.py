@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
-from megarl.checkpoints.convert.merge import MergedSource
-from megarl.checkpoints.convert.moves import Moves
+from megarl.checkpoints.convert.adapters import MergedSource
 from megarl.checkpoints.convert.run import progress
 from megarl.checkpoints.convert.sources import open_source
-from megarl.checkpoints.convert.targets import HFTarget
-from megarl.checkpoints.hf.peft_files import PeftReader, is_adapter
+from megarl.checkpoints.convert.targets import HFTarget, Moves
+from megarl.checkpoints.hf.peft import PeftReader, is_adapter
 
 GROUP_BYTES = 256 << 20  # of tensors that are compared at a time; a larger one is alone
 _SLICE = 1 << 22  # elements whose difference is computed at a time

@@ -9,12 +9,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from megarl.checkpoints.convert.extract import extract_adapters
-from megarl.checkpoints.convert.merge import MergedSource
-from megarl.checkpoints.convert.moves import Moves
+from megarl.checkpoints.convert.adapters import MergedSource, extract_adapters
 from megarl.checkpoints.convert.sources import open_source
-from megarl.checkpoints.convert.targets import TARGETS
-from megarl.checkpoints.hf.folder import read_companions
+from megarl.checkpoints.convert.targets import TARGETS, Moves
+from megarl.checkpoints.hf.export import read_companions
 from megarl.util.files import whole_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

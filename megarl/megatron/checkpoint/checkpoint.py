@@ -1,27 +1,27 @@
-"""A Megatron rank's whole state in a distributed checkpoint, saved and loaded in any layout.
+"""A Megatron rank's full state in a distributed checkpoint, saved and loaded in any layout.
 
 Guarantees, each asserted by a test:
 - Loaded into the layout that saved it everything is bit-identical: weights, optimizer states, learning rate, loss scale,
-  random numbers, and so the steps that follow. Random streams of another layout are begun anew from seed and step.
+  random numbers, and so the steps that follow. In another layout random streams start anew from seed and step.
 - Loaded into any other layout, with a distributed optimizer or without, model and optimizer are the same to the bit.
-- Every element is written once, by the rank with the least to write of those that have it; no rank holds more of the model than
-  its own part, nor reads what it has not.
-- A checkpoint that does not fit is refused on all ranks before a weight is changed; mistakes name the tensor, what was found
-  and what would be right.
-- In the background, what is saved is what was there when `begin_save` returned.
+- Every element is written once, by the rank with the least to write among its holders; no rank holds more of the model than
+  its own part, nor reads elements that it does not hold.
+- A checkpoint that does not fit is refused on all ranks before a weight is changed; error messages name the tensor, its shape in the
+  checkpoint and the expected one.
+- A background save has the state at the time when `begin_save` returned.
 - Nothing is unpickled but tensors and plain types.
 
 The folder is in megatron-core's format `torch_dist`: its `dist_checkpointing.load` reads the weights, and so does
 `megarl convert`. Its own save and load are not used (0.19.2): they gather optimizer states or tie them to a layout, start
 processes that outlive a killed rank, do not copy a CPU's tensors before they write in the background, and unpickle metadata
-without limits. `states.json` has what is not a tensor.
+without limits. `states.json` has the state other than tensors.
 """
 
 import errno
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,22 +33,104 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.checkpoints import FileFacts, seal_file
-from megarl.checkpoints.dcp import Contents, DCPReader, file_name, merged, write_file, write_metadata
+from megarl.checkpoints.dcp import (
+    Chunk,
+    Contents,
+    DCPReader,
+    StoredTensor,
+    file_name,
+    merged,
+    write_file,
+    write_metadata,
+)
+from megarl.layout import Box
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, unwrap
 from megarl.megatron.checkpoint.base import BaseModel
-from megarl.megatron.checkpoint.load import fill, mistakes_of
-from megarl.megatron.checkpoint.optimizer import (
+from megarl.megatron.checkpoint.places import (
+    CONTENT,
+    OPTIMIZER,
+    Item,
+    Places,
+    in_parts,
+    relative,
+    weight_items,
+)
+from megarl.megatron.checkpoint.states import (
     num_steps,
     optimizer_items,
+    random_states,
+    restart_random_states,
     scaler_state,
     set_num_steps,
+    set_random_states,
     set_scaler_state,
     set_schedule,
 )
-from megarl.megatron.checkpoint.places import CONTENT, Item, Places, in_parts, weight_items
-from megarl.megatron.checkpoint.random import random_states, restart_random_states, set_random_states
 from megarl.util.files import naming
+
+# Loading: each chunk of the checkpoint that holds elements of this rank is read once, whatever layout saved it.
+
+
+def mistakes_of(reader: DCPReader, items: Sequence[Item], padded: Mapping[str, int]) -> Iterator[str]:
+    """Why a checkpoint cannot fill a rank's tensors, in words; nothing if it can. Reads no tensor.
+
+    padded: as in `Places`; rows beyond the vocabulary may be there or not.
+    """
+    for item in items:
+        stored = reader.tensors.get(item.key)
+        if stored is None:
+            yield f"{item.key} is missing; it should have shape {item.shape}"
+        elif stored.dtype != item.tensor.dtype:
+            yield f"{item.key} has dtype {stored.dtype}, this run has {item.tensor.dtype}"
+        elif not _fits(stored.shape, item, padded):
+            yield f"{item.key} has shape {stored.shape}, this run has {item.shape}"
+        else:
+            wanted = item.box.intersect(Box.whole(stored.shape))
+            needed = wanted.numel if wanted is not None else 0
+            found = sum(common.numel for _, common in _overlaps(stored, item.box))
+            if found != needed:
+                yield f"{item.key} is not whole: its chunks have {found} of {needed} elements at {item.box.start}"
+
+
+def _fits(shape: tuple[int, ...], item: Item, padded: Mapping[str, int]) -> bool:
+    if shape == item.shape:
+        return True
+    weight = item.key
+    if weight.startswith(OPTIMIZER):
+        weight = weight.removeprefix(OPTIMIZER).partition(".")[2]
+    return weight in padded and shape[1:] == item.shape[1:] and shape[0] >= padded[weight]
+
+
+def _overlaps(stored: StoredTensor, box: Box) -> Iterator[tuple[Chunk, Box]]:
+    """The stored chunks that have a part of a box, with that part."""
+    for chunk in stored.chunks:
+        common = box.intersect(chunk.box)
+        if common is not None:
+            yield chunk, common
+
+
+@torch.no_grad()
+def fill(reader: DCPReader, items: Sequence[Item]) -> None:
+    """Fill the tensors of `items` in place; rows of padding that the checkpoint lacks become zeros.
+
+    Raises:
+        ValueError: a file is damaged or not there.
+    """
+    wanted: dict[Chunk, list[tuple[Item, Box]]] = defaultdict(list)
+    for item in items:
+        stored = reader.tensors[item.key]
+        if stored.shape != item.shape:
+            item.tensor.zero_()
+        for chunk, common in _overlaps(stored, item.box):
+            wanted[chunk].append((item, common))
+    for chunk in sorted(wanted, key=lambda chunk: (chunk.file, chunk.offset)):
+        values = reader.load(chunk)
+        for item, common in wanted[chunk]:
+            leading = len(item.shape) - item.tensor.dim()
+            target = item.tensor[relative(common, item.box, leading)]
+            target.copy_(values[relative(common, chunk.box)].reshape(target.shape))
+
 
 STATES_FILE = "states.json"
 FORMAT = 1

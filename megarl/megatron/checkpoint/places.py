@@ -2,14 +2,18 @@
 
 A weight lies where Megatron's own `sharded_state_dict` puts it. A state of the optimizer (Adam's moments, the float32 copy of
 a bfloat16 or float16 weight) lies in a tensor of its weight's shape, `optimizer.state.<kind>.<weight>`, at the same place. A
-distributed optimizer has a range of a weight's elements, which is at most a few boxes: so every rank saves what it has, and
-reads what it needs, whatever layout saved it. Nothing is gathered. Seen with megatron-core 0.19.2, whose own formats gather
+distributed optimizer has a range of a weight's elements, which is at most a few boxes: so every rank saves its own elements, and
+reads the ones it needs, whatever layout saved them. Nothing is gathered. Megatron-core 0.19.2's own formats, for comparison, gather
 the states of all data parallel ranks (`fully_reshardable`), or cannot be loaded with other expert parallel sizes.
+
+Adapters are stored as the logical tensors of `megarl.models.lora`, with `adapters.` before their names, whatever layers Megatron
+fuses: a checkpoint of one layout is loaded into any other, and `megarl convert --to peft` reads it. (Megatron's own
+`sharded_state_dict`, 0.19.2, takes them for equal on all tensor parallel ranks.)
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +27,9 @@ from megatron.core.models.gpt import GPTModel
 
 from megarl.layout import Box, Piece
 from megarl.megatron.build import local_parameters
+from megarl.models.lora import IN_CHECKPOINTS
 from megarl.models.shards import Shapes
+from megarl.models.table import VALUE_HEAD
 
 OPTIMIZER = "optimizer.state."
 CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True}
@@ -225,3 +231,20 @@ def in_parts(items: Sequence[Item]) -> Iterator[Item]:
 def relative(part: Box, whole: Box, leading: int = 0) -> tuple[slice, ...]:
     """The slices that take `part` out of `whole`, without its first `leading` dimensions."""
     return part.inside(whole, Box.whole(whole.size)).slices[leading:]
+
+
+VALUE_HEAD_KEY = "value_head.weight"  # as Megatron names a model's
+
+
+def adapter_places(pieces: Iterable[Piece], shapes: Shapes) -> Places:
+    """Where a rank's adapters lie, and its value head, if there is one.
+
+    Args:
+        pieces: the rank's (`adapter_layout`).
+        shapes: of the logical tensors.
+    """
+    keys = {tensor: VALUE_HEAD_KEY if tensor == VALUE_HEAD else IN_CHECKPOINTS + tensor for tensor in shapes}
+    return Places(
+        tuple(piece._replace(tensor=keys[piece.tensor]) for piece in pieces),
+        {keys[tensor]: shape for tensor, shape in shapes.items()},
+    )

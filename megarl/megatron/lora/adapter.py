@@ -1,19 +1,22 @@
-"""The adapters of one linear layer, dense or of experts: what they add to its output, cut as its weight is.
+"""The adapters of one linear layer, dense or of experts: their term of the layer's output, sharded as its weight is.
 
-Where its parts lie is worked out from the weight table (`megarl.models.lora`):
+The places of an adapter's parts follow from the weight table (`megarl.models.lora`):
 
-- of a weight that is cut by rows, A is whole: it sees what the layer sees, the rank's own tokens under sequence
-  parallelism, and what it makes of them (`rank` numbers a token) is gathered, not its input;
-- of one cut by columns, B is whole: the ranks' parts of A's output are summed before it;
-- of experts the tokens' ways are the dispatcher's, which also sums the parts of an expert: what is whole on all its
+- if the weight is cut by rows, A is replicated: it sees the layer's input, the rank's own tokens under sequence
+  parallelism, and its output (`rank` numbers a token) is gathered, not its input;
+- if it is cut by columns, B is replicated: the ranks' parts of A's output are summed before it;
+- with experts the dispatcher routes the tokens and also sums the parts of an expert: a parameter replicated on all of the expert's
   ranks has its gradient summed over them.
 
 Written against megatron-core 0.19.2.
 """
 
+import zlib
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -25,9 +28,40 @@ from torch.nn.functional import linear, rms_norm
 
 from megarl import platform
 from megarl.config.schema.lora import LoraConfig
-from megarl.megatron.lora.dropout import EXPERT, OWN, TENSOR, drop
 from megarl.megatron.lora.fp8_base import exact_weight
 from megarl.models.lora import AdapterSlot, scaling
+
+# Dropout draws from random streams of its own, equal on ranks that hold the same numbers and on no others. They are kept with Megatron's
+# other streams, so layers that are computed again in the backward pass drop the same elements as before. Megatron's own streams would
+# not do: they are the same on all data and context parallel ranks (they start weights there), and one of them serves everything else
+# that is random.
+
+TENSOR, EXPERT, OWN = "lora-tensor-parallel", "lora-expert-tensor-parallel", "lora-own"
+"""Streams: equal on the tensor parallel ranks of a layer, on those of an expert, on this rank alone."""
+
+
+def start_streams(seed: int) -> None:
+    """Begin the streams, unless they have begun; after `init_parallel`."""
+    tracker = get_cuda_rng_tracker()
+    groups = {
+        TENSOR: parallel_state.get_tensor_model_parallel_group(),
+        EXPERT: parallel_state.get_expert_tensor_parallel_group(),
+        OWN: None,
+    }
+    for name, group in groups.items():
+        if name in tracker.get_states():
+            continue
+        first = torch.distributed.get_rank()
+        if group is not None:
+            first = torch.distributed.get_process_group_ranks(group)[0]
+        tracker.add(name, zlib.crc32(f"{seed} {name} {first}".encode()))
+
+
+def drop(x: Tensor, share: float, stream: str) -> Tensor:
+    """`x` with this share of its elements set to 0, and the others divided by what is left."""
+    with get_cuda_rng_tracker().fork(stream):
+        return torch.nn.functional.dropout(x, share, training=True)
+
 
 ROWS, COLUMNS = "rows", "columns"  # how a weight is cut over the ranks of its group
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from megarl.config.schema.lora import LoraConfig
 from megarl.layout.boxes import Piece
 from megarl.layout.grid import ParallelLayout, layers_of
-from megarl.megatron.lora.adapter import COLUMNS, ROWS, Adapter, ExpertAdapter
-from megarl.megatron.lora.dropout import start_streams
+from megarl.megatron.lora.adapter import COLUMNS, ROWS, Adapter, ExpertAdapter, start_streams
 from megarl.megatron.parallel import RankCoords, coords
 from megarl.models import MegatronPlace, ModelConfig, megatron_pieces
 from megarl.models.lora import (

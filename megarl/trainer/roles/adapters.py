@@ -89,7 +89,7 @@ def _problems(section: _Section) -> Iterator[str]:
         return
     if lora.adapter_path is None:
         return
-    from megarl.checkpoints.hf.peft_files import PeftReader
+    from megarl.checkpoints.hf.peft import PeftReader
 
     try:
         with PeftReader(lora.adapter_path, model) as reader:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megarl.config import LoraConfig, RolloutConfig
 from megarl.models import ModelConfig
-from megarl.models.lora import adapted_weights, scaling
-from megarl.models.sglang_lora import adapted_layers, why_not_served
+from megarl.models.lora import adapted_layers, adapted_weights, scaling, why_not_served
 from megarl.rollout.engine import AdapterConfig
 
 MERGED, ADAPTERS = "merged", "adapters"

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints.hf.adapters import AdapterExport, write_peft_adapter
-from megarl.checkpoints.hf.bundles import Bundle
-from megarl.checkpoints.hf.export import ExportPlan, write_hf_checkpoint
+from megarl.checkpoints.hf.export import Bundle, ExportPlan, write_hf_checkpoint
 from megarl.cluster import WorkerGroup
 from megarl.config import TrainedModelConfig
 from megarl.trainer.run.run import Run

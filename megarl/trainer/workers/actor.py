@@ -21,10 +21,10 @@ from megarl.algorithms.policy_loss import PolicyTokens, Sequences, actor_loss
 from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
 from megarl.megatron.build import unwrap
-from megarl.megatron.logprobs import head_weight, hidden_head
+from megarl.megatron.heads import head_weight, hidden_head
 from megarl.megatron.lora.lora import only_adapters
 from megarl.megatron.offload import assert_resident, weights_of
-from megarl.megatron.packed import OtherHead, PackedBatch
+from megarl.megatron.packing import OtherHead, PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only

@@ -10,8 +10,8 @@ import torch
 
 from megarl.algorithms.aggregate import LossAggregation, LossCounts
 from megarl.algorithms.value_loss import value_loss
-from megarl.megatron.packed import PackedBatch
-from megarl.megatron.value import value_head
+from megarl.megatron.heads import value_head
+from megarl.megatron.packing import PackedBatch
 from megarl.trainer.workers.actor import pack_weighted
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names

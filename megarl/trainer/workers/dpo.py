@@ -10,7 +10,7 @@ from megarl.algorithms.dpo import dpo_loss, dpo_metrics
 from megarl.config import DPOLossConfig
 from megarl.data.preference_chats import chats_of
 from megarl.data.preferences import ranking_lengths
-from megarl.megatron.packed import PackedBatch
+from megarl.megatron.packing import PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share

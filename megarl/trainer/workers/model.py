@@ -16,8 +16,7 @@ import torch
 from megarl import platform
 from megarl.checkpoints import FileFacts
 from megarl.checkpoints.hf.adapters import AdapterExport, adapter_export_plan, load_adapters
-from megarl.checkpoints.hf.bundles import Bundle
-from megarl.checkpoints.hf.export import ExportPlan
+from megarl.checkpoints.hf.export import Bundle, ExportPlan
 from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
 from megarl.cluster.ranks import RankInfo
 from megarl.cluster.rendezvous import meet
@@ -26,8 +25,8 @@ from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
 from megarl.megatron.checkpoint.base import BaseModel
 from megarl.megatron.checkpoint.checkpoint import Loaded, Saving, begin_save, finish_save, load_states
-from megarl.megatron.layers_used import layers_text
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
+from megarl.megatron.layer_spec import layers_text
 from megarl.megatron.lora.fp8_base import ExactWeights
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.lora.merged import MergedParameters
@@ -44,8 +43,14 @@ from megarl.megatron.offload import (
     weights_of,
 )
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packed import PackedBatch, unpack
-from megarl.megatron.packing import MicroBatches, arrange_sequences, arrange_texts, arrange_trajectories
+from megarl.megatron.packing import (
+    MicroBatches,
+    PackedBatch,
+    arrange_sequences,
+    arrange_texts,
+    arrange_trajectories,
+    unpack,
+)
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
 from megarl.megatron.shared_prompts import check_model
 from megarl.megatron.step import StepResult, forward_only, train_step

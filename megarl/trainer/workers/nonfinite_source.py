@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 
 from megarl.megatron.build import unwrap
-from megarl.megatron.packed import PackedBatch
+from megarl.megatron.packing import PackedBatch
 from megarl.megatron.sequences import sequence_ids
 from megarl.megatron.step import Head, Loss, StepResult, forward_only
 

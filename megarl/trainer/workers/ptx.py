@@ -23,7 +23,7 @@ from megarl.trainer.workers.dispatch import MicroBatching, Plan, plan_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.megatron.packed import PackedBatch
+    from megarl.megatron.packing import PackedBatch
     from megarl.trainer.workers.model import ModelWorker
 
 WEIGHTS = "ptx_weights"  # a field of micro-batches of texts, by which they are told from trajectories

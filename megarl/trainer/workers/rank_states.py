@@ -12,15 +12,14 @@ import torch
 
 from megarl.checkpoints import FileFacts, seal_files
 from megarl.checkpoints.hf.adapters import adapter_layout, adapter_tensors, write_adapter_config
-from megarl.checkpoints.hf.folder import read_companions
-from megarl.checkpoints.hf.peft_facts import CONFIG_FILE
+from megarl.checkpoints.hf.export import read_companions
+from megarl.checkpoints.hf.peft_config import CONFIG_FILE
 from megarl.cluster.ranks import RankInfo
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import unwrap
-from megarl.megatron.checkpoint.adapters import adapter_places
 from megarl.megatron.checkpoint.base import BaseModel, identify
 from megarl.megatron.checkpoint.checkpoint import RankStates
-from megarl.megatron.checkpoint.places import Places, model_places
+from megarl.megatron.checkpoint.places import Places, adapter_places, model_places
 from megarl.megatron.offload import Gradients, HostStates, Offloadable
 from megarl.models import COMPANIONS, ModelConfig
 from megarl.trainer.workers.specs import ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from megarl.megatron.value import value_head
+from megarl.megatron.heads import value_head
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 
 

@@ -8,10 +8,10 @@ import torch
 from megarl.algorithms.preference import preference_loss, preference_metrics
 from megarl.cluster.ranks import RankInfo
 from megarl.data.preferences import ranking_lengths, texts_of
-from megarl.megatron.auxiliary import text_values
-from megarl.megatron.packed import PackedBatch
+from megarl.megatron.heads import value_head
+from megarl.megatron.packing import PackedBatch
 from megarl.megatron.parallel import context_parallel_group
-from megarl.megatron.value import value_head
+from megarl.megatron.sequences import text_values
 from megarl.models.table import VALUE_HEAD
 from megarl.models.weight_files import stored_tensors
 from megarl.trainer.workers.model import Share

@@ -6,7 +6,7 @@ import pyarrow as pa
 import torch
 
 from megarl.megatron.build import unwrap
-from megarl.megatron.packed import PackedBatch
+from megarl.megatron.packing import PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.step import forward_only
 from megarl.trainer.workers.model import ModelWorker, Share

@@ -16,16 +16,15 @@ from megarl.checkpoints.hf.adapters import (
     write_adapter_config,
     write_peft_adapter,
 )
-from megarl.checkpoints.hf.bundles import Bundle
+from megarl.checkpoints.hf.export import Bundle
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.cli.main import main
 from megarl.config.schema.lora import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters
-from megarl.megatron.checkpoint.adapters import adapter_places
-from megarl.megatron.checkpoint.load import fill
-from megarl.megatron.checkpoint.places import Item, model_places, weight_items
+from megarl.megatron.checkpoint.checkpoint import fill
+from megarl.megatron.checkpoint.places import Item, adapter_places, model_places, weight_items
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.models import read_model_config
 from megarl.models.lora import logical_adapters

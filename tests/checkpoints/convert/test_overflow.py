@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.convert import convert
-from megarl.checkpoints.convert.moves import narrow_into
+from megarl.checkpoints.convert.targets import narrow_into
 from megarl.cli.main import main
 from megarl.examples.tiny_model import make_tiny_model
 

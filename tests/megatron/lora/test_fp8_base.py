@@ -19,7 +19,7 @@ from megarl.config.schema.lora import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
 from megarl.megatron.lora import fp8_base
 from megarl.megatron.lora.fp8_base import ExactWeights
 from megarl.megatron.lora.lora import attach_adapters

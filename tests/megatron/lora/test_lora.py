@@ -13,7 +13,7 @@ from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.lora import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
-from megarl.megatron.logprobs import lm_head
+from megarl.megatron.heads import lm_head
 from megarl.megatron.lora.lora import attach_adapters, only_adapters, rank_pieces
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import coords, init_parallel

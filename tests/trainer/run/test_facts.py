@@ -14,7 +14,7 @@ import pytest
 from megarl import __version__
 from megarl.config import SFTConfig, load_config, resolve, resolve_batches
 from megarl.report.data import read_run
-from megarl.report.tiles import status_of
+from megarl.report.summary import status_of
 from megarl.trainer.run.facts import read_facts, recorded
 
 KEYS = ("data.train_files=x.jsonl", "data.max_length=8", "data.train_batch_size=2", "model.path=x", "optim.lr=1e-3", "max_token_len_per_gpu=16")  # fmt: skip

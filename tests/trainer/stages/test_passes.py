@@ -11,8 +11,7 @@ from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.passes import evaluate_models
 from megarl.trainer.workers.dispatch import MicroBatching, Plans
-
-from .test_dispatch import batch
+from tests.trainer.workers.test_dispatch import batch
 
 LAYOUT = ParallelLayout(world=2)
 CUT = MicroBatching(mini_batch_size=4, max_tokens=40, micro_batch_size=None)

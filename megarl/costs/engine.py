@@ -1,0 +1,243 @@
+"""An SGLang engine by formulas: the bytes of a rank's weights and of the cache, and the seconds that generation takes.
+
+Bytes: weights follow from the weight table; all other sizes are SGLang 0.5.21's.
+
+Seconds: nothing is measured. Each step reads weights and cache, or is bound by its operations, and then launches its kernels, sums over
+ranks and samples. A prompt is computed once for its samples. Responses end at every token with the same probability, up to the
+longest allowed (the distribution of greatest entropy with this mean and end): waiting requests keep the batch full, then it
+shrinks until the last has ended. Speculation and several turns are left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp, log
+
+import torch
+
+from megarl.config.schema.lora import LoraConfig
+from megarl.costs.flops import ModelFlops, causal_pairs
+from megarl.costs.speed import Machine, decode_kernels
+from megarl.models import (
+    ModelConfig,
+    logical_tensors,
+    sglang_keeps_float32,
+    sglang_padding,
+    sglang_pieces,
+)
+from megarl.models.lora import adapted_weights, sglang_adapter_padding, sglang_adapters
+from megarl.weight_sync.model_layouts import EngineLayout, sglang_layout
+from megarl.weight_sync.quantize import Block, dtype_in_fp8, with_scales
+
+_ROTARY_MARGIN = 256  # tokens that the rotary table has more than the context
+_ROTARY_ALIGN = 128  # of which it has a multiple
+_TABLE_MARGIN = 4  # tokens that a request has more than the context
+_PADDING_TOKENS = 1  # of the cache, where what is padded is written: a page
+
+
+def engine_weight_bytes(
+    config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, fp8_block: Block | None = None
+) -> int:
+    """Parameters of an engine's first rank, which has as much as any.
+
+    Of latent attention SGLang 0.5.21 keeps kv_b_proj a second time, as the two factors that it multiplies into queries and
+    outputs.
+    """
+    layout = sglang_layout(config, EngineLayout(engines.tp, engines.ep, engines.dp))
+    if fp8_block is not None:
+        layout = with_scales(layout, logical_tensors(config), fp8_block)
+    total = 0
+    for piece in layout.pieces(0):
+        kind = dtype if fp8_block is None else dtype_in_fp8(piece.tensor, dtype)
+        kind = torch.float32 if sglang_keeps_float32(config, piece.tensor) else kind
+        copies = (
+            dtype.itemsize if config.mla is not None and piece.tensor.endswith(".kv_b_proj.weight") else 0
+        )
+        total += piece.box.numel * (kind.itemsize + copies)
+    return total + dtype.itemsize * sum(sglang_padding(config, engines.place(0)).values())
+
+
+def engine_adapter_bytes(
+    config: ModelConfig, engines: EngineLayout, lora: LoraConfig, dtype: torch.dtype
+) -> int:
+    """Adapters that an engine's first rank serves beside its weights, of all layers of the kinds that have any."""
+    pieces, weights = sglang_pieces(config, engines.place(0)), adapted_weights(config, lora)
+    found = sum(piece.box.numel for piece in sglang_adapters(pieces, weights, lora.rank))
+    padding = sglang_adapter_padding(pieces, weights, lora.rank)
+    return dtype.itemsize * (found + sum(padding.values()))
+
+
+def rotary_bytes(config: ModelConfig, context: int) -> int:
+    """The table of cosines and sines, which all layers share, and which is released with the weights; in float32, as on GPUs.
+
+    Args:
+        context: the most tokens of a request.
+    """
+    scaling = config.rope_scaling or {}
+    tokens = config.max_position_embeddings
+    if scaling.get("rope_type") == "yarn":
+        tokens = round(scaling["original_max_position_embeddings"] * scaling["factor"])
+    tokens = max(tokens, -(-(context + _ROTARY_MARGIN) // _ROTARY_ALIGN) * _ROTARY_ALIGN)
+    width = config.head_dim * config.rotary_percent if config.mla is None else config.mla.qk_rope_head_dim
+    return tokens * int(width) * torch.float32.itemsize
+
+
+def cache_bytes(
+    config: ModelConfig, engines: EngineLayout, dtype: torch.dtype, tokens: int, requests: int, context: int
+) -> int:
+    """The cache of `tokens` in an engine's rank, and the table of where in it the tokens of each request are.
+
+    Args:
+        requests: that run at once. context: the most tokens of each.
+    """
+    table = torch.int32.itemsize * (requests + 1) * (context + _TABLE_MARGIN)
+    return (tokens + _PADDING_TOKENS) * token_bytes(config, engines, dtype) + table
+
+
+def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype) -> int:
+    """Of one token in an engine's rank: keys and values of its heads, or the latent ones, which every rank has."""
+    if config.mla is not None:
+        return config.num_layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize
+    heads = max(1, config.num_query_groups // (engines.tp // engines.dp))
+    return config.num_layers * 2 * heads * config.head_dim * dtype.itemsize
+
+
+_SAMPLING = 24  # bytes read and written for a logit: float32, scaled, exponentials, their sum, a draw
+_SLICES = 32  # of the time in which the batch shrinks
+_EULER = 0.5772
+
+
+@dataclass(frozen=True)
+class Served:
+    """An engine's rank.
+
+    Attributes:
+        weights: bytes of them. token: bytes of one in its cache.
+        itemsize: bytes of an activation, and of what is not quantised. quantized: whether linear layers are in float8.
+    """
+
+    config: ModelConfig
+    flops: ModelFlops
+    layout: EngineLayout
+    machine: Machine
+    weights: int
+    token: int
+    itemsize: int = 2
+    quantized: bool = False
+
+    @property
+    def _peak(self) -> float:
+        gpu = self.machine.gpu
+        return gpu.fp8 if self.quantized and gpu.fp8 is not None else gpu.bf16
+
+    def step_bytes(self, batch: float, context: float) -> tuple[float, float, float]:
+        """What a rank reads to generate a token of each of `batch` texts, which have `context` tokens on the average: weights that every
+        token passes, experts, cache.
+
+        Of the experts those that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch. Of
+        an embedding that is no head a row for each token.
+        """
+        config, tp = self.config, self.layout.tp
+        experts = sum(layer.experts for layer in self.flops.layers) / tp
+        experts *= 1 if self.quantized else self.itemsize
+        embedding = 0.0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size / tp
+        dense = self.weights - experts - embedding * self.itemsize
+        if config.moe is not None:
+            experts *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** batch
+        return dense, experts, batch * context * self.token
+
+    def step_seconds(self, batch: float, context: float) -> float:
+        """Of one token of each of `batch` texts."""
+        assumed, gpu, tp = self.machine.assumed, self.machine.gpu, self.layout.tp
+        dense, experts, cache = self.step_bytes(batch, context)
+        read = (dense / assumed.hbm + experts / assumed.sparse + cache / assumed.cache) / gpu.hbm
+        pairs = sum(layer.decode_pair for layer in self.flops.layers) * context
+        computed = batch * (2 * self.flops.active + pairs) / tp / (self._peak * assumed.decode)
+        sampled = batch * self.config.vocab_size * _SAMPLING / (gpu.hbm * assumed.hbm)
+        launched = sum(decode_kernels(self.config, layer) for layer in self.flops.layers) * assumed.kernel
+        return max(read, computed) + launched + sampled + self._sent(batch, waits=True) + assumed.step
+
+    def prefill_seconds(self, prompts: float, length: float) -> float:
+        """Of `prompts` prompts."""
+        assumed, tokens = self.machine.assumed, prompts * length
+        operations = tokens * self.flops.forward(causal_pairs(length)) / self.layout.tp
+        return operations / (self._peak * assumed.prefill) + self._sent(tokens, waits=False)
+
+    def _sent(self, tokens: float, waits: bool) -> float:
+        """Two sums over all ranks in each layer; `waits`: with the latency of each."""
+        tp, layers, machine = self.layout.tp, self.config.num_layers, self.machine
+        if tp == 1:
+            return 0.0
+        moved = 2 * (tp - 1) / tp * tokens * self.config.hidden_size * self.itemsize
+        return 2 * layers * (moved / machine.ring(tp, 1) + (machine.latency(tp) if waits else 0.0))
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What an engine does in a step: seconds of prompts and of tokens; texts at a time, on the average; tokens of one after the other."""
+
+    prefill: float
+    decode: float
+    batch: float
+    steps: float
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.decode
+
+
+def generation(
+    served: Served, texts: float, prompts: float, prompt: float, mean: float, longest: float, running: float
+) -> Generation:
+    """Of an engine's share.
+
+    Args:
+        texts: with `mean` response tokens, none with more than `longest`. prompts: of `prompt` tokens, that they answer.
+        running: most texts at a time.
+    """
+    running = max(1.0, min(running, texts))
+    parts = list(_batches(texts, mean, longest, running))
+    steps = sum(part[0] for part in parts)
+    seconds = sum(count * served.step_seconds(batch, prompt + age) for count, batch, age in parts)
+    return Generation(served.prefill_seconds(prompts, prompt), seconds, texts * mean / steps, steps)
+
+
+def _batches(
+    texts: float, mean: float, longest: float, running: float
+) -> Iterator[tuple[float, float, float]]:
+    """(steps, texts at a time, mean response tokens that these have): with texts that wait, then without.
+
+    A text that has not ended has as many tokens before it as a new one, however long it is, so that the last `running` texts
+    are as they would be if all began together.
+    """
+    if texts > running:
+        yield (texts - running) * mean / running, running, mean / 2
+    scale = _scale(mean, longest)
+    last = longest if scale is None else min(longest, max(mean, scale * (log(running) + _EULER)))
+    for number in range(_SLICES):
+        middle = (number + 0.5) * last / _SLICES
+        left = 1.0 if scale is None else exp(-middle / scale)
+        yield last / _SLICES, max(1.0, running * left), middle
+
+
+def _scale(mean: float, longest: float) -> float | None:
+    """The mean that responses would have without an end: `mean` is scale (1 - exp(-longest / scale)). None: all are the longest."""
+    if mean >= 0.999 * longest:
+        return None
+    low, high = 1e-3, 1e3  # longest / scale; the mean falls with it
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        if (1 - exp(-middle)) / middle * longest > mean:
+            low = middle
+        else:
+            high = middle
+    return longest / low
+
+
+def spread(mean: float, longest: float) -> float:
+    """The standard deviation of a response's tokens, as a part of their mean."""
+    scale = _scale(mean, longest)
+    if scale is None:
+        return 0.0
+    end = longest / scale
+    square = 2 * scale**2 * (1 - exp(-end) * (1 + end))  # of min(length, longest), on the average
+    return max(0.0, square - mean**2) ** 0.5 / mean

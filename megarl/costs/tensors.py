@@ -1,0 +1,351 @@
+"""The tensors of a Megatron rank: parameters by their local shapes, gradient buffers and optimizer states.
+
+Shapes come from the weight table (`megatron_pieces`) and the table of adapters (`adapter_pieces`); nothing here knows a
+family. The ranks of a stage hold equally large parts: the first rank's are given.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+
+from megarl.config.schema.lora import LoraConfig
+from megarl.layout.boxes import Piece
+from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.models import MegatronPlace, ModelConfig, keeps_float32, megatron_pieces, padded_vocab_size
+from megarl.models.lora import AdapterSlot, adapter_pieces, adapter_slots
+from megarl.models.shards import Shapes
+from megarl.weight_sync.quantize import Block, is_quantised
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+ROWS, COLUMNS = "rows", "columns"
+_EXPERTS = ".mlp.experts."
+_BUFFER = ".router.expert_bias"  # a weight of the table that is no parameter
+# The modules of a layer and the tensors of a module, as megatron-core 0.19.2 registers them: where padding falls in a
+# buffer, and so which rank's part has it, depends on their order.
+_MODULES = (
+    "input_layernorm.",
+    "self_attention.linear_proj.",
+    "self_attention.linear_q_proj.",
+    "self_attention.linear_q_down_proj.",
+    "self_attention.linear_q_up_proj.",
+    "self_attention.linear_kv_down_proj.",
+    "self_attention.linear_kv_up_proj.",
+    "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "pre_mlp_layernorm.",
+    "mlp.router.",
+    "mlp.experts.linear_fc1.",
+    "mlp.experts.linear_fc2.",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+    "mlp.shared_experts.linear_fc1.",
+    "mlp.shared_experts.linear_fc2.",
+)
+_TENSORS = ("weight", "bias", "layer_norm_weight")
+_IN_A_LAYER = re.compile(r"(\d+:decoder\.layers\.\d+\.)(.*\.)([a-z_]+)(\d*)")
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A tensor of a rank.
+
+    Attributes:
+        name: "<chunk>:<parameter>".
+        expert: whether its replicas are those of an expert, which other ranks have than a dense weight's.
+        trained: whether it has a gradient and optimizer states.
+        projection: whether it is the weight of a linear layer, which a frozen model may hold in float8.
+        shared: whether it is an embedding that another stage has, too.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: bool
+    trained: bool
+    projection: bool = False
+    shared: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def chunk(self) -> int:
+        return int(self.name.split(":", 1)[0])
+
+
+@dataclass(frozen=True)
+class StageTensors:
+    """Of a rank of a pipeline stage.
+
+    Attributes:
+        weights, adapters: the model's own parameters, and its adapters'.
+        slots: the layers that have adapters, each with how tensor parallel ranks have cut its weight: by ROWS, by COLUMNS,
+            or None, not at all.
+    """
+
+    weights: tuple[LocalTensor, ...]
+    adapters: tuple[LocalTensor, ...]
+    slots: tuple[tuple[AdapterSlot, str | None], ...] = ()
+
+    @property
+    def trained(self) -> list[LocalTensor]:
+        return [tensor for tensor in (*self.weights, *self.adapters) if tensor.trained]
+
+
+def stage_tensors(
+    config: ModelConfig,
+    layout: ParallelLayout,
+    stage: int,
+    *,
+    head: str = "lm",
+    trainable: bool = True,
+    lora: LoraConfig | None = None,
+    adapted: Shapes | None = None,
+    adapter: str = "lora",
+) -> StageTensors:
+    """What the first rank of a pipeline stage holds.
+
+    Args:
+        head: "lm" or "value".
+        trainable: whether the model is trained; without adapters all of its weights are.
+        lora: the adapters; None, or of rank 0: none.
+        adapted: `adapted_weights(config, lora)`, where there are adapters.
+    """
+    pieces = megatron_pieces(
+        config,
+        MegatronPlace(tp=layout.tp, ep=layout.ep, etp=layout.etp),
+        layers=layers_of(layout, config.num_layers, stage),
+        first_stage=stage == 0,
+        last_stage=stage == layout.pp - 1,
+        head=head,
+    )
+    with_adapters = lora is not None and lora.rank > 0
+    vocabulary = padded_vocab_size(config, layout.tp) // layout.tp
+    weights = []
+    for name, (parts, shape) in _local_shapes(pieces).items():
+        if name.endswith(_BUFFER):
+            continue
+        if name.endswith(_VOCABULARY):
+            shape = (vocabulary, *shape[1:])
+        weights.append(
+            LocalTensor(
+                name,
+                shape,
+                expert=_as_expert(name, layout),
+                trained=trainable and (not with_adapters or name.endswith("value_head.weight")),
+                projection=is_quantised(parts[0].tensor),
+                shared=config.tie_word_embeddings
+                and head == "lm"
+                and layout.pp > 1
+                and name.endswith(_VOCABULARY),
+            )
+        )
+    weights = _as_registered(weights)
+    if not with_adapters:
+        return StageTensors(tuple(weights), ())
+    assert adapted is not None
+    local = _local_shapes(adapter_pieces(pieces, adapted, lora, adapter))
+    adapters = [
+        LocalTensor(name, shape, _as_expert(name, layout), trainable) for name, (_, shape) in local.items()
+    ]
+    slots = [(slot, _cut(slot, adapted[slot.tensors[0]])) for slot in adapter_slots(pieces, adapted)]
+    return StageTensors(tuple(weights), tuple(adapters), tuple(slots))
+
+
+def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
+    """The tensors of each layer in Megatron's order; layers, and what is in none, stay where they are."""
+    places: dict[str, int] = {}
+
+    def key(tensor: LocalTensor) -> tuple[int, ...]:
+        found = _IN_A_LAYER.fullmatch(tensor.name)
+        place = places.setdefault(tensor.name if found is None else found[1], len(places))
+        if found is None:
+            return (place,)
+        return place, _MODULES.index(found[2]), _TENSORS.index(found[3]), int(found[4] or 0)
+
+    return sorted(weights, key=key)
+
+
+def float32_buffers(config: ModelConfig, layout: ParallelLayout, stage: int) -> int:
+    """Bytes of the weights that are no parameters: they are float32 and never leave the device."""
+    if config.moe is None or not config.moe.expert_bias:
+        return 0
+    layers = [layer for chunk in layers_of(layout, config.num_layers, stage) for layer in chunk]
+    return sum(4 * config.moe.num_experts for layer in layers if layer not in config.moe.dense_layers)
+
+
+def weight_bytes(tensors: Iterable[LocalTensor], itemsize: int, fp8_block: Block | None = None) -> int:
+    """Of tensors as they are, in float8 blocks where they are projections and `fp8_block` is given."""
+    total = 0
+    for tensor in tensors:
+        if fp8_block is not None and tensor.projection:
+            rows, columns = tensor.shape
+            total += tensor.numel + 4 * -(-rows // fp8_block[0]) * -(-columns // fp8_block[1])
+        else:
+            total += tensor.numel * itemsize
+    return total
+
+
+def _cut(slot: AdapterSlot, shape: tuple[int, ...]) -> str | None:
+    """How the weight of this shape, the slot's first, is cut."""
+    if sum(count for number, _, count in slot.rows if number == 0) < shape[0]:
+        return ROWS
+    return COLUMNS if slot.in_features < shape[1] else None
+
+
+def _as_expert(name: str, layout: ParallelLayout) -> bool:
+    """As Megatron marks them: where an expert's replicas are those of dense weights, it counts as one."""
+    return _EXPERTS in name and not (layout.ep == 1 and layout.etp == layout.tp)
+
+
+def _local_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[list[Piece], tuple[int, ...]]]:
+    """Local name -> its pieces and the shape that holds them all."""
+    found: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        assert not keeps_float32(piece.tensor) or piece.local.endswith(_BUFFER), piece.tensor
+        found.setdefault(piece.local, []).append(piece)
+    return {
+        name: (parts, tuple(map(max, zip(*(_ends(part) for part in parts), strict=True))))
+        for name, parts in found.items()
+    }
+
+
+def _ends(piece: Piece) -> tuple[int, ...]:
+    start, size = piece.local_box
+    return tuple(first + count for first, count in zip(start, size, strict=True))
+
+
+# Gradient buffers and optimizer states of a rank, as Megatron-core 0.19.2 lays them out. Trained parameters of a model chunk lie end to
+# end in buffers, one of dense weights and one of experts; with the distributed optimizer each starts at a multiple of 64 elements,
+# and a bucket's end is padded to a multiple of the ranks that share it (and of 128), each of which has an equal part of its states.
+# Frozen parameters are in no buffer and have no states. States on the host pass through slots on the device (`megarl.megatron.host_adam`).
+
+ALIGNMENT, PADDING = 64, 128  # elements: of a parameter's start, of a bucket's end
+GRADIENT = 4  # bytes: gradients are summed in float32
+MOMENTS = 8  # bytes: Adam's two, in float32
+SLOTS, BUCKET = 3, 8 << 20  # of states on the host: buckets on the device, elements of each
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """Of a rank, in bytes.
+
+    Attributes:
+        weights: frozen and trained ones, without adapters.
+        adapters: trained, as far as they are in buffers with the padding of these.
+        gradients: of trained parameters alone.
+        optimizer: float32 copies of trained parameters that are not float32, and Adam's moments; or the slots for these.
+        host: of these, where they are on the host (without what aligns them).
+    """
+
+    weights: int
+    adapters: int
+    gradients: int
+    optimizer: int
+    host: int = 0
+
+
+def training_bytes(
+    tensors: StageTensors,
+    layout: ParallelLayout,
+    *,
+    itemsize: int,
+    distributed: bool = True,
+    overlap: bool = False,
+    on_host: bool = False,
+    first_stage: bool = True,
+    fp8_block: tuple[int, int] | None = None,
+    replica: tuple[int, int] = (0, 0),
+) -> TrainingBytes:
+    """What a rank of the stage holds.
+
+    Args:
+        itemsize: bytes of a parameter.
+        distributed: `use_distributed_optimizer`. overlap: `overlap_grad_reduce`, which makes buckets. on_host: `optimizer_cpu_offload`.
+        first_stage: of the pipeline, the only one that has buckets.
+        fp8_block: blocks of the frozen projections, if they are in float8.
+        replica: which of the ranks that share a dense weight's states (over data and context parallel ranks), and an
+            expert's, it is.
+    """
+    trained = tensors.trained
+    frozen = [tensor for tensor in tensors.weights if not tensor.trained]
+    elements = states = sum(tensor.numel for tensor in trained)
+    if distributed:
+        buffers = list(_buffers(trained, layout, overlap and first_stage))
+        elements = sum(buffer.numel for buffer in buffers)
+        states = sum(buffer.elements_of(replica[int(buffer.expert)]) for buffer in buffers)
+    own = itemsize * elements  # trained parameters, with what pads them
+    if tensors.adapters:
+        own = weight_bytes([tensor for tensor in tensors.weights if tensor.trained], itemsize)  # a value head
+    return TrainingBytes(
+        weights=weight_bytes(frozen, itemsize, fp8_block) + own,
+        adapters=itemsize * elements - own,
+        gradients=GRADIENT * elements,
+        optimizer=_state(itemsize) * (SLOTS * BUCKET * (states > 0) if on_host else states),
+        host=_state(itemsize) * states if on_host else 0,
+    )
+
+
+def _state(itemsize: int) -> int:
+    """Bytes of an element's optimizer states: parameters in float32 are their own copy."""
+    return MOMENTS + (4 if itemsize < 4 else 0)
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer of a chunk: its buckets, as (first element, end with padding), and where its parameters lie in it."""
+
+    expert: bool
+    ranks: int
+    buckets: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1][1]
+
+    def elements_of(self, rank: int) -> int:
+        """Elements of parameters in the part of `rank` of each bucket."""
+        total = 0
+        for first, end in self.buckets:
+            size = (end - first) // self.ranks
+            low, high = first + rank * size, first + (rank + 1) * size
+            total += sum(max(0, min(stop, high) - max(start, low)) for start, stop in self.spans)
+        return total
+
+
+def _buffers(trained: Sequence[LocalTensor], layout: ParallelLayout, buckets: bool) -> Iterator[_Buffer]:
+    for chunk in sorted({tensor.chunk for tensor in trained}):
+        for expert in (False, True):
+            tensors = [tensor for tensor in trained if tensor.chunk == chunk and tensor.expert == expert]
+            if tensors:
+                ranks = layout.expert_dp if expert else layout.dp * layout.cp
+                limit = max(40_000_000, 1_000_000 * layout.dp)
+                yield _lay_out(tensors, ranks, limit if buckets and chunk == 0 else None)
+
+
+def _lay_out(tensors: Sequence[LocalTensor], ranks: int, limit: int | None) -> _Buffer:
+    """From the last parameter to the first; a bucket ends where it has `limit` elements, and around an embedding that
+    another stage shares."""
+    buckets: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
+    start, first = 0, 0  # of the next parameter, of the bucket
+
+    def close(end: int) -> int:
+        unit = lcm(ranks, PADDING)
+        buckets.append((first, -(-end // unit) * unit))
+        return buckets[-1][1]
+
+    for tensor in reversed(tensors):
+        start = -(-start // ALIGNMENT) * ALIGNMENT
+        if tensor.shared and start > first:
+            start = first = close(start)
+        spans.append((start, start + tensor.numel))
+        start += tensor.numel
+        if tensor.shared or (limit is not None and start - first >= limit):
+            start = first = close(start)
+    if start > first:
+        close(start)
+    return _Buffer(tensors[0].expert, ranks, tuple(buckets), tuple(spans))

@@ -1,0 +1,174 @@
+"""A rank's states other than weights, as they are saved and restored: optimizers, schedule, loss scale and random numbers.
+
+Random numbers continue exactly, or start anew where another layout has other streams.
+"""
+
+import random
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megarl import platform
+from megarl.megatron.checkpoint.places import Item, Places, pieces_by_tensor, range_items
+from megarl.megatron.host_adam import MOMENTS, HostAdam, Updated
+from megarl.megatron.lora.adapter import OWN, start_streams
+
+MAIN = "fp32_param"  # Megatron's name for the float32 copy of a weight
+
+
+class Fragment(NamedTuple):
+    """What an optimizer has of a parameter: the elements from `start` on.
+
+    Attributes:
+        main: what Adam updates: these elements themselves, or their float32 copy (which may be on the host).
+        state: Adam's, of `main`.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    main: torch.Tensor
+    state: dict[str, Any]
+
+
+def fragments(optimizer: MegatronOptimizer) -> Iterator[Fragment]:
+    """All that this rank's optimizers update."""
+    for part in parts_of(optimizer):
+        if isinstance(part.optimizer, HostAdam):
+            yield from (Fragment(*found) for found in part.optimizer.fragments())
+            continue
+        for parameter, start, main in updated_by(part):
+            yield Fragment(parameter, start, main, part.optimizer.state[main])
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Those of dense weights and of experts; one that has nothing on this rank is left out."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [part for part in parts if part.optimizer is not None]
+
+
+def updated_by(part: MegatronOptimizer) -> Iterator[Updated]:
+    """Parameter, first element, and what is updated of it."""
+    groups = part.optimizer.param_groups
+    if isinstance(part, DistributedOptimizer):
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            # No public function tells the range (0.19.2).
+            elements = part._get_model_param_range_map(parameter)["param"]
+            main = groups[group]["params"][order]
+            assert main.numel() == elements.size, (main.shape, elements)
+            yield parameter, elements.start, main
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        for ours, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from ((parameter, 0, main) for parameter, main in zip(ours, mains, strict=True))
+        for group in part.fp32_from_fp32_groups:
+            yield from ((parameter, 0, parameter) for parameter in group)
+    else:
+        assert isinstance(part, FP32Optimizer), part
+        yield from ((parameter, 0, parameter) for group in groups for parameter in group["params"])
+
+
+def num_steps(optimizer: MegatronOptimizer) -> int:
+    """How often this rank's Adam has updated; 0 where it has nothing to update."""
+    counts = [
+        int(group.get("step", 0)) for part in parts_of(optimizer) for group in part.optimizer.param_groups
+    ]
+    return max(counts, default=0)
+
+
+def set_num_steps(optimizer: MegatronOptimizer, count: int) -> None:
+    """Have Adam be one that has updated so often, with states to be filled."""
+    for part in parts_of(optimizer):
+        for group in part.optimizer.param_groups:
+            group.pop("step", None)
+            if count and group["params"]:
+                group["step"] = count
+        if isinstance(part.optimizer, HostAdam):
+            part.optimizer.set_filled(count > 0)
+    for fragment in fragments(optimizer):
+        if count == 0:
+            fragment.state.clear()
+        for moment in MOMENTS if count else ():
+            if moment not in fragment.state:
+                fragment.state[moment] = torch.zeros_like(fragment.main)
+
+
+def optimizer_items(
+    optimizer: MegatronOptimizer, places: Places, names: Mapping[torch.nn.Parameter, str]
+) -> Iterator[Item]:
+    """What this rank's optimizers hold beside the weights. `names`: as `places` calls the parameters."""
+    pieces = pieces_by_tensor(places)
+    for parameter, start, main, state in fragments(optimizer):
+        kinds = {kind: state[kind] for kind in MOMENTS if kind in state}
+        if main.dtype != parameter.dtype:
+            kinds[MAIN] = main
+        for kind, values in kinds.items():
+            own = pieces[names[parameter]]
+            yield from range_items(kind, places, own, tuple(parameter.shape), start, values.detach().view(-1))
+
+
+def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
+    """The state of the loss scale, which is one for all parts (`optimizer_step`); None where losses are not scaled, or
+    nothing is trained on this rank."""
+    parts = parts_of(optimizer)
+    if not optimizer.config.fp16 or not parts:
+        return None
+    state = parts[0].grad_scaler.state_dict()
+    return {name: float(value) if name == "scale" else int(value) for name, value in state.items()}
+
+
+def set_scaler_state(optimizer: MegatronOptimizer, state: Mapping[str, float]) -> None:
+    """Continue with a loss scale."""
+    scale = torch.tensor([state["scale"]], dtype=torch.float32, device=platform.device())
+    for part in parts_of(optimizer):
+        part.grad_scaler.load_state_dict(dict(state) | {"scale": scale.clone()})
+
+
+def set_schedule(scheduler: OptimizerParamScheduler, count: int) -> None:
+    """Have the schedule be where it is after so many steps; what its rates are is the configuration's."""
+    scheduler.num_steps = count
+    scheduler.step(0)
+
+
+def random_states() -> dict[str, Any]:
+    """Of torch on the host and the device, of Megatron's streams and the adapters', of Python and of numpy: tensors and
+    plain types, which load without unpickling anything else."""
+    kind, keys, at, has_gauss, gauss = np.random.get_state()
+    states = {
+        "torch": torch.get_rng_state(),
+        "streams": get_cuda_rng_tracker().get_states(),
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), at, has_gauss, gauss),
+    }
+    if platform.is_cuda():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Continue with states that `random_states` gave; streams that were begun since go on as they are."""
+    torch.set_rng_state(states["torch"])
+    if platform.is_cuda():
+        torch.cuda.set_rng_state(states["cuda"])
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states(tracker.get_states() | states["streams"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+
+
+def restart_random_states(seed: int, step: int) -> None:
+    """Begin all streams anew, with numbers that `seed` and the number of steps name."""
+    seed = zlib.crc32(f"{seed} {step}".encode())
+    begun = get_cuda_rng_tracker().get_states()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    if OWN in begun:
+        start_streams(seed)

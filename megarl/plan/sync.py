@@ -1,0 +1,432 @@
+"""`megarl plan`: the bytes, buckets and seconds of a weight sync before anything runs, compared with gathering full tensors.
+
+The sync is a recipe's, or one between layouts on the command line. No weight is needed, nor a GPU: all figures come from the plan that a
+run would execute.
+"""
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from typing import TypeVar
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config import TrainConfig, check_config, load_config, resolve
+from megarl.config.loading.hub import fetch_models
+from megarl.config.loading.recipes import recipe_path
+from megarl.config.model_fit import check_model, check_models, check_rollout_model
+from megarl.config.schema.sections import MegatronConfig, PoolConfig, RolloutConfig
+from megarl.layout import Account, Layout, RankPlace, make_plan
+from megarl.layout.grid import ParallelLayout
+from megarl.layout.placement import bytes_there
+from megarl.layout.plan import LINKS, most_in_flight
+from megarl.models import ModelConfig, logical_tensors, read_model_config
+from megarl.weight_sync.model_layouts import EngineLayout, best_device_order, hf_layout, sglang_layout
+from megarl.weight_sync.quantize import with_scales
+from megarl.weight_sync.sync_plan import SyncPlan
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """One link of one way of syncing: bytes of all ranks, the most of any one rank, seconds."""
+
+    total: int
+    max_received: int
+    max_sent: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WayCost:
+    """One way of syncing.
+
+    Attributes:
+        links: by the names in LINKS.
+        max_received, max_sent: the most that one rank gets from other devices, gives to them.
+        seconds: of the link that takes longest, as all are used at the same time.
+    """
+
+    links: dict[str, LinkCost]
+    max_received: int
+    max_sent: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """An engine rank: what it serves, and where that comes from, in bytes."""
+
+    rank: int
+    local: int
+    intra_node: int
+    inter_node: int
+
+    @property
+    def serves(self) -> int:
+        return self.local + self.intra_node + self.inter_node
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Figures of one sync.
+
+    Attributes:
+        num_parameters, model_bytes: of the whole model; in float8 the bytes include the scales.
+        reshard, full_gather: what megarl does, and what is done where every rank materialises every full tensor.
+        most, least: the engine ranks that get most and least from other devices.
+        num_copies, num_buckets: of `bucket_bytes` at most, for any rank that sends or receives.
+        in_flight: most bytes that an engine rank and a trainer rank have in two buckets that follow each other: the
+            extra memory of a double-buffered sync on either side.
+    """
+
+    num_parameters: int
+    model_bytes: int
+    reshard: WayCost
+    full_gather: WayCost
+    most: RankCost
+    least: RankCost
+    num_copies: int
+    num_buckets: int
+    bucket_bytes: int
+    in_flight: tuple[int, int]
+
+
+def pool_places(num_devices: int, per_node: int, first: int = 0) -> tuple[RankPlace, ...]:
+    """`num_devices` devices from number `first` on, `per_node` of them on each node."""
+    numbers = range(first, first + num_devices)
+    return tuple(RankPlace(f"node{number // per_node}", str(number % per_node)) for number in numbers)
+
+
+def best_places(sync: SyncPlan, devices: tuple[RankPlace, ...]) -> tuple[RankPlace, ...]:
+    """Where the engines' ranks run if they get the devices that hold most of what they serve."""
+    order = best_device_order(sync.config, sync.parallel, sync.source_places, sync.engines, devices)
+    return tuple(devices[index] for index in order)
+
+
+def report(sync: SyncPlan, bandwidths: Mapping[str, float]) -> PlanReport:
+    """The figures of `sync`.
+
+    Args:
+        bandwidths: of each of LINKS what one device sends, and at the same time receives, in bytes a second.
+    """
+    plan = sync.plan
+    account = plan.account()
+    ranks = [RankCost(rank, **received) for rank, received in enumerate(account.received)]
+    ranks.sort(key=lambda rank: (rank.intra_node + rank.inter_node, rank.rank))
+    in_flight = tuple(
+        most_in_flight(
+            ((getattr(copy, end), plan.bytes_of(copy)) for copy in bucket) for bucket in sync.buckets
+        )
+        for end in ("target_rank", "source_rank")
+    )
+    return PlanReport(
+        num_parameters=sum(map(prod, logical_tensors(sync.config).values())),
+        model_bytes=sum(
+            piece.box.numel * plan.itemsize(piece.tensor) for piece in _whole_tensors(sync).pieces(0)
+        ),
+        reshard=_cost(account, bandwidths),
+        full_gather=_cost(full_gather(sync), bandwidths),
+        most=ranks[-1],
+        least=ranks[0],
+        num_copies=sum(map(len, sync.buckets)),
+        num_buckets=len(sync.buckets),
+        bucket_bytes=sync.bucket_limit,
+        in_flight=in_flight,
+    )
+
+
+def full_gather(sync: SyncPlan) -> Account:
+    """What it costs where every rank of the engines materialises every full tensor.
+
+    A rank receives M minus what lies on its device, of M bytes in all. This is the best case: what a node lacks
+    comes into it once, an equal part to each of the k engine ranks there, which pass it on to the others; so a
+    rank receives (M - node's) / k from other nodes and the rest from its own. As in a ring, each rank passes on as
+    much as it gets.
+    """
+    plan, everything = sync.plan, _whole_tensors(sync)
+    there = bytes_there(make_plan(plan.source, everything, plan.itemsize), shard=0)
+    ranks_on = Counter(place.node for place in sync.target_places)
+    received = []
+    for place in sync.target_places:
+        local = there[place]
+        inter = (there[None] - there[place.node]) // ranks_on[place.node]
+        received.append({"local": local, "intra_node": there[None] - local - inter, "inter_node": inter})
+    return Account(tuple(received), tuple(received))
+
+
+def _whole_tensors(sync: SyncPlan) -> Layout:
+    """All that travels, as one rank would have it."""
+    layout = hf_layout(sync.config)
+    return (
+        layout
+        if sync.fp8_block is None
+        else with_scales(layout, logical_tensors(sync.config), sync.fp8_block)
+    )
+
+
+def _cost(account: Account, bandwidths: Mapping[str, float]) -> WayCost:
+    links = {}
+    for link in LINKS:
+        received = max(by_link[link] for by_link in account.received)
+        sent = max(by_link[link] for by_link in account.sent_by_link)
+        links[link] = LinkCost(account.by_link[link], received, sent, max(received, sent) / bandwidths[link])
+    seconds = max(cost.seconds for cost in links.values())
+    return WayCost(links, max(account.received_from_others), max(account.sent), seconds)
+
+
+T = TypeVar("T")
+
+_TRAIN_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+}
+_ROLLOUT_SIZES = ("tp", "ep", "dp")
+_LAYOUT_OPTIONS = ("train", "rollout", "devices", "engines", "separate")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table.
+
+    Raises:
+        ValueError: names the option and what would be right.
+    """
+    for name, bandwidth in _bandwidths(options).items():
+        if bandwidth <= 0:
+            raise ValueError(f"--bandwidth-{name.split('_')[0]} is {bandwidth:g} GB/s; it must be above 0")
+    if options.bucket_mb is not None and options.bucket_mb < 1:
+        raise ValueError(f"--bucket-mb is {options.bucket_mb}; it must be at least 1")
+    sync = _from_recipe(options) if options.recipe is not None else _from_options(options)
+    figures = report(sync, {link: rate * 1e9 for link, rate in _bandwidths(options).items()})
+    if options.json:
+        print(json.dumps(_as_json(sync, figures), indent=2))
+    else:
+        print_report(Console(), sync, figures)
+
+
+def _bandwidths(options: argparse.Namespace) -> dict[str, float]:
+    """Of each link, in GB/s."""
+    return dict(
+        zip(LINKS, (options.bandwidth_local, options.bandwidth_intra, options.bandwidth_inter), strict=True)
+    )
+
+
+def _from_recipe(options: argparse.Namespace) -> SyncPlan:
+    given = [f"--{name}" for name in ("model", *_LAYOUT_OPTIONS) if getattr(options, name)]
+    if given:
+        raise ValueError(f"{', '.join(given)} beside the recipe {options.recipe}: give key=value instead")
+    config = load_config(TrainConfig, options.recipe, options.overrides)
+    check_config(config, data_files=False)
+    config = fetch_models(resolve(config), weights=False)
+    policy = config.actor_rollout_ref
+    model = read_model_config(policy.model.path)
+    check_models(config, model, critic=model)
+    rollout = policy.rollout
+    if options.dtype is not None:
+        rollout = replace(rollout, dtype=options.dtype)
+    if options.fp8:
+        rollout = replace(rollout, quantization="fp8")
+    if options.bucket_mb is not None:
+        rollout = replace(rollout, sync_bucket_mb=options.bucket_mb)
+    return configured_sync(config, model, rollout)
+
+
+def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutConfig) -> SyncPlan:
+    """The weight sync of a resolved configuration's actor to engines that are as `rollout` says."""
+    policy, pools = config.actor_rollout_ref, config.resource_pools
+    train, serve = pools[policy.actor.resource_pool], pools[rollout.resource_pool]
+    places = _places(train)
+    shared = policy.actor.resource_pool == rollout.resource_pool
+    return _sync_plan(
+        model,
+        ParallelLayout.from_config(policy.actor.megatron, len(places)),
+        EngineLayout(
+            rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
+        ),
+        rollout,
+        places,
+        places if shared else _places(serve, first_node=train.nnodes),
+    )
+
+
+def _places(pool: PoolConfig, first_node: int = 0) -> tuple:
+    per_node = pool.n_gpus_per_node
+    return pool_places(pool.nnodes * per_node, per_node, first_node * per_node)
+
+
+def _from_options(options: argparse.Namespace) -> SyncPlan:
+    missing = [
+        f"--{name}" for name in ("model", "train", "rollout", "devices") if getattr(options, name) is None
+    ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} missing: give a recipe, or --model, --train, --rollout and --devices, such as "
+            "--model recipe:models/deepseek-v3 --train tp8-pp16-ep8-first3-last2 --rollout tp32-ep32 --devices 512"
+        )
+    for name in ("devices", "devices_per_node", "engines"):
+        size = getattr(options, name)
+        if size is not None and size < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {size}; it must be at least 1")
+    model = _read_model(options.model)
+    sizes = _sizes("--train", options.train, tuple(_TRAIN_SIZES))
+    megatron = MegatronConfig(**{_TRAIN_SIZES[name]: size for name, size in sizes.items()})
+    check_model(megatron, model, key="--train")
+    parallel = _named("--train", options.train, lambda: ParallelLayout.from_config(megatron, options.devices))
+    sizes = _sizes("--rollout", options.rollout, _ROLLOUT_SIZES)
+    tp = sizes.get("tp", 1)
+    engines = options.engines or options.devices // tp
+    if engines * tp < 1 or (engines * tp > options.devices and not options.separate):
+        raise ValueError(
+            f"--rollout {options.rollout}: {max(engines, 1)} engines of {tp} devices do not fit the --devices "
+            f"{options.devices}; give fewer --engines, or --separate for devices of their own"
+        )
+    layout = _named("--rollout", options.rollout, lambda: EngineLayout(num_engines=engines, **sizes))
+    _named("--rollout", options.rollout, lambda: sglang_layout(model, layout))
+    rollout = RolloutConfig(
+        tensor_model_parallel_size=tp,
+        expert_parallel_size=layout.ep,
+        dtype=options.dtype,
+        quantization="fp8" if options.fp8 else None,
+        sync_bucket_mb=options.bucket_mb or RolloutConfig().sync_bucket_mb,
+    )
+    check_rollout_model(rollout, model, key="--rollout")
+    per_node = options.devices_per_node
+    devices = pool_places(options.devices, per_node)
+    nodes = -(-options.devices // per_node)
+    theirs = pool_places(layout.num_ranks, per_node, nodes * per_node) if options.separate else devices
+    return _sync_plan(model, parallel, layout, rollout, devices, theirs)
+
+
+def _read_model(path: str) -> ModelConfig:
+    file = _named("--model", path, lambda: recipe_path(path)).expanduser()
+    if file.is_file() and file.name != "config.json":
+        raise ValueError(f"--model {path} is a file; a Hugging Face folder or its config.json is needed")
+    return _named("--model", path, lambda: read_model_config(str(file.parent if file.is_file() else file)))
+
+
+def _sizes(option: str, text: str, names: tuple[str, ...]) -> dict[str, int]:
+    """ "tp8-pp2" as {"tp": 8, "pp": 2}."""
+    sizes: dict[str, int] = {}
+    for part in text.split("-"):
+        match = re.fullmatch(r"([a-z]+)(\d+)", part)
+        if match is None or match[1] not in names or match[1] in sizes or int(match[2]) < 1:
+            raise ValueError(
+                f"{option} {text}: {part!r} is not right there; sizes of at least 1 joined by -, each of "
+                f"{', '.join(names)} at most once, such as {'-'.join(f'{name}2' for name in names[:2])}"
+            )
+        sizes[match[1]] = int(match[2])
+    return sizes
+
+
+def _named(option: str, value: str, make: Callable[[], T]) -> T:
+    """What `make` returns; its ValueErrors begin with the option."""
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"{option} {value}: {error}") from None
+
+
+def _sync_plan(
+    model: ModelConfig,
+    parallel: ParallelLayout,
+    engines: EngineLayout,
+    rollout: RolloutConfig,
+    devices: tuple,
+    engine_devices: tuple,
+) -> SyncPlan:
+    sync = SyncPlan(
+        config=model,
+        parallel=parallel,
+        engines=engines,
+        dtype=getattr(torch, rollout.dtype or "bfloat16"),
+        bucket_bytes=rollout.sync_bucket_mb << 20,
+        source_places=devices,
+        fp8_block=rollout.quantization_block_size if rollout.quantization == "fp8" else None,
+    )
+    return replace(sync, target_places=best_places(sync, engine_devices))
+
+
+def _as_json(sync: SyncPlan, figures: PlanReport) -> dict[str, object]:
+    return {
+        "model": sync.config.architecture,
+        "dtype": _dtype(sync),
+        "train": {name: size for name, size in asdict(sync.parallel).items() if size not in (None, False)},
+        "rollout": asdict(sync.engines),
+        "engine_places": [f"{place.node}:{place.device}" for place in sync.target_places],
+        **asdict(figures),
+    }
+
+
+def _dtype(sync: SyncPlan) -> str:
+    name = str(sync.dtype).removeprefix("torch.")
+    return name if sync.fp8_block is None else f"float8 and {name}"
+
+
+def print_report(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
+    """The figures as a table; bytes in GB (10^9)."""
+    parallel, engines = sync.parallel, sync.engines
+    lines = [
+        f"{sync.config.architecture}: {figures.num_parameters / 1e9:,.1f}B parameters, M = {size_text(figures.model_bytes)} "
+        f"({_dtype(sync)})",
+        f"from {parallel.world} ranks: TP{parallel.tp} PP{parallel.pp} CP{parallel.cp} DP{parallel.dp}, experts EP"
+        f"{parallel.ep} ETP{parallel.etp}",
+        f"to {engines.num_engines} engines: TP{engines.tp} EP{engines.ep}, attention DP{engines.dp}",
+    ]
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+    table = Table("bytes by link", "all ranks", "max received", "max sent", "seconds", box=SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    _add_way(table, "shard to shard", figures.reshard)
+    _add_way(table, "full gather", figures.full_gather)
+    console.print(table)
+    reshard, full = figures.reshard, figures.full_gather
+    lines = [
+        f"most that a rank receives from other devices: {size_text(reshard.max_received)}; full gather (M minus what its "
+        f"device holds): {size_text(full.max_received)}",
+        *(
+            f"engine rank {rank.rank} receives {name}: of {size_text(rank.serves)} that it serves {size_text(rank.local)} are on "
+            f"its device, {size_text(rank.intra_node)} on its node"
+            for name, rank in (("most", figures.most), ("least", figures.least))
+        ),
+        f"{figures.num_copies:,} copies in {figures.num_buckets:,} buckets of {size_text(figures.bucket_bytes)}; two buckets in "
+        f"a row: at most {size_text(figures.in_flight[0])} on the rank that receives, {size_text(figures.in_flight[1])} on the one "
+        "that sends",
+    ]
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+
+
+def _add_way(table: Table, name: str, way: WayCost) -> None:
+    """What goes between devices, and of all bytes those of each link."""
+    between = way.links["intra_node"].total + way.links["inter_node"].total
+    table.add_row(
+        name,
+        size_text(between),
+        size_text(way.max_received),
+        size_text(way.max_sent),
+        f"{way.seconds:.2f}",
+        style="bold",
+    )
+    for link, words in zip(LINKS, ("same device", "same node", "other nodes"), strict=True):
+        cost = way.links[link]
+        sizes = (size_text(nbytes) for nbytes in (cost.total, cost.max_received, cost.max_sent))
+        table.add_row(f"  {words}", *sizes, f"{cost.seconds:.2f}")
+    table.add_section()
+
+
+def size_text(nbytes: int) -> str:
+    """In GB (10^9) or MB."""
+    if nbytes >= 1e7:
+        return f"{nbytes / 1e9:,.2f} GB"
+    return f"{nbytes / 1e6:,.3f} MB" if nbytes else "0"

@@ -1,0 +1,24 @@
+"""Peaks are of the card that is there, not of another one of its generation."""
+
+import pytest
+
+from megarl.costs.hardware import TABLE, peak_bf16
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA B200", "B200"),
+    ],
+)
+def test_the_cards_that_are_planned_with_have_the_planners_peaks(name: str, kind: str) -> None:
+    assert peak_bf16(name) == TABLE[kind].bf16
+
+
+def test_a_name_counts_as_a_whole() -> None:
+    assert peak_bf16("NVIDIA H100 PCIe") < 0.8 * peak_bf16("NVIDIA H100 80GB HBM3")
+    assert peak_bf16("NVIDIA H100") is None and peak_bf16("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None

@@ -1,28 +1,23 @@
-"""Model families: what a Hugging Face config says, and where each of its weights lies elsewhere.
+"""Model families: a Hugging Face config's facts, and the place of each weight in Megatron and SGLang.
 
 Promises: every fact comes from the config, none is assumed; a field that changes the computation and is
 not supported is refused by name. Must not know: process groups, engines, RL; sniffs no class names.
 """
 
-from types import ModuleType
-
-from megarl.models import deepseek_v3, glm4_moe, kimi_k2, llama, qwen2, qwen3, qwen3_moe
 from megarl.models.config import COMPANIONS, ModelConfig, load_hf_config
-from megarl.models.mtp import copies as mtp_copies
+from megarl.models.families import FAMILIES
 from megarl.models.shards import MegatronPlace, SGLangPlace
 from megarl.models.table import (
     keeps_float32,
     logical_tensors,
     megatron_pieces,
+    mtp_copies,
     padded_vocab_size,
     sglang_keeps_float32,
     sglang_padding,
     sglang_pieces,
     sglang_vocab_share,
 )
-
-_MODULES = (llama, qwen2, qwen3, qwen3_moe, deepseek_v3, glm4_moe, kimi_k2)
-FAMILIES: dict[str, ModuleType] = {family.MODEL_TYPE: family for family in _MODULES}
 
 
 def read_model_config(path: str) -> ModelConfig:
@@ -42,7 +37,7 @@ def read_model_config(path: str) -> ModelConfig:
 
 def has_dp_attention(config: ModelConfig) -> bool:
     """Whether SGLang serves the model with data parallel attention."""
-    return FAMILIES[config.family].SGLANG_DP_ATTENTION
+    return FAMILIES[config.family].dp_attention
 
 
 __all__ = [

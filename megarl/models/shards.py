@@ -1,14 +1,16 @@
-"""How tensors are cut over ranks, as pieces; and where a rank stands, as far as its weights depend on it."""
+"""Shards of tensors as pieces, and the ranks' places that decide which shard each holds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megarl.layout.boxes import Box, Piece
+from megarl.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 """Logical name -> shape: those of the Hugging Face tensors."""
 
 PARTS = ("dense", "experts", "all")
-"""What of a rank's weights is asked for: all but the routed experts, these alone, or both."""
+"""Parts of a rank's weights: all but the routed experts, the routed experts alone, or both."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,23 @@ class SGLangPlace:
         return self.tp_rank % self.attention_tp
 
 
-def whole(tensor: str, local: str, shape: tuple[int, ...]) -> Piece:
+@dataclass(frozen=True)
+class Block:
+    """The weight table of a part of a layer, such as its attention.
+
+    Attributes:
+        tensors: (config, name) -> the tensors of the layer `name` ("model.layers.3.") and their shapes.
+        megatron: (config, place, name, local) -> the layer's pieces on a rank, where it is called `local` ("0:decoder.layers.1.").
+        sglang: (config, place, name) -> the layer's pieces on an engine's rank.
+    """
+
+    tensors: Callable[[ModelConfig, str], Shapes]
+    megatron: Callable[[ModelConfig, MegatronPlace, str, str], list[Piece]]
+    sglang: Callable[[ModelConfig, SGLangPlace, str], list[Piece]]
+
+
+def replicated(tensor: str, local: str, shape: tuple[int, ...]) -> Piece:
+    """The full tensor, on every rank."""
     return Piece(tensor, Box.whole(shape), local, Box.whole(shape))
 
 

@@ -1,28 +1,26 @@
-"""The weight table of a model: Hugging Face <-> Megatron <-> SGLang, put together from that of its blocks.
+"""The weight table of a model: Hugging Face <-> Megatron <-> SGLang, composed of its blocks' tables.
 
-Logical names and shapes are the Hugging Face tensors'. Each block (`gqa`, `mla`, `mlp`, `moe`, `experts`) is a module with
-`logical`, `megatron` and `sglang`; here are the embedding, the head, and which blocks a layer has. Megatron pads the
-vocabulary to a multiple of 128 * tp, SGLang 0.5.21 to one of 64.
+Logical names and shapes are the Hugging Face tensors'. The blocks are in `attention` and `mlp`; this module has the embedding, the
+head, multi-token prediction layers, and the choice of a layer's blocks. Megatron pads the vocabulary to a multiple of 128 * tp,
+SGLang 0.5.21 to one of 64.
 """
 
-from types import ModuleType
-
 from megarl.layout.boxes import Piece
-from megarl.models import experts, gqa, mla, mlp, moe
-from megarl.models import mtp as mtp_layer
+from megarl.models.attention import GQA, MLA
 from megarl.models.config import ModelConfig
-from megarl.models.shards import MegatronPlace, SGLangPlace, Shapes, vocab_shard, whole
+from megarl.models.mlp import DENSE, EXPERTS, ROUTED
+from megarl.models.shards import Block, MegatronPlace, SGLangPlace, Shapes, replicated, row_shard, vocab_shard
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"  # the name that Hugging Face's sequence and token classifiers use
 
 
-def _blocks(config: ModelConfig, layer: int, part: str = "all") -> tuple[ModuleType, ...]:
-    """The modules of a layer's attention and of its MLP, as far as they belong to `part`; MTP layers come last."""
-    attention = gqa if config.mla is None else mla
+def _blocks(config: ModelConfig, layer: int, part: str = "all") -> tuple[Block, ...]:
+    """A layer's attention and MLP, as far as they belong to `part` of PARTS; MTP layers have numbers after the others'."""
+    attention = GQA if config.mla is None else MLA
     if config.moe is None or layer in config.moe.dense_layers:
-        return () if part == "experts" else (attention, mlp)
-    return {"dense": (attention, moe), "experts": (experts,), "all": (attention, moe, experts)}[part]
+        return () if part == "experts" else (attention, DENSE)
+    return {"dense": (attention, ROUTED), "experts": (EXPERTS,), "all": (attention, ROUTED, EXPERTS)}[part]
 
 
 def _mtp_layers(config: ModelConfig) -> range:
@@ -34,23 +32,71 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
 
     Args:
         head: "lm" for a policy, "value" for a model with a scalar head.
-        mtp: with the multi-token prediction layers, and what they repeat of the model (`mtp_copies`).
+        mtp: with the multi-token prediction layers, and the tensors of the model that they repeat (`mtp_copies`).
     """
     shapes: Shapes = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         for block in _blocks(config, layer):
-            shapes |= block.logical(config, f"model.layers.{layer}.")
+            shapes |= block.tensors(config, f"model.layers.{layer}.")
     for layer in _mtp_layers(config) if mtp else ():
-        for block in (mtp_layer, *_blocks(config, layer)):
-            shapes |= block.logical(config, f"model.layers.{layer}.")
+        name = f"model.layers.{layer}."
+        shapes |= _mtp_tensors(config, name)
+        for block in _blocks(config, layer):
+            shapes |= block.tensors(config, name)
     shapes[FINAL_NORM] = (config.hidden_size,)
     if head == "value":
         shapes[VALUE_HEAD] = (1, config.hidden_size)
     elif not config.tie_word_embeddings:
         shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
     if mtp:
-        shapes |= dict.fromkeys(mtp_layer.copies(config), (config.vocab_size, config.hidden_size))
+        shapes |= dict.fromkeys(mtp_copies(config), (config.vocab_size, config.hidden_size))
     return shapes
+
+
+# Multi-token prediction layers (MTP) of DeepSeek-V3's and GLM-4.5's checkpoints. Layer i of them is number `num_layers` + i of the
+# checkpoint: an ordinary layer behind two norms and a projection, with a final norm. It repeats the model's embedding and head
+# (`mtp_copies`), which Megatron shares with it instead.
+
+# Hugging Face -> Megatron; every rank has all of them
+_MTP_NORMS = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "shared_head.norm.weight": "final_layernorm.weight",
+}
+_MTP_PROJECTION = "eh_proj.weight"
+_MTP_LAYER = "mtp_model_layer."  # what Megatron calls the ordinary layer in it
+
+
+def _mtp_tensors(config: ModelConfig, name: str) -> Shapes:
+    """Tensors of the layer `name` ("model.layers.61.") other than an ordinary layer's and the copies."""
+    hidden = config.hidden_size
+    shapes: Shapes = {name + norm: (hidden,) for norm in _MTP_NORMS}
+    shapes[name + _MTP_PROJECTION] = (hidden, 2 * hidden)
+    return shapes
+
+
+def mtp_copies(config: ModelConfig) -> dict[str, str]:
+    """Tensor of an MTP layer that repeats one of the model's -> the repeated one."""
+    found = {}
+    for index in range(config.num_mtp_layers):
+        name = f"model.layers.{config.num_layers + index}."
+        found[name + "embed_tokens.weight"] = "model.embed_tokens.weight"
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        found[name + "shared_head.head.weight"] = head
+    return found
+
+
+def _mtp_megatron(config: ModelConfig, place: MegatronPlace, name: str, local: str) -> list[Piece]:
+    """The pieces of the layer `name` on a rank, where it is called `local` ("0:mtp.layers.0.")."""
+    shapes = _mtp_tensors(config, name)
+    pieces = [
+        replicated(name + theirs, local + ours, shapes[name + theirs]) for theirs, ours in _MTP_NORMS.items()
+    ]
+    projection = name + _MTP_PROJECTION
+    return [
+        *pieces,
+        row_shard(projection, local + _MTP_PROJECTION, shapes[projection], place.tp, place.tp_rank),
+    ]
 
 
 def keeps_float32(tensor: str) -> bool:
@@ -80,7 +126,7 @@ def megatron_pieces(
     part: str = "all",
     mtp: bool = False,
 ) -> list[Piece]:
-    """What one Megatron rank holds; local names are "<chunk>:<parameter>".
+    """The pieces of one Megatron rank; local names are "<chunk>:<parameter>".
 
     Args:
         layers: per model chunk (one, or one per virtual stage) the global numbers of its layers, from 0.
@@ -113,9 +159,9 @@ def _megatron_end(
     config: ModelConfig, place: MegatronPlace, head: str, chunk: int, embeds: bool
 ) -> list[Piece]:
     """Final norm and head in model chunk `chunk`; `embeds`: the rank has the embedding, too."""
-    pieces = [whole(FINAL_NORM, f"{chunk}:decoder.final_layernorm.weight", (config.hidden_size,))]
+    pieces = [replicated(FINAL_NORM, f"{chunk}:decoder.final_layernorm.weight", (config.hidden_size,))]
     if head == "value":
-        return [*pieces, whole(VALUE_HEAD, f"{chunk}:value_head.weight", (1, config.hidden_size))]
+        return [*pieces, replicated(VALUE_HEAD, f"{chunk}:value_head.weight", (1, config.hidden_size))]
     if config.tie_word_embeddings and embeds:  # the output layer has no weight of its own
         return pieces
     tensor = EMBEDDING if config.tie_word_embeddings else LM_HEAD
@@ -132,9 +178,9 @@ def _megatron_mtp(
     for index, layer in enumerate(_mtp_layers(config)):
         name, local = f"model.layers.{layer}.", f"{chunk}:mtp.layers.{index}."
         if part != "experts":
-            pieces += mtp_layer.megatron(config, place, name, local)
+            pieces += _mtp_megatron(config, place, name, local)
         for block in _blocks(config, layer, part):
-            pieces += block.megatron(config, place, name, local + mtp_layer.LAYER)
+            pieces += block.megatron(config, place, name, local + _MTP_LAYER)
     return pieces
 
 
@@ -152,7 +198,7 @@ def _sglang_vocab(config: ModelConfig, tensor: str, tp: int, rank: int) -> list[
 
 
 def sglang_pieces(config: ModelConfig, place: SGLangPlace, part: str = "all") -> list[Piece]:
-    """What one SGLang rank holds; local names are SGLang's own parameter names. `part`: one of PARTS."""
+    """The pieces of one SGLang rank; local names are SGLang's own parameter names. `part`: one of PARTS."""
     ends, pieces = part != "experts", []
     if ends:
         pieces += _sglang_vocab(config, EMBEDDING, place.attention_tp, place.attention_tp_rank)
@@ -160,7 +206,7 @@ def sglang_pieces(config: ModelConfig, place: SGLangPlace, part: str = "all") ->
         for block in _blocks(config, layer, part):
             pieces += block.sglang(config, place, f"model.layers.{layer}.")
     if ends:
-        pieces.append(whole(FINAL_NORM, FINAL_NORM, (config.hidden_size,)))
+        pieces.append(replicated(FINAL_NORM, FINAL_NORM, (config.hidden_size,)))
         if not config.tie_word_embeddings:
             pieces += _sglang_vocab(config, LM_HEAD, place.tp, place.tp_rank)
     return pieces

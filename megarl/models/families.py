@@ -1,0 +1,205 @@
+"""The supported model families: how each reads its facts from a Hugging Face config.
+
+A field that changes the computation and is not supported is refused by name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megarl.models.config import (
+    DECODER,
+    FULL_ATTENTION,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    decoder_facts,
+    num_experts,
+    refuse_layer_types,
+    refuse_unsupported,
+)
+from megarl.models.fields import Fields
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    Attributes:
+        config_from_hf: reads a model's facts; raises ValueError for a field that is missing or not supported.
+        dp_attention: whether SGLang 0.5.21 serves it with data parallel attention; otherwise it cuts attention over all ranks.
+    """
+
+    config_from_hf: Callable[[Fields], ModelConfig]
+    dp_attention: bool
+
+
+# Llama (2, 3 and models of the same architecture): no biases, RMSNorm, SwiGLU, grouped-query attention.
+def _llama(hf: Fields) -> ModelConfig:
+    """Facts of a `LlamaForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    refuse_unsupported(hf, DECODER | {"attention_bias": (False,), "mlp_bias": (False,)})
+    return ModelConfig(family="llama", qkv_bias=False, qk_norm=False, **decoder_facts(hf))
+
+
+# Qwen2 and Qwen2.5: Llama's architecture with biases on the query, key and value projections.
+def _qwen2(hf: Fields) -> ModelConfig:
+    """Facts of a `Qwen2ForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    refuse_unsupported(hf, DECODER | FULL_ATTENTION)
+    refuse_layer_types(hf)
+    return ModelConfig(family="qwen2", qkv_bias=True, qk_norm=False, **decoder_facts(hf))
+
+
+# Qwen3: Llama's architecture with norms on the heads' queries and keys, and heads of a width of their own.
+def _qwen3(hf: Fields) -> ModelConfig:
+    """Facts of a `Qwen3ForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    # A bias of attention would be one of its output, too.
+    refuse_unsupported(hf, DECODER | FULL_ATTENTION | {"attention_bias": (False,)})
+    refuse_layer_types(hf)
+    hf.require("head_dim", "num_key_value_heads")
+    return ModelConfig(family="qwen3", qkv_bias=False, qk_norm=True, **decoder_facts(hf))
+
+
+# Qwen3's mixtures of experts: Qwen3's attention, and routed experts in every layer.
+def _qwen3_moe(hf: Fields) -> ModelConfig:
+    """Facts of a `Qwen3MoeForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    accepted = {
+        "attention_bias": (False,),
+        # SGLang 0.5.21 takes every layer for a mixture, and never ties the head to the embedding.
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([], None),
+        "tie_word_embeddings": (False,),
+    }
+    refuse_unsupported(hf, DECODER | FULL_ATTENTION | accepted)
+    experts = "num_local_experts" if "num_local_experts" in hf.values else "num_experts"  # transformers 5, 4
+    hf.require(
+        "head_dim",
+        "num_key_value_heads",
+        experts,
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+    )
+    moe = MoEConfig(
+        num_experts=num_experts(hf, experts),
+        top_k=hf.count("num_experts_per_tok", most=num_experts(hf, experts)),
+        ffn_hidden_size=hf.count("moe_intermediate_size"),
+        norm_topk_prob=hf.flag("norm_topk_prob"),
+    )
+    return ModelConfig(family="qwen3_moe", qkv_bias=False, qk_norm=True, moe=moe, **decoder_facts(hf))
+
+
+# DeepSeek-V3 and R1: latent attention, sigmoid-scored experts in groups after dense layers, a layer for MTP.
+_MIXTURE = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+"""Accepted values of fields that transformers 5 does not write, since its code knows no other values."""
+
+
+def _deepseek_v3(hf: Fields) -> ModelConfig:
+    """Facts of a `DeepseekV3ForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    return _latent_model("deepseek_v3", hf)
+
+
+def _latent_model(family: str, hf: Fields) -> ModelConfig:
+    """Facts of a model of DeepSeek-V3's architecture."""
+    accepted = {
+        "attention_bias": (False,),
+        "rope_interleave": (True,),
+        "num_key_value_heads": (hf.count("num_attention_heads"), None),
+        # The norms of latent queries, keys and values take 1e-6 in Hugging Face's code whatever this field says;
+        # Megatron's and SGLang's take the field.
+        "rms_norm_eps": (1e-6,),
+    }
+    refuse_unsupported(hf, DECODER | _MIXTURE | accepted)
+    hf.require("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    mla = MLAConfig(
+        q_lora_rank=hf.count("q_lora_rank") if "q_lora_rank" in hf else None,
+        kv_lora_rank=hf.count("kv_lora_rank"),
+        qk_nope_head_dim=hf.count("qk_nope_head_dim"),
+        qk_rope_head_dim=hf.count("qk_rope_head_dim"),
+        v_head_dim=hf.count("v_head_dim"),
+    )
+    facts = decoder_facts(hf, latent=True)
+    facts["head_dim"] = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    return ModelConfig(
+        family=family,
+        qkv_bias=False,
+        qk_norm=False,
+        mla=mla,
+        moe=_mixture_facts(hf),
+        num_mtp_layers=_num_mtp_layers(hf),
+        **facts,
+    )
+
+
+def _mixture_facts(hf: Fields) -> MoEConfig:
+    """A mixture of DeepSeek-V3's kind: sigmoid scores with a bias for the choice, shared experts, dense first layers.
+
+    Raises:
+        ValueError: a needed field is missing.
+    """
+    hf.require(
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+    )
+    experts, groups = num_experts(hf, "n_routed_experts"), hf.count("n_group", 1)
+    if experts % groups:
+        raise ValueError(
+            f"{hf.file}: n_routed_experts must be a multiple of n_group, found {experts} and {groups}"
+        )
+    ffn = hf.count("moe_intermediate_size")
+    dense = min(hf.count("first_k_dense_replace", least=0), hf.count("num_hidden_layers"))
+    return MoEConfig(
+        num_experts=experts,
+        top_k=hf.count("num_experts_per_tok", most=experts),
+        ffn_hidden_size=ffn,
+        shared_ffn_hidden_size=ffn * hf.count("n_shared_experts", least=0),
+        dense_layers=tuple(range(dense)),
+        scoring="sigmoid",
+        norm_topk_prob=hf.flag("norm_topk_prob"),
+        expert_bias=True,
+        num_groups=groups,
+        topk_group=hf.count("topk_group", 1, most=groups),
+        scaling_factor=hf.number("routed_scaling_factor"),
+    )
+
+
+def _num_mtp_layers(hf: Fields) -> int:
+    """Multi-token prediction layers of the model's checkpoint."""
+    return hf.count("num_nextn_predict_layers", 0, least=0, most=100)
+
+
+# GLM-4.5: grouped-query attention that rotates a part of each head, DeepSeek-V3's mixture, a layer for MTP.
+def _glm4_moe(hf: Fields) -> ModelConfig:
+    """Facts of a `Glm4MoeForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    # SGLang 0.5.21 never ties this model's head to its embedding.
+    refuse_unsupported(hf, DECODER | _MIXTURE | {"tie_word_embeddings": (False,)})
+    hf.require("head_dim", "num_key_value_heads", "attention_bias", "use_qk_norm")
+    return ModelConfig(
+        family="glm4_moe",
+        qkv_bias=hf.flag("attention_bias"),
+        qk_norm=hf.flag("use_qk_norm"),
+        moe=_mixture_facts(hf),
+        num_mtp_layers=_num_mtp_layers(hf),
+        **decoder_facts(hf, rotary=0.5),
+    )
+
+
+# Kimi-K2: DeepSeek-V3's architecture and weights' names under a name of its own.
+def _kimi_k2(hf: Fields) -> ModelConfig:
+    """Facts of a `DeepseekV3ForCausalLM` of type kimi_k2; refuses the same fields as DeepSeek-V3."""
+    return _latent_model("kimi_k2", hf)
+
+
+FAMILIES = {
+    "llama": Family(_llama, dp_attention=False),
+    "qwen2": Family(_qwen2, dp_attention=False),
+    "qwen3": Family(_qwen3, dp_attention=True),
+    "qwen3_moe": Family(_qwen3_moe, dp_attention=True),
+    "deepseek_v3": Family(_deepseek_v3, dp_attention=True),
+    "glm4_moe": Family(_glm4_moe, dp_attention=True),
+    "kimi_k2": Family(_kimi_k2, dp_attention=True),
+}
+"""By `model_type` of config.json."""

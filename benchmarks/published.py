@@ -27,10 +27,9 @@ from megarl.costs.flops import model_flops
 from megarl.costs.hardware import TABLE, Assumptions
 from megarl.costs.speed import Machine
 from megarl.models import logical_tensors
-from megarl.plan.inputs import PlanInputs
+from megarl.plan.inputs import PlanInputs, read_inputs
 from megarl.plan.job import JobPlan, plan_job
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.memory_command import read_inputs
 from megarl.plan.seconds import Part, lengths
 
 BASE = "recipe:bases/math_grpo"

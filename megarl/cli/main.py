@@ -271,16 +271,16 @@ def _plan_memory(options: argparse.Namespace) -> int | None:
         return dry_run(options)
     if options.agree:
         raise ValueError("--agree runs ranks as --dry-run does: give --dry-run --agree")
-    from megarl.plan.memory_command import run
+    from megarl.plan.memory_command import run_memory
 
-    return run(options)
+    return run_memory(options)
 
 
 def _plan_step(options: argparse.Namespace) -> None:
     from megarl.plan.page import page
-    from megarl.plan.step_command import run
+    from megarl.plan.step_command import run_step
 
-    run(options, page)
+    run_step(options, page)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from megarl.gpu_test import triton_kernels
 from megarl.gpu_test.comparison import Pair, compared
 from megarl.gpu_test.runner import Check
 from megarl.gpu_test.steps import machine_here
+from megarl.gpu_test.triton_kernels import triton_checks
 
 BF16 = 2e-2  # of the largest number: bfloat16 has 8 bits, sums are of some hundred products
 LENGTHS = (70, 1, 129, 56)
@@ -22,7 +22,7 @@ Case = Callable[[str], Iterator[Pair]]
 
 def run(folder: Path) -> Iterator[Check]:
     yield from checks("cuda", has_te="transformer-engine" in machine_here().versions)
-    yield from triton_kernels.checks("cuda")
+    yield from triton_checks("cuda")
 
 
 def checks(device: str, *, has_te: bool) -> Iterator[Check]:

@@ -80,7 +80,7 @@ def read_known() -> dict[str, dict[str, Any]]:
 
 
 def run_case(case: Case, runner: Any) -> dict[str, Any]:
-    from megarl.plan.memory_command import read_inputs
+    from megarl.plan.inputs import read_inputs
 
     config, inputs = read_inputs(f"recipe:{case.recipe}", list(case.overrides), check=False)
     report = asdict(runner.run(config, inputs, case.role, case.rank))

@@ -18,14 +18,14 @@ import torch
 from megarl.gpu_test.comparison import Pair, compared
 from megarl.gpu_test.runner import Check
 
-LENGTHS = (5, 8, 3)
+TRITON_LENGTHS = (5, 8, 3)
 HEADS, NOPE, ROPE, VALUE = 3, 16, 8, 8  # the kernels take powers of two
-TOLERANCE = 1e-5
+TRITON_TOLERANCE = 1e-5
 
 
-def checks(device: str) -> Iterator[Check]:
-    for name, case in CASES.items():
-        yield compared(f"triton: {name}", lambda case=case: case(device), TOLERANCE)
+def triton_checks(device: str) -> Iterator[Check]:
+    for name, case in TRITON.items():
+        yield compared(f"triton: {name}", lambda case=case: case(device), TRITON_TOLERANCE)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _rotary(device: str, rank: int, size: int) -> Iterator[Pair]:
 
     if device == "cpu":
         first_configurations(fused)
-    lengths = LENGTHS if size == 1 else tuple(2 * size * length for length in LENGTHS)
+    lengths = TRITON_LENGTHS if size == 1 else tuple(2 * size * length for length in TRITON_LENGTHS)
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
     cos, sin = (table.to(device) for table in _angles(max(lengths)))
     places = positions(lengths, rank, size).to(device)
@@ -96,7 +96,7 @@ def _rotary(device: str, rank: int, size: int) -> Iterator[Pair]:
     yield Pair("gradient of the rotary key", shared.grad, shared_too.grad)
 
 
-CASES: dict[str, Callable[[str], Iterator[Pair]]] = {
+TRITON: dict[str, Callable[[str], Iterator[Pair]]] = {
     "rotary embedding of latent attention": lambda device: _rotary(device, 0, 1),
     "the same, the second of two context parallel ranks": lambda device: _rotary(device, 1, 2),
 }
@@ -120,7 +120,7 @@ def main() -> None:
     import triton
 
     assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 has to be set"
-    for check in checks("cpu"):
+    for check in triton_checks("cpu"):
         print(json.dumps(asdict(check)))
 
 

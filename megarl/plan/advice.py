@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megarl.config import TrainConfig
 from megarl.config.model_fit import check_models
+from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.memory_command import read_inputs
 
 _POLICY = "actor_rollout_ref"
 _MEGATRON = f"{_POLICY}.actor.megatron"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,11 +16,16 @@ from megarl.config import (
     RMConfig,
     TrainConfig,
     TuningConfig,
+    check_config,
+    load_config,
     needs_old_log_probs,
     needs_ref_log_probs,
     needs_reference,
     reference_in_actor,
+    resolve,
 )
+from megarl.config.loading.hub import fetch_models
+from megarl.config.loading.recipe_command import TRAINING, recipe_command
 from megarl.config.schema.lora import LoraConfig
 from megarl.costs.flops import ModelFlops
 from megarl.costs.model import ModelUse, StageBytes
@@ -30,8 +35,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
 
-if TYPE_CHECKING:
-    from megarl.plan.inputs import PlanInputs
+C = TypeVar("C", bound=TrainConfig | TuningConfig)
 
 
 @dataclass
@@ -65,6 +69,33 @@ class PlanInputs:
         if (role, lora) not in self.adapted:
             self.adapted[role, lora] = adapted_weights(model, lora)
         return self.adapted[role, lora]
+
+
+def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[TrainConfig, PlanInputs]:
+    """A recipe, resolved and (without the files of its data) checked, and the facts of its models."""
+    return _read(TrainConfig, recipe, overrides, check)
+
+
+def read_planned(
+    recipe: str, overrides: list[str], command: str | None = None, check: bool = True
+) -> tuple[TrainConfig | TuningConfig, PlanInputs]:
+    """`read_inputs`, also of the recipes of `megarl sft`, `rm` and `dpo`.
+
+    Args:
+        command: whose recipe it is; None: what its keys say (`recipe_command`).
+
+    Raises:
+        ValueError: besides what `load_config` and `check_config` raise, nothing says which command it is of.
+    """
+    return _read(TRAINING[command or recipe_command(recipe, overrides)], recipe, overrides, check)
+
+
+def _read(schema: type[C], recipe: str, overrides: list[str], check: bool) -> tuple[C, PlanInputs]:
+    config = load_config(schema, recipe, overrides)
+    if check:
+        check_config(config, data_files=False)
+    config = fetch_models(resolve(config), weights=False)
+    return config, PlanInputs.read(config)
 
 
 def precision(name: str | None) -> torch.dtype:

@@ -429,3 +429,29 @@ def taken(config: TrainConfig | TuningConfig, inputs: PlanInputs, tokens: int, l
     plan = plan_of(resolve(config), inputs, limit)
     phases = (phase for phase in plan.phases if phase not in ("sync", "generate"))
     return max(map(plan.fullest, phases)) + plan.reserve
+
+
+def memory_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:
+    """The plan in bytes."""
+    return {
+        "fits": plan.fits,
+        "problems": plan.problems(),
+        "phases": {
+            phase: {
+                "total": plan.fullest(phase),
+                **{owner.name: max(owner.at(phase)) for owner in plan.owners if max(owner.at(phase))},
+            }
+            for phase in plan.phases
+        },
+        "host": {
+            name: {"device": plan.host(name), "node": plan.host(name) * pool.n_gpus_per_node}
+            for name, pool in plan.pools.items()
+        },
+        "peak": plan.peak,
+        "reserve": plan.reserve,
+        "reserved": dict(plan.reserved),
+        "limit": plan.limit,
+        "kv_tokens": plan.kv_tokens,
+        "kv_token_bytes": plan.kv_token_bytes,
+        "layout": keys,
+    }

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from megarl.config import TrainConfig, TuningConfig, check_config, load_config, resolve
-from megarl.config.loading.hub import fetch_models
-from megarl.config.loading.recipe_command import TRAINING, recipe_command
+from megarl.config import TrainConfig, TuningConfig
 from megarl.config.loading.recipes import shown
 from megarl.config.model_fit import check_models
 from megarl.plan.fit import fit, layout_keys
-from megarl.plan.inputs import PlanInputs
-from megarl.plan.memory import GIB, MemoryPlan, plan_of
-
-C = TypeVar("C", bound=TrainConfig | TuningConfig)
+from megarl.plan.inputs import read_planned
+from megarl.plan.memory import GIB, MemoryPlan, memory_json, plan_of
 
 
-def run(options: argparse.Namespace) -> None:
+def run_memory(options: argparse.Namespace) -> None:
     """Print the plan; with --fit that of the fewest nodes.
 
     Raises:
@@ -59,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         plan = plan_of(config, inputs, limit, reserve)
         plan = plan.without_engines() if options.without_engines else plan
     if options.json:
-        print(json.dumps(as_json(plan, keys), indent=2))
+        print(json.dumps(memory_json(plan, keys), indent=2))
     else:
         print_plan(Console(), config, plan, keys)
 
@@ -72,59 +67,6 @@ def reserve_bytes(option: float | None) -> int | None:
 def reserve_words(option: float | None) -> str:
     """What is taken off a GPU's memory."""
     return f"--reserve {option:g}" if option is not None else "what CUDA, NCCL and fragments take"
-
-
-def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[TrainConfig, PlanInputs]:
-    """A recipe, resolved and (without the files of its data) checked, and the facts of its models."""
-    return _read(TrainConfig, recipe, overrides, check)
-
-
-def read_planned(
-    recipe: str, overrides: list[str], command: str | None = None, check: bool = True
-) -> tuple[TrainConfig | TuningConfig, PlanInputs]:
-    """`read_inputs`, also of the recipes of `megarl sft`, `rm` and `dpo`.
-
-    Args:
-        command: whose recipe it is; None: what its keys say (`recipe_command`).
-
-    Raises:
-        ValueError: besides what `load_config` and `check_config` raise, nothing says which command it is of.
-    """
-    return _read(TRAINING[command or recipe_command(recipe, overrides)], recipe, overrides, check)
-
-
-def _read(schema: type[C], recipe: str, overrides: list[str], check: bool) -> tuple[C, PlanInputs]:
-    config = load_config(schema, recipe, overrides)
-    if check:
-        check_config(config, data_files=False)
-    config = fetch_models(resolve(config), weights=False)
-    return config, PlanInputs.read(config)
-
-
-def as_json(plan: MemoryPlan, keys: list[str]) -> dict[str, object]:
-    """The plan in bytes."""
-    return {
-        "fits": plan.fits,
-        "problems": plan.problems(),
-        "phases": {
-            phase: {
-                "total": plan.fullest(phase),
-                **{owner.name: max(owner.at(phase)) for owner in plan.owners if max(owner.at(phase))},
-            }
-            for phase in plan.phases
-        },
-        "host": {
-            name: {"device": plan.host(name), "node": plan.host(name) * pool.n_gpus_per_node}
-            for name, pool in plan.pools.items()
-        },
-        "peak": plan.peak,
-        "reserve": plan.reserve,
-        "reserved": dict(plan.reserved),
-        "limit": plan.limit,
-        "kv_tokens": plan.kv_tokens,
-        "kv_token_bytes": plan.kv_token_bytes,
-        "layout": keys,
-    }
 
 
 def print_plan(

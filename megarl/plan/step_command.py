@@ -17,10 +17,10 @@ from megarl.costs.hardware import find_hardware, likely, read_assumptions
 from megarl.costs.speed import Machine
 from megarl.layout.plan import LINKS
 from megarl.plan.advice import Change, as_words, changes
-from megarl.plan.inputs import PlanInputs
+from megarl.plan.inputs import PlanInputs, read_inputs
 from megarl.plan.job import NOTE, JobPlan, as_json, assumed_text, assumed_words, plan_job, range_words
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.memory_command import print_plan, read_inputs, reserve_bytes, reserve_words
+from megarl.plan.memory_command import print_plan, reserve_bytes, reserve_words
 from megarl.plan.search import Search
 from megarl.plan.seconds import bubbles
 from megarl.plan.sync import size_text
@@ -30,7 +30,7 @@ Page = Callable[[JobPlan, str, Sequence[Change]], str]
 """Makes the HTML page of a plan: the job, what the recipe is called, what would help a job that does not fit."""
 
 
-def run(options: argparse.Namespace, page: Page) -> None:
+def run_step(options: argparse.Namespace, page: Page) -> None:
     """Print the report, or what the search found; with --html write the page.
 
     Raises:

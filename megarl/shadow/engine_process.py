@@ -27,7 +27,7 @@ def main() -> None:
     engine_kernels.install()
     sys.modules["megatron.core"] = None  # type: ignore[assignment]  # SGLang would import it for its own debugging
 
-    from megarl.plan.memory_command import read_inputs
+    from megarl.plan.inputs import read_inputs
     from megarl.shadow import sglang
 
     config, inputs = read_inputs(request.recipe, request.overrides, check=False)

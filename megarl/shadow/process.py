@@ -33,7 +33,7 @@ def main() -> None:
     else:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its import fails, as where it is not installed
 
-    from megarl.plan.memory_command import read_planned
+    from megarl.plan.inputs import read_planned
     from megarl.shadow import together
     from megarl.shadow.rank import Runner
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 
 from megarl.gpu_test.alone import LoneRunner, Meter
-from megarl.plan.memory_command import read_inputs
+from megarl.plan.inputs import read_inputs
 
 
 def main() -> None:

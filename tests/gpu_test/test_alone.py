@@ -10,8 +10,8 @@ import pytest
 
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.gpu_test.alone import Meter
+from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.memory_command import read_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = str(ROOT / "recipes" / "quickstart_ppo.yaml")

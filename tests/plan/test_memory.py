@@ -11,8 +11,8 @@ from megarl.costs.activations import _in_flight
 from megarl.costs.phases import ALL_OF
 from megarl.layout.grid import ParallelLayout
 from megarl.plan.fit import _engine_sizes, ends, fit
+from megarl.plan.inputs import read_inputs, read_planned
 from megarl.plan.memory import GIB, fitting_tokens, plan_memory, plan_of
-from megarl.plan.memory_command import read_inputs, read_planned
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN, DEEPSEEK, FULL = (

@@ -10,8 +10,8 @@ from megarl.config import RMConfig, SFTConfig, TrainConfig, load_config, resolve
 from megarl.config.resolve import least_tokens
 from megarl.doctor.facts import Gpu
 from megarl.plan import micro_batches
+from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, fitting_tokens, plan_memory
-from megarl.plan.memory_command import read_inputs
 from megarl.plan.micro_batches import with_chosen_size
 from tests.fixtures.runs import PPO, REPOSITORY, on
 

@@ -9,9 +9,9 @@ import pytest
 from megarl.cli.main import main
 from megarl.costs.hardware import TABLE, Assumptions, likely
 from megarl.costs.speed import Machine
+from megarl.plan.inputs import read_inputs
 from megarl.plan.job import plan_job
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.memory_command import read_inputs
 from tests.report.folders import Page
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ from megarl.config import TrainConfig, check_config, load_config
 from megarl.config.model_fit import check_models
 from megarl.costs.hardware import TABLE, Assumptions
 from megarl.costs.speed import Machine
+from megarl.plan.inputs import read_inputs
 from megarl.plan.job import plan_job
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.memory_command import read_inputs
 from megarl.plan.search import _ENGINE, Search
 
 ROOT = Path(__file__).resolve().parents[2]

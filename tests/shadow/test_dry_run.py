@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
-from megarl.plan.memory_command import read_inputs
+from megarl.plan.inputs import read_inputs
 from megarl.shadow import device
 from megarl.shadow.comparison import Comparison
 from megarl.shadow.dry_run import chosen_ranks

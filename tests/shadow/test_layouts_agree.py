@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.examples.tiny_model import make_tiny_model
-from megarl.plan.memory_command import read_inputs
+from megarl.plan.inputs import read_inputs
 from megarl.shadow.agreement import agreements, all_ranks
 from tests.shadow.conftest import RECIPE, overrides
 from tests.shadow.test_together import WITHOUT_CRITIC, run

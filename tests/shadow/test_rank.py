@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.memory_command import read_inputs
 from megarl.shadow.comparison import Comparison, compare
 from megarl.shadow.dry_run import run_ranks
 from tests.shadow.conftest import RECIPE, expert_overrides, overrides

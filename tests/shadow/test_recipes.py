@@ -2,8 +2,8 @@
 
 import pytest
 
+from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.memory_command import read_inputs
 from megarl.shadow.comparison import compare
 from megarl.shadow.dry_run import CLASSES, chosen_ranks, run_ranks
 from tests.test_recipes import ON_GPUS, ROOT

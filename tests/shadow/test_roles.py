@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.plan.inputs import read_planned
 from megarl.plan.memory import GIB, plan_of
-from megarl.plan.memory_command import read_planned
 from megarl.shadow.comparison import Comparison, compare
 from megarl.shadow.dry_run import start
 from megarl.shadow.requests import Request

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory
-from megarl.plan.memory_command import read_inputs
 from megarl.shadow.comparison import compare
 from megarl.shadow.dry_run import start
 from megarl.shadow.requests import Request

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, MemoryPlan, plan_memory
-from megarl.plan.memory_command import read_inputs
 from megarl.shadow import engine
 from megarl.shadow.comparison import Comparison, compare
 from megarl.shadow.dry_run import run_ranks

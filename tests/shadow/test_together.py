@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.examples.tiny_model import make_tiny_model
-from megarl.plan.memory_command import read_inputs
+from megarl.plan.inputs import read_inputs
 from megarl.shadow.agree import Agreement
 from megarl.shadow.agreement import agreements, all_ranks
 from megarl.shadow.collectives import Collective

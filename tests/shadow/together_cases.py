@@ -61,7 +61,7 @@ def main() -> None:
     cuda.install(cuda.Card(), current)
     transformer_engine.install(current)
 
-    from megarl.plan.memory_command import read_inputs
+    from megarl.plan.inputs import read_inputs
     from megarl.shadow import together
     from megarl.shadow.rank import Runner
 

@@ -34,7 +34,7 @@ def changes(
         limit, reserve: as those of `plan_memory`.
     """
     found = []
-    for keys, why in _candidates(config):
+    for keys, why in _possible_changes(config):
         try:
             changed, inputs = read_inputs(recipe, [*overrides, *keys])
             check_models(changed, inputs.model, inputs.critic, inputs.reward)
@@ -54,7 +54,7 @@ def as_words(change: Change) -> str:
     return f"{' '.join(change.keys)}: {change.peak / GIB:.1f} GiB, {fits} ({change.why})"
 
 
-def _candidates(config: TrainConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _possible_changes(config: TrainConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     policy = config.actor_rollout_ref
     actor, rollout, megatron = policy.actor, policy.rollout, policy.actor.megatron
     if megatron.recompute_granularity != "full":

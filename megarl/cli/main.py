@@ -271,14 +271,14 @@ def _plan_memory(options: argparse.Namespace) -> int | None:
         return dry_run(options)
     if options.agree:
         raise ValueError("--agree runs ranks as --dry-run does: give --dry-run --agree")
-    from megarl.plan.memory_command import run_memory
+    from megarl.plan.commands import run_memory
 
     return run_memory(options)
 
 
 def _plan_step(options: argparse.Namespace) -> None:
+    from megarl.plan.commands import run_step
     from megarl.plan.page import page
-    from megarl.plan.step_command import run_step
 
     run_step(options, page)
 

@@ -11,8 +11,8 @@ from megarl.costs.hardware import likely
 from megarl.costs.phases import frees_engines
 from megarl.costs.speed import Machine
 from megarl.layout.grid import ParallelLayout, RankCoords, coords_of
-from megarl.plan.inputs import PlanInputs
-from megarl.plan.memory import MemoryPlan, engine_layout, memory_json, precision, served_bytes
+from megarl.plan.inputs import PlanInputs, precision
+from megarl.plan.memory import MemoryPlan, engine_layout, memory_json, served_bytes
 from megarl.plan.seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
 from megarl.plan.sync import PlanReport, configured_sync, report
 from megarl.trainer.roles.lora_sync import served_adapters

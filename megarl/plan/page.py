@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megarl.layout.plan import LINKS
-from megarl.plan.advice import Change, as_words
+from megarl.plan.fit import Change, as_words
 from megarl.plan.job import NOTE, Device, JobPlan, assumed_words, range_words
 from megarl.plan.memory import GIB
 from megarl.plan.seconds import bubbles

@@ -21,9 +21,9 @@ from megarl.costs.speed import GRADIENT, STATES, Machine
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.plan.fit import ends, powers
-from megarl.plan.inputs import PlanInputs
+from megarl.plan.inputs import PlanInputs, model_use, precision
 from megarl.plan.job import peer_seconds, sync_estimate
-from megarl.plan.memory import MemoryPlan, engine_owners, model_use, plan_memory, precision
+from megarl.plan.memory import MemoryPlan, engine_owners, plan_memory
 from megarl.plan.seconds import PhaseTime, flops_of, generate, model_parts, step_phases, step_seconds
 from megarl.util.gc_pause import collection_paused
 

@@ -23,8 +23,8 @@ from megarl.costs.flops import ModelFlops, model_flops
 from megarl.costs.speed import Machine, Passes, PassTime, pass_time
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.plan.inputs import PlanInputs
-from megarl.plan.memory import MOVED, MemoryPlan, engine_layout, precision, served_bytes
+from megarl.plan.inputs import PlanInputs, precision
+from megarl.plan.memory import MOVED, MemoryPlan, engine_layout, served_bytes
 
 GAPS = "controller and workers"
 TIMED = ("sync", "generate", "score_model", "evaluate_models", "update")

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.model_fit import check_models
+from megarl.plan.commands import reserve_bytes
 from megarl.plan.inputs import PlanInputs, model_use, read_planned, roles_of
 from megarl.plan.memory import GIB, plan_of
-from megarl.plan.memory_command import reserve_bytes
 from megarl.shadow import device, engine
 from megarl.shadow.agreement import agreements, all_ranks, lines
 from megarl.shadow.comparison import Comparison, compare

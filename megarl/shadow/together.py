@@ -15,8 +15,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe
 
 from megarl.config import TrainConfig, TuningConfig
-from megarl.plan.inputs import PlanInputs
-from megarl.plan.memory import model_use
+from megarl.plan.inputs import PlanInputs, model_use
 from megarl.shadow.peers import StoppedError, Together, end, serve
 from megarl.shadow.rank import Runner
 

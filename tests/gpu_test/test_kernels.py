@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from megarl.gpu_test.comparison import compared
-from megarl.gpu_test.kernels import LENGTHS, TORCH, TRANSFORMER_ENGINE, attention, checks
+from megarl.gpu_test.kernels import LENGTHS, TORCH, TRANSFORMER_ENGINE, attention, checks, compared
 from megarl.shadow import device
 
 

@@ -8,8 +8,7 @@ import sys
 import pytest
 import torch
 
-from megarl.gpu_test.comparison import Pair, compared
-from megarl.gpu_test.triton_kernels import TRITON, positions
+from megarl.gpu_test.kernels import TRITON, Pair, compared, positions
 from megarl.shadow import device
 
 PARTS = {
@@ -23,7 +22,7 @@ PARTS = {
 def test_kernels_compute_what_torch_does() -> None:
     """In a process of its own: Triton reads the variable when it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "megarl.gpu_test.triton_kernels"]
+    command = [sys.executable, "-m", "megarl.gpu_test.kernels"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""Who holds which slice of which weight, and the copies that lead from one layout to another.
+"""Which rank holds which slice of which weight, and the copies that lead from one layout to another.
 
 Promises: every element of every target piece is written exactly once, from a source that holds it; the
 same inputs give the same plan on every rank. Works on names, shapes and numbers only: no weight is ever

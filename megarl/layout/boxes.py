@@ -63,7 +63,7 @@ class Box(NamedTuple):
         return Box(place.start[:extra] + shift, (1,) * extra + self.size)
 
     def split(self, max_numel: int) -> "Iterator[Box]":
-        """Parts of at most `max_numel` elements in row-major order, whole rows first; together they are this box."""
+        """Parts of at most `max_numel` elements in row-major order, full rows first; together they are this box."""
         if self.numel <= max_numel:
             yield self
             return

@@ -1,7 +1,7 @@
-"""What a shard of the target takes from the shards of the source, and which ranks send it.
+"""The copies that a shard of the target needs from shards of the source, and the ranks that send them.
 
 A `Flow` is worked out once, however many ranks hold the target shard. Its transfers are shared out among equally
-near holders so that, over the targets that those serve, no holder sends more than an equal share and the largest
+near holders so that, over the targets that they serve, no holder sends more than an equal share and the largest
 transfer (`share_out`).
 """
 
@@ -33,7 +33,7 @@ class Transfer(NamedTuple):
 
     @staticmethod
     def between(order: int, box: Box, nbytes: int, holders: Sequence[Piece], target: Piece) -> "Transfer":
-        """Of `box`, a part of what each of `holders` and `target` have."""
+        """The transfer of `box`, a part that each of `holders` and `target` have."""
         sources = tuple([(piece.local, box.inside(piece.box, piece.local_box)) for piece in holders])
         target_box = box.inside(target.box, target.local_box)
         return Transfer(order, target.tensor, box, nbytes, sources, target.local, target_box)
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a flow reaches one target rank: over LINKS[link], from `senders` by `share`, of which sender 0 is first."""
+    """How a flow reaches one target rank: over LINKS[link], from `senders` by `share`; sender 0 comes first."""
 
     link: int
     senders: tuple[int, ...]
@@ -56,7 +56,7 @@ class Route(NamedTuple):
 
 @dataclass
 class Flow:
-    """What the target's shard `shard` takes from the source's shards `sources`, which hold all of it alike."""
+    """The input of the target's shard `shard` from the source's shards `sources`, which are replicas of it."""
 
     shard: int
     sources: tuple[int, ...]
@@ -85,7 +85,7 @@ class Candidates:
         self.near = {where: tuple(ranks) for where, ranks in near.items()}
 
     def nearest(self, place: RankPlace | None) -> tuple[int, Hashable]:
-        """Their nearest link to `place`, as an index in LINKS; and the key in `near` of those that have it."""
+        """The link of the candidates nearest to `place`, as an index in LINKS, and their key in `near`."""
         if place is not None:
             for link, where in enumerate((place, place.node)):
                 if where in self.near:
@@ -112,10 +112,10 @@ def make_routes(flow: Flow, candidates: Candidates, target: Layout) -> dict[int,
 
 
 def share_out(sizes: Sequence[int], num_senders: int, num_targets: int) -> list[Share]:
-    """For each target who of `num_senders` sends it what; target t's sender s is number (s + t) modulo all.
+    """For each target the transfers of each of `num_senders` senders; target t's sender s is number (s + t) modulo all.
 
     The same for each full round of `num_senders` targets, which by their turns come out exactly equal. In the last
-    round that is not full the largest transfer goes first, to who then has least: by Graham's bound nobody
+    round that is not full the largest transfer goes first, to the sender with the least load: by Graham's bound none
     sends more than an equal share and the largest transfer (R. L. Graham, 1969, "Bounds on multiprocessing
     timing anomalies").
     """

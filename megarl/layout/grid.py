@@ -1,4 +1,4 @@
-"""Who stands where among the ranks of a Megatron model: arithmetic alone, no process group, no torch.
+"""The coordinates of ranks in a Megatron model's parallel layout: arithmetic alone, no process group, no torch.
 
 Guarantee, with a test of its own: `coords_of` and `layers_of` agree with Megatron's groups and with the
 built model.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class ParallelLayout:
     """How `world` ranks share one model.
 
-    tp, pp, cp: tensor, pipeline and context parallel sizes; what remains is data parallel.
+    tp, pp, cp: tensor, pipeline and context parallel sizes; the remaining factor of the world is data parallel.
     vpp: model chunks per pipeline stage (interleaved schedule), or None for one.
     sp: sequence parallel: activations between the tensor parallel parts are split along the sequence.
     ep, etp: expert parallel size, and tensor parallel size of each expert; the ranks of a stage that remain hold
@@ -133,7 +133,7 @@ def coords_of(layout: ParallelLayout, rank: int) -> RankCoords:
 
 
 def layers_of(layout: ParallelLayout, num_layers: int, pp_rank: int) -> list[list[int]]:
-    """For each model chunk of a pipeline stage the numbers, from 0, of its layers in the whole model.
+    """For each model chunk of a pipeline stage the numbers, from 0, of its layers in the full model.
 
     As in Megatron each stage has its share of the layers, and its chunk c the c-th equal part of that; the layers
     run through the chunks c of all stages before they run through the chunks c + 1.

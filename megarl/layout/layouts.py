@@ -13,7 +13,7 @@ from megarl.layout.boxes import Box, Piece
 
 
 class RankPlace(NamedTuple):
-    """Where a rank runs: what "same device" and "same node" are judged by."""
+    """Where a rank runs: decides whether two ranks are on the "same device" or the "same node"."""
 
     node: str
     device: str
@@ -33,7 +33,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """What each of `num_ranks` ranks holds; `places`: where they run (None: unknown, nobody's neighbour)."""
+    """The pieces of `num_ranks` ranks; `places`: where the ranks run (None: unknown, no two ranks are near each other)."""
 
     name: str
     num_ranks: int
@@ -50,7 +50,7 @@ class Layout:
         pieces: Callable[[int], Sequence[Piece]],
         places: tuple[RankPlace, ...] | None = None,
     ) -> "Layout":
-        """A layout in which each rank holds what `pieces(rank)` says."""
+        """A layout in which each rank holds the pieces `pieces(rank)`."""
         shards = tuple(Shard((rank,), lambda rank=rank: pieces(rank)) for rank in range(num_ranks))
         return Layout(name, num_ranks, shards, places)
 

@@ -1,4 +1,4 @@
-"""Which device each rank of the engines gets, so that most of what it serves is there already.
+"""Which device each rank of the engines gets, so that most of its weights are there already.
 
 What may be chosen is what processes can be given. An engine has consecutive devices of the pool; a node's part of
 it is a process with consecutive ranks, which may have any order of that node's devices, and several engines
@@ -55,7 +55,7 @@ def place_engines(
 
 
 def bytes_there(plan: Plan, shard: int) -> Counter:
-    """Bytes of what a target shard takes, by the places and the nodes of the source that hold them; None: in all."""
+    """Bytes that a target shard needs, by the places and the nodes of the source that hold them; None: in total."""
     there: Counter = Counter()
     for flow in plan.flows(shard):
         for where in plan.candidates(flow).near:
@@ -64,7 +64,7 @@ def bytes_there(plan: Plan, shard: int) -> Counter:
 
 
 class _Overlap:
-    """What of a target rank's weights lies on a device, on its node."""
+    """Bytes of a target rank's weights that are already on a device, and on its node."""
 
     def __init__(self, plan: Plan, devices: Sequence[RankPlace]) -> None:
         self._devices, self._shards_of = devices, plan.target.shards_of

@@ -2,7 +2,7 @@
 
 Guarantees, each asserted by a test of the same name:
 - every target element is written exactly once, or the plan is refused (`exactly_once`);
-- every copy's source holds what the copy says (`right_source`);
+- every copy's source holds the slice that the copy names (`right_source`);
 - among replicas the nearest serve: same device, same node, other node; equally near ones share the sends evenly
   (`nearest_then_evenly`);
 - the same layouts give the same plan everywhere, and a rank's part computed alone equals its part of the
@@ -29,9 +29,9 @@ LINKS = ("local", "intra_node", "inter_node")
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes over each of LINKS: by target rank what it receives, by source rank what it sends.
+    """Bytes over each of LINKS: received, by target rank; sent, by source rank.
 
-    What stays on a device (local) counts on both sides.
+    Bytes that stay on a device (local) count on both sides.
     """
 
     received: tuple[dict[str, int], ...]
@@ -43,17 +43,17 @@ class Account:
 
     @property
     def received_from_others(self) -> tuple[int, ...]:
-        """By target rank what comes from other devices."""
+        """Bytes received from other devices, by target rank."""
         return tuple(received["intra_node"] + received["inter_node"] for received in self.received)
 
     @property
     def sent(self) -> tuple[int, ...]:
-        """By source rank what leaves its device."""
+        """Bytes sent to other devices, by source rank."""
         return tuple(sent["intra_node"] + sent["inter_node"] for sent in self.sent_by_link)
 
 
 def most_in_flight(buckets: Iterable[Iterable[tuple[int, int]]]) -> int:
-    """The most bytes that any rank has in two buckets that follow each other: what double buffering needs.
+    """The most bytes that any rank has in two consecutive buckets: the memory that double buffering needs.
 
     Args:
         buckets: of each bucket (rank, bytes) pairs; a rank's pairs are added up.
@@ -115,7 +115,7 @@ class _End:
 
 
 def even_pace(sources: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """An order of the copies in which all sources are about equally far through what they send, in bytes.
+    """An order of the copies in which all sources have sent about equal fractions of their bytes at any time.
 
     The copies of one source stay in the order that they have.
     """
@@ -163,7 +163,7 @@ class Plan:
 
     @collection_paused()
     def copies_to(self, rank: int) -> list[Copy]:
-        """What a target rank receives, in the order of its pieces."""
+        """The copies into a target rank, in the order of its pieces."""
         copies = []
         for shard in self.target.shards_of[rank]:
             ordered = [pair for flow in self.flows(shard) for pair in self._expand(flow, rank)]
@@ -173,7 +173,7 @@ class Plan:
 
     @collection_paused()
     def copies_from(self, rank: int) -> list[Copy]:
-        """What a source rank sends, in target rank order; within a target rank in the order of its pieces."""
+        """The copies out of a source rank, in target rank order; within a target rank in the order of its pieces."""
         held = {
             piece.tensor
             for shard in self.source.shards_of[rank]
@@ -191,19 +191,19 @@ class Plan:
         return [copy for _, copy in found]
 
     def flows(self, shard: int) -> list[Flow]:
-        """What a shard of the target takes, by the source shards that hold it."""
+        """The input of a target shard, by the source shards that hold it."""
         if shard not in self._flows:
             self._flows[shard] = self._make_flows(shard)
         return self._flows[shard]
 
     def candidates(self, flow: Flow) -> Candidates:
-        """Who may send a flow."""
+        """The ranks that may send a flow."""
         if flow.sources not in self._candidates:
             self._candidates[flow.sources] = Candidates(self.source, flow.sources)
         return self._candidates[flow.sources]
 
     def account(self) -> Account:
-        """What the transition costs, without writing out its copies."""
+        """The transition's bytes, without writing out its copies."""
         return self._account
 
     @cached_property
@@ -233,7 +233,7 @@ class Plan:
     def buckets(self, bucket_bytes: int) -> list[tuple[Copy, ...]]:
         """All copies, cut so that in one bucket no rank receives, and none sends, more than `bucket_bytes`.
 
-        All senders go through what they send at an even pace, so that every bucket keeps as many of them busy as
+        All senders send at an even pace, so that every bucket keeps as many of them busy as
         can be. A single copy above the limit is alone in its bucket at both its ends.
         """
         names = dict.fromkeys(piece.tensor for shard in self.target.shards for piece in shard.pieces)
@@ -271,7 +271,7 @@ class Plan:
         return Holdings(self.source)
 
     def _make_flows(self, shard: int, tensors: Collection[str] | None = None) -> list[Flow]:
-        """The flows of a target shard; those of `tensors` only, where they are not known yet."""
+        """The flows of a target shard; of `tensors` only, unless all are known already."""
         if shard in self._flows:
             return self._flows[shard]
         flows: dict[tuple[int, ...], Flow] = {}

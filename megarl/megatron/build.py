@@ -1,7 +1,7 @@
 """Megatron's GPTModel from a model's facts, on this rank's place in a layout. The only place that builds one.
 
 Guarantees:
-- Parameter names are those of Megatron's Transformer Engine specification on every machine.
+- Parameter names are the ones of Megatron's Transformer Engine specification on every machine.
 - A loss that is a plain sum gets gradients that are plain sums over micro-batches, data and context
   parallel ranks: nothing divides them (`finalize_gradients`).
 - Parameters that are replicated over ranks start equal on all of them; the value head starts equal in
@@ -204,7 +204,7 @@ def _value_head(settings: TransformerConfig) -> torch.nn.Linear:
 
 @torch.no_grad()
 def add_value_head(chunks: list[GPTModel], seed: int) -> None:
-    """Give a language model a value head beside its own, on the last stage; it starts as `build_model`'s does."""
+    """Give a language model a value head in addition to its own, on the last stage; it starts as `build_model`'s does."""
     if chunks[-1].post_process:
         chunks[-1].value_head = _value_head(chunks[-1].config)
         _draw(chunks[-1].value_head.weight, f"{seed} value_head.weight all")
@@ -214,7 +214,7 @@ def add_value_head(chunks: list[GPTModel], seed: int) -> None:
 def _randomize(model: GPTModel, layers: list[int], seed: int, place: RankCoords) -> None:
     """Norms 1, biases 0, matrices N(0, INIT_STD); only local shards are drawn.
 
-    A parameter's stream is named by the seed, its name in the whole model and, where it is a tensor
+    A parameter's stream is named by the seed, its name in the full model and, where it is a tensor
     parallel shard, the shard: replicas come out equal, and so do tied embeddings on two stages.
     """
     for name, parameter in model.named_parameters():

@@ -201,7 +201,7 @@ def lm_output_processor(
 ) -> Tensor:
     """GPTModel's `output_processor` (megatron-core 0.19.2): log-probabilities (and entropies) of the labels.
 
-    The settings after `context` are bound by `lm_head`; what else GPTModel passes is not needed.
+    The settings after `context` are bound by `lm_head`; GPTModel's other arguments are not needed.
 
     Args:
         hidden_states: [tokens (/tp with sequence parallelism) or live, 1, hidden].

@@ -29,7 +29,7 @@ from megarl import platform
 
 
 class HostRoom:
-    """Bytes on the host for what leaves a GPU; a thread locks them while the process does other things."""
+    """Host memory for tensors that leave a GPU; a thread locks its pages while the process does other things."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -88,16 +88,16 @@ def _unlock(tensor: torch.Tensor, locking: Future[None] | None = None) -> None:
 SLOTS = 3  # buckets on the device
 BUCKET = 8 << 20  # elements, each with up to 12 bytes
 # Elements. Torch's kernel for a CPU computes vectors and, at a tensor's end, single elements, which may round otherwise:
-# where a weight is cut there must be whole vectors.
+# where a weight is cut there must be full vectors.
 ALIGNMENT = 64
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Updated = tuple[torch.nn.Parameter, int, torch.Tensor]
-"""A parameter, the first of its elements that is updated here, and what of it is: a part of it, or a float32 copy."""
+"""A parameter, the first of its elements that is updated here, and the updated tensor: a part of it, or a float32 copy."""
 
 
 class Slots:
-    """Room on the device for a few buckets, and the two streams beside the one that computes."""
+    """Device memory for a few buckets, and the two streams in addition to the computing one."""
 
     def __init__(self, rows: int, bucket: int) -> None:
         self.rows, self.bucket = rows, bucket
@@ -125,7 +125,7 @@ class _Held:
     """Elements of a parameter, from `start` on, whose states lie from `at` on in the host's tensors.
 
     Attributes:
-        main: what Megatron knows as updated; of a copy only shape and gradient, the values are on the host.
+        main: the tensor that Megatron updates; of a copy only shape and gradient, the values are on the host.
         copied: whether it is a float32 copy.
         group: index of the parameter group.
     """
@@ -152,7 +152,7 @@ class _Piece:
     count: int
 
     def of(self, tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Its elements in a tensor that has those of `held` from `start` on."""
+        """Its elements in a tensor that has the elements of `held` from `start` on."""
         return tensor.detach().view(-1)[start + self.first : start + self.first + self.count]
 
 
@@ -160,7 +160,7 @@ class HostAdam:
     """Stands in Megatron's optimizer where `inner` was, which computes.
 
     Attributes:
-        param_groups: those of `inner`; `step` counts updates.
+        param_groups: the ones of `inner`; `step` counts updates.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, updated: Sequence[Updated], slots: Slots) -> None:
@@ -197,11 +197,11 @@ class HostAdam:
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """By what Megatron knows as updated, Adam's states on the host, each flat."""
+        """Adam's states on the host, each flat, by the tensor that Megatron updates."""
         return {entry.main: self._state(entry) for entry in self.held}
 
     def fragments(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor, dict[str, torch.Tensor]]]:
-        """Parameter, first element, what is updated (copies: those on the host), Adam's states (none before a step)."""
+        """Parameter, first element, updated tensor (of copies the host's), Adam's states (none before a step)."""
         for entry in self.held:
             main = self.copies[entry.at : entry.stop] if entry.copied else entry.main
             yield entry.parameter, entry.start, main, self._state(entry)
@@ -236,7 +236,7 @@ class HostAdam:
         if not self.buckets:
             return
         tensors, fetching, storing = self.slots.take(), self.slots.fetching, self.slots.storing
-        # What had the slots' memory before, and states that were loaded.
+        # Former contents of the slots' memory, and states that were loaded.
         fetching.wait_stream(torch.cuda.current_stream())
         stored: list[Any] = [None] * len(self.buckets)
         counts: dict[int, int] = {}
@@ -258,7 +258,7 @@ class HostAdam:
         self.filled = True
 
     def _fetch(self, index: int, tensors: list[torch.Tensor], stored: list[Any]) -> Any:
-        """Bring a bucket into its slot, when what was there is stored; returns the event."""
+        """Bring a bucket into its slot, when the former contents are stored; returns the event."""
         fetching, slot = self.slots.fetching, tensors[index % SLOTS]
         with torch.cuda.stream(fetching):
             if index >= SLOTS:
@@ -268,7 +268,7 @@ class HostAdam:
             return fetching.record_event()
 
     def _rows(self, index: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Row of a slot, what the host has for it."""
+        """Row of a slot, and the host's tensor for it."""
         first = index * self.slots.bucket
         for row, tensor in enumerate((*self.moments, self.copies)):
             if first < tensor.numel():
@@ -308,7 +308,7 @@ class HostAdam:
 
 
 def _cut(held: Sequence[_Held], bucket: int) -> list[list[_Piece]]:
-    """The buckets: which parts of what lie in each."""
+    """The buckets: the parts of each weight in them."""
     buckets: list[list[_Piece]] = [[] for _ in range(-(-held[-1].stop // bucket) if held else 0)]
     for entry in held:
         for index in range(entry.at // bucket, -(-entry.stop // bucket)):
@@ -318,7 +318,7 @@ def _cut(held: Sequence[_Held], bucket: int) -> list[list[_Piece]]:
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of its shape without values, for what asks for shape, type and device of a copy that is on the host.
+    """A tensor of its shape without values, for callers that need shape, type and device of a copy that is on the host.
 
     It reads as not a number and cannot be written.
     """

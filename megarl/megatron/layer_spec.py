@@ -40,7 +40,7 @@ class DirectQueryAttention(MLASelfAttention):
 
 class LiveLayer(TransformerLayer):
     """A model's last layer. Its MLP is computed at a batch's live positions alone where only these are asked for
-    (`PackedBatch.packed_seq_params`): nobody looks at what it makes of a prompt. Attention has all positions' keys and values.
+    (`PackedBatch.packed_seq_params`): its output for a prompt is used nowhere. Attention has all positions' keys and values.
 
     An MoE layer has all positions, since its balance counts them.
     """
@@ -59,7 +59,7 @@ class LiveLayer(TransformerLayer):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron's output layer beside Transformer Engine's layers, whose products add weights' gradients to the float32 ones.
+    """Megatron's output layer for use with Transformer Engine's layers, whose products add weights' gradients to the float32 ones.
 
     Megatron-core 0.19.2 refuses such settings where apex is not installed, for its own layers' sake (tensor_parallel/layers.py). This
     one is never asked for its product: heads read its weight.
@@ -107,7 +107,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None, last: bool) -> T
 
 
 PACKAGE = "transformer_engine"
-# What megatron-core imports of it.
+# The modules that megatron-core imports of it.
 _MODULES = (PACKAGE, f"{PACKAGE}.pytorch", f"{PACKAGE}.pytorch.fp8")
 
 
@@ -139,7 +139,7 @@ def layers_text() -> str:
 
 
 def drop_dummy_gradients() -> None:
-    """Free what Transformer Engine (2.18, module/base.py) keeps for each shape of a weight, once its products add to the float32
+    """Free the tensors that Transformer Engine (2.18, module/base.py) keeps for each shape of a weight, once its products add to the float32
     gradients: a tensor as large as the weight, which autograd is given in a gradient's place. The next step makes them anew."""
     if has_transformer_engine():
         importlib.import_module(f"{PACKAGE}.pytorch.module.base")._dummy_wgrads.clear()

@@ -1,9 +1,9 @@
 """Device memory of a model that comes and goes: weights and optimizer states move to the host, gradients are dropped.
 
-Memory moves by storages: a storage is emptied and later filled again, so every tensor and view of it stays what it is
+Memory moves by storages: a storage is emptied and later filled again, so every tensor and view of it stays valid
 (Megatron's buffers, the parameters within them, the distributed optimizer's shards). Contents come back bit for bit.
 Megatron-core 0.19.2 has functions of that kind. The one for gradients is used here; the others leave the optimizer's
-float32 shards as copies of what were views of the parameters, and on a CPU lose the parameters.
+float32 shards as copies of former views of the parameters, and on a CPU lose the parameters.
 
 To use a tensor whose storage is empty ends the process, so callers ask `require` or `assert_resident` first. On a CPU numpy
 must never see weights (`tensor.numpy()`): torch then refuses to empty their storages.
@@ -34,10 +34,10 @@ class Offloadable:
     """Tensors that are on the device or, all of them, on the host.
 
     Attributes:
-        tensors: lists those that exist now (Adam's states are made by its first step).
-        excluded: lists others; what shares a storage with one of these does not move.
-        constant: whether contents never change: those that the host keeps are not copied out again.
-        keeps: whether the host keeps its memory, and what is in it, while the tensors are on the device: page-locked, on a GPU.
+        tensors: lists the ones that exist now (Adam's states are made by its first step).
+        excluded: lists others; a tensor that shares a storage with one of these does not move.
+        constant: whether contents never change: the host's copies are then not written again.
+        keeps: whether the host keeps its memory and its contents while the tensors are on the device: page-locked, on a GPU.
         host: by storage, its contents while it is empty, in chunks.
         room: for them, if the host keeps it.
     """
@@ -96,7 +96,7 @@ class Offloadable:
         return sum(copy.numel() for copies in self.host.values() for copy in copies)
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Those of the device, each once."""
+        """The tensors on the device, each once."""
         others = {tensor.untyped_storage()._cdata for tensor in self.excluded()}
         found = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage()
@@ -205,12 +205,12 @@ def weights_of(chunks: Chunks, *, constant: bool = False) -> Offloadable:
 
 
 def frozen_of(chunks: Chunks, trained: Sequence[torch.Tensor]) -> Offloadable:
-    """The parameters of a model but for those that are trained (adapters, value head)."""
+    """The parameters of a model that are not trained (neither adapters nor value head)."""
     return Offloadable(lambda: _parameters(chunks), excluded=lambda: trained)
 
 
 def trained_of(trained: Sequence[torch.Tensor]) -> Offloadable:
-    """Parameters that are trained beside frozen ones."""
+    """The trained parameters of a model that also has frozen ones."""
     return Offloadable(lambda: trained)
 
 

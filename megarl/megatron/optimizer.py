@@ -4,7 +4,7 @@ Guarantees:
 - A step whose gradients are not finite changes no weight, no state and no learning rate, and is reported.
 - With float16 weights losses are scaled before the backward pass and gradients divided by the same number after it, so
   that small gradients do not vanish (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). Norm, clipping and update
-  are those of the unscaled gradients; the scale falls where they overflow and rises where they do not.
+  equal the unscaled gradients'; the scale falls where they overflow and rises where they do not.
 """
 
 import math
@@ -34,13 +34,13 @@ def build_optimizer(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW with decoupled weight decay, none on 1-D weights (norms, biases), and its schedule.
 
-    Whether it is distributed over data parallel ranks is what `wrap_for_training` was told. With bfloat16
+    Whether it is distributed over data parallel ranks was decided in `wrap_for_training`. With bfloat16
     or float16 parameters it keeps float32 copies, taken here: load weights before, or call
     `optimizer.reload_model_params()` after. With float16 it also has the chunks' losses scaled from now on.
     With `optim.optimizer_cpu_offload` they go to the host; while this runs they are on the device in the gradients' place.
 
     Args:
-        num_steps: optimizer steps of the whole run, where `optim.lr_decay_steps` is null.
+        num_steps: optimizer steps of the entire run, where `optim.lr_decay_steps` is null.
         bucket: elements whose states are on the device at a time, with `optim.optimizer_cpu_offload`.
 
     Raises:
@@ -78,7 +78,7 @@ def build_optimizer(
     else:
         optimizer = get_megatron_optimizer(config, chunks, overrides)
     if config.fp16:
-        # The schedules scale the last stage's losses by what this returns; all chunks share the settings.
+        # The schedules scale the last stage's losses by this function's result; all chunks share the settings.
         transformer_config.grad_scale_func = optimizer.scale_loss
     return optimizer, OptimizerParamScheduler(optimizer, **schedule)
 
@@ -98,7 +98,7 @@ def _keep_on_host(optimizer: MegatronOptimizer, bucket: int) -> None:
 
 
 def loss_scale(optimizer: MegatronOptimizer) -> float | None:
-    """What losses are multiplied with at present; None where they are not (float32, bfloat16)."""
+    """The present factor of losses; None where they have none (float32, bfloat16)."""
     return float(optimizer.get_loss_scale()) if optimizer.config.fp16 else None
 
 
@@ -114,7 +114,7 @@ def optimizer_step(
 ) -> tuple[float, bool, float]:
     """Clip, update, advance the schedule by one step; every rank calls it.
 
-    Returns: (norm of the whole gradient before clipping, whether the step was taken, the learning rate
+    Returns: (norm of the full gradient before clipping, whether the step was taken, the learning rate
     that it had). With a gradient that is not finite nothing is changed, the schedule neither (but the loss scale);
     the norm then is NaN or infinite.
     """

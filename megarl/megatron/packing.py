@@ -49,7 +49,7 @@ class OtherHead:
 @dataclass
 class PackedBounds(PackedSeqParams):
     """Megatron's, and which of this rank's positions the last layer's MLP is asked for (`live_mlp`); None: all; the lengths of the aligned
-    sequences, which layers would otherwise have to ask the device for; and what sequences share (`PackedBatch.shared`)."""
+    sequences, which layers would otherwise have to ask the device for; and the prompts that sequences share (`PackedBatch.shared`)."""
 
     live: Tensor | None = None
     lengths: list[int] | None = None
@@ -65,7 +65,7 @@ class PackedBatch:
         labels: int64 [tokens]; the token that each position predicts, 0 where it predicts none.
         mask: bool [tokens]; where the predicted token counts in losses.
         live: int64; the positions where `mask` is true (known here without asking the device).
-        fields: what else belongs to predicted tokens, float32 or bool [tokens], by column name.
+        fields: further values of predicted tokens, float32 or bool [tokens], by column name.
         cu_seqlens: int32 [sequences + 1]; bounds of the aligned sequences over all context-parallel ranks. Its attribute `positions` is
             `position_ids` [tokens], since Megatron hands its rotary embedding these bounds and nothing else of a batch.
         aligned: int64 [sequences]; lengths of the aligned sequences, on the host.
@@ -107,7 +107,7 @@ class PackedBatch:
         return self.num_tokens * self.cp - int(self.lengths.sum())
 
     def packed_seq_params(self, live_only: bool = False) -> PackedBounds:
-        """What Megatron's attention and rotary embedding need to know of the sequences' bounds.
+        """The sequences' bounds, as Megatron's attention and rotary embedding need them.
 
         Args:
             live_only: whether the last hidden states are asked for at the live positions alone. Where the last layer can do so
@@ -195,7 +195,7 @@ class HostBatch:
 
     Attributes:
         buffer: the bytes of all its tensors.
-        tensors: where each begins, its type and its shape, by name; those of fields as "fields.<name>".
+        tensors: start, type and shape of each, by name; fields are called "fields.<name>".
         facts: the rest of it.
     """
 
@@ -240,7 +240,7 @@ class MicroBatches(Sequence[PackedBatch]):
         return len(self._arrangements)
 
     def __getitem__(self, index: int) -> PackedBatch:
-        """Raises what laying it out raises."""
+        """Raises the errors of its packing function."""
         number = range(len(self))[index]
         while len(self._made) <= number:
             self._made.append(self._take())
@@ -288,7 +288,7 @@ def arrange_trajectories(
     """Arrange the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
 
     Args:
-        table: columns `prompt_ids`, `response_ids`, `response_mask` and those in `fields`, one list a row.
+        table: columns `prompt_ids`, `response_ids`, `response_mask` and all in `fields`, one list a row.
         fields: names of columns with one value a response token.
         share_prompts: pack a prompt once for all neighbours that have it (`shared_tokens`).
 

@@ -1,4 +1,4 @@
-"""Whole sequences of a packed micro-batch, though context parallelism cuts each over several ranks: sums, and values at their ends."""
+"""Full sequences of a packed micro-batch, though context parallelism cuts each over several ranks: sums, and values at their ends."""
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def text_values(output: Tensor, batch: PackedBatch, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """What the head gives at each text's last token, on every context parallel rank: [texts].
+    """The head's output at each text's last token, on every context parallel rank: [texts].
 
     Gradients go to the rank that holds the token; they are the sum of those that all ranks have for the value, so each
     of `batch.cp` ranks takes a `batch.cp`-th of a loss that all of them compute.

@@ -23,14 +23,14 @@ Attend = Callable[..., Tensor]
 
 
 def check_model(key: str, config: TransformerConfig, layout: ParallelLayout, dropout: float) -> None:
-    """Refuse what would compute something else than with whole trajectories.
+    """Refuse settings whose results would differ from the ones with full trajectories.
 
     Args:
         key: the option that asks for it.
         dropout: of adapters.
 
     Raises:
-        ValueError: naming what is in the way.
+        ValueError: names the setting.
     """
     obstacles = {
         "context parallelism": layout.cp > 1,
@@ -47,7 +47,7 @@ def check_model(key: str, config: TransformerConfig, layout: ParallelLayout, dro
 def attend_shared(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], shared: Sequence[int]
 ) -> Tensor:
-    """Causal attention of packed sequences [tokens, heads, dim] of `lengths`, each of which sees also the first `shared` tokens of
+    """Causal attention of packed sequences [tokens, heads, dim] of `lengths`, each of which also sees the first `shared` tokens of
     the nearest earlier one that shares none."""
     groups: list[tuple[tuple[int, int], ...]] = []  # (length, shared) of its sequences
     for sequence in zip(lengths, shared, strict=True):

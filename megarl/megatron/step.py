@@ -42,11 +42,11 @@ class StepResult:
     """One optimizer step, the same on every rank.
 
     Attributes:
-        grad_norm: of the whole gradient, before clipping.
+        grad_norm: of the full gradient, before clipping.
         lr: the learning rate of this step.
         stats: the losses' sums over micro-batches, data and context parallel ranks.
         ok: False if the step was left out because the gradient was not finite.
-        loss_scale: what the loss was multiplied with for the backward pass (float16); None: it was not.
+        loss_scale: factor of the loss in the backward pass (float16); None: there was none.
     """
 
     grad_norm: float
@@ -56,7 +56,7 @@ class StepResult:
     loss_scale: float | None = None
 
     def numbers(self) -> dict[str, float]:
-        """What is logged beside the losses: grad_norm, lr, and in float16 loss_scale and skipped (1 for a step that was left out, 0)."""
+        """Logged values other than losses: grad_norm, lr, and in float16 loss_scale and skipped (1 for a step that was left out, else 0)."""
         found = {"grad_norm": self.grad_norm, "lr": self.lr}
         if self.loss_scale is not None:
             found |= {"loss_scale": self.loss_scale, "skipped": float(not self.ok)}
@@ -100,7 +100,7 @@ def train_step(
     return StepResult(grad_norm=grad_norm, lr=lr, stats=stats, ok=ok, loss_scale=scale)
 
 
-# What the token dispatchers of megatron-core 0.19.2 keep of their last pass: probabilities with their graph, and maps of it.
+# State that the token dispatchers of megatron-core 0.19.2 keep of their last pass: probabilities with their graph, and maps of it.
 _OF_A_PASS = (
     *("probs", "routing_map", "tokens_per_expert", "reversed_local_input_permutation_mapping"),
     *("token_probs", "token_indices", "dispatched_probs", "dispatched_indices", "dispatched_routing_map"),
@@ -108,10 +108,10 @@ _OF_A_PASS = (
 
 
 def forget_pass(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let go of what modules keep of the last micro-batch.
+    """Release the tensors that modules keep of the last micro-batch.
 
     With recomputation the graph of a dispatcher's probabilities keeps the layer's input and its gradient: two layers' inputs a
-    layer, on the device beside the engines until the next step.
+    layer, on the device together with the engines until the next step.
     """
     for chunk in unwrap(list(chunks)):
         chunk.decoder.input_tensor = None
@@ -129,7 +129,7 @@ def _run_schedule(
     head: Head,
     loss: Loss | None,
 ) -> list[Any]:
-    """On the last stage what was collected of each micro-batch: outputs without a loss, stats with one."""
+    """On the last stage the collected results of each micro-batch: outputs without a loss, stats with one."""
     _check_counts(len(micro_batches))
 
     def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:

@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig from a model's facts and a layout; refuses what Megatron would compute differently.
+"""Megatron's TransformerConfig from a model's facts and a layout; refuses settings that Megatron would compute differently.
 
 Written against megatron-core 0.19.2.
 """
@@ -26,7 +26,7 @@ def transformer_config(
     """The settings that all layers share; an MLATransformerConfig where the model has latent attention.
 
     Raises:
-        ValueError: what `check_layout` raises.
+        ValueError: as `check_layout`.
     """
     check_layout(config, layout)
     fused = has_transformer_engine()

@@ -1,4 +1,4 @@
-"""What megarl knows of one model: facts read from its Hugging Face config, none assumed."""
+"""The facts of one model, read from its Hugging Face config; none is assumed."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class MoEConfig:
         expert_bias: whether a bias is added to the scores for the choice alone (DeepSeek-V3's
             `e_score_correction_bias`, float32).
         num_groups, topk_group: experts are chosen within the best `topk_group` of `num_groups` groups; 1, 1: no groups.
-        scaling_factor: what the chosen experts' weights are multiplied by.
+        scaling_factor: factor of the chosen experts' weights.
     """
 
     num_experts: int
@@ -133,7 +133,7 @@ def load_hf_config(path: str) -> Fields:
 def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] | None]:
     """Rotary base and scaling, from transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`) keys.
 
-    What Megatron-core 0.19 and SGLang 0.5.21 compute as Hugging Face does: plain RoPE, Llama 3's scaling with its
+    Supported are the types that Megatron-core 0.19 and SGLang 0.5.21 compute as Hugging Face does: plain RoPE, Llama 3's with its
     published constants (low and high frequency factors 1 and 4, original length 8192), and yarn. `latent`: of latent
     attention, where yarn's `mscale` and `mscale_all_dim` count.
 
@@ -182,7 +182,7 @@ def _yarn_facts(rope: Fields, latent: bool) -> dict[str, Any]:
 
 
 def _refuse_unknown(rope: Fields, known: Collection[str], *read: str) -> None:
-    """Refuse keys with a value that are not `known`. `read`: what else has been read by then."""
+    """Refuse keys with a value that are not `known`. `read`: further keys that the caller has read."""
     others = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *read}
     for key, value in rope.values.items():
         if key not in known and key not in others and value is not None:
@@ -192,7 +192,7 @@ def _refuse_unknown(rope: Fields, known: Collection[str], *read: str) -> None:
 
 
 def _rotary_percent(hf: Fields, default: float | None) -> float:
-    """From transformers 5 (`rope_parameters`) or 4 keys; `default` None: only whole heads may rotate."""
+    """From transformers 5 (`rope_parameters`) or 4 keys; `default` None: heads may only rotate in full."""
     outer = hf.number("partial_rotary_factor", default or 1.0)
     share = hf.object("rope_parameters").number("partial_rotary_factor", outer)
     if share > 1 or (default is None and share != 1):
@@ -251,10 +251,10 @@ def _dtype(hf: Fields) -> str:
 
 
 DECODER = {"hidden_act": ("silu",), "attention_dropout": (0, 0.0)}
-"""What every family accepts, for `refuse_unsupported`."""
+"""Fields that every family accepts, for `refuse_unsupported`."""
 
 FULL_ATTENTION = {"use_sliding_window": (False,)}
-"""What the Qwen families accept besides."""
+"""Further fields that the Qwen families accept."""
 
 
 def refuse_layer_types(hf: Fields) -> None:
@@ -273,7 +273,7 @@ def decoder_facts(hf: Fields, *, latent: bool = False, rotary: float | None = No
             family, and any other share is refused.
 
     Raises:
-        ValueError: a needed field is missing or not what it has to be, or the rotary embedding or quantisation is not
+        ValueError: a needed field is missing or malformed, or the rotary embedding or quantisation is not
             supported.
     """
     hf.require(

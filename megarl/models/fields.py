@@ -1,4 +1,4 @@
-"""The fields of a JSON object from a user's file, each taken as what it has to be: the one place where types are checked.
+"""The fields of a JSON object from a user's file, each read as the type it must have: the one place where types are checked.
 
 A field that is null is one that is not there.
 """
@@ -18,7 +18,7 @@ class Fields:
     """`values` by key, read from `file` (as messages name it).
 
     The methods that take a field raise:
-        ValueError: names file and field; it is not there and has no `default`, or is not what the method returns.
+        ValueError: names file and field; it is missing and has no `default`, or has another type than the method returns.
     """
 
     def __init__(self, values: Mapping[str, Any], file: str) -> None:
@@ -39,7 +39,7 @@ class Fields:
             raise ValueError(f"{self.file} lacks {', '.join(missing)}")
 
     def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = _MOST) -> int:
-        """A whole number from `least` to `most`."""
+        """An integer from `least` to `most`."""
         value = self._value(key, default)
         if type(value) is not int or not least <= value <= most:  # a bool is an int, too
             upper = "on" if most == _MOST else f"to {most}"

@@ -71,7 +71,7 @@ def _spread(scales: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tens
 
 
 def _over_strips(weight: torch.Tensor, block: Block, use: Callable[[slice, slice], None]) -> None:
-    """Call use(rows, rows of blocks) for strips of whole blocks, which bound what is taken beside the weight."""
+    """Call use(rows, rows of blocks) for strips of complete blocks, which bound the memory taken in addition to the weight."""
     elements = STRIP_ELEMENTS if weight.device.type == "cpu" else GPU_STRIP_ELEMENTS
     height = max(1, elements // (weight.shape[1] * block[0]))
     for first in range(0, -(-weight.shape[0] // block[0]), height):
@@ -97,7 +97,7 @@ def base_weights(pieces: Iterable[Piece], linear: Shapes) -> dict[str, tuple[int
 def check_base_block(config: ModelConfig, layout: ParallelLayout, block: int) -> None:
     """Refuse blocks that a layout's shards cut: each block of a weight is then on one rank, in one place.
 
-    So quantised values are the same in every layout, and those of a checkpoint can be taken as they are.
+    So quantised values are the same in every layout, and a checkpoint's values can be used unchanged.
 
     Raises:
         ValueError: names a weight, and the largest size that would do.

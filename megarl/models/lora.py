@@ -22,7 +22,7 @@ from megarl.models.shards import Shapes
 from megarl.models.table import logical_tensors
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
-IN_CHECKPOINTS = "adapters."  # what is before these names in Megatron's distributed checkpoints
+IN_CHECKPOINTS = "adapters."  # prefix of these names in Megatron's distributed checkpoints
 ADAPTER = "lora"  # the submodule of a linear layer that holds its adapters
 _LINEAR = (
     "_proj",
@@ -42,7 +42,7 @@ class AdapterSlot:
         module: the local name of the layer ("0:decoder.layers.1.mlp.linear_fc1").
         number: which of the layer's experts, or groups of experts; None: it has no experts.
         tensors: the adapted weights (logical names) in the order in which `a` has them.
-        rows: what of the layer's rows `b` has, in its order: (number of the tensor, first row, how many).
+        rows: the layer's rows that `b` has, in its order: (number of the tensor, first row, count).
         in_features: columns of the layer's weight.
     """
 
@@ -59,7 +59,7 @@ class AdapterSlot:
 
 
 def scaling(lora: LoraConfig) -> float:
-    """What an adapter's output is multiplied with."""
+    """The factor of an adapter's output."""
     alpha = float(lora.rank if lora.alpha is None else lora.alpha)
     return alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
@@ -71,7 +71,7 @@ def linear_weights(config: ModelConfig) -> Shapes:
 
 
 def adaptable_weights(config: ModelConfig) -> Shapes:
-    """The weights that may have adapters: those of linear layers, and of routers."""
+    """The weights that may have adapters: linear layers' and routers'."""
     linear, end = linear_weights(config), f".mlp.{_ROUTER}.weight"
     return {
         name: shape for name, shape in logical_tensors(config).items() if name in linear or name.endswith(end)
@@ -125,7 +125,7 @@ def _check_experts(chosen: Shapes, num_experts: int) -> None:
 
 
 def _advice(pattern: str, known: list[str]) -> str:
-    """What may have been meant by a pattern that fits nothing, given the last parts of the layers' names."""
+    """Likely intended names for a pattern that fits nothing, given the last parts of the layers' names."""
     if "," in pattern:
         return "; several are a list: [q_proj, v_proj]"
     if any(sign in pattern for sign in "\\^$(|)+"):
@@ -257,7 +257,7 @@ SERVED_A, SERVED_B = ".lora_A", ".lora_B"  # after the name of SGLang's layer: l
 
 
 def why_not_served(config: ModelConfig, lora: LoraConfig) -> str | None:
-    """Why SGLang cannot serve these adapters beside the model's weights; None: it can."""
+    """Why SGLang cannot serve these adapters with the model's weights; None: it can."""
     if lora.use_dora:
         return "lora.use_dora=true: SGLang refuses DoRA adapters"
     if config.mla is not None:
@@ -298,7 +298,7 @@ def sglang_adapters(pieces: Iterable[Piece], weights: Shapes, rank: int) -> list
 
 
 def sglang_adapter_padding(pieces: Iterable[Piece], weights: Shapes, rank: int) -> dict[str, int]:
-    """Buffer -> its elements that no adapter fills: those of projections, and of whole layers, without adapters."""
+    """Buffer -> its elements that no adapter fills: projections, and entire layers, without adapters."""
     padding = {}
     for local, parts in _wrapped(pieces, weights).items():
         layer, plain = local.removesuffix(".weight"), [part for part in parts if part.tensor not in weights]

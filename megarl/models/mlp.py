@@ -11,7 +11,7 @@ Norm, router and shared experts of a layer with routed experts:
   ranks as a dense MLP is, [gate shard | up shard].
 - SGLang 0.5.21, shared experts not fused with the routed ones: the same cut over all ranks of an engine.
 
-Routed experts, of which a rank holds a part:
+Routed experts, a part of which a rank holds:
 
 - Megatron: an expert parallel rank has a contiguous block of experts, each a pair of tensors of its own
   (`linear_fc1.weight0`, ...), [gate shard | up shard] over the expert tensor parallel ranks.

@@ -7,7 +7,7 @@ from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
-"""Logical name -> shape: those of the Hugging Face tensors."""
+"""Logical name -> shape, both of the Hugging Face tensors."""
 
 PARTS = ("dense", "experts", "all")
 """Parts of a rank's weights: all but the routed experts, the routed experts alone, or both."""

@@ -64,7 +64,7 @@ _MTP_NORMS = {
     "shared_head.norm.weight": "final_layernorm.weight",
 }
 _MTP_PROJECTION = "eh_proj.weight"
-_MTP_LAYER = "mtp_model_layer."  # what Megatron calls the ordinary layer in it
+_MTP_LAYER = "mtp_model_layer."  # Megatron's name of the ordinary layer in it
 
 
 def _mtp_tensors(config: ModelConfig, name: str) -> Shapes:

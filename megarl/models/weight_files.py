@@ -23,7 +23,7 @@ _SHOWN = 6  # names in a message
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor is, and what: `dtype` as safetensors has it ("BF16")."""
+    """A tensor's file, type and shape: `dtype` as safetensors has it ("BF16")."""
 
     file: Path
     dtype: str
@@ -31,7 +31,7 @@ class StoredTensor(NamedTuple):
 
 
 def check_model_files(path: str) -> None:
-    """Refuse a model folder whose safetensors files are not whole, or not those of its index.
+    """Refuse a model folder whose safetensors files are incomplete, or do not match its index.
 
     Raises:
         ValueError: names the file, and the tensor that is missing, twice there, or beyond the file's end.
@@ -89,7 +89,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file holds, by name.
+    """The tensors of a safetensors file, by name.
 
     Raises:
         ValueError: it is no safetensors file, or not all of one.

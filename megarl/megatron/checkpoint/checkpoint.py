@@ -143,7 +143,7 @@ _SHOWN = 8  # mistakes in an error
 
 @dataclass(frozen=True)
 class RankStates:
-    """What of a rank is saved and loaded.
+    """The state of a rank that is saved and loaded.
 
     Attributes:
         places: of the weights that are saved: the model's (`model_places`), or of adapters and a value head alone.
@@ -172,7 +172,7 @@ class RankStates:
 
 @dataclass(frozen=True)
 class Saving:
-    """A save that has begun. `states`: what the role has that is not a tensor, on rank 0."""
+    """A save in progress. `states`: the role's state other than tensors, on rank 0."""
 
     folder: Path
     states: dict[str, Any]
@@ -226,7 +226,7 @@ def begin_save(folder: str | Path, states: RankStates, *, background: bool = Tru
             written.set_exception(error)
 
     if background:
-        # Ends with the process: what is not finished is no checkpoint.
+        # Ends with the process: an unfinished folder is no checkpoint.
         threading.Thread(target=write, name="save", daemon=True).start()
     else:
         write()
@@ -298,10 +298,10 @@ def load_states(folder: str | Path, states: RankStates) -> Loaded:
 
 
 def share_out(held: Sequence[Sequence[tuple[Any, int]]]) -> list[list[int]]:
-    """Who writes what, where several ranks may have the same.
+    """Assign writers to parts that several ranks may have.
 
     Args:
-        held: by rank, what it has: (which part, bytes); a part is the same wherever it is equal.
+        held: by rank, its parts: (part, bytes); equal parts have the same name everywhere.
 
     Returns: by rank, indices into its list. Each part is written once, by the rank that has least to write; what one rank
         alone has is counted first, then large parts.
@@ -322,7 +322,7 @@ def share_out(held: Sequence[Sequence[tuple[Any, int]]]) -> list[list[int]]:
 
 
 def _plan(items: Sequence[Item], states: RankStates) -> tuple[list[Item], dict[str, Any]]:
-    """What this rank writes, and, on rank 0, `states.json`."""
+    """The items that this rank writes, and, on rank 0, `states.json`."""
     own = [((item.key, item.box), item.tensor.nbytes) for item in items]
     shapes = {item.key: item.shape for item in items}
     numbers = (num_steps(states.optimizer), scaler_state(states.optimizer))
@@ -361,7 +361,7 @@ def _check_whole(
 
 
 def _write_common_files(saving: Saving, everything: Sequence[Contents]) -> dict[str, FileFacts]:
-    """What one rank writes for all."""
+    """Write the files that one rank writes for all."""
     folder = saving.folder
     with naming(folder):
         paths = [write_metadata(folder, merged(everything)), folder / "metadata.json", folder / STATES_FILE]
@@ -404,7 +404,7 @@ def _gather(value: Any) -> list[Any] | None:
 
 
 def _raise_on_all(error: BaseException | None) -> None:
-    """Raise on every rank what one could not do."""
+    """Raise on every rank an error that occurred on one."""
     number = None
     if error is not None:
         number = error.errno if isinstance(error, OSError) and error.errno is not None else errno.EIO

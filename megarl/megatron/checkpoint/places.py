@@ -33,7 +33,7 @@ from megarl.models.table import VALUE_HEAD
 
 OPTIMIZER = "optimizer.state."
 CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True}
-"""What tells Megatron which names to ask for: layers have numbers in their names."""
+"""The metadata by which Megatron knows the names to request: layers have numbers in their names."""
 
 MAX_ELEMENTS = 1 << 26
 """Of a part that is written and read at a time."""
@@ -61,7 +61,7 @@ class Places:
     extra_states: tuple[str, ...] = ()
 
     def saved(self) -> "Places":
-        """Those without copies."""
+        """All tensors but copies."""
         return replace(self, pieces=tuple(piece for piece in self.pieces if piece.local not in self.copies))
 
 
@@ -167,11 +167,11 @@ def range_items(
     start: int,
     values: torch.Tensor,
 ) -> Iterator[Item]:
-    """What a state has for some elements of a weight.
+    """A state of some elements of a weight.
 
     Args:
         kind: of the state.
-        pieces: those of the weight's local tensor, of shape `shape`.
+        pieces: of the weight's local tensor, which has shape `shape`.
         start, values: the state of the elements from `start` on, in row-major order, [number of elements].
     """
     for box in boxes_of_range(start, start + values.numel(), shape):
@@ -197,7 +197,7 @@ def boxes_of_range(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Bo
         yield Box((start,), (stop - start,))
         return
     per_row = math.prod(shape[1:])
-    first, last = -(-start // per_row), stop // per_row  # whole rows
+    first, last = -(-start // per_row), stop // per_row  # full rows
     if first > last:
         yield from _within_row(last, start, stop, shape)
         return
@@ -229,7 +229,7 @@ def in_parts(items: Sequence[Item]) -> Iterator[Item]:
 
 
 def relative(part: Box, whole: Box, leading: int = 0) -> tuple[slice, ...]:
-    """The slices that take `part` out of `whole`, without its first `leading` dimensions."""
+    """The slices that take `part` out of the box `whole`, without its first `leading` dimensions."""
     return part.inside(whole, Box.whole(whole.size)).slices[leading:]
 
 

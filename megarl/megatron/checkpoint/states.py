@@ -25,10 +25,10 @@ MAIN = "fp32_param"  # Megatron's name for the float32 copy of a weight
 
 
 class Fragment(NamedTuple):
-    """What an optimizer has of a parameter: the elements from `start` on.
+    """An optimizer's part of a parameter: the elements from `start` on.
 
     Attributes:
-        main: what Adam updates: these elements themselves, or their float32 copy (which may be on the host).
+        main: the tensor that Adam updates: these elements themselves, or their float32 copy (which may be on the host).
         state: Adam's, of `main`.
     """
 
@@ -49,13 +49,13 @@ def fragments(optimizer: MegatronOptimizer) -> Iterator[Fragment]:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Those of dense weights and of experts; one that has nothing on this rank is left out."""
+    """The optimizers of dense weights and of experts; one without parameters on this rank is left out."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if part.optimizer is not None]
 
 
 def updated_by(part: MegatronOptimizer) -> Iterator[Updated]:
-    """Parameter, first element, and what is updated of it."""
+    """Parameter, first element, and the tensor that is updated for it."""
     groups = part.optimizer.param_groups
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
@@ -102,7 +102,7 @@ def set_num_steps(optimizer: MegatronOptimizer, count: int) -> None:
 def optimizer_items(
     optimizer: MegatronOptimizer, places: Places, names: Mapping[torch.nn.Parameter, str]
 ) -> Iterator[Item]:
-    """What this rank's optimizers hold beside the weights. `names`: as `places` calls the parameters."""
+    """The states of this rank's optimizers other than weights. `names`: as `places` calls the parameters."""
     pieces = pieces_by_tensor(places)
     for parameter, start, main, state in fragments(optimizer):
         kinds = {kind: state[kind] for kind in MOMENTS if kind in state}
@@ -131,7 +131,7 @@ def set_scaler_state(optimizer: MegatronOptimizer, state: Mapping[str, float]) -
 
 
 def set_schedule(scheduler: OptimizerParamScheduler, count: int) -> None:
-    """Have the schedule be where it is after so many steps; what its rates are is the configuration's."""
+    """Put the schedule at its position after so many steps; its rates come from the configuration."""
     scheduler.num_steps = count
     scheduler.step(0)
 

@@ -66,7 +66,7 @@ class PackedAttention(MegatronModule):
         if shared is not None:
             return attend_shared(self._attend, query, key, value, lengths, shared).flatten(1)
         if cp == 1 and _fits_varlen(query, value) and (attend := _varlen()) is not None:
-            # The bounds are those of the batch, on the device.
+            # The bounds are the batch's, on the device.
             return attend(
                 *(query, key, value),
                 *(packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv),

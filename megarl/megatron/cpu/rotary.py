@@ -32,8 +32,8 @@ def rotate_packed(
         cu_seqlens: [sequences + 1], cumulative lengths, counted before context parallel splitting; with an attribute
             `positions` [tokens] those of this rank's tokens are known (`PackedBatch.cu_seqlens`), else the device is asked for lengths.
         freqs: [positions, 1, 1, rotated], angles; both halves of the last dimension are the same.
-        mla_rotary_interleaved: pairs lie beside each other in `t`, and in halves in what is returned.
-        mscale: what the rotated part is multiplied with.
+        mla_rotary_interleaved: pairs are neighbours in `t`, and in halves in the result.
+        mscale: factor of the rotated part.
     """
     assert not rotary_interleaved and cp_group is not None
     angles = freqs[:, 0, :, : freqs.shape[-1] // 2]

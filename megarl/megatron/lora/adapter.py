@@ -37,7 +37,7 @@ from megarl.models.lora import AdapterSlot, scaling
 # that is random.
 
 TENSOR, EXPERT, OWN = "lora-tensor-parallel", "lora-expert-tensor-parallel", "lora-own"
-"""Streams: equal on the tensor parallel ranks of a layer, on those of an expert, on this rank alone."""
+"""Streams: equal on the tensor parallel ranks of a layer, on the ranks of an expert, on this rank alone."""
 
 
 def start_streams(seed: int) -> None:
@@ -58,7 +58,7 @@ def start_streams(seed: int) -> None:
 
 
 def drop(x: Tensor, share: float, stream: str) -> Tensor:
-    """`x` with this share of its elements set to 0, and the others divided by what is left."""
+    """`x` with this share of its elements set to 0, and the others divided by the remaining share."""
     with get_cuda_rng_tracker().fork(stream):
         return torch.nn.functional.dropout(x, share, training=True)
 
@@ -83,7 +83,7 @@ class Adapter(torch.nn.Module):
     ) -> None:
         """
         Args:
-            cut: how the tensor parallel ranks have cut the weight: ROWS, COLUMNS or None (each has it whole).
+            cut: how the tensor parallel ranks have cut the weight: ROWS, COLUMNS or None (each has all of it).
         """
         super().__init__()
         self.on = True
@@ -93,7 +93,7 @@ class Adapter(torch.nn.Module):
         self._stream = OWN if cut == COLUMNS or sequence_parallel else TENSOR
         self._heads = _Heads(slot, lora, layer.weight.shape[0])
         count = 1 if lora.shared_a else len(slot.tensors)
-        # What each rank has whole and applies to its own tokens only has its gradient summed over the ranks.
+        # A parameter that each rank has in full and applies to its own tokens only has its gradient summed over the ranks.
         partial_a = sequence_parallel and cut != COLUMNS
         partial_b = sequence_parallel and cut != ROWS
         self.a = _parameter(
@@ -108,7 +108,7 @@ class Adapter(torch.nn.Module):
 
         Args:
             x: [tokens, 1, in], as the layer is given it.
-            output: [tokens, 1, out], what the layer made of it.
+            output: [tokens, 1, out], the layer's own output.
         """
         x = _normed(layer, x)
         if self.training and self._lora.dropout:
@@ -147,12 +147,12 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def start_magnitudes(self, layer: torch.nn.Module) -> None:
-        """Magnitudes with which the layer computes what it computes without adapters, as long as B is 0."""
+        """Magnitudes with which the layer's output equals its output without adapters, as long as B is 0."""
         self.m.copy_(self.norms(layer))
 
     @torch.no_grad()
     def merged(self, layer: torch.nn.Module, norms: Tensor | None = None) -> Tensor:
-        """The layer's weight with its adapters: what it computes with is all in it [out, in].
+        """The layer's weight with its adapters [out, in], complete for the layer's computation.
 
         Args:
             norms: DoRA: `norms(layer)`, which ranks that share columns work out together; None: done here.
@@ -228,7 +228,7 @@ class ExpertAdapter(torch.nn.Module):
         return output * ratio + ratio * added
 
     def _whole(self, kind: str, expert: int, replicated_with: str) -> Tensor:
-        """A parameter; if the ranks of the group each have it whole, its gradient is the sum of theirs."""
+        """A parameter; if the ranks of the group each have all of it, its gradient is the sum of theirs."""
         parameter = self.parameter(kind, expert)
         if self._cut == replicated_with:
             return copy_to_tensor_model_parallel_region(parameter, group=self._group)
@@ -284,7 +284,7 @@ class _Heads:
         self._inverse = torch.argsort(self._place) if whole else None
 
     def __call__(self, hidden: Tensor, b: Tensor) -> Tensor:
-        """[..., tensors * rank] -> [..., out]: B's output at the layer's rows, 0 at those that are not adapted."""
+        """[..., tensors * rank] -> [..., out]: B's output at the layer's rows, 0 at rows that are not adapted."""
         if self._single:
             parts = linear(hidden, b)
         else:
@@ -303,14 +303,14 @@ class _Heads:
         return values.new_full((self._out,), fill).index_copy(0, self.rows, values)
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> None:
-        """Add scaling B A to W in place; one tensor's product exists beside it at a time."""
+        """Add scaling B A to W in place; one tensor's product exists in addition to it at a time."""
         for number, rows in enumerate(self._of):
             product = (b[rows] @ self._own(a, number, 0)).mul_(scaling)
             weight.index_add_(0, self.rows[rows], product)
 
 
 def _normed(layer: torch.nn.Module, x: Tensor) -> Tensor:
-    """What the layer's weight is multiplied with: some layers norm their input first, with a frozen weight."""
+    """The input that the layer's weight is multiplied with: some layers norm it first, with a frozen weight."""
     weight = getattr(layer, "layer_norm_weight", None)
     return x if weight is None else rms_norm(x, (x.shape[-1],), weight, layer.eps)
 

@@ -34,7 +34,7 @@ class Float8Base:
     block: Block
 
     def of_chunk(self, chunk: int) -> "Float8Base":
-        """Those of a model chunk, under the names that they have in it."""
+        """A model chunk's float8 weights, by their names in it."""
         prefix = f"{chunk}:"
         own = {
             name.removeprefix(prefix): shape for name, shape in self.shapes.items() if name.startswith(prefix)
@@ -61,7 +61,7 @@ def unallocated(base: Float8Base) -> Iterator[None]:
 
 
 def allocate(model: torch.nn.Module, base: Float8Base) -> None:
-    """Give memory to what `unallocated` took it from: in float8 to the base, in its own type to what is as large."""
+    """Give back the memory that `unallocated` took: in float8 to the base, in its own type to equally large tensors."""
     layers: dict[torch.nn.Module, list[str]] = {}
     for name, parameter in list(model.named_parameters()):
         path, _, kind = name.rpartition(".")
@@ -97,9 +97,9 @@ def exact_weight(layer: torch.nn.Module, kind: str = "weight") -> Tensor:
 
 
 class ExactWeights(Mapping[str, Tensor]):
-    """`local_parameters` as they would be if none were in float8: those that are, are made when they are asked for.
+    """`local_parameters` as if none were in float8: a float8 parameter's values are computed on request.
 
-    Only the last one is kept, so whoever holds on to nothing has one at a time.
+    Only the last one is kept, so a caller that keeps none has one at a time.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], chunks: Sequence[torch.nn.Module]) -> None:

@@ -1,10 +1,10 @@
 """Low-rank adapters on a Megatron model, in every layout: attached, started, switched on and off.
 
 An adapter is a submodule of the layer whose output it changes, by a forward hook (a router's logits in its `gating`): the
-layers, their names and their weights stay what they are.
+layers, their names and their weights stay unchanged.
 
-Guarantees, each asserted by a test: the gradients are those of PEFT's adapters on the Hugging Face model in every
-layout; with adapters off a layer computes what it computes without them.
+Guarantees, each asserted by a test: the gradients equal those of PEFT's adapters on the Hugging Face model in every
+layout; with adapters off a layer's output is the same as without them.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ is all that asks for gradients). What else tells the sets apart lies in the mode
 
 - which adapters are on;
 - which parameters ask for gradients: Megatron's last reductions look at all that do, in whichever buffers they are;
-- what Megatron's schedules find in the settings that all chunks share (seen with megatron-core 0.19.2).
+- the settings that all chunks share, where Megatron's schedules look for them (seen with megatron-core 0.19.2).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from megarl.megatron.lora.adapter import Adapter, ExpertAdapter
 
 @dataclass(frozen=True)
 class ParameterSet:
-    """What is trained together.
+    """Parameters that are trained together.
 
     Attributes:
         adapter: the name of its adapters.

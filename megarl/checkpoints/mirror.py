@@ -3,10 +3,10 @@
 Guarantees:
 
 - A checkpoint's manifest is copied last, and removed first: a step without one is no checkpoint there either.
-- What could not be copied is said, with the file's name, and tried again after the next commit and at the end.
-- The newest checkpoint is copied first; the remote keeps of its checkpoints those that the rules keep (`Keep`).
+- A failed copy is reported with the file's name, and tried again after the next commit and at the end.
+- The newest checkpoint is copied first; the remote keeps the checkpoints that the rules keep (`Keep`).
 
-It looks at the local folder anew each time, so whatever is there and should be at the remote gets there, also what an
+It reads the local folder anew each time, so every checkpoint that should be at the remote gets there, also one that an
 earlier process could not copy. One run may write to a URL at a time; unlike for local folders, nothing checks this.
 """
 

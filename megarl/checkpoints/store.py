@@ -1,13 +1,13 @@
-"""The checkpoints of a run in a folder: written whole, found again, pruned.
+"""The checkpoints of a run in a folder: committed in one step, found again, pruned.
 
 Guarantees, also when the process is killed at any moment:
 
 - A checkpoint appears under its name with all its files on the disk, or not at all.
 - Once there was a good checkpoint there always is one: the newest good one is never removed, whatever else is going on.
-- What a killed process left unfinished is removed by the next one that writes here, and by nobody else: one process writes at
-  a time (`WriterLock`), and whoever was taken for dead notices before it would change anything that others see.
+- Unfinished files of a killed process are removed by the next writer, and by no other process: one process writes at
+  a time (`WriterLock`), and a process taken for dead notices before it would change anything that others see.
 
-A checkpoint is built in `.step-<n>.<token>-<k>.partial` and renamed. Removed is what has been renamed to `....pruned` first. A step
+A checkpoint is built in `.step-<n>.<token>-<k>.partial` and renamed. A checkpoint is renamed to `....pruned` before it is removed. A step
 that is there already is replaced by two renames, the old one's to `....replaced` and the new one's: Linux could exchange the two in one
 call (renameat2), but network file systems do not have it. A process that is killed between them leaves no `step-<n>`; the next
 writer renames the old one back.

@@ -1,14 +1,14 @@
 """One writer at a time in a folder, also over NFS, and also after a `kill -9`.
 
-Each writer has a file of its own in the folder, `.writer.<token>`, which says who it is, and touches it every
+Each writer has a file of its own in the folder, `.writer.<token>`, which identifies it, and touches it every
 `BEAT_SECONDS`. To become the writer, a process creates its file and then looks at all others; if one of them is of a
 process that lives it withdraws. Of two that start at once at least one sees the other, so there are never two writers
 (at worst none of them gets it, and both try again a few times). Files of the dead are removed. Nothing here needs locks of the
 file system, which many network file systems do not have, or keep after their client died.
 
-Who is dead:
-- on this machine (same boot, same process namespace): a process that is not there, or that began at another time;
-- elsewhere: one whose file was not touched for `DEAD_SECONDS`. Times are those of the file system's server, so that clocks may
+Dead is:
+- on this machine (same boot, same process namespace): a process that does not exist, or that began at another time;
+- elsewhere: a process whose file was not touched for `DEAD_SECONDS`. Times are the file system server's, so that clocks may
   differ. Until that is decided the start waits: a job that is queued again after its node died goes on by itself.
 
 A writer that was taken for dead (its machine was suspended, say) finds its file gone and writes nothing more: `check`.

@@ -1,12 +1,12 @@
-"""What the backward pass of a micro-batch keeps on a rank, in bytes: the tensors that each part of a layer saves.
+"""Bytes that the backward pass of a micro-batch keeps on a rank: the tensors that each part of a layer saves.
 
 After Korthikanti et al. 2022 (arXiv:2205.05198), equations 2 (tensor parallelism) and 4 (with sequence parallelism), without
 their terms for dropout and for scores (no dropout in the layers; attention keeps one number for each row of scores instead
-of them), and listed as Megatron-core 0.19.2 keeps them. What is not stated there:
+of them), and listed as Megatron-core 0.19.2 keeps them. Not stated there:
 
 - A linear layer keeps its input only if its weight is trained or has an adapter. A norm keeps its input in any case.
 - An adapter keeps its own hidden values [tokens, rank] and, in a layer of several tensors, their rows of B.
-- The values are a part of the fused query, key and value tensor, which is kept as a whole for them.
+- The values are a part of the fused query, key and value tensor, all of which is kept for them.
 - Experts are given equally many tokens.
 
 Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs;

@@ -130,10 +130,10 @@ class Served:
         return gpu.fp8 if self.quantized and gpu.fp8 is not None else gpu.bf16
 
     def step_bytes(self, batch: float, context: float) -> tuple[float, float, float]:
-        """What a rank reads to generate a token of each of `batch` texts, which have `context` tokens on the average: weights that every
-        token passes, experts, cache.
+        """Bytes that a rank reads to generate a token of each of `batch` texts, which have `context` tokens on average: weights that
+        every token passes, experts, cache.
 
-        Of the experts those that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch. Of
+        Counted are the experts that any of the tokens takes, if each takes `top_k` of them at random: 1 - (1 - k / n)^batch; and of
         an embedding that is no head a row for each token.
         """
         config, tp = self.config, self.layout.tp

@@ -55,25 +55,25 @@ TABLE = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Parts of the peaks above that are reached, and what takes time whatever its size. None was measured here; all are the same for
-    every model and layout. Where a public measurement is named, the value is that or lies beside it; `phase` was chosen with the PPO of
+    """Parts of the peaks above that are reached, and costs independent of size. None was measured here; all are the same for
+    every model and layout. Where a public measurement is named, the value is the measured one or close to it; `phase` was chosen with the PPO of
     Qwen2.5-0.5B among the public runs in view, `peer` with the weight syncs among them (docs/planning.md), the others are guesses:
 
-    - matmul: dense matrices of forward and backward passes alone, of bf16. experts: grouped ones with full tiles. attention: scores and what is made of them: FlashAttention-3 has 430 to 620
-      TFLOP/s with causal masks of 512 to 16,384 tokens (pytorch/benchmark 2391).
+    - matmul: dense matrices of forward and backward passes alone, of bf16. experts: grouped ones with full tiles. attention: scores and
+      their products with values: FlashAttention-3 has 430 to 620 TFLOP/s with causal masks of 512 to 16,384 tokens (pytorch/benchmark 2391).
     - decode, prefill: generated tokens and prompts, of bf16 or fp8.
     - hbm: the memory's bandwidth, of weights and activations (0.78 to 0.92 of an H100's in profiles and copies); cache: of a paged
       cache in decoding (0.42 to 0.57 in a profile of a 70B model, mikamirai.com 2026-03); sparse: of experts' weights in decoding
       (Qwen3.6-35B-A3B with vLLM 0.19 on one H100: 16 texts make 718 tokens/s, each step reads some 40% of 70 GB: 0.38 with all else).
     - nvlink, nic, host: of each link. NCCL's all-reduce has 0.77 of NVLink (nccl-collectives-bench), 46 to 48 of 50 GB/s on NDR
       (NVIDIA/nccl-tests 290); all-to-all has less.
-    - latency: seconds of a collective within a node beside its bytes; hop: what each doubling of the nodes adds in each direction
+    - latency: seconds of a collective within a node in addition to its bytes; hop: seconds that each doubling of the nodes adds in each direction
       (NCCL takes 54 to 64 us for 48 KB between 4 nodes, b12x 295).
     - kernel: seconds of a small kernel within a CUDA graph, with the gap to the next; dispatch: of one that Python launches
       (Llama-3.1-8B on an H100 takes 8.4 ms a token without graphs, 5.1 with: 18 us for each of some 450 kernels; cloudai.pt).
     - step: seconds of the scheduler in an engine's step. phase: of the controller, of workers that meet and of memory that is freed,
       for each role in each phase.
-    - peer: seconds in which a rank of an engine gets its part from one rank of the trainer, beside the bytes: rounds, buffers, loading.
+    - peer: seconds in which a rank of an engine gets its part from one rank of the trainer, in addition to the bytes: rounds, buffers, loading.
     - prompt, response: mean tokens, as part of data.max_prompt_length and data.max_response_length.
     """
 

@@ -1,6 +1,6 @@
-"""What of a run is on the devices in each phase of a step, as its configuration has it.
+"""The parts of a run on the devices in each phase of a step, by its configuration.
 
-Where a model and the rollout engines share devices, each phase of a step has there what it uses and nothing else:
+Where a model and the rollout engines share devices, each phase of a step has its own data there and nothing else:
 
     sync              the actor's weights, the engines' weights
     generate          the engines' weights and KV cache
@@ -12,9 +12,9 @@ Where a model and the rollout engines share devices, each phase of a step has th
 
 Adapters go with the weights that they are on, a shared critic's with the actor's weights.
 
-So the engines' KV cache comes only after their weights are synced, and is never there beside any weights but theirs;
-where both copies of the weights are, there is neither a cache nor an optimizer. What leaves goes before anything comes.
-What does not share devices, and on a CPU what is not asked for, stays where it is.
+So the engines' KV cache comes only after their weights are synced, and is never there together with other weights;
+where both copies of the weights are, there is neither a cache nor an optimizer. Data leaves before other data arrives.
+Roles that share no devices keep their data there; on a CPU so do roles whose data nobody asked to move.
 """
 
 from __future__ import annotations

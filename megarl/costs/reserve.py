@@ -1,4 +1,4 @@
-"""What is on a GPU beside the tensors that are planned: one term for each cause. None of it was measured by megarl.
+"""GPU memory other than planned tensors: one term for each cause. None of it was measured by megarl.
 
 - A process's CUDA context, with the kernels that torch and the libraries load: 0.4 to 0.6 GiB on an H100 (torch 2, CUDA 12 and 13, as
   `nvidia-smi` shows it of a process that holds one tensor).
@@ -10,11 +10,11 @@
   distributed/parallel_state.py).
 - An engine's CUDA graphs, as SGLang 0.5.21 reckons itself (`reserve_for_graph_mb` in arg_groups/memory_hook.py): 2 MiB for each request of
   the largest decode graph, 8 MiB for each of 58 prefill graphs, or 1.5 GiB with latent attention.
-- What an engine's sampler works on: by a seed for each request it has, for each of them and each token of the vocabulary, logits,
+- An engine's sampler: with a seed for each request it has, for each of them and each token of the vocabulary, logits,
   probabilities and log-probs in float32, a hash of 4 bytes and two float64 (`multinomial_with_seed` in layers/sampler.py, 0.5.21).
 - Workspaces: of cuBLAS 32 MiB for each handle and stream on Hopper (torch; two of them), of Transformer Engine 32 MiB for GEMMs and four more
   for grouped ones (pytorch/cpp_extensions/gemm.py, 2.18); SGLang's attention has 384 MiB (SGLANG_FLASHINFER_WORKSPACE_SIZE).
-- Fragments: what torch's allocator holds and cannot use. An assumption: 1 GiB.
+- Fragments: memory that torch's allocator holds and cannot use. An assumption: 1 GiB.
 
 The communicators of a weight sync between two GPUs' processes, one for each pair of a trainer's and an engine's rank, are not in it.
 """
@@ -36,7 +36,7 @@ FRAGMENTS = 1024 * MIB
 
 @dataclass(frozen=True)
 class EngineRank:
-    """A rank of an engine on the GPU: of how many, how many requests run at once, and what of its model matters."""
+    """A rank of an engine on the GPU: the engine's ranks, its concurrent requests, and the relevant facts of its model."""
 
     tp: int
     requests: int

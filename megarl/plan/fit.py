@@ -203,7 +203,7 @@ _MEGATRON = f"{_POLICY}.actor.megatron"
 
 @dataclass(frozen=True)
 class Change:
-    """Keys to set, why they help, and what the fullest device then holds, in bytes."""
+    """Keys to set, why they help, and the bytes that the fullest device then holds."""
 
     keys: tuple[str, ...]
     why: str
@@ -214,11 +214,11 @@ class Change:
 def changes(
     recipe: str, overrides: Sequence[str], config: TrainConfig, limit: int, reserve: int | None
 ) -> list[Change]:
-    """Those that lower the peak or make the job fit, best first: what fits, then by the memory that is left.
+    """Changes that lower the peak or make the job fit, best first: fitting ones, then by the remaining memory.
 
     Args:
-        config: what the recipe with `overrides` is, resolved.
-        limit, reserve: as those of `plan_memory`.
+        config: the recipe with `overrides`, resolved.
+        limit, reserve: as in `plan_memory`.
     """
     found = []
     for keys, why in _possible_changes(config):

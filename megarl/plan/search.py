@@ -1,11 +1,11 @@
 """Layouts for a recipe's model on its devices, by estimated seconds of a step among those that fit and are legal.
 
-Tried are tensor, pipeline, context and expert parallel sizes (data parallel is what remains), what is computed again, whether
-what a phase does not use leaves the devices, and the engines' sizes. Roles without a layout of their own in the recipe
-follow the actor; all else stays as the recipe has it. What `check_config` and `check_models` refuse is not proposed.
+Tried are tensor, pipeline, context and expert parallel sizes (data parallel is the rest), recomputation, offloading of data that
+a phase does not use, and the engines' sizes. Roles without a layout of their own in the recipe
+follow the actor; all else stays as the recipe has it. Layouts that `check_config` and `check_models` refuse are not proposed.
 
-Layouts are looked at by their seconds without what moves to and from the host, which can only add to them: so the search
-may end before all are seen, and what it proposes is still the best of all.
+Layouts are ordered by their seconds without transfers to and from the host, which can only add to them: so the search
+may end before all are seen, and its proposals are still the best of all.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ class _Engine:
 
 @dataclass
 class Search:
-    """The search, and what it worked out on the way.
+    """The search and its intermediate results.
 
     Attributes:
-        recipe: as it was read, not resolved. limit: bytes of a device. reserve: what is not planned with (as of `plan_memory`).
+        recipe: as it was read, not resolved. limit: bytes of a device. reserve: memory left out of plans (as in `plan_memory`).
         trainers, engines: layouts of the models and of the engines that may fit. seen: pairs of these, whose time was estimated.
-        planned: those whose memory was planned.
+        planned: layouts whose memory was planned.
     """
 
     recipe: TrainConfig

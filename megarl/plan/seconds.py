@@ -1,7 +1,7 @@
 """How long the phases of a step take by formulas, role by role; nothing is measured.
 
 Roles that share devices work one after the other, others at once. Left out: rewards by rules, the controller, checkpoints,
-validations, batches that dynamic sampling drops, turns of an environment, texts learnt beside (PPO-ptx), and the reference's
+validations, batches that dynamic sampling drops, turns of an environment, the auxiliary language-model loss (PPO-ptx), and the reference's
 part of an exact KL in the loss.
 """
 
@@ -32,7 +32,7 @@ TIMED = ("sync", "generate", "score_model", "evaluate_models", "update")
 
 @dataclass(frozen=True)
 class Part:
-    """What a phase does on the devices of a pool.
+    """The work of a phase on the devices of a pool.
 
     Attributes:
         passes: what it consists of, if it is a Megatron model's.
@@ -135,7 +135,7 @@ def step_phases(
 
 
 def generate(config: TrainConfig, inputs: PlanInputs, machine: Machine, kv_tokens: int) -> Generation:
-    """What an engine does in a step."""
+    """An engine's work in a step."""
     rollout, texts = config.actor_rollout_ref.rollout, lengths(config, machine)
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     served = Served(
@@ -165,7 +165,7 @@ def flops_of(inputs: PlanInputs, role: str, model: ModelConfig, head: str) -> Mo
 def model_parts(
     config: TrainConfig, inputs: PlanInputs, machine: Machine, fused: bool = True
 ) -> Iterator[tuple[str, Part]]:
-    """What Megatron's models do, by phase."""
+    """The work of Megatron's models, by phase."""
     batches, policy = resolve_batches(config), config.actor_rollout_ref
     actor, ref, critic, reward = policy.actor, policy.ref, config.critic, config.reward_model
     run = _Roles(config, inputs, machine, batches, fused)

@@ -67,14 +67,14 @@ class StoredObject(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What files of a checkpoint hold, by key; `merged` for that of several files."""
+    """Contents of a checkpoint's files, by key; `merged` for several files."""
 
     tensors: dict[str, StoredTensor]
     objects: dict[str, StoredObject]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what metadata consists of and nothing else: a pickle can name any function to be called."""
+    """Makes the classes of metadata and nothing else: a pickle can name any function to be called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("megatron."):
@@ -163,7 +163,7 @@ def _contents(metadata: Metadata) -> Contents:
 
 
 def _place(info: _StorageInfo) -> tuple[str, int, int]:
-    """File, offset and length of what is stored; the file is one of the checkpoint's own folder."""
+    """File, offset and length of a stored item; the file is one of the checkpoint's own folder."""
     file, numbers = info.relative_path, (info.offset, info.length)
     if not isinstance(file, str) or file == ".." or Path(file).name != file or "\0" in file:
         raise ValueError(f"{file!r} is no file of the checkpoint's folder")
@@ -219,7 +219,7 @@ def write_file(
 
     Args:
         chunks: key and shape of the global tensor, which part of it, its values ([*box.size]).
-        objects: what else to save, by key.
+        objects: further objects to save, by key.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -243,7 +243,7 @@ def file_name(rank: int) -> str:
 
 
 def merged(parts: Iterable[Contents]) -> Contents:
-    """What several files hold together."""
+    """The contents of several files together."""
     objects: dict[str, StoredObject] = {}
     tensors: list[tuple[str, StoredTensor]] = []
     for part in parts:
@@ -291,7 +291,7 @@ def _save(value: Any, file: Any) -> tuple[int, int]:
     start = file.tell()
     try:
         torch.save(value, file)
-    except RuntimeError as error:  # torch's own, on closing what it could not write
+    except RuntimeError as error:  # torch's own, on closing a file that it could not write
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise

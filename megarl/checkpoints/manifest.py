@@ -23,12 +23,12 @@ from megarl.util.files import naming
 
 CHUNK_BYTES = 8 << 20
 NUM_THREADS = 8  # hashing and reading release the GIL
-SHOW_AFTER_SECONDS = 2.0  # what takes longer has a progress bar
+SHOW_AFTER_SECONDS = 2.0  # longer work has a progress bar
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file must be; `sha256` in hexadecimal digits."""
+    """A file's size and checksum; `sha256` in hexadecimal digits."""
 
     bytes: int
     sha256: str
@@ -140,13 +140,13 @@ _NUM_NAMED = 5  # damaged files that a message names
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The contents of a checkpoint.
 
     Attributes:
         step: the step after which it was saved.
         megarl: the version that wrote it.
         files: the facts of each file, by its path in the folder, with slashes.
-        facts: what else the run wants to be known, as JSON has it.
+        facts: further facts of the run, as JSON has them.
     """
 
     step: int
@@ -181,7 +181,7 @@ class Checkpoint:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the run said when it was saved."""
+        """The run's facts at the time of the save."""
         return self.manifest.facts
 
 
@@ -241,7 +241,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
     digest = document.pop("sha256", None)
     if digest != _digest(document):
         raise ValueError(f"{name} is damaged: its checksum is not that of its content")
-    # What has the right checksum was written by `to_bytes`, or by somebody who means harm.
+    # Content with the right checksum was written by `to_bytes`, or by somebody who means harm.
     outside = [file for file in document["files"] if not _is_inside(file)]
     if outside:
         raise ValueError(f"{name} names {outside[0]!r}, which is no file of its folder")
@@ -287,7 +287,7 @@ def find_damage(checkpoint: Checkpoint, *, hashes: bool, console: Console | None
 
 
 def difference(found: FileFacts, written: FileFacts) -> str | None:
-    """What a file that was `written` is now, in words; None: the same."""
+    """The present state of a file that was `written`, in words; None: the same."""
     if found.bytes != written.bytes:
         return f"has {found.bytes} bytes instead of {written.bytes}"
     return None if found == written else "has another SHA-256 than when it was written"

@@ -35,10 +35,10 @@ NUM_THREADS = 4
 
 
 class Mirror:
-    """The checkpoints at `url`, and the thread that copies those of the folder `root` to it.
+    """The checkpoints at `url`, and the thread that copies checkpoints of the folder `root` to it.
 
     Raises:
-        ValueError: the URL cannot be used: what it needs is not installed, or lacks credentials.
+        ValueError: the URL cannot be used: a package is not installed, or lacks credentials.
     """
 
     def __init__(self, root: Path, url: str, keep: Keep, say: Callable[[str], None]) -> None:
@@ -53,7 +53,7 @@ class Mirror:
         self._sent: set[tuple[int, str, str]] = set()  # (step, file, SHA-256) of a copy that is not finished
         self._ignored: frozenset[int] = frozenset()  # of the local steps
         self._abandoned_after: int | None = None
-        self._guard = threading.Lock()  # between choosing what is copied and removing it here
+        self._guard = threading.Lock()  # between choosing a checkpoint to copy and removing it here
         self._copied: int | None = None
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -138,7 +138,7 @@ class Mirror:
         self._ignored = ignored
 
     def notify(self, ignored: frozenset[int]) -> None:
-        """Copy, in the background, what is new in the local folder, but for the steps `ignored`."""
+        """Copy, in the background, new checkpoints of the local folder, but for the steps `ignored`."""
         self._ignored = ignored
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpoint-mirror", daemon=True)
@@ -146,7 +146,7 @@ class Mirror:
         self._wake.set()
 
     def close(self) -> None:
-        """Wait until everything is copied; what failed before is tried once more."""
+        """Wait until everything is copied; failed copies are tried once more."""
         if self._thread is not None:
             self._closing.set()
             self._wake.set()
@@ -182,7 +182,7 @@ class Mirror:
         while (step := self._choose(self._there)) is not None:
             self._upload(step, self._there)
         self._prune(self._there)
-        if self._abandoned_after == abandoned_after:  # not a later one that was asked for meanwhile
+        if self._abandoned_after == abandoned_after:  # not a later one that was asked for in between
             self._abandoned_after = None
         state = self._root / STATE_FILE
         if state.exists() and (content := state.read_bytes()) != self._state:
@@ -258,7 +258,7 @@ class Mirror:
             del there[step]
 
     def _whole(self, there: dict[int, bytes | None]) -> set[int]:
-        """The steps at the remote that count: those with a manifest, of the history that the run goes on with."""
+        """The steps at the remote that count: with a manifest, of the history that the run continues."""
         after = self._abandoned_after
         abandoned = set() if after is None else {step for step in there if step > after} - self._here().keys()
         return {step for step, content in there.items() if content is not None} - abandoned

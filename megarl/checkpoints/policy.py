@@ -74,11 +74,11 @@ class SaveSchedule:
         return self._started + 60 * self.max_run_minutes - self.clock()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with: how long steps and saves take. The time of a job is its own."""
+        """State for a resumed run: how long steps and saves take. The time of a job is its own."""
         return {"longest_step": self._longest_step, "longest_save": self._longest_save}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` said."""
+        """Continue with the state of `state_dict`."""
         self._longest_step = float(state["longest_step"])
         self._longest_save = float(state["longest_save"])
 
@@ -88,11 +88,11 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True)
 class Keep:
-    """What is kept beside the newest checkpoint, which always is.
+    """The checkpoints kept in addition to the newest, which always is.
 
     Attributes:
         last: how many of the newest, that one included; None: all.
-        every: also those whose step is a multiple of this; None: no further ones.
+        every: also keep steps that are a multiple of this; None: no further ones.
         best: also the best so far.
     """
 
@@ -106,7 +106,7 @@ class Keep:
 
 
 def kept_steps(steps: Iterable[int], keep: Keep, best: int | None) -> set[int]:
-    """Those of `steps` that are kept; `best` is the step of the best checkpoint so far."""
+    """The steps of `steps` that are kept; `best` is the step of the best checkpoint so far."""
     steps = sorted(steps)
     kept = set(steps if keep.last is None else steps[-keep.last :])
     if keep.every is not None:
@@ -120,7 +120,7 @@ def write_best(root: Path, step: int | None) -> None:
     """Remember on the disk which step's checkpoint is the best so far; None: none is known.
 
     Raises:
-        OSError: it cannot be written; what was remembered before still is.
+        OSError: it cannot be written; the former value is still there.
     """
     with whole_file(root / STATE_FILE) as path, open(path, "w") as file:
         json.dump({"best": step}, file)

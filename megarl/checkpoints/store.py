@@ -57,7 +57,7 @@ class CheckpointStore:
     Args:
         keep: which checkpoints stay when there are newer ones.
         remote: a URL (`s3://bucket/run`) to which checkpoints are copied in the background; None: nowhere.
-        say: is told, in a line each, what people should know; also from another thread.
+        say: called with one line each of messages for people; also from another thread.
         console: shows progress where that takes a while; None: it is not shown.
 
     Raises:
@@ -156,7 +156,7 @@ class CheckpointStore:
         Args:
             files: all files in `partial`, by their paths in it; what `seal_file` said of each, or None where it is yet to
                 be called, which is done here.
-            facts: what else is to be in the manifest; JSON.
+            facts: further facts for the manifest; JSON.
 
         Raises:
             ValueError: `files` and the folder's content differ. `partial` is removed.
@@ -184,7 +184,7 @@ class CheckpointStore:
         return checkpoint
 
     def newest_good(self, *, verify: bool = True) -> Checkpoint | None:
-        """The newest checkpoint all of whose files are as they were written; what is wrong with newer ones is said.
+        """The newest checkpoint all of whose files are as they were written; damage in newer ones is reported.
 
         One that is only at the remote, and newer than any good one here, is fetched first.
 
@@ -241,7 +241,7 @@ class CheckpointStore:
             self._best = None
 
     def _prune(self, committed: int) -> None:
-        """After a commit, remove what need not be kept. Damaged folders are left for people to look at."""
+        """After a commit, remove checkpoints that need not be kept. Damaged folders are left for people to look at."""
         good = self._good_steps()
         kept = kept_steps(good, self._keep, self._best) | {committed}  # also if there are later ones
         superfluous = (set(good) - kept) | self._abandoned
@@ -259,7 +259,7 @@ class CheckpointStore:
             _remove(folder)
 
     def _good_steps(self) -> list[int]:
-        """Those with a good manifest; files are not looked at, there may be very many."""
+        """Checkpoints with a good manifest; their files are not checked, there may be very many."""
         return [
             step
             for step in steps_in(self.root)
@@ -342,7 +342,7 @@ class CheckpointStore:
             self._mirror.notify(self._ignored())
 
     def _recover(self) -> None:
-        """What killed processes left: a checkpoint that was about to be replaced is put back, the rest removed."""
+        """Clean up after killed processes: a checkpoint that was about to be replaced is put back, the rest removed."""
         for path in self.root.glob(f".{STATE_FILE}.*.tmp"):
             path.unlink()
         for path in sorted(self.root.iterdir()):
@@ -359,7 +359,7 @@ class CheckpointStore:
                 self._say(f"removed {path}, which an earlier run left unfinished")
 
     def _hidden(self, step: int, what: str) -> Path:
-        """A name that nobody has used: a rank that is late may still write into an earlier one."""
+        """An unused name: a rank that is late may still write into an earlier one."""
         self._num_hidden += 1
         return self.root / f".{folder_name(step)}.{self._lock.token}-{self._num_hidden}.{what}"
 
@@ -373,7 +373,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder as far as that works; what is left of it is no checkpoint."""
+    """Delete a folder as far as that works; the rest of it is no checkpoint."""
     with suppress(OSError):
         (folder / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)

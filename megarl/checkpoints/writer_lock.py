@@ -60,7 +60,7 @@ class WriterLock:
 
     Args:
         say: is told when the start waits for the end of another machine's writer.
-        beat_seconds, dead_seconds: as above; equal for all who write there.
+        beat_seconds, dead_seconds: as above; equal for all writers of the folder.
 
     Raises:
         ValueError: another process that lives writes there; the error says which.
@@ -85,7 +85,7 @@ class WriterLock:
         self._acquire()
 
     def check(self) -> None:
-        """Make sure that this process still is the writer; to be called before what others would see.
+        """Make sure that this process still is the writer; to be called before a change that others would see.
 
         Raises:
             RuntimeError: it was taken for dead.
@@ -146,7 +146,7 @@ class WriterLock:
                 continue
 
     def _living_other(self) -> str | None:
-        """Who else writes here and lives, in words; the files of the dead are removed."""
+        """Other living writers here, in words; the files of the dead are removed."""
         for path in sorted(self._folder.glob(f"{_PREFIX}*")):
             if path == self._path:
                 continue
@@ -202,7 +202,7 @@ def _started(pid: int) -> int | None:
 
 
 def _read(path: Path) -> Writer | None:
-    """Who a file is of; None: it is gone, or was not written to its end."""
+    """The writer that a file is of; None: it is gone, or was not written to its end."""
     try:
         return Writer(**json.loads(path.read_text()))
     except (FileNotFoundError, ValueError, TypeError):

@@ -65,7 +65,7 @@ class Kept:
 
 
 def layer_bytes(kept: Kept, name: str, is_moe: bool) -> int:
-    """What a layer ("0:decoder.layers.1.") keeps, its input included."""
+    """Bytes that a layer ("0:decoder.layers.1.") keeps, its input included."""
     attention = _latent_attention if kept.config.mla is not None else _grouped_attention
     return (
         attention(kept, name + "self_attention.")
@@ -80,7 +80,7 @@ def input_bytes(kept: Kept) -> int:
 
 
 def head_bytes(kept: Kept, head: str) -> int:
-    """What the last stage keeps after its layers, if every token counts."""
+    """Bytes that the last stage keeps after its layers, if every token counts."""
     hidden = kept.config.hidden_size
     final = _norm(kept, hidden, kept.own, used=False)
     if head == "value":
@@ -97,7 +97,7 @@ def _core(kept: Kept, heads: int, out: int, proj: str, trimmed: int | None = Non
     """Of attention itself: its output and a number for each head; of a token and a rank.
 
     Args:
-        trimmed: what remains of the output where it is cut before its projection, whose input is then a copy of it.
+        trimmed: the rest of the output where it is cut before its projection, whose input is then a copy of it.
     """
     if trimmed is not None:
         size = 0 if kept.recompute == "selective" else out * kept.itemsize + heads * FLOAT32
@@ -118,7 +118,7 @@ def _grouped_attention(kept: Kept, name: str) -> int:
     heads, groups = config.num_attention_heads // tp, config.num_query_groups // tp
     queries, keys = heads * config.head_dim, groups * config.head_dim
     each = item * (queries + 2 * keys) + item * (queries + keys)
-    if not kept.fused and kept.layout.cp > 1:  # whole sequences' keys and values are copies
+    if not kept.fused and kept.layout.cp > 1:  # all keys and values of a sequence are copies
         each = item * (queries + 2 * keys * kept.layout.cp)
     if config.qk_norm:
         copies = groups > 1  # queries of several groups are put together before their norm
@@ -133,7 +133,7 @@ def _latent_attention(kept: Kept, name: str) -> int:
     config, mla, item = kept.config, kept.config.mla, kept.itemsize
     heads = config.num_attention_heads // kept.layout.tp
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    parts = 1 if kept.fused else kept.layout.cp  # whole sequences' keys and values are copies
+    parts = 1 if kept.fused else kept.layout.cp  # all keys and values of a sequence are copies
     # Of packed sequences megatron-core makes the values as wide as the queries, and cuts attention's output again.
     padded = mla.v_head_dim != dim
     width = dim if padded and kept.recompute != "selective" else mla.v_head_dim
@@ -145,11 +145,13 @@ def _latent_attention(kept: Kept, name: str) -> int:
     if mla.q_lora_rank is not None:
         size += _norm(kept, mla.q_lora_rank, kept.own, kept.keeps(name + "linear_q_up_proj"))
     size += _norm(kept, mla.kv_lora_rank, kept.own, kept.keeps(name + "linear_kv_up_proj"))
-    return size + kept.own * mla.qk_rope_head_dim * item  # beside the latent keys and values, in one tensor
+    return (
+        size + kept.own * mla.qk_rope_head_dim * item
+    )  # in addition to the latent keys and values, in one tensor
 
 
 def _gated(kept: Kept, width: int, fc2: str, weighted: bool = False) -> int:
-    """Gate and up, and what is made of them; of a token. `weighted`: by the router's probabilities."""
+    """Gate and up, and their product; of a token. `weighted`: by the router's probabilities."""
     parts = 2 + kept.keeps(fc2) + (0 if kept.fused else 2 + weighted)
     return parts * width * kept.itemsize
 
@@ -182,7 +184,7 @@ def _experts(kept: Kept, name: str) -> int:
 
 
 def _adapters(kept: Kept, name: str) -> int:
-    """What the adapters of a layer keep beside their inputs."""
+    """Bytes that the adapters of a layer keep in addition to their inputs."""
     lora, item, total, seen = kept.lora, kept.itemsize, 0, set()
     rows = {tensor.name: tensor.shape[0] for tensor in kept.tensors.weights}
     for slot, cut in kept.tensors.slots:
@@ -231,7 +233,7 @@ def stage_bytes(kept: Kept, stage: int, head: str = "lm", micro_batches: int | N
         size * count for size, count in zip(chunks, _in_flight(layout, stage, micro_batches), strict=True)
     )
     at_head = head_bytes(kept, head) if stage == layout.pp - 1 else 0
-    # A layer is computed again when what the head kept is gone.
+    # A layer is computed again when the head's tensors are gone.
     again = largest - input_bytes(kept) if kept.recompute == "full" else 0
     return total + max(at_head, again)
 

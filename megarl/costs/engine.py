@@ -29,9 +29,9 @@ from megarl.weight_sync.model_layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.quantize import Block, dtype_in_fp8, with_scales
 
 _ROTARY_MARGIN = 256  # tokens that the rotary table has more than the context
-_ROTARY_ALIGN = 128  # of which it has a multiple
+_ROTARY_ALIGN = 128  # its size is a multiple of this
 _TABLE_MARGIN = 4  # tokens that a request has more than the context
-_PADDING_TOKENS = 1  # of the cache, where what is padded is written: a page
+_PADDING_TOKENS = 1  # of the cache, where padding is written: a page
 
 
 def engine_weight_bytes(
@@ -59,7 +59,7 @@ def engine_weight_bytes(
 def engine_adapter_bytes(
     config: ModelConfig, engines: EngineLayout, lora: LoraConfig, dtype: torch.dtype
 ) -> int:
-    """Adapters that an engine's first rank serves beside its weights, of all layers of the kinds that have any."""
+    """Adapters that an engine's first rank serves in addition to its weights, of all layers of the kinds that have any."""
     pieces, weights = sglang_pieces(config, engines.place(0)), adapted_weights(config, lora)
     found = sum(piece.box.numel for piece in sglang_adapters(pieces, weights, lora.rank))
     padding = sglang_adapter_padding(pieces, weights, lora.rank)
@@ -112,7 +112,7 @@ class Served:
 
     Attributes:
         weights: bytes of them. token: bytes of one in its cache.
-        itemsize: bytes of an activation, and of what is not quantised. quantized: whether linear layers are in float8.
+        itemsize: bytes of an activation, and of unquantised weights. quantized: whether linear layers are in float8.
     """
 
     config: ModelConfig
@@ -173,7 +173,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Generation:
-    """What an engine does in a step: seconds of prompts and of tokens; texts at a time, on the average; tokens of one after the other."""
+    """An engine's work in a step: seconds of prompts and of tokens; texts at a time, on average; consecutive tokens."""
 
     prefill: float
     decode: float

@@ -3,7 +3,7 @@
 A matrix of [rows, columns] takes 2 rows x columns for a token (a multiplication and an addition each), forward; backward
 takes the same for the token's gradient, and once more for the weight's if that is trained (Narayanan et al. 2021,
 arXiv:2104.04473, appendix). Attention takes 2 (query and key width + value width) for each head and each pair of a query and
-a key. Of routed experts a token counts those that it takes. Norms, activations and rotations are left out.
+a key. A token counts the routed experts that it takes. Norms, activations and rotations are left out.
 """
 
 import re
@@ -18,7 +18,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """A layer, whole.
+    """A layer with all its parts.
 
     Attributes:
         dense: weights of all matrices but routed experts. experts: of these, all of them. active: those of a token.
@@ -42,7 +42,7 @@ class LayerFlops:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Of a whole model: its layers, and the weights of its head (rows of logits, or the value head)."""
+    """A full model: its layers, and the weights of its head (rows of logits, or the value head)."""
 
     layers: tuple[LayerFlops, ...]
     head: int
@@ -58,12 +58,12 @@ class ModelFlops:
 
     @property
     def pair_share(self) -> float:
-        """Operations of attention for a pair of tokens in all layers, as a part of those of a token in all matrices."""
+        """Operations of attention for a pair of tokens in all layers, divided by a token's operations in all matrices."""
         return sum(layer.pair for layer in self.layers) / (2 * self.active)
 
 
 def model_flops(config: ModelConfig, head: str = "lm") -> ModelFlops:
-    """Those of a model with the head "lm" or "value"."""
+    """A model with the head "lm" or "value"."""
     dense, experts = [0] * config.num_layers, [0] * config.num_layers
     shared = [False] * config.num_layers
     top = 0

@@ -99,7 +99,7 @@ class Assumptions:
     response: float = 0.5
 
 
-SECONDS = ("latency", "hop", "kernel", "dispatch", "step", "phase", "peer")  # the others are parts of a whole
+SECONDS = ("latency", "hop", "kernel", "dispatch", "step", "phase", "peer")  # the others are fractions
 
 
 def find_hardware(name: str) -> Hardware:
@@ -182,5 +182,5 @@ LOW, HIGH = 0.91, 1.61
 
 
 def likely(seconds: float) -> tuple[float, float]:
-    """Between what eight of ten runs with this plan would end."""
+    """The range of seconds in which eight of ten runs with this plan would end."""
     return seconds * LOW, seconds * HIGH

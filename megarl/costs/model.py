@@ -1,4 +1,4 @@
-"""One Megatron model on its fullest ranks, stage by stage: what it holds, and what its passes take beside that."""
+"""One Megatron model on its fullest ranks, stage by stage: its bytes, and the working memory of its passes."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -55,7 +55,7 @@ class StageBytes:
     Attributes:
         held: weights, adapters, gradients, optimizer.
         kept: activations that wait for their backward pass.
-        working: what a pass needs at a time beside these; evaluating: what a forward pass without gradients needs.
+        working: further memory that a pass needs at a time; evaluating: the memory of a forward pass without gradients.
         merged: a layer's weight with its adapters, and what is added to it at a time, while weights are sent; the largest layer's.
     """
 
@@ -170,7 +170,7 @@ def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> i
 
 
 def _dummy_gradients(use: ModelUse, tensors: StageTensors) -> int:
-    """What Transformer Engine keeps for each shape of a trained weight (`megarl.megatron.layer_spec.drop_dummy_gradients`)."""
+    """Tensors that Transformer Engine keeps for each shape of a trained weight (`megarl.megatron.layer_spec.drop_dummy_gradients`)."""
     shapes = {tensor.shape for tensor in tensors.weights if tensor.projection and tensor.trained}
     return sum(prod(shape) for shape in shapes) * use.itemsize if use.fused else 0
 

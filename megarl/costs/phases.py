@@ -75,7 +75,7 @@ def frees_engines(config: TrainConfig, gpus: Collection[str]) -> bool:
 
 
 def leaves(config: TrainConfig, switch: bool | None, pool: str, gpus: Collection[str]) -> bool:
-    """Whether what is on the devices of a pool leaves them in phases that do not use it.
+    """Whether a pool's data leaves its devices in phases that do not use it.
 
     Args:
         switch: the key that says so; null: where they are GPUs that the engines use, too.

@@ -109,7 +109,7 @@ CHUNK = 1024  # tokens whose logits exist at a time
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs, `per_node` of them on each node, and what part of their peaks is reached."""
+    """GPUs, `per_node` of them on each node, and the parts of their peaks that are reached."""
 
     gpu: Hardware
     assumed: Assumptions
@@ -130,13 +130,13 @@ class Machine:
         return min(self.link(1), here * self.link(self.per_node + 1))
 
     def latency(self, span: int) -> float:
-        """Seconds of a collective among `span` consecutive ranks beside its bytes: there and back over a tree of the nodes."""
+        """Seconds of a collective among `span` consecutive ranks in addition to its bytes: there and back over a tree of the nodes."""
         nodes = -(-span // self.per_node)
         return self.assumed.latency + 2 * self.assumed.hop * log2(nodes)
 
     @property
     def links(self) -> Mapping[str, float]:
-        """By the names of `megarl.layout.plan.LINKS`; what stays on a device is read and written."""
+        """By the names of `megarl.layout.plan.LINKS`; bytes that stay on a device are read and written."""
         return {
             "local": self.gpu.hbm * self.assumed.hbm / 2,
             "intra_node": self.gpu.nvlink * self.assumed.nvlink,
@@ -260,7 +260,7 @@ class Passes:
         return found
 
     def _head_seconds(self, tokens: float) -> float:
-        """Logits and what is made of them, once more in the backward pass; or a value, which is next to nothing."""
+        """Logits and their losses, once more in the backward pass; or a value, which is next to nothing."""
         gpu, assumed, weights = self.machine.gpu, self.machine.assumed, self.flops.head / self.layout.tp
         own, trained = tokens / self.layout.cp, self.trained is not None
         computed = 2 * weights * own * (self._times + trained) / (gpu.bf16 * assumed.matmul)
@@ -275,7 +275,7 @@ class Passes:
         return {None: 1, "adapters": 2, "weights": 3}[self.trained]
 
     def _both(self, layer: LayerSeconds) -> float:
-        """Forward and, of what is trained, backward; with what is computed again."""
+        """Forward, and backward for trained layers; with recomputation."""
         if self.trained is None:
             return layer.forward
         computed = (self._times - 1) * layer.matrices + BACKWARD_ATTENTION * layer.attention
@@ -286,7 +286,7 @@ class Passes:
         return layer.forward + backward + again
 
     def reduce_seconds(self) -> float:
-        """Gradients of an optimizer step to the ranks that own their states, and the weights back (of what is trained whole)."""
+        """Gradients of an optimizer step to the ranks that own their states, and the weights back (fully trained ones)."""
         layout, total = self.layout, 0.0
         dense = max(self._stage_weights(lambda layer: layer.dense)) / layout.tp + self.flops.head / layout.tp
         experts = max(self._stage_weights(lambda layer: layer.experts)) / (layout.ep * layout.etp)

@@ -53,7 +53,7 @@ class LocalTensor:
 
     Attributes:
         name: "<chunk>:<parameter>".
-        expert: whether its replicas are those of an expert, which other ranks have than a dense weight's.
+        expert: whether its replicas are an expert's, on other ranks than a dense weight's.
         trained: whether it has a gradient and optimizer states.
         projection: whether it is the weight of a linear layer, which a frozen model may hold in float8.
         shared: whether it is an embedding that another stage has, too.
@@ -105,7 +105,7 @@ def stage_tensors(
     adapted: Shapes | None = None,
     adapter: str = "lora",
 ) -> StageTensors:
-    """What the first rank of a pipeline stage holds.
+    """The tensors of the first rank of a pipeline stage.
 
     Args:
         head: "lm" or "value".
@@ -155,7 +155,7 @@ def stage_tensors(
 
 
 def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
-    """The tensors of each layer in Megatron's order; layers, and what is in none, stay where they are."""
+    """The tensors of each layer in Megatron's order; layers, and tensors in none, stay where they are."""
     places: dict[str, int] = {}
 
     def key(tensor: LocalTensor) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ def _cut(slot: AdapterSlot, shape: tuple[int, ...]) -> str | None:
 
 
 def _as_expert(name: str, layout: ParallelLayout) -> bool:
-    """As Megatron marks them: where an expert's replicas are those of dense weights, it counts as one."""
+    """As Megatron marks them: where an expert's replicas coincide with a dense weight's, it counts as one."""
     return _EXPERTS in name and not (layout.ep == 1 and layout.etp == layout.tp)
 
 
@@ -237,7 +237,7 @@ class TrainingBytes:
         adapters: trained, as far as they are in buffers with the padding of these.
         gradients: of trained parameters alone.
         optimizer: float32 copies of trained parameters that are not float32, and Adam's moments; or the slots for these.
-        host: of these, where they are on the host (without what aligns them).
+        host: the part of these on the host (without alignment).
     """
 
     weights: int
@@ -259,7 +259,7 @@ def training_bytes(
     fp8_block: tuple[int, int] | None = None,
     replica: tuple[int, int] = (0, 0),
 ) -> TrainingBytes:
-    """What a rank of the stage holds.
+    """Bytes of a rank of the stage.
 
     Args:
         itemsize: bytes of a parameter.
@@ -276,7 +276,7 @@ def training_bytes(
         buffers = list(_buffers(trained, layout, overlap and first_stage))
         elements = sum(buffer.numel for buffer in buffers)
         states = sum(buffer.elements_of(replica[int(buffer.expert)]) for buffer in buffers)
-    own = itemsize * elements  # trained parameters, with what pads them
+    own = itemsize * elements  # trained parameters, with their padding
     if tensors.adapters:
         own = weight_bytes([tensor for tensor in tensors.weights if tensor.trained], itemsize)  # a value head
     return TrainingBytes(

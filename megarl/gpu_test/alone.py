@@ -53,7 +53,7 @@ class Meter:
             found.peak, found.after, self.name = self._peak(), self.current, outer
 
     def live(self) -> dict[Made, int]:
-        return {}  # the allocator does not know who made what
+        return {}  # the allocator does not know the makers of tensors
 
 
 def cuda_meter() -> Meter:

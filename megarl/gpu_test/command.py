@@ -23,7 +23,7 @@ from megarl.gpu_test.steps import SECONDS, STEPS, Machine, Step, chosen, machine
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the steps, print and write what they found; returns the exit code.
+    """Run the steps, print and write their checks; returns the exit code.
 
     Raises:
         ValueError: names the option that is wrong.
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
                 print(f"{step.name}: {step.what} ...", flush=True)
                 results.append(run_step(step, Path(name, step.name), min(options.limit, SECONDS)))
             print(told(results[-1]), flush=True)
-            # After each step: what has been found is not lost with the machine.
+            # After each step: no check is lost with the machine.
             facts, today = facts_of(machine), date.today().isoformat()
             file = file_of(folder, today, facts)
             files = write(

@@ -1,6 +1,6 @@
 """Step `engine`: an engine alone. It answers, releases its memory, takes it back with weights that a trainer rank sends, answers again.
 
-What it says that it released is compared with what CUDA says is free: the two are told by different sides.
+The bytes that the engine reports as released are compared with the free memory that CUDA reports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megarl.weight_sync.sync_plan import SyncPlan
 MIB, GIB = 1 << 20, 1 << 30
 SECONDS = 120.0
 TAGS = ("kv_cache", "weights")
-PART_FREED = 0.95  # of what the engine says that it released
+PART_FREED = 0.95  # of the bytes that the engine reports as released
 CLOSE = 0.1  # largest difference of two log-probs of a token that was chosen twice, in bfloat16
 
 

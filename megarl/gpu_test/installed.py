@@ -1,4 +1,4 @@
-"""Step `installed`: what is here, and whether the packages of the GPU path can be imported."""
+"""Step `installed`: installed packages and cards, and whether the packages of the GPU path can be imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.gpu_test.steps import machine_here
 
 GIB = 1 << 30
 IMPORT_SECONDS = 150.0
-# Package -> what is imported of it. flash_attn is not among them: Transformer Engine decides whether it takes one.
+# Package -> modules imported of it. flash_attn is not among them: Transformer Engine decides whether it takes one.
 MODULES = {
     "transformer-engine": "transformer_engine.pytorch",
     "sglang-kernel": "sgl_kernel",

@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 def compared(name: str, case: Callable[[], Iterable[Pair]], tolerance: float) -> Check:
-    """Whether all pairs of a case are as close as `tolerance`, relative to the largest number of what is expected.
+    """Whether all pairs of a case are as close as `tolerance`, relative to the largest expected number.
 
     A case that raises is a check that is wrong: the others are looked at nonetheless.
     """
@@ -50,7 +50,7 @@ def compared(name: str, case: Callable[[], Iterable[Pair]], tolerance: float) ->
 
 
 def difference(pair: Pair) -> float:
-    """The largest, relative to the largest number that is expected; infinite for other shapes, and for what is not finite."""
+    """The largest difference, relative to the largest expected number; infinite for other shapes and non-finite numbers."""
     found, expected = pair.found.detach().double().cpu(), pair.expected.detach().double().cpu()
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         return float("inf")
@@ -85,7 +85,7 @@ def made(device: str, *shape: int, seed: int = 0, scale: float = 1.0) -> tuple[t
 def with_gradients(
     found: torch.Tensor, expected: torch.Tensor, leaves: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
 ) -> Iterator[Pair]:
-    """An output and, after a backward pass, the gradients of its leaves, each with what it is compared with."""
+    """An output and, after a backward pass, the gradients of its leaves, each with its reference."""
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(99)).to(expected.device)
     found.backward(weight.to(found.dtype))
     expected.backward(weight)

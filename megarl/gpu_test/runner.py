@@ -44,12 +44,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a step.
+    """The result of a step.
 
     Attributes:
         outcome: PASSED, FAILED or IMPOSSIBLE.
         reason: of a failure, or why it could not run.
-        log: the end of what a step that failed printed.
+        log: the end of a failed step's output.
     """
 
     name: str
@@ -114,7 +114,7 @@ def failure(code: int | None, checks: list[Check], limit: float) -> str | None:
 
 
 def read_checks(file: Path) -> Iterator[Check]:
-    """Those that were written whole."""
+    """The checks that were written completely."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     for line in text.splitlines(keepends=True):
         if line.endswith("\n"):

@@ -97,7 +97,7 @@ def schedulers(token: str) -> list[psutil.Process]:
             titled = any(word.startswith(SCHEDULER) for word in process.cmdline()[:1])
             if titled and process.environ().get(MARK) == token:
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile, or is another user's
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or is another user's
             continue
     return found
 

@@ -1,4 +1,4 @@
-"""Step `shadow`: what a shadow run said of a rank's memory, beside the same rank on a real GPU.
+"""Step `shadow`: a shadow run's account of a rank's memory, compared with the same rank on a real GPU.
 
 The shadow needs torch's CPU build, which is not where a GPU is: its numbers come with megarl (shadow_ranks.json). `python -m
 megarl.gpu_test.shadow` makes them anew on a machine without a GPU.
@@ -20,7 +20,7 @@ from megarl.util.files import whole_file
 FILE = Path(__file__).with_name("shadow_ranks.json")
 MIB, GIB = 1 << 20, 1 << 30
 TOLERANCE = 0.05
-# Of what a shadow does not have: workspaces that cuBLAS and cuDNN take from torch's allocator.
+# Memory that a shadow does not have: workspaces that cuBLAS and cuDNN take from torch's allocator.
 WORKSPACES = 256 * MIB
 KEPT = ("role", "rank", "parts", "released", "transformer_engine")
 
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Parts are the same tensors; a phase may take workspaces beside what the shadow knows."""
+        """Parts are the same tensors; a phase may take workspaces that the shadow does not know."""
         if self.name.startswith("part "):
             return abs(self.found - self.shadow) <= TOLERANCE * self.shadow
         return -TOLERANCE * self.shadow <= self.found - self.shadow <= TOLERANCE * self.shadow + WORKSPACES
@@ -89,7 +89,7 @@ def run_case(case: Case, runner: Any) -> dict[str, Any]:
 
 
 def compare_case(case: Case, shadow: Mapping[str, Any] | None, found: Mapping[str, Any]) -> Iterator[Check]:
-    """`shadow` None: it was not asked; what was found is recorded nonetheless."""
+    """`shadow` None: there is none; the measured bytes are recorded nonetheless."""
     if shadow is None:
         yield Check(f"{case.name}: no shadow of it came with megarl", None, "", kept(found))
         return
@@ -114,7 +114,7 @@ def rows(shadow: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def kept(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a rank's report comes with megarl."""
+    """The parts of a rank's report that come with megarl."""
     phases = {name: {"peak": phase["peak"]} for name, phase in report["phases"].items()}
     return {**{name: report[name] for name in KEPT}, "phases": phases}
 
@@ -128,7 +128,7 @@ def shadow_case(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Of all cases, or of those whose numbers in `CASES` are given."""
+    """Run all cases, or the ones whose numbers in `CASES` are given."""
     from megarl.util.packages import installed
 
     known = read_known()

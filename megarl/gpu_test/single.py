@@ -47,7 +47,7 @@ RL_64K = Published("RL of Qwen3-0.6B, 65,536 tokens, H100", PRIME_RL, 10_100.0, 
 
 
 def beside(published: Published, tokens_per_s: float, seconds: float, mfu: float | None) -> str:
-    """What was found here, and how it compares, as text."""
+    """The figures of this run, compared with the published ones, as text."""
     parts = [
         f"{tokens_per_s:,.0f} tokens/s, {_ratio(tokens_per_s, published.tokens_per_s)} of {published.tokens_per_s:,.0f}"
     ]
@@ -82,7 +82,7 @@ def run_trainer(folder: Path) -> Iterator[Check]:
 
 
 def measure(out: Path, options: Sequence[str], published: Published, phase: str) -> Iterator[Check]:
-    """Run the benchmark; `phase`: the one whose figures are those that were published."""
+    """Run the benchmark; `phase`: the one whose figures were published."""
     script = CHECKOUT / "benchmarks" / "gpu_single.py"
     command = [sys.executable, str(script), "--verbose", "--out", str(out), *options]
     code = subprocess.run(command, cwd=CHECKOUT, check=False).returncode

@@ -1,4 +1,4 @@
-"""The steps in the order in which they run, and what each needs: cards, drivers and packages, looked up without importing them."""
+"""The steps in the order in which they run, and their needs: cards, drivers and packages, looked up without importing them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def machine_here() -> Machine:
 
 
 def visible(gpus: Sequence[Gpu], named: str | None) -> tuple[Gpu, ...]:
-    """Of all cards those that CUDA shows to a process whose CUDA_VISIBLE_DEVICES is `named`.
+    """The cards that CUDA shows to a process whose CUDA_VISIBLE_DEVICES is `named`.
 
     A UUID may be any card's, so then only their number is right, which is what steps ask for.
     """
@@ -82,7 +82,7 @@ class Step:
         gpus: that it needs at least.
         packages: that must be installed.
         engine: whether it starts SGLang, which then has to be one that megarl knows.
-        checkout: whether it needs the folders beside the package.
+        checkout: whether it needs the repository's folders outside the package.
     """
 
     name: str

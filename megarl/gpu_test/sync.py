@@ -54,7 +54,7 @@ def sync_versions(folder: Path, model: str, device: str, transport: str) -> Iter
             _Tensors(tensors), InboxFile(replace(share, padding={}), {0: address}, SECONDS), "session"
         )
         for version in range(1, NUM_VERSIONS + 1):
-            told_seconds = results.get(timeout=SECONDS)  # what is to be sent is there
+            told_seconds = results.get(timeout=SECONDS)  # the version to be sent is there
             assert told_seconds == version
             begun = time.perf_counter()
             received = receiver.receive(version)
@@ -98,7 +98,7 @@ def _send(model: str, folder: str, device: str, told: Any, results: Any) -> None
 
 
 def _differences(sync: SyncPlan, tensors: dict[str, torch.Tensor], version: int) -> list[str]:
-    """The tensors with an element that is not what was sent."""
+    """The tensors with an element that differs from the sent one."""
     known, sources, wrong = shapes(sync.plan.source), {}, []
     for copy in sync.plan.copies:
         if copy.source_local not in sources:

@@ -70,12 +70,12 @@ def run_memory(options: argparse.Namespace) -> None:
 
 
 def reserve_bytes(option: float | None) -> int | None:
-    """Of --reserve, in GiB; None: by what is on a GPU."""
+    """The bytes of --reserve, given in GiB; None: by the processes on a GPU."""
     return None if option is None else round(option * GIB)
 
 
 def reserve_words(option: float | None) -> str:
-    """What is taken off a GPU's memory."""
+    """The memory that is not planned with."""
     return f"--reserve {option:g}" if option is not None else "what CUDA, NCCL and fragments take"
 
 
@@ -120,7 +120,7 @@ def print_plan(
 
 
 def _host_lines(plan: MemoryPlan) -> list[str]:
-    """By pool, what its nodes must have for what is not on the devices, or not always."""
+    """By pool, the host memory that its nodes need for offloaded tensors."""
     return [
         f"on the host, page-locked: {plan.host(name) / GIB:.1f} GiB for the fullest device of pool {name}, so up to "
         f"{plan.host(name) * pool.n_gpus_per_node / GIB:.1f} a node"
@@ -134,11 +134,11 @@ def _cell(size: int) -> str:
 
 
 Page = Callable[[JobPlan, str, Sequence[Change]], str]
-"""Makes the HTML page of a plan: the job, what the recipe is called, what would help a job that does not fit."""
+"""Makes the HTML page of a plan: the job, the recipe's name, changes that would help a job that does not fit."""
 
 
 def run_step(options: argparse.Namespace, page: Page) -> None:
-    """Print the report, or what the search found; with --html write the page.
+    """Print the report, or the search's proposals; with --html write the page.
 
     Raises:
         ValueError: names the option or key, and what would be right.
@@ -180,7 +180,7 @@ def run_step(options: argparse.Namespace, page: Page) -> None:
 def _search(
     options: argparse.Namespace, inputs: PlanInputs, machine: Machine, limit: int, reserve: int | None
 ) -> None:
-    """Print what `Search` finds."""
+    """Print the proposals of `Search`."""
     if options.html is not None:
         raise ValueError("--html beside --search: the page shows one layout; give its keys without --search")
     if options.top < 1:
@@ -239,13 +239,13 @@ def _nothing(search: Search) -> str:
         text += ": rollout.quantization=fp8 halves the weights" if rollout.quantization is None else ""
     try:
         check_config(recipe, data_files=False)
-    except ValueError as error:  # perhaps what is wrong is not the layout
+    except ValueError as error:  # perhaps the layout is not the mistake
         text += f"\nthe recipe as it is: {error}"
     return text
 
 
 def print_job(console: Console, job: JobPlan) -> None:
-    """What is fullest, the sync, seconds by phase and part, bubbles, and what was assumed."""
+    """Fullest devices, the sync, seconds by phase and part, bubbles, and assumptions."""
     lines = []
     for phase in job.memory.phases:
         device, size = job.fullest(phase)

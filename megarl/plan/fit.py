@@ -96,7 +96,7 @@ def _engine(rollout: RolloutConfig, model: ModelConfig, tp: int, per_node: int) 
 
 
 def layout_keys(config: TrainConfig) -> list[str]:
-    """What says in a recipe which layout it is, as key=value."""
+    """The keys of a recipe's layout, as key=value."""
     policy = config.actor_rollout_ref
     keys = [f"trainer.nnodes={config.trainer.nnodes}"]
     for section, names in KEYS.items():

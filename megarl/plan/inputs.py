@@ -40,7 +40,7 @@ C = TypeVar("C", bound=TrainConfig | TuningConfig)
 
 @dataclass
 class PlanInputs:
-    """What is read or worked out once for many plans of one recipe, which differ by layouts and nodes alone."""
+    """Facts and intermediate results shared by many plans of one recipe, which differ by layouts and nodes alone."""
 
     model: ModelConfig
     critic: ModelConfig | None = None
@@ -82,10 +82,10 @@ def read_planned(
     """`read_inputs`, also of the recipes of `megarl sft`, `rm` and `dpo`.
 
     Args:
-        command: whose recipe it is; None: what its keys say (`recipe_command`).
+        command: the recipe's; None: the one that its keys belong to (`recipe_command`).
 
     Raises:
-        ValueError: besides what `load_config` and `check_config` raise, nothing says which command it is of.
+        ValueError: as `load_config` and `check_config`, and if nothing says which command it is of.
     """
     return _read(TRAINING[command or recipe_command(recipe, overrides)], recipe, overrides, check)
 
@@ -215,7 +215,7 @@ def tuning_use(config: TuningConfig, inputs: PlanInputs) -> ModelUse:
 
 
 def _training(megatron: MegatronConfig, optim: OptimConfig) -> dict[str, Any]:
-    """What a `ModelUse` says of how a model is trained."""
+    """The arguments of a `ModelUse` for a model's training."""
     return {
         "itemsize": precision(megatron.dtype).itemsize,
         "distributed": megatron.use_distributed_optimizer,

@@ -21,7 +21,7 @@ NOTE = "seconds are estimates by formulas, nothing was measured; assumed (--assu
 
 
 def range_words(seconds: float) -> str:
-    """What an estimate is worth."""
+    """The reliability of an estimate."""
     low, high = likely(seconds)
     return f"from {low:,.0f} to {high:,.0f} s" if low >= 10 else f"from {low:.1f} to {high:.1f} s"
 
@@ -49,7 +49,7 @@ class Device:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What `plan_job` found.
+    """The results of `plan_job`.
 
     Attributes:
         sync: None where it was estimated.
@@ -136,7 +136,7 @@ def plan_job(
 def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine, peers: bool = True) -> float:
     """At most: all that a rank of the engines gets comes from other GPUs, of its node where that is the only one.
 
-    Engines that serve adapters beside their weights get these alone.
+    Engines that serve adapters separately get these alone.
 
     Args:
         peers: with the rounds in which ranks meet, which follow from the trainer's layout.
@@ -167,7 +167,7 @@ def peer_seconds(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> f
 
 
 def _adapters(config: TrainConfig, inputs: PlanInputs) -> LoraConfig | None:
-    """What the engines serve beside weights that are sent once."""
+    """Tensors that the engines serve in addition to weights that are sent once."""
     policy, freed = config.actor_rollout_ref, frees_engines(config, config.resource_pools)
     adapters, _ = served_adapters(policy.rollout, inputs.model, policy.model.lora, freed)
     return adapters
@@ -225,7 +225,7 @@ def assumed_text(machine: Machine) -> str:
 
 
 def assumed_words(job: JobPlan) -> str:
-    """What the seconds rest on."""
+    """The assumptions of the seconds."""
     texts = lengths(job.config, job.machine)
     return (
         f"{assumed_text(job.machine)}; so prompts of {texts.prompt:,.0f} tokens, responses of {texts.response:,.0f}, the longest "

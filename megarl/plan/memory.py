@@ -93,7 +93,7 @@ class Owned:
     Attributes:
         stages: bytes, by pipeline stage of the role (one entry where it has none).
         phases: in which it is there; None: in all.
-        host: bytes that are on the host in all phases, by stage; none where it is on the device as a whole, or as a whole not.
+        host: bytes on the host in all phases, by stage; none where the owner is entirely on the device, or entirely not.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Owned:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The owners, and what follows from them.
+    """The owners and their totals.
 
     Attributes:
         phases: of a step.
@@ -171,7 +171,7 @@ class MemoryPlan:
         return self.peak + self.reserve <= self.limit and self.kv_tokens >= self.longest
 
     def problems(self) -> list[str]:
-        """Why it does not fit, each with what would make it."""
+        """Reasons why it does not fit, each with a remedy."""
         found = []
         for phase in self.phases:
             over = self.fullest(phase) + self.reserve - self.limit
@@ -196,7 +196,7 @@ def plan_memory(
 
     Args:
         limit: bytes of a device.
-        reserve: bytes that are not planned with; None: by what is on a GPU (`reserve_rows`).
+        reserve: bytes that are not planned with; None: by the processes on a GPU (`reserve_rows`).
 
     Raises:
         ValueError: a layout that cannot be.
@@ -231,7 +231,7 @@ def _trained(
             continue
         name = f"{role}_{part}"
         sizes = tuple(getattr(stage.held, part) for stage in stages)
-        if shares and part == "adapters":  # beside them, and where they are, is the value head
+        if shares and part == "adapters":  # the value head is where they are
             head = inputs.model.hidden_size * precision(megatron.dtype).itemsize
             sizes = (*sizes[:-1], sizes[-1] + head)
         if any(sizes):
@@ -283,7 +283,7 @@ def _evaluated(
     movable = leaves(config, section.megatron.param_offload, pool, config.resource_pools)
     weights = tuple(stage.held.weights for stage in stages)
     yield Owned(f"{name}_weights", role, pool, weights, there if movable else None)
-    if role != "actor":  # beside the actor's own passes they are one after the other
+    if role != "actor":  # these passes and the actor's own are one after the other
         yield Owned(f"{name}_evaluating", role, pool, _of(stages, "evaluating"), there)
 
 
@@ -353,7 +353,7 @@ EVALUATE, UPDATE = "evaluate", "update"
 def plan_of(
     config: TrainConfig | TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
 ) -> MemoryPlan:
-    """The plan of a resolved configuration of any command that trains; the arguments are those of `plan_memory`."""
+    """The plan of a resolved configuration of any command that trains; the arguments are as in `plan_memory`."""
     plan = plan_memory if isinstance(config, TrainConfig) else plan_tuning
     return plan(config, inputs, limit, reserve)
 
@@ -361,7 +361,7 @@ def plan_of(
 def plan_tuning(
     config: TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
 ) -> MemoryPlan:
-    """The plan of a resolved configuration; the arguments are those of `plan_memory`.
+    """The plan of a resolved configuration; the arguments are as in `plan_memory`.
 
     Raises:
         ValueError: a layout that cannot be.
@@ -398,12 +398,12 @@ def _owners(config: TuningConfig, inputs: PlanInputs) -> Iterator[Owned]:
         yield Owned(f"{role}_{name}", role, GLOBAL_POOL, sizes, frozenset({phase}))
 
 
-MULTIPLES = (16, 8, 4, 2)  # of what a micro-batch must hold, that are tried
+MULTIPLES = (16, 8, 4, 2)  # candidates, as multiples of the least size of a micro-batch
 MOST_TOKENS = 65536  # more than fills a GPU makes it no faster
 
 
 def fitting_tokens(config: TrainConfig | TuningConfig, least: int, limit: int) -> int:
-    """The greatest of `MULTIPLES` of what a micro-batch must hold with which what the models hold and work on fits; else just that.
+    """The greatest of `MULTIPLES` times `least` with which the models and their work fit; `least` if none does.
 
     Args:
         config: unresolved, accepted by `preflight`.
@@ -419,7 +419,7 @@ def fitting_tokens(config: TrainConfig | TuningConfig, least: int, limit: int) -
 
 
 def taken(config: TrainConfig | TuningConfig, inputs: PlanInputs, tokens: int, limit: int) -> int:
-    """Bytes of the fullest device in the phases of the models, if micro-batches have so many tokens, and of what is beside them."""
+    """Bytes of the fullest device in the phases of the models, if micro-batches have so many tokens, with the reserve."""
     if isinstance(config, TrainConfig):
         policy = config.actor_rollout_ref
         actor = replace(policy.actor, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=tokens)

@@ -22,7 +22,7 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 def with_chosen_size(config: C) -> tuple[C, list[str]]:
-    """The configuration with a size for its micro-batches, and what to say of it: nothing where it has one.
+    """The configuration with a size for its micro-batches, and lines about it: none where it has one.
 
     Args:
         config: unresolved, accepted by `preflight`.

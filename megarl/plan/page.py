@@ -42,10 +42,10 @@ _FILLED = "hsl(210 45% 42%)"
 
 
 def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
-    """The whole page.
+    """The page's HTML.
 
     Args:
-        recipe: what it is called. advice: `changes`, where the job does not fit.
+        recipe: its name. advice: `changes`, where the job does not fit.
     """
     memory, gpu = job.memory, job.machine.gpu
     room = (memory.limit - memory.reserve - memory.peak) / GIB
@@ -76,13 +76,13 @@ def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
 
 
 def _fullest(job: JobPlan) -> dict[str, dict[str, int]]:
-    """By phase what each owner holds, in bytes, on the device that is fullest in it."""
+    """By phase the bytes of each owner on the device that is fullest in it."""
     devices = {phase: job.fullest(phase)[0] for phase in job.memory.phases}
     return {phase: job.held(phase)[device.pool, device.number] for phase, device in devices.items()}
 
 
 def _bars(job: JobPlan) -> dict[str, Any]:
-    """A bar for each phase, a piece for each owner; the line is what there is without the reserve."""
+    """A bar for each phase, a piece for each owner; the line is the memory without the reserve."""
     held = _fullest(job)
     owners = [owner.name for owner in job.memory.owners if any(by.get(owner.name) for by in held.values())]
     return {

@@ -55,7 +55,7 @@ class Proposal:
     """A layout that fits.
 
     Attributes:
-        config: resolved. keys: what to give beside the recipe, as key=value.
+        config: resolved. keys: to be given with the recipe, as key=value.
     """
 
     config: TrainConfig
@@ -162,7 +162,7 @@ class Search:
                 config = resolve(self._configured(megatron, self.recipe.actor_rollout_ref.rollout))
                 check_models(config, model, self.inputs.critic, self.inputs.reward)
                 parts = list(model_parts(config, self.inputs, self.machine))
-            except ValueError:  # sizes that do not divide what they must
+            except ValueError:  # sizes that are no divisors
                 continue
             gap = self.machine.assumed.phase
             pool_of_engines = config.actor_rollout_ref.rollout.resource_pool
@@ -204,7 +204,7 @@ class Search:
         )
 
     def _engines(self) -> list[_Engine]:
-        """All sizes of engines whose cache holds the longest trajectory, with their seconds: those within a node, and where
+        """All sizes of engines whose cache holds the longest trajectory, with their seconds: sizes within a node, and where
         there are none those over several.
         """
         pools, policy = resolve(self.recipe).resource_pools, resolve(self.recipe).actor_rollout_ref
@@ -320,7 +320,7 @@ def _expert_sizes(model: ModelConfig, ranks: int) -> list[int]:
 
 
 def _keys(recipe: TrainConfig, found: TrainConfig) -> Iterator[str]:
-    """What makes the one the other."""
+    """The keys in which the two differ."""
     before, after = recipe.actor_rollout_ref, found.actor_rollout_ref
     for name in (*_ALWAYS, *_IF_CHANGED):
         value = getattr(after.actor.megatron, name)

@@ -35,7 +35,7 @@ class Part:
     """The work of a phase on the devices of a pool.
 
     Attributes:
-        passes: what it consists of, if it is a Megatron model's.
+        passes: its passes, if it is a Megatron model's.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase of a step; `tokens`: those that it goes through or, generating, makes."""
+    """A phase of a step; `tokens`: the ones that it goes through or, generating, makes."""
 
     name: str
     parts: tuple[Part, ...]
@@ -102,7 +102,7 @@ def step_phases(
     """The phases of a step of a resolved configuration.
 
     Args:
-        plan: its memory, which says how many tokens the engines' cache holds and what moves between phases.
+        plan: its memory, from which the tokens of the engines' cache and the transfers between phases follow.
         sync: seconds that the weights travel. fused: as that of `Passes`.
     """
     texts, moves = lengths(config, machine), moved_seconds(plan, machine)
@@ -248,7 +248,7 @@ class _Roles:
 
 
 def moved_seconds(plan: MemoryPlan, machine: Machine) -> list[tuple[str, str, float]]:
-    """(phase, pool, seconds) of what comes from the host's memory when the phase begins, or goes there."""
+    """(phase, pool, seconds) of transfers from the host's memory when the phase begins, or back to it."""
     found: dict[tuple[str, str], float] = {}
     for owner in plan.owners:
         if owner.role == "rollout" or owner.name.rpartition("_")[2] not in MOVED or any(owner.host):

@@ -61,7 +61,7 @@ class WayCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """An engine rank: what it serves, and where that comes from, in bytes."""
+    """An engine rank: the bytes that it serves, by their sources."""
 
     rank: int
     local: int
@@ -78,8 +78,8 @@ class PlanReport:
     """Figures of one sync.
 
     Attributes:
-        num_parameters, model_bytes: of the whole model; in float8 the bytes include the scales.
-        reshard, full_gather: what megarl does, and what is done where every rank materialises every full tensor.
+        num_parameters, model_bytes: of the full model; in float8 the bytes include the scales.
+        reshard, full_gather: megarl's sync, and one in which every rank materialises every full tensor.
         most, least: the engine ranks that get most and least from other devices.
         num_copies, num_buckets: of `bucket_bytes` at most, for any rank that sends or receives.
         in_flight: most bytes that an engine rank and a trainer rank have in two buckets that follow each other: the
@@ -105,7 +105,7 @@ def pool_places(num_devices: int, per_node: int, first: int = 0) -> tuple[RankPl
 
 
 def best_places(sync: SyncPlan, devices: tuple[RankPlace, ...]) -> tuple[RankPlace, ...]:
-    """Where the engines' ranks run if they get the devices that hold most of what they serve."""
+    """Where the engines' ranks run if they get the devices that hold most of their weights."""
     order = best_device_order(sync.config, sync.parallel, sync.source_places, sync.engines, devices)
     return tuple(devices[index] for index in order)
 
@@ -114,7 +114,7 @@ def report(sync: SyncPlan, bandwidths: Mapping[str, float]) -> PlanReport:
     """The figures of `sync`.
 
     Args:
-        bandwidths: of each of LINKS what one device sends, and at the same time receives, in bytes a second.
+        bandwidths: of each of LINKS the bytes a second that one device sends and, at the same time, receives.
     """
     plan = sync.plan
     account = plan.account()
@@ -143,7 +143,7 @@ def report(sync: SyncPlan, bandwidths: Mapping[str, float]) -> PlanReport:
 
 
 def full_gather(sync: SyncPlan) -> Account:
-    """What it costs where every rank of the engines materialises every full tensor.
+    """The cost where every rank of the engines materialises every full tensor.
 
     A rank receives M minus what lies on its device, of M bytes in all. This is the best case: what a node lacks
     comes into it once, an equal part to each of the k engine ranks there, which pass it on to the others; so a
@@ -201,7 +201,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the table.
 
     Raises:
-        ValueError: names the option and what would be right.
+        ValueError: names the option and a right value.
     """
     for name, bandwidth in _bandwidths(options).items():
         if bandwidth <= 0:
@@ -331,7 +331,7 @@ def _sizes(option: str, text: str, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _named(option: str, value: str, make: Callable[[], T]) -> T:
-    """What `make` returns; its ValueErrors begin with the option."""
+    """The result of `make`; its ValueErrors begin with the option."""
     try:
         return make()
     except ValueError as error:
@@ -408,7 +408,7 @@ def print_report(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
 
 
 def _add_way(table: Table, name: str, way: WayCost) -> None:
-    """What goes between devices, and of all bytes those of each link."""
+    """Bytes between devices, and of all bytes the ones of each link."""
     between = way.links["intra_node"].total + way.links["inter_node"].total
     table.add_row(
         name,

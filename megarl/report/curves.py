@@ -1,4 +1,4 @@
-"""The curves of runs: which metrics share a chart, what they are called, and how many of their points a page has.
+"""The curves of runs: which metrics share a chart, their names, and how many of their points a page has.
 
 Guarantees: each point of a page is one of `metrics.jsonl` (to six significant digits), the first and the last step's and the
 extremes among them; a number that is not finite is a gap in its curve; a metric that never changes is no chart but a number.
@@ -19,7 +19,7 @@ from megarl.report.html import figure, percent, size
 
 POINTS = 1000  # of a curve of a chart, for each run
 OTHER_POINTS = 200  # of a metric that is in no chart, which can be picked
-UNITS = {"number": figure, "share": percent, "bytes": size}  # what makes text of a value
+UNITS = {"number": figure, "share": percent, "bytes": size}  # functions that make text of a value
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ SYNC: tuple[Curves, ...] = (
 
 @dataclass(frozen=True)
 class Constant:
-    """A metric that was the same in each step of each run: what it is called, its value as text."""
+    """A metric that was the same in each step of each run: its name, its value as text."""
 
     title: str
     label: str
@@ -155,7 +155,7 @@ class Constant:
 def charts_of(
     catalogue: Sequence[Curves], runs: Sequence[RunRecord]
 ) -> tuple[list[dict[str, Any]], list[Constant]]:
-    """The charts of these metrics that change, as data for report.js, and those that do not."""
+    """The charts of these metrics that change, as data for report.js, and the metrics that do not."""
     charts, constants = [], []
     for curves in catalogue:
         metrics = dict(_present(curves, runs))
@@ -166,7 +166,7 @@ def charts_of(
         if kind == "share" and not all(0 <= value <= 1 for value in every):  # scores need not be shares
             kind = "number"
         if changing:
-            # What is zero throughout is not drawn along the axis.
+            # A metric that is zero throughout is not drawn along the axis.
             kept = [name for name in metrics if name in changing or any(values[name])]
             series = [{"metric": name, "label": metrics[name]} for name in kept]
             chart = {"kind": "lines", "title": curves.title, "about": curves.about, "unit": kind}
@@ -180,7 +180,7 @@ def charts_of(
 
 
 def _present(curves: Curves, runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
-    """(metric, its label) of the metrics of a chart that the runs have; of a prefix those below it, if they are several."""
+    """(metric, its label) of the metrics of a chart that the runs have; for a prefix the metrics below it, if they are several."""
     there = {metric for run in runs for metric in run.columns}
     for name, label in curves.metrics.items():
         if name in there:

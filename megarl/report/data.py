@@ -1,4 +1,4 @@
-"""What a run folder tells: metrics, findings, failures, trajectories, configuration."""
+"""The contents of a run folder: metrics, findings, failures, trajectories, configuration."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunRecord:
     """Everything that the report shows of a run.
 
     Attributes:
-        name: what tells it from the other runs of the page.
+        name: distinguishes it from the other runs of the page.
         facts: None: a run of a version that did not write them, or an evaluation.
         steps: the metrics of each step, in order, each step once.
         lengths: by step of which the trajectories were read, by column ("prompt", "response"), tokens of each.

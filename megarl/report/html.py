@@ -68,8 +68,8 @@ def render(template: str, context: Mapping[str, Any], data: Mapping[str, Any]) -
     """A page of a template of `templates/`.
 
     Args:
-        context: what the template shows.
-        data: what report.js draws: finite numbers, texts and None.
+        context: the template's variables.
+        data: the input of report.js: finite numbers, texts and None.
     """
     library, packed = _plotly()
     scripts = [_text(name) for name in SCRIPTS]
@@ -93,7 +93,7 @@ def _plotly() -> tuple[bytes, str]:
 
 
 def _hash(script: bytes) -> str:
-    """What a content security policy calls a script by."""
+    """A content security policy's name for a script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'"
 
 

@@ -68,7 +68,7 @@ class SideBySide:
 
 @dataclass(frozen=True)
 class Troubles:
-    """What went wrong in a run: `failures`, a row of each with `keys`; `repeated`, steps made again after one."""
+    """Failures of a run: `failures`, a row of each with `keys`; `repeated`, steps made again after one."""
 
     keys: ClassVar = ("time", "step", "phase", "role", "rank", "error", "file")
     failures: list[list[str]]
@@ -89,7 +89,7 @@ class Troubles:
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """The whole page."""
+    """The page's HTML."""
     charts = Charts()
     trained = [run for run in runs if not run.is_evaluation]  # an evaluation has its tiles, and no curves
     learning, constants = charts_of(LEARNING, runs) if trained else ([], [])

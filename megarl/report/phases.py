@@ -111,7 +111,7 @@ def busy_ranks(found: Recorded) -> dict[str, Any] | None:
 
 
 def last_step(found: Recorded) -> dict[str, Any] | None:
-    """Who did what in the newest step of which all have told: a run that is still going has not its last one's calls."""
+    """The activity of all ranks in the newest step that all have reported: of a run that is still going not always the last."""
     told = [span.end for track in found.tracks if track.role != CONTROLLER for span in track.spans]
     newest = max(told, default=0)
     step = max((step for step, (begin, _) in found.windows.items() if begin < newest), default=None)

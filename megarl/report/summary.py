@@ -49,7 +49,7 @@ class Tile:
 
     Attributes:
         value: its text; exact: all digits of a number, "" for a fact.
-        note: what else there is to say of it. metric: the one that its sparkline shows; None: it has none.
+        note: further text. metric: the one in its sparkline; None: it has none.
     """
 
     label: str
@@ -64,7 +64,7 @@ class Tile:
 
 
 def status_of(run: RunRecord) -> Status:
-    """Finished, failed, running, or what else can be told from the folder."""
+    """Finished, failed, running, or as much as the folder shows."""
     facts, last = run.facts, run.steps[-1] if run.steps else None
     at = "before the first step ended" if last is None else f"after step {int(last['step'])}"
     if run.is_evaluation:

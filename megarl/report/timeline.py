@@ -1,4 +1,4 @@
-"""A run's timeline, read back: who did what in which step, and for how much of the time."""
+"""A run's timeline, read back: the activity of each track by step, and its share of the time."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def read_timeline(folder: Path) -> Recorded | None:
 
 
 def nested(spans: Sequence[Span]) -> list[tuple[Span, int]]:
-    """Each span with the number of those that it lies within, the outer ones first."""
+    """Each span with the number of spans around it, the outer ones first."""
     found: list[tuple[Span, int]] = []
     open_ends: list[int] = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):

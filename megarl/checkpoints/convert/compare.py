@@ -41,7 +41,7 @@ class Comparison:
         return not (self.different or self.only_in_a or self.only_in_b)
 
     def print(self, console: Console, limit: int = 20) -> None:
-        """A table of what differs, its first `limit` rows, and a sentence."""
+        """A table of the differences, its first `limit` rows, and a sentence."""
         rows = [(d.tensor, d.a, d.b, "" if d.max_abs is None else f"{d.max_abs:.3g}") for d in self.different]
         rows += [(name, "present", "missing", "") for name in self.only_in_a]
         rows += [(name, "missing", "present", "") for name in self.only_in_b]
@@ -131,7 +131,7 @@ def compare_adapters(a: str, b: str) -> Comparison:
 
 
 def _scalings(first: PeftReader, second: PeftReader) -> list[Difference]:
-    """What the outputs of single adapters are multiplied with, where that is no difference of all."""
+    """The factors of single adapters' outputs, where not all differ alike."""
     a, b = first.scalings(), second.scalings()
     every = (first.facts.scaling, second.facts.scaling)
     return [

@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was converted, and what of the source was left out, in words."""
+    """What was converted, and in words the parts of the source that were left out."""
 
     source_kind: str
     target_kind: str
@@ -108,7 +108,7 @@ def _check_arguments(target: str, to: str | None, dtype: str | None, shard_bytes
 
 
 def _check_written(folder: Path, moves: Moves) -> None:
-    """Read names, shapes and types of what was written, and compare them with the target's definition."""
+    """Read names, shapes and types of the written files, and compare them with the target's definition."""
     written = open_source(str(folder))
     assert written.kind == moves.target.kind
     written.check()

@@ -3,7 +3,7 @@
 `MegatronCheckpoint` describes the global tensors of Megatron's distributed checkpoint, and where each weight lies in them. It follows
 megatron-core 0.19.2's `sharded_state_dict` of a GPTModel, with which tests compare it. A parameter's global tensor is the
 parameter of the model on one rank (tp = pp = ep = 1), since shards lie in it end to end; gate and up projection of `linear_fc1` are
-sharded separately, so the whole gate comes first there too. Beyond that:
+sharded separately, so all of the gate comes first there too. Beyond that:
 
 - layers are stacked (`decoder.layers.mlp.linear_fc2.weight` with a leading axis of layers), unless the layers differ
   or the caller that saves asks for numbered names (`non_homogeneous_layers`);
@@ -55,12 +55,12 @@ class GlobalTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """What a model's distributed checkpoint holds.
+    """The contents of a model's distributed checkpoint.
 
     Attributes:
         layout: one holder of all weights; local names are the keys of global tensors.
         tensors: key -> global tensor; the vocabulary is padded as for tp = 1.
-        extra_states: keys of the objects that Transformer Engine's modules save beside their parameters.
+        extra_states: keys of the objects that Transformer Engine's modules save in addition to their parameters.
     """
 
     layout: Layout
@@ -103,7 +103,7 @@ def megatron_checkpoint(
 
 
 def _unsharded_pieces(config: ModelConfig, head: str, mtp: bool) -> list[Piece]:
-    """The whole model on one rank."""
+    """The full model on one rank."""
     return megatron_pieces(
         config,
         MegatronPlace(),
@@ -153,7 +153,7 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 class Part(NamedTuple):
-    """Values for a part of what a copy writes: `box` of the copy's target tensor."""
+    """Values for a part of a copy: `box` of the copy's target tensor."""
 
     copy: Copy
     box: Box
@@ -170,7 +170,7 @@ class Source(Protocol):
         head: "lm" or "value".
         mtp: whether its multi-token prediction layers are read.
         layout: where the weights lie in its tensors.
-        ignored: what it holds beside weights, in words; "" for nothing.
+        ignored: contents other than weights, in words; "" for nothing.
     """
 
     path: str
@@ -191,7 +191,7 @@ class Source(Protocol):
         ...
 
     def read(self, copies: Sequence[Copy]) -> Iterator[Part]:
-        """What the copies move, in parts and in any order; every part is released before the next is read."""
+        """The values that the copies move, in parts and in any order; every part is released before the next is read."""
         ...
 
 
@@ -266,7 +266,7 @@ class HFSource:
         with HFReader(path) as reader:
             self.head = "value" if "score.weight" in reader.tensors else "lm"
             whole = hf_layout(self.config, self.head, self.mtp).pieces(0)
-            # what MTP layers repeat of the model is not read
+            # tensors that MTP layers repeat of the model are not read
             pieces = [piece for piece in whole if piece.local == piece.tensor]
             names = {piece.local for piece in whole}
             self._dtypes = {name: reader.dtype(name) for name in reader.tensors if name in names}

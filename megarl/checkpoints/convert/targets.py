@@ -16,7 +16,7 @@ from megarl.layout import Box, Copy, Layout, make_plan
 from megarl.models import COMPANIONS, ModelConfig, keeps_float32
 from megarl.weight_sync.model_layouts import hf_layout
 
-CHECKPOINT = "release"  # what Megatron-LM calls a checkpoint that begins a training run
+CHECKPOINT = "release"  # Megatron-LM's name for a checkpoint that begins a training run
 CHECKPOINT_VERSION = 3.0  # of Megatron-LM: from 2.0 on the order of rows within linear_qkv is today's
 
 
@@ -51,7 +51,7 @@ class Target(Protocol):
         ...
 
     def finish(self, folder: Path, companions: Mapping[str, bytes]) -> None:
-        """Write what makes the files a checkpoint. `companions`: config, tokenizer and so on, by file name."""
+        """Write the files that complete the checkpoint. `companions`: config, tokenizer and so on, by file name."""
         ...
 
 
@@ -118,12 +118,12 @@ class MegatronTarget:
 
     @property
     def _common(self) -> dict[str, Any]:
-        """What is not a module's own. `content_metadata` tells whoever loads which keys to ask for."""
+        """State that belongs to no module. `content_metadata` tells a loader which keys to ask for."""
         metadata = {"singleton_local_shards": False, "non_homogeneous_layers": not self.stacked}
         return {"content_metadata": metadata, "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
 
     def _objects(self) -> dict[str, list[Any]]:
-        """What the checkpoint holds beside weights, each in a list of one as Megatron has it."""
+        """Contents other than weights, each in a list of one as Megatron has it."""
         empty = [torch.empty(0, dtype=torch.uint8)]
         return {"common_state/shard_0_1": [self._common]} | dict.fromkeys(self.definition.extra_states, empty)
 
@@ -165,7 +165,7 @@ class Moves:
         self.dtypes = self._find_dtypes(dtype)
 
     def _find_dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-        """By target tensor: `dtype` (float32 for what is never anything else), or what its sources have."""
+        """By target tensor: `dtype` (float32 for tensors that are never anything else), or the dtype of its sources."""
         found: dict[str, set[torch.dtype]] = defaultdict(set)
         for item, copies in self._copies.items():
             for copy in copies:

@@ -71,7 +71,7 @@ def load_adapters(
 ) -> None:
     """Fill a Megatron rank's adapters from the folder at `path`.
 
-    The rank and alpha of section `lora` are those of the folder's adapters of the largest rank. Of a smaller one the first
+    The rank and alpha of section `lora` are the ones of the folder's adapters of the largest rank. Of a smaller one the first
     rows of A and columns of B are filled, the other columns of B with 0, and other rows of A stay new ones. B of another
     alpha is multiplied so that the outputs are the same.
 
@@ -101,7 +101,7 @@ def load_adapters(
 
 
 def _fill(place: torch.Tensor, reader: PeftReader, copy: Copy, lora: LoraConfig) -> None:
-    """Read what a copy moves, all of the rank's dimension in it, from an adapter of its own rank and alpha."""
+    """Read a copy's values, with the full rank dimension, from an adapter of its own rank and alpha."""
     module, kind = next(
         ((copy.tensor.removesuffix(end), end) for end in (A, B) if copy.tensor.endswith(end)), ("", "")
     )
@@ -167,7 +167,7 @@ class AdapterExport:
         return self._copies.get(rank, [])
 
     def pack(self, rank: int, parameters: Mapping[str, torch.Tensor]) -> Bundle:
-        """What trainer rank `rank` should send."""
+        """The slices that trainer rank `rank` should send."""
         return pack(self.copies(rank), parameters, lambda tensor: self.dtype)
 
 
@@ -185,7 +185,7 @@ def adapter_export_plan(
     Adapters that several projections or experts share are written for each of them.
 
     Args:
-        dtype: what they are written as.
+        dtype: of the written tensors.
         adapter: the name of the submodules that hold them.
         head: "value" to write the value head, too.
     """

@@ -25,7 +25,7 @@ from megarl.util.files import json_object, whole_folder
 from megarl.weight_sync.checksum import crc32
 from megarl.weight_sync.model_layouts import hf_layout, megatron_layout
 
-# what a model folder holds beside its weights: config.json is written anew
+# files of a model folder other than its weights: config.json is written anew
 _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt",
                "chat_template*", "added_tokens.json", "*.model", "*.py")  # fmt: skip
 
@@ -37,12 +37,12 @@ def read_companions(
     mtp: bool = False,
     fields: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """What the Hugging Face folder of a model holds beside its weights, for a copy of it: file name -> content.
+    """Files of the Hugging Face folder of a model other than its weights, for a copy of it: file name -> content.
 
     Args:
         dtype: of the copy's weights, which its config says; a config that says that they are quantised no longer does.
         mtp: whether the copy has the model's multi-token prediction layers; otherwise its config says that there are none.
-        fields: what else its config says in place of the model's.
+        fields: values of its config in place of the model's.
 
     Raises:
         ValueError: names one of these files that should hold a JSON object, and does not.
@@ -142,7 +142,7 @@ def unpack(bundle: Bundle, copies: Sequence[Copy], tensors: Mapping[str, torch.T
     """Write a bundle's slices into their targets, of the types that were packed, each checked first.
 
     Raises:
-        ValueError: a slice's bytes are not those that were packed; names the tensor and the source rank.
+        ValueError: a slice's bytes differ from the packed ones; names the tensor and the source rank.
     """
     at = 0
     for copy, expected in zip(copies, bundle.checksums, strict=True):
@@ -198,7 +198,7 @@ class ExportPlan:
         return set().union(*self.shards) - {copy.target_local for copy in self.plan.copies}
 
     def dtype_of(self, tensor: str) -> torch.dtype:
-        """What a tensor is written as."""
+        """The type that a tensor is written as."""
         return torch.float32 if keeps_float32(tensor) else self.dtype
 
     @cached_property
@@ -214,7 +214,7 @@ class ExportPlan:
         return self._copies.get((shard, rank), [])
 
     def pack(self, shard: int, rank: int, parameters: dict[str, torch.Tensor]) -> Bundle:
-        """What trainer rank `rank` holds of a shard file, or should send of it."""
+        """The slices of a shard file that trainer rank `rank` holds and should send."""
         return pack(self.copies(shard, rank), parameters, self.dtype_of)
 
 
@@ -250,7 +250,7 @@ def write_hf_checkpoint(
         source_model: the Hugging Face folder that tokenizer, config, generation config and MTP layers come from.
         collect: shard number -> the bundles of all trainer ranks for it.
         fields: of config.json, in place of the source model's.
-        files: name -> content of what else the folder has.
+        files: name -> content of the folder's other files.
 
     Raises:
         ValueError: a slice arrived damaged.

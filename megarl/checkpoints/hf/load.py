@@ -16,7 +16,7 @@ from megarl.models.table import VALUE_HEAD
 from megarl.models.weight_files import stored_tensors
 from megarl.weight_sync.model_layouts import hf_layout, megatron_layout
 
-SCALE = "_scale_inv"  # what is added to a tensor's name for that of its scales
+SCALE = "_scale_inv"  # suffix of the name of a tensor's scales
 _FLOAT8 = "F8_E4M3"
 # safetensors' names
 _DTYPES = {
@@ -37,7 +37,7 @@ def open_weights(file: Path) -> safe_open:
 
 
 class HFReader:
-    """Reads boxes of a Hugging Face checkpoint's tensors (`tensors`, by name) without reading the whole tensors.
+    """Reads boxes of a Hugging Face checkpoint's tensors (`tensors`, by name) without reading entire tensors.
 
     A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and those
     made like them), is read as what it stands for: each element times its block's scale.
@@ -79,7 +79,7 @@ class HFReader:
             raise ValueError(f"checkpoint {self.path} does not fit its config: " + "; ".join(wrong))
 
     def _mistakes(self, name: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> Iterator[str]:
-        """What is wrong with the tensor `name`: one of `shape`, or the scales of one."""
+        """The error in the tensor `name`: one of `shape`, or the scales of one."""
         found, tensor = self.shape(name), name.removesuffix(SCALE)
         quantised = tensor in self.tensors and self.tensors[tensor].dtype == _FLOAT8
         if name != tensor:
@@ -138,7 +138,7 @@ class HFReader:
     def read_blocks(
         self, name: str, box: Box, block: tuple[int, int]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Values and scales as the file has them, of a box of whole blocks; None: it has none of this size."""
+        """Values and scales as the file has them, of a box of complete blocks; None: it has none of this size."""
         if name + SCALE not in self.tensors or self._block != block:
             return None
         blocks = tuple(
@@ -179,7 +179,7 @@ def dequantise(
 
     Args:
         values: [rows, columns], float8 or any type.
-        scales: [blocks of rows, blocks of columns], those that the values lie in.
+        scales: [blocks of rows, blocks of columns], the ones of the values' blocks.
         block: rows and columns of a block.
         start: where within the first block the values begin.
 
@@ -195,7 +195,7 @@ def dequantise(
 
 
 def check_hf_weights(path: str, config: ModelConfig, head: str = "lm", mtp: bool = False) -> None:
-    """Refuse what `load_hf_weights` would refuse, from the headers of the files alone.
+    """Refuse files that `load_hf_weights` would refuse, from their headers alone.
 
     mtp: whether multi-token prediction layers must be there, too.
     """
@@ -260,12 +260,12 @@ def load_blocks(
     names: set[str],
     block: Block,
 ) -> None:
-    """Fill the parameters `names`, each of which has its scales beside it.
+    """Fill the parameters `names`, each of which comes with its scales.
 
-    Beside the model one parameter's values are held at a time, in float32.
+    In addition to the model one parameter's values are held at a time, in float32.
 
     Args:
-        copies: what of the checkpoint lies where in the parameters; none of `names` cuts a block.
+        copies: the checkpoint's slices and their places in the parameters; none of `names` cuts a block.
     """
     by_name: dict[str, list[Copy]] = {name: [] for name in names}
     for copy in copies:

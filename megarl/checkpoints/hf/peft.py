@@ -190,7 +190,7 @@ class PeftReader:
         return self.facts.rank_of(self._peft_name(module))
 
     def scaling(self, module: str) -> float:
-        """What the output of the module's adapter is multiplied with."""
+        """The factor of the module's adapter's output."""
         return self.facts.scaling_of(self._peft_name(module))
 
     def scalings(self) -> dict[str, float]:
@@ -244,7 +244,7 @@ class PeftReader:
             raise ValueError(f"adapter {self.path!r} does not fit section lora: {'; '.join(wrong)}")
 
     def _widest(self) -> tuple[int, float]:
-        """The largest rank, and what outputs of adapters of this rank are multiplied with: most of them, by the config."""
+        """The largest rank, and the factor of outputs of adapters of this rank: of most of them, by the config."""
         ranks = {module: self.rank(module) for module in self._modules()}
         rank = max(ranks.values(), default=self.facts.rank)
         factors = [self.scaling(module) for module, own in ranks.items() if own == rank]
@@ -280,13 +280,13 @@ class PeftReader:
         return shapes
 
     def _head(self) -> Shapes:
-        """The value head that was saved whole, if there is one."""
+        """The value head that was saved in full, if there is one."""
         assert self.config is not None
         there = "score" in self.facts.heads and VALUE_HEAD in self.names
         return {VALUE_HEAD: (1, self.config.hidden_size)} if there else {}
 
     def _mistakes(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """What is missing, left over, or of another shape or type."""
+        """Tensors that are missing, left over, or of another shape or type."""
         missing = [name for name in shapes if name not in self.names]
         left_over = sorted(self.names - shapes.keys())
         wrong = [f"missing: {some(missing)}"] if missing else []
@@ -323,7 +323,7 @@ def adapter_config(
         "base_model_name_or_path": source_model,
         "r": lora.rank,
         "lora_alpha": alpha,
-        # PEFT refuses dropout for adapters of parameters, such as those of experts
+        # PEFT refuses dropout for adapters of parameters, such as experts'
         "lora_dropout": 0.0 if experts else lora.dropout,
         **keys,
         "exclude_modules": None,

@@ -18,8 +18,8 @@ from megarl.models.fields import Fields, short
 from megarl.models.lora import adaptable_weights, adapted_weights
 
 CONFIG_FILE = "adapter_config.json"
-_HEADS = {"score", "classifier"}  # what PEFT saves whole of sequence classifiers
-# Keys that change nothing of what a loaded adapter computes, whatever they say.
+_HEADS = {"score", "classifier"}  # modules of sequence classifiers that PEFT saves in full
+# Keys with no effect on a loaded adapter's computation, whatever their values.
 _NEUTRAL = {"auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern",
             "layers_to_transform", "lora_dropout", "megatron_config", "megatron_core", "peft_version",
             "qalora_group_size", "revision", "target_modules", "task_type"}  # fmt: skip
@@ -29,14 +29,14 @@ _INIT = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What a folder says of its adapters.
+    """The facts of a folder's adapters.
 
     Attributes:
         alpha: as it is written.
         rank_pattern, alpha_pattern: pattern of PEFT's names -> what is instead of `rank` and `alpha` there; the first that
             fits counts.
         parameters: PEFT's names of parameters with adapters, or ends of such names; other adapters are of modules.
-        heads: modules that were saved whole.
+        heads: modules that were saved in full.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class AdapterFacts:
 
     @property
     def scaling(self) -> float:
-        """What outputs are multiplied with where no pattern fits."""
+        """The factor of outputs where no pattern fits."""
         return self._scaling(self.alpha, self.rank)
 
     def rank_of(self, name: str) -> int:
@@ -58,7 +58,7 @@ class AdapterFacts:
         return self.rank_pattern.get(_fitting(self.rank_pattern, name), self.rank)
 
     def scaling_of(self, name: str) -> float:
-        """What its output is multiplied with."""
+        """The factor of its output."""
         return self._scaling(
             self.alpha_pattern.get(_fitting(self.alpha_pattern, name), self.alpha), self.rank_of(name)
         )
@@ -67,7 +67,7 @@ class AdapterFacts:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def peft_name(self, module: str) -> str:
-        """What PEFT calls a module's adapter when it looks for patterns: by the parameter, where that was named."""
+        """PEFT's name of a module's adapter when it looks for patterns: by the parameter, where that was named."""
         parameter = f"{module}.weight"
         named = any(parameter == end or parameter.endswith(f".{end}") for end in self.parameters)
         return parameter if named else module
@@ -79,7 +79,7 @@ def _fitting(patterns: dict, name: str) -> str:
 
 
 def read_facts(folder: Path) -> AdapterFacts:
-    """ValueError: no such folder, a key that is not what it has to be, or asks for what is not supported."""
+    """ValueError: no such folder, a key of the wrong type, or one that asks for something unsupported."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ValueError(
@@ -141,7 +141,7 @@ def targets(config: ModelConfig, lora: LoraConfig, alpha: float) -> dict[str, An
     """The keys of `adapter_config.json` that say which modules have adapters.
 
     Args:
-        alpha: what `lora_alpha` is there.
+        alpha: the value of `lora_alpha` there.
     """
     weights = adapted_weights(config, lora)
     every = adaptable_weights(config)

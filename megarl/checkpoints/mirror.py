@@ -48,7 +48,9 @@ class Mirror:
         self._say = say
         self._files, self._path = _open(url)
         self._damaged: set[int] = set()  # at the remote, found by `download`
-        self._there: dict[int, bytes | None] | None = None  # as `_look` says; None: not looked yet
+        self._there: dict[int, bytes | None] | None = (
+            None  # as `_remote_manifests` says; None: not looked yet
+        )
         self._state: bytes | None = None  # of the state file at the remote, as far as it is known
         self._sent: set[tuple[int, str, str]] = set()  # (step, file, SHA-256) of a copy that is not finished
         self._ignored: frozenset[int] = frozenset()  # of the local steps
@@ -69,7 +71,7 @@ class Mirror:
         Raises:
             OSError: the remote cannot be read.
         """
-        return sorted(self._whole(self._look()))
+        return sorted(self._counted_steps(self._remote_manifests()))
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a checkpoint at the remote.
@@ -178,7 +180,7 @@ class Mirror:
     def _copy_all(self) -> None:
         abandoned_after = self._abandoned_after
         if self._there is None:
-            self._there = self._look()
+            self._there = self._remote_manifests()
         while (step := self._choose(self._there)) is not None:
             self._upload(step, self._there)
         self._prune(self._there)
@@ -193,7 +195,7 @@ class Mirror:
         """The newest checkpoint that is here, should be at the remote, and is not."""
         with self._guard:
             here = self._here()
-            kept = kept_steps({*here, *self._whole(there)}, self._keep, self._best())
+            kept = kept_steps({*here, *self._counted_steps(there)}, self._keep, self._best())
             self._copied = max(
                 (step for step in kept & here.keys() if there.get(step) != here[step]), default=None
             )
@@ -246,7 +248,7 @@ class Mirror:
         self._sent = {sent for sent in self._sent if sent[0] != step}
 
     def _prune(self, there: dict[int, bytes | None]) -> None:
-        kept = kept_steps(self._whole(there), self._keep, self._best())
+        kept = kept_steps(self._counted_steps(there), self._keep, self._best())
         unfinished = {step for step, content in there.items() if content is None}
         spared = kept | (unfinished & (self._damaged | set(steps_in(self._root))))
         for step in sorted(there.keys() - spared):
@@ -257,13 +259,13 @@ class Mirror:
                 self._files.rm(f"{self._path}/{folder_name(step)}", recursive=True)
             del there[step]
 
-    def _whole(self, there: dict[int, bytes | None]) -> set[int]:
+    def _counted_steps(self, there: dict[int, bytes | None]) -> set[int]:
         """The steps at the remote that count: with a manifest, of the history that the run continues."""
         after = self._abandoned_after
         abandoned = set() if after is None else {step for step in there if step > after} - self._here().keys()
         return {step for step, content in there.items() if content is not None} - abandoned
 
-    def _look(self) -> dict[int, bytes | None]:
+    def _remote_manifests(self) -> dict[int, bytes | None]:
         """For each step that has a folder at the remote the content of its manifest; None: it has no good one."""
         with self._naming(""):
             self._files.invalidate_cache()

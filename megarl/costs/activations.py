@@ -17,16 +17,17 @@ values of all context parallel ranks are kept, too. Indices, masks and a positio
 from dataclasses import dataclass, field
 
 from megarl.config.schema.lora import LoraConfig
-from megarl.costs.tensors import COLUMNS, ROWS, StageTensors
+from megarl.costs.tensors import StageTensors
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig
+from megarl.models.lora import COLUMNS, ROWS
 
 RECOMPUTE = (None, "selective", "full")
 FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Kept:
+class ActivationSettings:
     """How a model is run, as far as what is kept depends on it.
 
     Attributes:
@@ -64,138 +65,140 @@ class Kept:
         return module in self._layers
 
 
-def layer_bytes(kept: Kept, name: str, is_moe: bool) -> int:
+def layer_bytes(settings: ActivationSettings, name: str, is_moe: bool) -> int:
     """Bytes that a layer ("0:decoder.layers.1.") keeps, its input included."""
-    attention = _latent_attention if kept.config.mla is not None else _grouped_attention
+    attention = _latent_attention if settings.config.mla is not None else _grouped_attention
     return (
-        attention(kept, name + "self_attention.")
-        + (_experts(kept, name + "mlp.") if is_moe else _dense(kept, name + "mlp."))
-        + _adapters(kept, name)
+        attention(settings, name + "self_attention.")
+        + (_experts(settings, name + "mlp.") if is_moe else _dense(settings, name + "mlp."))
+        + _adapters(settings, name)
     )
 
 
-def input_bytes(kept: Kept) -> int:
+def input_bytes(settings: ActivationSettings) -> int:
     """A layer's input: all that is kept of a layer that is computed again."""
-    return kept.own * kept.config.hidden_size * kept.itemsize
+    return settings.own * settings.config.hidden_size * settings.itemsize
 
 
-def head_bytes(kept: Kept, head: str) -> int:
+def head_bytes(settings: ActivationSettings, head: str) -> int:
     """Bytes that the last stage keeps after its layers, if every token counts."""
-    hidden = kept.config.hidden_size
-    final = _norm(kept, hidden, kept.own, used=False)
+    hidden = settings.config.hidden_size
+    final = _norm(settings, hidden, settings.own, used=False)
     if head == "value":
-        return final + kept.own * hidden * FLOAT32
-    return final + kept.tokens * (hidden * kept.itemsize + 2 * FLOAT32)
+        return final + settings.own * hidden * FLOAT32
+    return final + settings.tokens * (hidden * settings.itemsize + 2 * FLOAT32)
 
 
-def _norm(kept: Kept, width: int, tokens: int, used: bool) -> int:
+def _norm(settings: ActivationSettings, width: int, tokens: int, used: bool) -> int:
     """A norm's input, the root of its mean square, and `used`, its output."""
-    return tokens * ((1 + used) * width * kept.itemsize + FLOAT32)
+    return tokens * ((1 + used) * width * settings.itemsize + FLOAT32)
 
 
-def _core(kept: Kept, heads: int, out: int, proj: str, trimmed: int | None = None) -> int:
+def _core(settings: ActivationSettings, heads: int, out: int, proj: str, trimmed: int | None = None) -> int:
     """Of attention itself: its output and a number for each head; of a token and a rank.
 
     Args:
         trimmed: the rest of the output where it is cut before its projection, whose input is then a copy of it.
     """
     if trimmed is not None:
-        size = 0 if kept.recompute == "selective" else out * kept.itemsize + heads * FLOAT32
-        return size + trimmed * kept.itemsize * kept.keeps(proj)
+        size = 0 if settings.recompute == "selective" else out * settings.itemsize + heads * FLOAT32
+        return size + trimmed * settings.itemsize * settings.keeps(proj)
     size = 0
-    if kept.recompute != "selective":
-        size += out * kept.itemsize + heads * FLOAT32
-        if not kept.fused and kept.keeps(proj):  # it is put together of sequences, in a new tensor
-            size += out * kept.itemsize
-    elif kept.keeps(proj):
-        size += out * kept.itemsize
+    if settings.recompute != "selective":
+        size += out * settings.itemsize + heads * FLOAT32
+        if not settings.fused and settings.keeps(proj):  # it is put together of sequences, in a new tensor
+            size += out * settings.itemsize
+    elif settings.keeps(proj):
+        size += out * settings.itemsize
     return size
 
 
-def _grouped_attention(kept: Kept, name: str) -> int:
+def _grouped_attention(settings: ActivationSettings, name: str) -> int:
     """Norm, queries, keys and values before and after their rotation, attention."""
-    config, tp, item = kept.config, kept.layout.tp, kept.itemsize
+    config, tp, item = settings.config, settings.layout.tp, settings.itemsize
     heads, groups = config.num_attention_heads // tp, config.num_query_groups // tp
     queries, keys = heads * config.head_dim, groups * config.head_dim
     each = item * (queries + 2 * keys) + item * (queries + keys)
-    if not kept.fused and kept.layout.cp > 1:  # all keys and values of a sequence are copies
-        each = item * (queries + 2 * keys * kept.layout.cp)
+    if not settings.fused and settings.layout.cp > 1:  # all keys and values of a sequence are copies
+        each = item * (queries + 2 * keys * settings.layout.cp)
     if config.qk_norm:
         copies = groups > 1  # queries of several groups are put together before their norm
         each += item * copies * queries + FLOAT32 * (heads + groups)
-    each += _core(kept, heads, queries, name + "linear_proj")
-    used = kept.keeps(name + "linear_qkv")
-    return kept.tokens * each + _norm(kept, config.hidden_size, kept.own, used)
+    each += _core(settings, heads, queries, name + "linear_proj")
+    used = settings.keeps(name + "linear_qkv")
+    return settings.tokens * each + _norm(settings, config.hidden_size, settings.own, used)
 
 
-def _latent_attention(kept: Kept, name: str) -> int:
+def _latent_attention(settings: ActivationSettings, name: str) -> int:
     """Norm, latent queries, keys and values and their norms, the heads' own, attention."""
-    config, mla, item = kept.config, kept.config.mla, kept.itemsize
-    heads = config.num_attention_heads // kept.layout.tp
+    config, mla, item = settings.config, settings.config.mla, settings.itemsize
+    heads = config.num_attention_heads // settings.layout.tp
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    parts = 1 if kept.fused else kept.layout.cp  # all keys and values of a sequence are copies
+    parts = 1 if settings.fused else settings.layout.cp  # all keys and values of a sequence are copies
     # Of packed sequences megatron-core makes the values as wide as the queries, and cuts attention's output again.
     padded = mla.v_head_dim != dim
-    width = dim if padded and kept.recompute != "selective" else mla.v_head_dim
+    width = dim if padded and settings.recompute != "selective" else mla.v_head_dim
     each = item * heads * (dim + (dim + width) * parts)
     trimmed = heads * mla.v_head_dim if padded else None
-    each += _core(kept, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
+    each += _core(settings, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
     down = [name + part for part in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")]
-    size = kept.tokens * each + _norm(kept, config.hidden_size, kept.own, any(map(kept.keeps, down)))
+    size = settings.tokens * each + _norm(
+        settings, config.hidden_size, settings.own, any(map(settings.keeps, down))
+    )
     if mla.q_lora_rank is not None:
-        size += _norm(kept, mla.q_lora_rank, kept.own, kept.keeps(name + "linear_q_up_proj"))
-    size += _norm(kept, mla.kv_lora_rank, kept.own, kept.keeps(name + "linear_kv_up_proj"))
+        size += _norm(settings, mla.q_lora_rank, settings.own, settings.keeps(name + "linear_q_up_proj"))
+    size += _norm(settings, mla.kv_lora_rank, settings.own, settings.keeps(name + "linear_kv_up_proj"))
     return (
-        size + kept.own * mla.qk_rope_head_dim * item
+        size + settings.own * mla.qk_rope_head_dim * item
     )  # in addition to the latent keys and values, in one tensor
 
 
-def _gated(kept: Kept, width: int, fc2: str, weighted: bool = False) -> int:
+def _gated(settings: ActivationSettings, width: int, fc2: str, weighted: bool = False) -> int:
     """Gate and up, and their product; of a token. `weighted`: by the router's probabilities."""
-    parts = 2 + kept.keeps(fc2) + (0 if kept.fused else 2 + weighted)
-    return parts * width * kept.itemsize
+    parts = 2 + settings.keeps(fc2) + (0 if settings.fused else 2 + weighted)
+    return parts * width * settings.itemsize
 
 
-def _dense(kept: Kept, name: str) -> int:
-    config = kept.config
-    gated = _gated(kept, config.ffn_hidden_size // kept.layout.tp, name + "linear_fc2")
-    norm = _norm(kept, config.hidden_size, kept.own, kept.keeps(name + "linear_fc1"))
-    return kept.tokens * gated + norm
+def _dense(settings: ActivationSettings, name: str) -> int:
+    config = settings.config
+    gated = _gated(settings, config.ffn_hidden_size // settings.layout.tp, name + "linear_fc2")
+    norm = _norm(settings, config.hidden_size, settings.own, settings.keeps(name + "linear_fc1"))
+    return settings.tokens * gated + norm
 
 
-def _routed(kept: Kept) -> int:
+def _routed(settings: ActivationSettings) -> int:
     """Tokens that the experts of a rank have, those that several of them have counted so many times."""
-    return kept.own * kept.config.moe.top_k * kept.layout.etp
+    return settings.own * settings.config.moe.top_k * settings.layout.etp
 
 
-def _experts(kept: Kept, name: str) -> int:
+def _experts(settings: ActivationSettings, name: str) -> int:
     """Norm, router, routed experts, shared experts."""
-    config, moe = kept.config, kept.config.moe
-    size = _norm(kept, config.hidden_size, kept.own, used=True)  # the router keeps it
+    config, moe = settings.config, settings.config.moe
+    size = _norm(settings, config.hidden_size, settings.own, used=True)  # the router keeps it
     scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
-    size += kept.own * FLOAT32 * (scores + 2 * moe.top_k)
-    width = moe.ffn_hidden_size // kept.layout.etp
-    each = _gated(kept, width, name + "experts.linear_fc2", weighted=True) + FLOAT32
-    if kept.keeps(name + "experts.linear_fc1"):
-        each += config.hidden_size * kept.itemsize
-    size += _routed(kept) * each
+    size += settings.own * FLOAT32 * (scores + 2 * moe.top_k)
+    width = moe.ffn_hidden_size // settings.layout.etp
+    each = _gated(settings, width, name + "experts.linear_fc2", weighted=True) + FLOAT32
+    if settings.keeps(name + "experts.linear_fc1"):
+        each += config.hidden_size * settings.itemsize
+    size += _routed(settings) * each
     shared = name + "shared_experts.linear_fc2"
-    return size + kept.tokens * _gated(kept, moe.shared_ffn_hidden_size // kept.layout.tp, shared)
+    return size + settings.tokens * _gated(settings, moe.shared_ffn_hidden_size // settings.layout.tp, shared)
 
 
-def _adapters(kept: Kept, name: str) -> int:
+def _adapters(settings: ActivationSettings, name: str) -> int:
     """Bytes that the adapters of a layer keep in addition to their inputs."""
-    lora, item, total, seen = kept.lora, kept.itemsize, 0, set()
-    rows = {tensor.name: tensor.shape[0] for tensor in kept.tensors.weights}
-    for slot, cut in kept.tensors.slots:
+    lora, item, total, seen = settings.lora, settings.itemsize, 0, set()
+    rows = {tensor.name: tensor.shape[0] for tensor in settings.tensors.weights}
+    for slot, cut in settings.tensors.slots:
         if not slot.module.startswith(name):
             continue
         inner = (1 if lora.shared_a else len(slot.tensors)) * lora.rank
         if slot.number is not None:  # tokens are counted once for all experts of the layer
-            inputs = hidden = outputs = 0 if slot.module in seen else _routed(kept)
+            inputs = hidden = outputs = 0 if slot.module in seen else _routed(settings)
         else:
-            inputs = kept.tokens if cut == COLUMNS else kept.own
-            hidden = outputs = kept.tokens if cut == ROWS else kept.own
+            inputs = settings.tokens if cut == COLUMNS else settings.own
+            hidden = outputs = settings.tokens if cut == ROWS else settings.own
         seen.add(slot.module)
         total += hidden * inner * item
         if len(slot.tensors) > 1:
@@ -209,7 +212,9 @@ def _adapters(kept: Kept, name: str) -> int:
     return total
 
 
-def stage_bytes(kept: Kept, stage: int, head: str = "lm", micro_batches: int | None = None) -> int:
+def stage_bytes(
+    settings: ActivationSettings, stage: int, head: str = "lm", micro_batches: int | None = None
+) -> int:
     """The most that a rank of a pipeline stage keeps at a time.
 
     That is after as many forward passes as Megatron's schedules begin with: one more than there are stages after it in
@@ -218,23 +223,25 @@ def stage_bytes(kept: Kept, stage: int, head: str = "lm", micro_batches: int | N
     Args:
         micro_batches: of a step; None: more than there are stages.
     """
-    layout, moe = kept.layout, kept.config.moe
+    layout, moe = settings.layout, settings.config.moe
     chunks, largest = [], 0
-    for chunk, layers in enumerate(layers_of(layout, kept.config.num_layers, stage)):
+    for chunk, layers in enumerate(layers_of(layout, settings.config.num_layers, stage)):
         sizes = [
             layer_bytes(
-                kept, f"{chunk}:decoder.layers.{index}.", moe is not None and layer not in moe.dense_layers
+                settings,
+                f"{chunk}:decoder.layers.{index}.",
+                moe is not None and layer not in moe.dense_layers,
             )
             for index, layer in enumerate(layers)
         ]
         largest = max(largest, *sizes)
-        chunks.append(len(sizes) * input_bytes(kept) if kept.recompute == "full" else sum(sizes))
+        chunks.append(len(sizes) * input_bytes(settings) if settings.recompute == "full" else sum(sizes))
     total = sum(
         size * count for size, count in zip(chunks, _in_flight(layout, stage, micro_batches), strict=True)
     )
-    at_head = head_bytes(kept, head) if stage == layout.pp - 1 else 0
+    at_head = head_bytes(settings, head) if stage == layout.pp - 1 else 0
     # A layer is computed again when the head's tensors are gone.
-    again = largest - input_bytes(kept) if kept.recompute == "full" else 0
+    again = largest - input_bytes(settings) if settings.recompute == "full" else 0
     return total + max(at_head, again)
 
 

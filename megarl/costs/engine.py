@@ -107,7 +107,7 @@ _EULER = 0.5772
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """An engine's rank.
 
     Attributes:
@@ -186,7 +186,13 @@ class Generation:
 
 
 def generation(
-    served: Served, texts: float, prompts: float, prompt: float, mean: float, longest: float, running: float
+    served: ServedModel,
+    texts: float,
+    prompts: float,
+    prompt: float,
+    mean: float,
+    longest: float,
+    running: float,
 ) -> Generation:
     """Of an engine's share.
 

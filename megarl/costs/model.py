@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from megarl.config.schema.lora import LoraConfig
-from megarl.costs.activations import Kept, stage_bytes
+from megarl.costs.activations import ActivationSettings, stage_bytes
 from megarl.costs.tensors import StageTensors, TrainingBytes, float32_buffers, stage_tensors, training_bytes
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig, padded_vocab_size
@@ -126,7 +126,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
     last = stage == layout.pp - 1
     kept = 0
     if use.trainable:
-        how = Kept(
+        how = ActivationSettings(
             use.config,
             layout,
             tensors,

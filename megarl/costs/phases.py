@@ -71,7 +71,7 @@ def frees_engines(config: TrainConfig, gpus: Collection[str]) -> bool:
     roles = [policy.actor, policy.ref, *([config.critic] if config.critic is not None else [])]
     if config.reward_model.enable:
         roles.append(config.reward_model)
-    return any(_beside_engines(config, role.resource_pool, gpus) for role in roles)
+    return any(_with_engines(config, role.resource_pool, gpus) for role in roles)
 
 
 def leaves(config: TrainConfig, switch: bool | None, pool: str, gpus: Collection[str]) -> bool:
@@ -81,7 +81,7 @@ def leaves(config: TrainConfig, switch: bool | None, pool: str, gpus: Collection
         switch: the key that says so; null: where they are GPUs that the engines use, too.
         gpus: as in `frees_engines`.
     """
-    return _beside_engines(config, pool, gpus) if switch is None else switch
+    return _with_engines(config, pool, gpus) if switch is None else switch
 
 
 def trained_parts(megatron: MegatronConfig) -> dict[str, bool | None]:
@@ -94,5 +94,5 @@ def trained_parts(megatron: MegatronConfig) -> dict[str, bool | None]:
     }
 
 
-def _beside_engines(config: TrainConfig, pool: str | None, gpus: Collection[str]) -> bool:
+def _with_engines(config: TrainConfig, pool: str | None, gpus: Collection[str]) -> bool:
     return pool in gpus and pool == config.actor_rollout_ref.rollout.resource_pool

@@ -13,12 +13,11 @@ from megarl.config.schema.lora import LoraConfig
 from megarl.layout.boxes import Piece
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import MegatronPlace, ModelConfig, keeps_float32, megatron_pieces, padded_vocab_size
-from megarl.models.lora import AdapterSlot, adapter_pieces, adapter_slots
+from megarl.models.lora import AdapterSlot, adapter_pieces, adapter_slots, sharded_dimension
 from megarl.models.shards import Shapes
 from megarl.weight_sync.quantize import Block, is_quantised
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-ROWS, COLUMNS = "rows", "columns"
 _EXPERTS = ".mlp.experts."
 _BUFFER = ".router.expert_bias"  # a weight of the table that is no parameter
 # The modules of a layer and the tensors of a module, as megatron-core 0.19.2 registers them: where padding falls in a
@@ -150,7 +149,9 @@ def stage_tensors(
     adapters = [
         LocalTensor(name, shape, _as_expert(name, layout), trainable) for name, (_, shape) in local.items()
     ]
-    slots = [(slot, _cut(slot, adapted[slot.tensors[0]])) for slot in adapter_slots(pieces, adapted)]
+    slots = [
+        (slot, sharded_dimension(slot, adapted[slot.tensors[0]])) for slot in adapter_slots(pieces, adapted)
+    ]
     return StageTensors(tuple(weights), tuple(adapters), tuple(slots))
 
 
@@ -186,13 +187,6 @@ def weight_bytes(tensors: Iterable[LocalTensor], itemsize: int, fp8_block: Block
         else:
             total += tensor.numel * itemsize
     return total
-
-
-def _cut(slot: AdapterSlot, shape: tuple[int, ...]) -> str | None:
-    """How the weight of this shape, the slot's first, is cut."""
-    if sum(count for number, _, count in slot.rows if number == 0) < shape[0]:
-        return ROWS
-    return COLUMNS if slot.in_features < shape[1] else None
 
 
 def _as_expert(name: str, layout: ParallelLayout) -> bool:

@@ -64,7 +64,7 @@ def cuda_meter() -> Meter:
     return Meter(torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, begin)
 
 
-class Alone(TorchDispatchMode):
+class RealTensorMode(TorchDispatchMode):
     """The place of `shadow.mode.Shadow`, for real tensors; attributes as there."""
 
     def __init__(self, meter: Meter, device: str) -> None:
@@ -112,7 +112,7 @@ class LoneRunner(Runner):
 
     @contextmanager
     def _running(self) -> Iterator[Any]:
-        self.shadow = Alone(self._meter, self._device)
+        self.shadow = RealTensorMode(self._meter, self._device)
         self.log = self.shadow.log
         try:
             with self.shadow:

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
             else:
                 print(f"{step.name}: {step.what} ...", flush=True)
                 results.append(run_step(step, Path(name, step.name), min(options.limit, SECONDS)))
-            print(told(results[-1]), flush=True)
+            print(result_text(results[-1]), flush=True)
             # After each step: no check is lost with the machine.
             facts, today = facts_of(machine), date.today().isoformat()
             file = file_of(folder, today, facts)
@@ -93,7 +93,7 @@ def _needs(step: Step) -> str:
     return f" (needs {', '.join(parts)})" if parts else ""
 
 
-def told(result: Result) -> str:
+def result_text(result: Result) -> str:
     """A step's result as lines of text."""
     lines = [f"{result.name}: {result.outcome}, {result.seconds:.0f} s"]
     if result.outcome == IMPOSSIBLE:

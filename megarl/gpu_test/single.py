@@ -46,7 +46,7 @@ RL_16K = Published("RL of Qwen3-0.6B, 16,384 tokens, H100", PRIME_RL, 11_900.0, 
 RL_64K = Published("RL of Qwen3-0.6B, 65,536 tokens, H100", PRIME_RL, 10_100.0, mfu=0.268)
 
 
-def beside(published: Published, tokens_per_s: float, seconds: float, mfu: float | None) -> str:
+def comparison_text(published: Published, tokens_per_s: float, seconds: float, mfu: float | None) -> str:
     """The figures of this run, compared with the published ones, as text."""
     parts = [
         f"{tokens_per_s:,.0f} tokens/s, {_ratio(tokens_per_s, published.tokens_per_s)} of {published.tokens_per_s:,.0f}"
@@ -104,7 +104,7 @@ def figures(name: str, report: Mapping[str, Any], published: Published, phase: s
         "peak memory", None, f"{report['peak_mib']:,.0f} MiB {report['peak_of']}", {"mib": report["peak_mib"]}
     )
     compared = report["phases"][phase]
-    text = beside(published, compared["tokens_per_s"], compared["seconds"], compared["mfu"])
+    text = comparison_text(published, compared["tokens_per_s"], compared["seconds"], compared["mfu"])
     if phase == "step" and "generate" not in report["phases"]:
         text += "; nothing was generated here: this is no step of the published run"
     yield Check(f"beside {published.name}", None, text)

@@ -83,8 +83,8 @@ def fill_buckets(
     sizes = [min(size, limit) for size in sizes]
     classes = sorted(set(sizes))
     class_of = {size: index for index, size in enumerate(classes)}
-    source_ends: dict[int, _End] = defaultdict(lambda: _End(classes, limit))
-    target_ends: dict[int, _End] = defaultdict(lambda: _End(classes, limit))
+    source_ends: dict[int, _Endpoint] = defaultdict(lambda: _Endpoint(classes, limit))
+    target_ends: dict[int, _Endpoint] = defaultdict(lambda: _Endpoint(classes, limit))
     buckets = []
     for source, target, size in zip(sources, targets, sizes, strict=True):
         first, second, index = source_ends[source], target_ends[target], class_of[size]
@@ -97,7 +97,7 @@ def fill_buckets(
     return buckets
 
 
-class _End:
+class _Endpoint:
     """The room that one end has left; `full[i]` has bit b set where bucket b has none for a copy of `classes[i]`."""
 
     __slots__ = ("classes", "full", "limit", "room")

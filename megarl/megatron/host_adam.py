@@ -121,7 +121,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HostWeight:
     """Elements of a parameter, from `start` on, whose states lie from `at` on in the host's tensors.
 
     Attributes:
@@ -146,7 +146,7 @@ class _Held:
 class _Piece:
     """The part of `held` that is in a bucket: `count` elements from `first` on, which lie from `at` on in the bucket."""
 
-    held: _Held
+    held: _HostWeight
     first: int
     at: int
     count: int
@@ -182,14 +182,14 @@ class HostAdam:
         for copied in (True, False):
             for parameter, start, main in updated:
                 if (main.dtype != parameter.dtype) == copied:
-                    held.append(_Held(parameter, start, main, copied, groups[id(main)], at))
+                    held.append(_HostWeight(parameter, start, main, copied, groups[id(main)], at))
                     at = -(-held[-1].stop // ALIGNMENT) * ALIGNMENT
             if copied:
                 num_copied = at
         self.held, self.filled = tuple(held), False
         self.moments = tuple(host_tensor(at, self) for _ in MOMENTS)
         self.copies = host_tensor(num_copied, self)
-        self.buckets = _cut(self.held, slots.bucket)
+        self.buckets = _split_into_buckets(self.held, slots.bucket)
         self.read_weights()
         for entry in self.held:
             if entry.copied:
@@ -300,14 +300,14 @@ class HostAdam:
             weights.copy_(values)
         return {index: int(group["step"]) for index, group in groups.items()}
 
-    def _state(self, entry: _Held) -> dict[str, torch.Tensor]:
+    def _state(self, entry: _HostWeight) -> dict[str, torch.Tensor]:
         if not self.filled:
             return {}
         own = slice(entry.at, entry.stop)
         return {kind: tensor[own] for kind, tensor in zip(MOMENTS, self.moments, strict=True)}
 
 
-def _cut(held: Sequence[_Held], bucket: int) -> list[list[_Piece]]:
+def _split_into_buckets(held: Sequence[_HostWeight], bucket: int) -> list[list[_Piece]]:
     """The buckets: the parts of each weight in them."""
     buckets: list[list[_Piece]] = [[] for _ in range(-(-held[-1].stop // bucket) if held else 0)]
     for entry in held:

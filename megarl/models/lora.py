@@ -58,6 +58,16 @@ class AdapterSlot:
         return sum(num for _, _, num in self.rows)
 
 
+ROWS, COLUMNS = "rows", "columns"
+
+
+def sharded_dimension(slot: AdapterSlot, shape: tuple[int, ...]) -> str | None:
+    """Whether tensor parallel ranks have cut the slot's first weight, of this shape, by ROWS or by COLUMNS; None: by neither."""
+    if sum(count for number, _, count in slot.rows if number == 0) < shape[0]:
+        return ROWS
+    return COLUMNS if slot.in_features < shape[1] else None
+
+
 def scaling(lora: LoraConfig) -> float:
     """The factor of an adapter's output."""
     alpha = float(lora.rank if lora.alpha is None else lora.alpha)

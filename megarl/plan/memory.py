@@ -87,7 +87,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Owned:
+class Owner:
     """Memory that is on every device of a pool, or is not, as a whole.
 
     Attributes:
@@ -128,7 +128,7 @@ class MemoryPlan:
         limit: bytes of a device. reserve: of it, what is not planned owner by owner; reserved: its causes, where they are known.
     """
 
-    owners: tuple[Owned, ...]
+    owners: tuple[Owner, ...]
     phases: tuple[str, ...]
     pools: Mapping[str, PoolConfig]
     kv_tokens: int
@@ -146,7 +146,7 @@ class MemoryPlan:
         """Bytes of the host's memory for the pool's fullest device."""
         return self._most(pool, lambda owner: owner.on_host)
 
-    def _most(self, pool: str, sizes: Callable[[Owned], tuple[int, ...]]) -> int:
+    def _most(self, pool: str, sizes: Callable[[Owner], tuple[int, ...]]) -> int:
         roles: dict[str, list[int]] = {}
         for owner in self.owners:
             if owner.pool == pool:
@@ -216,7 +216,7 @@ def plan_memory(
 
 def _trained(
     config: TrainConfig, inputs: PlanInputs, role: str, needs: Mapping[str, tuple[str, ...]]
-) -> Iterator[Owned]:
+) -> Iterator[Owner]:
     """The owners of a role that is trained."""
     section = config.actor_rollout_ref.actor if role == "actor" else config.critic
     pool, megatron = section.resource_pool, section.megatron
@@ -237,30 +237,30 @@ def _trained(
         if any(sizes):
             there = _when(needs, name) if leaves(config, switch, pool, config.resource_pools) else None
             host = tuple(stage.held.host for stage in stages) if part == "optimizer" else ()
-            yield Owned(name, "actor" if shares else role, pool, sizes, there, host)
+            yield Owner(name, "actor" if shares else role, pool, sizes, there, host)
     owner = "actor" if shares else role
     update = frozenset({f"update_{role}"})
-    yield Owned(f"{role}_activations", owner, pool, _of(stages, "kept"), update)
-    yield Owned(f"{role}_working", owner, pool, _of(stages, "working"), update)
-    yield Owned(f"{role}_evaluating", owner, pool, _of(stages, "evaluating"), frozenset({"evaluate_models"}))
+    yield Owner(f"{role}_activations", owner, pool, _of(stages, "kept"), update)
+    yield Owner(f"{role}_working", owner, pool, _of(stages, "working"), update)
+    yield Owner(f"{role}_evaluating", owner, pool, _of(stages, "evaluating"), frozenset({"evaluate_models"}))
     if role == "actor":
         bucket = SLOTS * (config.actor_rollout_ref.rollout.sync_bucket_mb << 20)
-        yield Owned("actor_sync_buffers", role, pool, (bucket,) * len(stages), frozenset({"sync"}))
+        yield Owner("actor_sync_buffers", role, pool, (bucket,) * len(stages), frozenset({"sync"}))
         if any(stage.merged for stage in stages):
-            yield Owned("actor_merging", role, pool, _of(stages, "merged"), frozenset({"sync"}))
+            yield Owner("actor_merging", role, pool, _of(stages, "merged"), frozenset({"sync"}))
 
 
 def _of(stages: list[StageBytes], part: str) -> tuple[int, ...]:
     return tuple(getattr(stage, part) for stage in stages)
 
 
-def _actor(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]]) -> Iterator[Owned]:
+def _actor(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]]) -> Iterator[Owner]:
     yield from _trained(config, inputs, "actor", needs)
     if config.critic is not None:
         yield from _trained(config, inputs, "critic", needs)
 
 
-def _others(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]]) -> Iterator[Owned]:
+def _others(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]]) -> Iterator[Owner]:
     """The models that are only evaluated; a reference in the actor's processes is the actor itself if that has adapters."""
     policy, reward = config.actor_rollout_ref, config.reward_model
     inside = reference_in_actor(config)
@@ -277,19 +277,19 @@ def _evaluated(
     name: str,
     role: str,
     needs: Mapping[str, tuple[str, ...]],
-) -> Iterator[Owned]:
+) -> Iterator[Owner]:
     use, pool = model_use(config, inputs, name), section.resource_pool
     stages, there = model_bytes(use, inputs.tables), _when(needs, f"{name}_weights")
     movable = leaves(config, section.megatron.param_offload, pool, config.resource_pools)
     weights = tuple(stage.held.weights for stage in stages)
-    yield Owned(f"{name}_weights", role, pool, weights, there if movable else None)
+    yield Owner(f"{name}_weights", role, pool, weights, there if movable else None)
     if role != "actor":  # these passes and the actor's own are one after the other
-        yield Owned(f"{name}_evaluating", role, pool, _of(stages, "evaluating"), there)
+        yield Owner(f"{name}_evaluating", role, pool, _of(stages, "evaluating"), there)
 
 
 def engine_owners(
     config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]], limit: int
-) -> tuple[list[Owned], int, int]:
+) -> tuple[list[Owner], int, int]:
     """The engines' owners, the tokens of their cache, and the bytes of one."""
     policy = config.actor_rollout_ref
     rollout, model = policy.rollout, inputs.model
@@ -305,17 +305,17 @@ def engine_owners(
         tokens = math.floor((rollout.gpu_memory_utilization * limit - weights) / token)
     kv = cache_bytes(model, layout, dtype, max(tokens, 0), rollout.max_num_seqs, context)
     owned = [
-        Owned(
+        Owner(
             "rollout_weights", "rollout", pool, (weights,), _when(needs, "rollout_weights") if freed else None
         ),
-        Owned(
+        Owner(
             "rollout_kv_cache", "rollout", pool, (kv,), _when(needs, "rollout_kv_cache") if freed else None
         ),
     ]
     # What another GPU sends comes into slots of the rank's own; what its own has it reads where that is.
     if pool != policy.actor.resource_pool or pool_devices(config.resource_pools, pool) > 1:
         owned.append(
-            Owned(
+            Owner(
                 "rollout_sync_buffers",
                 "rollout",
                 pool,
@@ -381,21 +381,21 @@ def plan_tuning(
     return MemoryPlan(owners, phases, {GLOBAL_POOL: pool}, longest, 0, longest, limit, reserve, rows)
 
 
-def _owners(config: TuningConfig, inputs: PlanInputs) -> Iterator[Owned]:
+def _owners(config: TuningConfig, inputs: PlanInputs) -> Iterator[Owner]:
     role = tuned_role(config)
     stages = model_bytes(model_use(config, inputs, role), inputs.tables)
     for part in trained_parts(config.megatron):
         sizes = tuple(getattr(stage.held, part) for stage in stages)
         if any(sizes):
             host = tuple(stage.held.host for stage in stages) if part == "optimizer" else ()
-            yield Owned(f"{role}_{part}", role, GLOBAL_POOL, sizes, None, host)
+            yield Owner(f"{role}_{part}", role, GLOBAL_POOL, sizes, None, host)
     for part, name, phase in (
         ("kept", "activations", UPDATE),
         ("working", "working", UPDATE),
         ("evaluating", "evaluating", EVALUATE),
     ):
         sizes = tuple(getattr(stage, part) for stage in stages)
-        yield Owned(f"{role}_{name}", role, GLOBAL_POOL, sizes, frozenset({phase}))
+        yield Owner(f"{role}_{name}", role, GLOBAL_POOL, sizes, frozenset({phase}))
 
 
 MULTIPLES = (16, 8, 4, 2)  # candidates, as multiples of the least size of a micro-batch

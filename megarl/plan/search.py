@@ -320,7 +320,7 @@ def _expert_sizes(model: ModelConfig, ranks: int) -> list[int]:
 
 
 def _keys(recipe: TrainConfig, found: TrainConfig) -> Iterator[str]:
-    """The keys in which the two differ."""
+    """Keys that turn the recipe into the found layout, as key=value."""
     before, after = recipe.actor_rollout_ref, found.actor_rollout_ref
     for name in (*_ALWAYS, *_IF_CHANGED):
         value = getattr(after.actor.megatron, name)

@@ -18,7 +18,7 @@ from megarl.config import (
     needs_ref_log_probs,
 )
 from megarl.config.batches import BatchPlan, resolve_batches
-from megarl.costs.engine import Generation, Served, generation, token_bytes
+from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
 from megarl.costs.flops import ModelFlops, model_flops
 from megarl.costs.speed import Machine, Passes, PassTime, pass_time
 from megarl.layout.grid import ParallelLayout
@@ -79,7 +79,7 @@ class Lengths:
     longest: int
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         return self.prompt + self.response
 
 
@@ -122,7 +122,7 @@ def step_phases(
         for pool in dict.fromkeys(part.pool for part in found):
             gap = machine.assumed.phase * max(1, roles[pool])
             found.append(Part(GAPS, pool, gap))
-    whole = count * texts.whole
+    whole = count * texts.total
     return [
         PhaseTime(
             name,
@@ -138,7 +138,7 @@ def generate(config: TrainConfig, inputs: PlanInputs, machine: Machine, kv_token
     """An engine's work in a step."""
     rollout, texts = config.actor_rollout_ref.rollout, lengths(config, machine)
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
-    served = Served(
+    served = ServedModel(
         inputs.model,
         flops_of(inputs, "actor", inputs.model, "lm"),
         layout,
@@ -149,7 +149,7 @@ def generate(config: TrainConfig, inputs: PlanInputs, machine: Machine, kv_token
         rollout.quantization == "fp8",
     )
     prompts = -(-config.data.train_batch_size // rollout.num_engines)
-    running = min(rollout.max_num_seqs, kv_tokens // texts.whole)
+    running = min(rollout.max_num_seqs, kv_tokens // texts.total)
     return generation(
         served, prompts * rollout.n, prompts, texts.prompt, texts.response, texts.longest, running
     )
@@ -227,7 +227,7 @@ class _Roles:
     def evaluated(self, role, head, section, megatron, model, most) -> Part:
         """All texts of the step once, forward; `most`: tokens, or texts, of a micro-batch."""
         passes = self._passes(role, head, section.resource_pool, megatron, model)
-        length = lengths(self.config, self.machine).whole
+        length = lengths(self.config, self.machine).total
         time = pass_time(passes, self.batches.trajectories_per_step, length, *most)
         return Part(f"{role} forward", section.resource_pool, time.total, time)
 
@@ -239,7 +239,7 @@ class _Roles:
         time = pass_time(
             passes,
             update.sequences_per_mini_batch,
-            lengths(self.config, self.machine).whole,
+            lengths(self.config, self.machine).total,
             update.micro_batch_tokens,
             update.micro_batch_sequences,
             update.updates_per_step,

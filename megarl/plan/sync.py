@@ -44,7 +44,7 @@ class LinkCost:
 
 
 @dataclass(frozen=True)
-class WayCost:
+class MethodCost:
     """One way of syncing.
 
     Attributes:
@@ -88,8 +88,8 @@ class PlanReport:
 
     num_parameters: int
     model_bytes: int
-    reshard: WayCost
-    full_gather: WayCost
+    reshard: MethodCost
+    full_gather: MethodCost
     most: RankCost
     least: RankCost
     num_copies: int
@@ -129,7 +129,7 @@ def report(sync: SyncPlan, bandwidths: Mapping[str, float]) -> PlanReport:
     return PlanReport(
         num_parameters=sum(map(prod, logical_tensors(sync.config).values())),
         model_bytes=sum(
-            piece.box.numel * plan.itemsize(piece.tensor) for piece in _whole_tensors(sync).pieces(0)
+            piece.box.numel * plan.itemsize(piece.tensor) for piece in _full_tensors(sync).pieces(0)
         ),
         reshard=_cost(account, bandwidths),
         full_gather=_cost(full_gather(sync), bandwidths),
@@ -150,7 +150,7 @@ def full_gather(sync: SyncPlan) -> Account:
     rank receives (M - node's) / k from other nodes and the rest from its own. As in a ring, each rank passes on as
     much as it gets.
     """
-    plan, everything = sync.plan, _whole_tensors(sync)
+    plan, everything = sync.plan, _full_tensors(sync)
     there = bytes_there(make_plan(plan.source, everything, plan.itemsize), shard=0)
     ranks_on = Counter(place.node for place in sync.target_places)
     received = []
@@ -161,7 +161,7 @@ def full_gather(sync: SyncPlan) -> Account:
     return Account(tuple(received), tuple(received))
 
 
-def _whole_tensors(sync: SyncPlan) -> Layout:
+def _full_tensors(sync: SyncPlan) -> Layout:
     """All that travels, as one rank would have it."""
     layout = hf_layout(sync.config)
     return (
@@ -171,14 +171,14 @@ def _whole_tensors(sync: SyncPlan) -> Layout:
     )
 
 
-def _cost(account: Account, bandwidths: Mapping[str, float]) -> WayCost:
+def _cost(account: Account, bandwidths: Mapping[str, float]) -> MethodCost:
     links = {}
     for link in LINKS:
         received = max(by_link[link] for by_link in account.received)
         sent = max(by_link[link] for by_link in account.sent_by_link)
         links[link] = LinkCost(account.by_link[link], received, sent, max(received, sent) / bandwidths[link])
     seconds = max(cost.seconds for cost in links.values())
-    return WayCost(links, max(account.received_from_others), max(account.sent), seconds)
+    return MethodCost(links, max(account.received_from_others), max(account.sent), seconds)
 
 
 T = TypeVar("T")
@@ -388,8 +388,8 @@ def print_report(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
     table = Table("bytes by link", "all ranks", "max received", "max sent", "seconds", box=SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
-    _add_way(table, "shard to shard", figures.reshard)
-    _add_way(table, "full gather", figures.full_gather)
+    _add_method(table, "shard to shard", figures.reshard)
+    _add_method(table, "full gather", figures.full_gather)
     console.print(table)
     reshard, full = figures.reshard, figures.full_gather
     lines = [
@@ -407,7 +407,7 @@ def print_report(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
     console.print("\n".join(lines), soft_wrap=True, highlight=False)
 
 
-def _add_way(table: Table, name: str, way: WayCost) -> None:
+def _add_method(table: Table, name: str, way: MethodCost) -> None:
     """Bytes between devices, and of all bytes the ones of each link."""
     between = way.links["intra_node"].total + way.links["inter_node"].total
     table.add_row(

@@ -16,7 +16,7 @@ import yaml
 from megarl.cluster.failures.report import FOLDER as FAILURES
 from megarl.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from megarl.data.trajectories import list_lengths, read_trajectories
-from megarl.report.timeline import Recorded, read_timeline
+from megarl.report.timeline import RecordedTimeline, read_timeline
 from megarl.trainer.health.monitor import HEALTH_FILE
 from megarl.trainer.run.facts import RunFacts, read_facts
 from megarl.trainer.run.logger import METRICS_FILE, read_metrics
@@ -65,7 +65,7 @@ class RunRecord:
     findings: list[dict[str, Any]]
     failures: list[dict[str, str]]
     reward_errors: int
-    timeline: Recorded | None
+    timeline: RecordedTimeline | None
 
     @property
     def is_evaluation(self) -> bool:

@@ -67,7 +67,7 @@ class SideBySide:
 
 
 @dataclass(frozen=True)
-class Troubles:
+class Failures:
     """Failures of a run: `failures`, a row of each with `keys`; `repeated`, steps made again after one."""
 
     keys: ClassVar = ("time", "step", "phase", "role", "rank", "error", "file")
@@ -161,7 +161,7 @@ def _side_by_side(runs: Sequence[RunRecord]) -> SideBySide:
     return found
 
 
-def _troubles(run: RunRecord) -> Troubles:
+def _troubles(run: RunRecord) -> Failures:
     timeline = run.timeline
     lost = [
         f"{span.name}: {(span.end - span.begin) / 1e9:.1f} s"
@@ -170,8 +170,8 @@ def _troubles(run: RunRecord) -> Troubles:
         for span in track.spans
         if "is lost: starting it anew" in span.name
     ]
-    return Troubles(
-        failures=[[failure.get(key, "-")[:160] for key in Troubles.keys] for failure in run.failures],
+    return Failures(
+        failures=[[failure.get(key, "-")[:160] for key in Failures.keys] for failure in run.failures],
         restarts=lost,
         repeated=_numbers(timeline.again) if timeline is not None else "",
         reward_errors=run.reward_errors,

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.report.data import RunRecord
 from megarl.report.html import MIB
-from megarl.report.timeline import Recorded, Track, nested
+from megarl.report.timeline import RecordedTimeline, Track, nested
 from megarl.trainer.run.timeline import CONTROLLER, STEP
 from megarl.util.spans import Span
 
@@ -78,7 +78,7 @@ def shares_of_phases(run: RunRecord) -> list[dict[str, Any]]:
     ]
 
 
-def busy_ranks(found: Recorded) -> dict[str, Any] | None:
+def busy_ranks(found: RecordedTimeline) -> dict[str, Any] | None:
     """Bars by rank: the share of all steps' time that each was in calls of each phase."""
     working = [track for track in found.tracks if track.role != CONTROLLER and track.spans]
     if not working or not found.windows:
@@ -110,7 +110,7 @@ def busy_ranks(found: Recorded) -> dict[str, Any] | None:
     }
 
 
-def last_step(found: Recorded) -> dict[str, Any] | None:
+def last_step(found: RecordedTimeline) -> dict[str, Any] | None:
     """The activity of all ranks in the newest step that all have reported: of a run that is still going not always the last."""
     told = [span.end for track in found.tracks if track.role != CONTROLLER for span in track.spans]
     newest = max(told, default=0)
@@ -170,7 +170,7 @@ def label_of(track: Track) -> str:
     return f"{track.role} {track.name.removeprefix('rank ')}"
 
 
-def _validations(found: Recorded) -> list[tuple[int, int]]:
+def _validations(found: RecordedTimeline) -> list[tuple[int, int]]:
     spans = [span for track in found.tracks if track.role == CONTROLLER for span in track.spans]
     return [(span.begin, span.end) for span in spans if span.name == "validate"]
 

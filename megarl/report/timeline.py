@@ -39,7 +39,7 @@ class Track:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedTimeline:
     """What a timeline holds. Of a step that was made twice, after a failure, `windows` has the last time."""
 
     tracks: list[Track]
@@ -48,7 +48,7 @@ class Recorded:
     moments: list[Span]
 
 
-def read_timeline(folder: Path) -> Recorded | None:
+def read_timeline(folder: Path) -> RecordedTimeline | None:
     """The timeline of a run folder; None: it has none.
 
     Raises:
@@ -91,7 +91,7 @@ def read_timeline(folder: Path) -> Recorded | None:
             again.add(step)
         windows[step] = collected or span.begin, span.end
         collected = None
-    return Recorded(found, dict(sorted(windows.items())), sorted(again), moments)
+    return RecordedTimeline(found, dict(sorted(windows.items())), sorted(again), moments)
 
 
 def nested(spans: Sequence[Span]) -> list[tuple[Span, int]]:

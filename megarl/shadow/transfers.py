@@ -105,7 +105,7 @@ def _without_bytes() -> Iterator[list[int]]:
         patch.object(dcp.DCPReader, "load", load),
         patch.object(dcp.DCPReader, "load_object", load_object),
         patch.object(checkpoint, "_gather", gather),
-        patch.object(checkpoint, "_check_whole", lambda held, shapes: None),  # of one rank it is not
+        patch.object(checkpoint, "_check_complete", lambda held, shapes: None),  # of one rank it is not
     ):
         yield sizes
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megarl.costs.activations import Kept, stage_bytes
+from megarl.costs.activations import ActivationSettings, stage_bytes
 from megarl.costs.tensors import StageTensors, float32_buffers, stage_tensors, training_bytes
 from megarl.megatron.build import unwrap
 from megarl.megatron.heads import lm_head, value_head
@@ -70,7 +70,7 @@ def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBa
         fp8_block=None if lora is None or lora.blocks is None else (lora.blocks, lora.blocks),
         replica=built.replica,
     )
-    kept = Kept(
+    kept = ActivationSettings(
         config,
         layout,
         tensors,

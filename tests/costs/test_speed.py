@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.costs.engine import Served, _batches, _scale, generation, spread
+from megarl.costs.engine import ServedModel, _batches, _scale, generation, spread
 from megarl.costs.flops import ModelFlops, model_flops
 from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, read_assumptions
 from megarl.costs.speed import Machine, Passes, bubble, decode_kernels, launches, pass_time, pipeline_seconds
@@ -142,9 +142,9 @@ def test_a_mini_batch_is_cut_into_micro_batches() -> None:
     assert pass_time(run, 64, 1000, None, 2).micro_batches == 16
 
 
-def served(name: str, tp: int, weights: int, token: int, machine: Machine = MACHINE, **how) -> Served:
+def served(name: str, tp: int, weights: int, token: int, machine: Machine = MACHINE, **how) -> ServedModel:
     config, flops = model(name)
-    return Served(config, flops, EngineLayout(tp, 1, num_engines=1), machine, weights, token, **how)
+    return ServedModel(config, flops, EngineLayout(tp, 1, num_engines=1), machine, weights, token, **how)
 
 
 def test_a_decode_step_reads_weights_and_cache() -> None:

@@ -1,6 +1,6 @@
 """Figures beside published ones."""
 
-from megarl.gpu_test.single import ARTICLE, RL_16K, beside, figures
+from megarl.gpu_test.single import ARTICLE, RL_16K, comparison_text, figures
 
 REPORT = {
     "what": "PPO with a critic",
@@ -33,7 +33,7 @@ def test_a_step_without_an_engine_says_that_it_is_none() -> None:
 
 
 def test_mfu_stands_beside_mfu() -> None:
-    text = beside(RL_16K, 23_800.0, 2.75, 0.222)
+    text = comparison_text(RL_16K, 23_800.0, 2.75, 0.222)
     assert "2.00x of 11,900; 2.75 s a step; MFU 22.2% (published: 11.1%)" in text
     # 13.3 s of 1,702 tokens/s are few tokens: the caveat's arithmetic.
     tokens = ARTICLE.tokens_per_s * ARTICLE.seconds

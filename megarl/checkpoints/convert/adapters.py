@@ -42,7 +42,9 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
             f"checkpoint {source.path!r} has adapters, but no {CONFIG_FILE} that says what they are"
         )
     tensors = {
-        PREFIX + key.removeprefix(IN_CHECKPOINTS): _whole(source.reader, key, stored, dtype or stored.dtype)
+        PREFIX + key.removeprefix(IN_CHECKPOINTS): _read_full(
+            source.reader, key, stored, dtype or stored.dtype
+        )
         for key, stored in source.adapters.items()
     }
     with whole_folder(target) as folder:
@@ -53,7 +55,7 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
     return tensors
 
 
-def _whole(reader: DCPReader, key: str, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+def _read_full(reader: DCPReader, key: str, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor put together from its chunks."""
     if sum(chunk.box.numel for chunk in stored.chunks) != Box.whole(stored.shape).numel:
         raise ValueError(f"checkpoint {reader.folder}: {key} is not whole")

@@ -155,13 +155,13 @@ class PeftReader:
         self.names = frozenset(self._parts)
         self._reader = open_weights(file)
         # of a layer's experts both: every expert has columns of each
-        self._whole = lru_cache(maxsize=2)(lambda stored: self._reader.get_tensor(PREFIX + stored))
+        self._full_tensor = lru_cache(maxsize=2)(lambda stored: self._reader.get_tensor(PREFIX + stored))
 
     def __enter__(self) -> "PeftReader":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._whole.cache_clear()
+        self._full_tensor.cache_clear()
         self._reader.__exit__(*exception)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
@@ -176,7 +176,7 @@ class PeftReader:
             place = Box((box.start[0] + part.row, *box.start[1:]), box.size)
             values = self._reader.get_slice(PREFIX + part.stored)[place.slices]
         else:
-            rows = self._whole(part.stored)[part.row : part.row + part.shape[0]]
+            rows = self._full_tensor(part.stored)[part.row : part.row + part.shape[0]]
             values = rows[:, part.column :: part.step][box.slices]
         if not values.isfinite().all():
             raise ValueError(f"adapter {self.path!r}: {name} has values that are no finite numbers")

@@ -331,7 +331,7 @@ def _plan(items: Sequence[Item], states: RankStates) -> tuple[list[Item], dict[s
     if gathered is not None:
         steps = max(numbers[0] for _, _, numbers in gathered)
         chosen = share_out([parts for parts, _, _ in gathered])
-        _check_whole([parts for parts, _, _ in gathered], [shapes for _, shapes, _ in gathered])
+        _check_complete([parts for parts, _, _ in gathered], [shapes for _, shapes, _ in gathered])
         scalers = [numbers[1] for _, _, numbers in gathered if numbers[1] is not None]
         answer = [(chosen, steps, scalers[0] if scalers else None)]
     torch.distributed.broadcast_object_list(answer, src=0)
@@ -347,7 +347,7 @@ def _plan(items: Sequence[Item], states: RankStates) -> tuple[list[Item], dict[s
     return [items[index] for index in chosen[torch.distributed.get_rank()]], about
 
 
-def _check_whole(
+def _check_complete(
     held: Sequence[Sequence[tuple[Any, int]]], shapes: Sequence[Mapping[str, tuple[int, ...]]]
 ) -> None:
     """Assert that all ranks' parts are the global tensors."""

@@ -29,7 +29,7 @@ from torch.nn.functional import linear, rms_norm
 from megarl import platform
 from megarl.config.schema.lora import LoraConfig
 from megarl.megatron.lora.fp8_base import exact_weight
-from megarl.models.lora import AdapterSlot, scaling
+from megarl.models.lora import COLUMNS, ROWS, AdapterSlot, scaling
 
 # Dropout draws from random streams of its own, equal on ranks that hold the same numbers and on no others. They are kept with Megatron's
 # other streams, so layers that are computed again in the backward pass drop the same elements as before. Megatron's own streams would
@@ -61,9 +61,6 @@ def drop(x: Tensor, share: float, stream: str) -> Tensor:
     """`x` with this share of its elements set to 0, and the others divided by the remaining share."""
     with get_cuda_rng_tracker().fork(stream):
         return torch.nn.functional.dropout(x, share, training=True)
-
-
-ROWS, COLUMNS = "rows", "columns"  # how a weight is cut over the ranks of its group
 
 
 class Adapter(torch.nn.Module):
@@ -219,15 +216,15 @@ class ExpertAdapter(torch.nn.Module):
         return torch.cat([self._one(layer, expert, *part) for expert, part in enumerate(parts)])
 
     def _one(self, layer: torch.nn.Module, expert: int, x: Tensor, output: Tensor) -> Tensor:
-        a, b = self._whole("a", expert, ROWS), self._whole("b", expert, COLUMNS)
+        a, b = self._replicated("a", expert, ROWS), self._replicated("b", expert, COLUMNS)
         added = self._heads(linear(x, a), b) * self._scaling
         if not self._lora.use_dora:
             return output + added
-        m = self._whole("m", expert, COLUMNS)
+        m = self._replicated("m", expert, COLUMNS)
         ratio = self._heads.spread(m / self.norms(layer, expert), fill=1.0)
         return output * ratio + ratio * added
 
-    def _whole(self, kind: str, expert: int, replicated_with: str) -> Tensor:
+    def _replicated(self, kind: str, expert: int, replicated_with: str) -> Tensor:
         """A parameter; if the ranks of the group each have all of it, its gradient is the sum of theirs."""
         parameter = self.parameter(kind, expert)
         if self._cut == replicated_with:

@@ -83,7 +83,7 @@ def hold_in_float8(layer: torch.nn.Module, kinds: list[str], block: Block) -> No
         scales = torch.ones(in_blocks(weight.shape, block), dtype=torch.float32, device=device)
         setattr(layer, kind, held)
         layer.register_parameter(kind + SCALES, torch.nn.Parameter(scales, requires_grad=False))
-    use = _Use(kinds)
+    use = _LayerComputation(kinds)
     layer.register_forward_pre_hook(use.begin)
     layer.register_forward_hook(use.end, always_call=True)
 
@@ -135,7 +135,7 @@ class ExactWeights(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-class _Use:
+class _LayerComputation:
     """One computation of a layer with its weights in the place of their blocks."""
 
     def __init__(self, kinds: list[str]) -> None:

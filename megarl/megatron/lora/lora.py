@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.config.schema.lora import LoraConfig
 from megarl.layout.boxes import Piece
 from megarl.layout.grid import ParallelLayout, layers_of
-from megarl.megatron.lora.adapter import COLUMNS, ROWS, Adapter, ExpertAdapter, start_streams
+from megarl.megatron.lora.adapter import Adapter, ExpertAdapter, start_streams
 from megarl.megatron.parallel import RankCoords, coords
 from megarl.models import MegatronPlace, ModelConfig, megatron_pieces
 from megarl.models.lora import (
@@ -32,6 +32,7 @@ from megarl.models.lora import (
     adapter_slots,
     check_expert_groups,
     group_size,
+    sharded_dimension,
 )
 from megarl.models.shards import Shapes
 
@@ -129,7 +130,7 @@ def _make(
 ) -> Adapter | ExpertAdapter:
     """The adapters of a layer, hooked to it."""
     slot, settings = slots[0], chunk.config
-    cut = _cut(slot, weights[slot.tensors[0]])
+    cut = sharded_dimension(slot, weights[slot.tensors[0]])
     if slot.number is None:
         made = Adapter(layer, slot, lora, cut, settings.sequence_parallel, settings.params_dtype)
         if isinstance(layer, TopKRouter):  # its output is which experts are chosen, not its linear layer's
@@ -142,13 +143,6 @@ def _make(
         made = ExpertAdapter(layer, slots, lora, cut, group, size, settings.params_dtype)
         layer.register_forward_hook(partial(_adapt_experts, made))
     return made
-
-
-def _cut(slot: AdapterSlot, shape: tuple[int, ...]) -> str | None:
-    """How the weight of this shape, the slot's first, is cut."""
-    if sum(count for number, _, count in slot.rows if number == 0) < shape[0]:
-        return ROWS
-    return COLUMNS if slot.in_features < shape[1] else None
 
 
 def _adapt(adapter: Adapter, layer: torch.nn.Module, inputs: tuple, output: tuple) -> tuple | None:

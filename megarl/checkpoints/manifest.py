@@ -216,7 +216,7 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{folder} is no whole checkpoint: {MANIFEST_FILE}: {error.strerror}") from None
+        raise ValueError(f"{folder} is no complete checkpoint: {MANIFEST_FILE}: {error.strerror}") from None
     manifest = parse_manifest(content, str(path))
     named = step_of(Path(folder).resolve().name)
     if named is not None and named != manifest.step:

@@ -121,6 +121,7 @@ def stage_tensors(
         head=head,
     )
     with_adapters = lora is not None and lora.rank > 0
+    # The weight table has the real rows of the vocabulary; the parameter has its padding, too.
     vocabulary = padded_vocab_size(config, layout.tp) // layout.tp
     weights = []
     for name, (parts, shape) in _local_shapes(pieces).items():
@@ -142,6 +143,7 @@ def stage_tensors(
             )
         )
     weights = _as_registered(weights)
+    # With adapters the weights above are frozen, and the layers' slots decide how adapters are cut.
     if not with_adapters:
         return StageTensors(tuple(weights), ())
     assert adapted is not None

@@ -69,6 +69,7 @@ def build_optimizer(
     schedule = _schedule_arguments(optim, num_steps)
     overrides = get_standard_config_overrides(config)
     if optim.optimizer_cpu_offload:
+        # Megatron makes the float32 copies on the device; gradients, unused until the first pass, make room for them.
         for chunk in chunks:
             chunk.offload_grad_buffers()
         optimizer = get_megatron_optimizer(config, chunks, overrides)

@@ -190,6 +190,7 @@ def _search(
     found = search.run(options.top)
     if not found:
         raise ValueError(_nothing(search))
+    # The same proposals, for programs or for people.
     if options.json:
         proposals = [
             {

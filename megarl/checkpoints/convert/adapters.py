@@ -58,7 +58,7 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
 def _read_full(reader: DCPReader, key: str, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor put together from its chunks."""
     if sum(chunk.box.numel for chunk in stored.chunks) != Box.whole(stored.shape).numel:
-        raise ValueError(f"checkpoint {reader.folder}: {key} is not whole")
+        raise ValueError(f"checkpoint {reader.folder}: {key} is incomplete")
     tensor = torch.empty(stored.shape, dtype=dtype)
     for chunk in stored.chunks:
         narrow_into(tensor[chunk.box.slices], reader.load(chunk), f"checkpoint {reader.folder}", key)

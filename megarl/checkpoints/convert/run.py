@@ -45,8 +45,8 @@ def convert(
     """Write the checkpoint `source` as another one, the new folder `target`.
 
     Args:
-        to: "hf", "megatron", or "peft" for the adapters that a Megatron checkpoint has beside its weights; None: what
-            the source is not, or "hf" with an adapter.
+        to: "hf", "megatron", or "peft" for the adapters that a Megatron checkpoint has in addition to its weights; None: the
+            format that the source has not, or "hf" with an adapter.
         dtype: of the weights, one of DTYPES; None: each keeps its own.
         shard_bytes: size of a file; a larger tensor is alone in its own.
         mtp: whether multi-token prediction layers are kept.
@@ -64,6 +64,7 @@ def convert(
     """
     _check_arguments(target, to, dtype, shard_bytes)
     opened = open_source(source, companions, mtp)
+    # Adapters alone are few enough to be read at once.
     if to == "peft":
         if adapter is not None:
             raise ValueError(
@@ -72,6 +73,7 @@ def convert(
         tensors = extract_adapters(opened, target, DTYPES.get(dtype))
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return Conversion(opened.kind, to, len(tensors), num_bytes, 1, ())
+    # All checks come before the first file is written.
     if adapter is not None:
         opened = MergedSource(opened, adapter)
     opened.check()

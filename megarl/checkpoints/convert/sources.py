@@ -348,7 +348,7 @@ class MegatronSource:
             if found.shape != shape:
                 wrong.append(f"{key} has shape {found.shape}, config.json makes it {shape}")
             elif sum(chunk.box.numel for chunk in found.chunks) != Box.whole(found.shape).numel:
-                wrong.append(f"{key} is not whole: its chunks do not add up to {found.shape}")
+                wrong.append(f"{key} is incomplete: its chunks do not add up to {found.shape}")
         dropped = "" if self.mtp else "mtp."
         for key in self.weights:
             if key not in expected and not (dropped and key.startswith(dropped)):
@@ -373,7 +373,7 @@ class MegatronSource:
                     found += common.numel
             if found != copy.source_box.numel:
                 raise ValueError(
-                    f"checkpoint {self.path}: {copy.source_local} is not whole at {copy.source_box}"
+                    f"checkpoint {self.path}: {copy.source_local} is incomplete at {copy.source_box}"
                 )
         for chunk in sorted(wanted, key=lambda chunk: (chunk.file, chunk.offset)):
             yield from self._parts_of(chunk, wanted[chunk])

@@ -90,7 +90,7 @@ def mistakes_of(reader: DCPReader, items: Sequence[Item], padded: Mapping[str, i
             needed = wanted.numel if wanted is not None else 0
             found = sum(common.numel for _, common in _overlaps(stored, item.box))
             if found != needed:
-                yield f"{item.key} is not whole: its chunks have {found} of {needed} elements at {item.box.start}"
+                yield f"{item.key} is incomplete: its chunks have {found} of {needed} elements at {item.box.start}"
 
 
 def _fits(shape: tuple[int, ...], item: Item, padded: Mapping[str, int]) -> bool:

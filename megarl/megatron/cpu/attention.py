@@ -63,7 +63,7 @@ class PackedAttention(MegatronModule):
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         assert sum(lengths) == len(query) * cp, f"{lengths} do not add up to {len(query)} x {cp} tokens"
         shared = getattr(packed_seq_params, "shared", None)
-        if shared is not None:
+        if shared is not None:  # a prompt is computed once for several trajectories
             return attend_shared(self._attend, query, key, value, lengths, shared).flatten(1)
         if cp == 1 and _fits_varlen(query, value) and (attend := _varlen()) is not None:
             # The bounds are the batch's, on the device.
@@ -85,6 +85,7 @@ class PackedAttention(MegatronModule):
                 for q, k, v, count in zip(*parts, counts, strict=True)
             ]
         else:
+            # A rank's queries need the keys and values of the full sequences, which context parallelism has cut.
             keys, values = (self._gather_sequences(part, lengths) for part in (key, value))
             queries = query.split([length // cp for length in lengths])
             outputs = [

@@ -64,6 +64,7 @@ def attach_adapters(
     pieces = rank_pieces(config, layout, place)
     if lora.dropout:
         start_streams(seed)
+    # A layer of experts has several slots, which one module holds.
     attached = []
     by_module: dict[str, list[AdapterSlot]] = {}
     for slot in adapter_slots(pieces, weights):
@@ -74,6 +75,7 @@ def attach_adapters(
         made = _make(chunks[int(chunk)], layer, slots, lora, weights)
         layer.register_module(adapter, made)
         attached.append(made)
+    # Freeze everything first: the adapters are then the only parameters with gradients.
     for chunk in chunks:
         chunk.requires_grad_(False)
         _start_gradients(chunk)
@@ -87,6 +89,7 @@ def attach_adapters(
     }
     _start(local, adapter_pieces(pieces, weights, lora, adapter), weights, seed)
     if lora.use_dora:
+        # Magnitudes are norms of the loaded weights, so they start after A and B have values.
         for name in by_module:
             chunk, path = name.split(":", 1)
             layer = chunks[int(chunk)].get_submodule(path)

@@ -133,7 +133,7 @@ class DCPReader:
 
 
 def _read_metadata(path: Path) -> Contents:
-    """ValueError: names the file, which is none or not whole, or says what cannot be."""
+    """ValueError: names the file, which is none or incomplete, or its impossible content."""
     try:
         with path.open("rb") as file:
             return _contents(_MetadataUnpickler(file).load())
@@ -215,7 +215,7 @@ def write_file(
     chunks: Iterable[tuple[str, tuple[int, ...], Box, torch.Tensor]],
     objects: Mapping[str, Any] | None = None,
 ) -> Contents:
-    """Write a rank's file, `file_name(rank)`. A checkpoint needs `write_metadata` besides.
+    """Write a rank's file, `file_name(rank)`. A checkpoint also needs `write_metadata`.
 
     Args:
         chunks: key and shape of the global tensor, which part of it, its values ([*box.size]).

@@ -253,7 +253,7 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def find_damage(checkpoint: Checkpoint, *, hashes: bool, console: Console | None = None) -> list[str]:
-    """What of a checkpoint's files is not as it was written, file by file in words; empty: nothing.
+    """Changes of a checkpoint's files since they were written, file by file in words; empty: none.
 
     Args:
         hashes: read all files and compare their SHA-256; else only sizes are compared.

@@ -107,7 +107,7 @@ class Mirror:
         """Copy the files of a checkpoint into `folder`, flushed to the disk.
 
         Returns:
-            What is not as it was written, file by file in words.
+            Changes since the files were written, file by file in words.
 
         Raises:
             OSError: the remote cannot be read, or this disk cannot be written to.
@@ -131,7 +131,7 @@ class Mirror:
         return damage
 
     def abandon_later(self, step: int, ignored: frozenset[int]) -> None:
-        """What the remote has of steps after `step` counts no more, and is removed once there is something new to copy.
+        """The remote's checkpoints after `step` count no more, and are removed once there is something new to copy.
 
         Args:
             ignored: the local steps that count no more either.
@@ -241,7 +241,7 @@ class Mirror:
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             list(threads.map(put, manifest.files))
         if (folder / MANIFEST_FILE).read_bytes() != content:
-            return  # replaced meanwhile: files of both may be there, and it is chosen again
+            return  # replaced in the meantime: files of both may be there, and it is chosen again
         self._write(f"{folder_name(step)}/{MANIFEST_FILE}", content)
         there[step] = content
         self._damaged.discard(step)

@@ -50,7 +50,7 @@ _HIDDEN = re.compile(rf"\.(step-[0-9]+)\.[0-9a-f]+-[0-9]+\.({_PARTIAL}|{_PRUNED}
 
 
 class CheckpointStore:
-    """The checkpoints `step-<n>` in the folder `root`, of which this process is the only writer until `close`.
+    """The checkpoints `step-<n>` in the folder `root`; this process is its only writer until `close`.
 
     To read a checkpoint, `read_checkpoint` and `find_damage` are enough.
 
@@ -154,7 +154,7 @@ class CheckpointStore:
         """Make a folder of `building` the checkpoint of `step`, then prune.
 
         Args:
-            files: all files in `partial`, by their paths in it; what `seal_file` said of each, or None where it is yet to
+            files: all files in `partial`, by their paths in it; the facts from `seal_file`, or None where it is yet to
                 be called, which is done here.
             facts: further facts for the manifest; JSON.
 

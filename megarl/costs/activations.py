@@ -28,7 +28,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class ActivationSettings:
-    """How a model is run, as far as what is kept depends on it.
+    """The settings of a model's run on which the kept bytes depend.
 
     Attributes:
         tokens: of a micro-batch on this rank, before they are split over tensor parallel ranks.
@@ -167,7 +167,7 @@ def _dense(settings: ActivationSettings, name: str) -> int:
 
 
 def _routed(settings: ActivationSettings) -> int:
-    """Tokens that the experts of a rank have, those that several of them have counted so many times."""
+    """Tokens that the experts of a rank have; a token counts once for each expert that has it."""
     return settings.own * settings.config.moe.top_k * settings.layout.etp
 
 
@@ -218,7 +218,7 @@ def stage_bytes(
     """The most that a rank of a pipeline stage keeps at a time.
 
     That is after as many forward passes as Megatron's schedules begin with: one more than there are stages after it in
-    1F1B; with virtual stages (interleaved) those of all chunks but one of every stage, too.
+    1F1B; with virtual stages (interleaved) also the passes of all chunks but one of every stage.
 
     Args:
         micro_batches: of a step; None: more than there are stages.

@@ -21,7 +21,7 @@ class LayerFlops:
     """A layer with all its parts.
 
     Attributes:
-        dense: weights of all matrices but routed experts. experts: of these, all of them. active: those of a token.
+        dense: weights of all matrices but routed experts. experts: all routed experts'. active: the ones of a token.
         pair: operations of attention for a query and a key. decode_pair: the same when a token is generated, where latent
             attention works on the latent keys and values themselves.
         is_moe: whether it has routed experts. shared: whether also shared ones, or an ordinary MLP.

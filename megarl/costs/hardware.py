@@ -1,7 +1,7 @@
 """GPUs by their makers' figures, the part of them that a job is assumed to reach, and how far plans were off.
 
 Rates are peaks: FLOP/s of dense matrices (without the factor of two for sparse ones), bytes a second; a link's rate is that of one
-GPU in each direction (half of what is advertised for NVLink and PCIe). Sources:
+GPU in each direction (half of the advertised rate for NVLink and PCIe). Sources:
 
 - H100: NVIDIA H100 Tensor Core GPU data sheet (SXM), DGX H100 user guide (a ConnectX-7 of 400 Gb/s for each GPU).
 - H200: NVIDIA H200 Tensor Core GPU data sheet (SXM), DGX H200 user guide.

@@ -56,7 +56,7 @@ class StageBytes:
         held: weights, adapters, gradients, optimizer.
         kept: activations that wait for their backward pass.
         working: further memory that a pass needs at a time; evaluating: the memory of a forward pass without gradients.
-        merged: a layer's weight with its adapters, and what is added to it at a time, while weights are sent; the largest layer's.
+        merged: a layer's weight with its adapters, and the product that is added to it at a time, while weights are sent; the largest layer's.
     """
 
     held: TrainingBytes
@@ -148,8 +148,8 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
 
 
 def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> int:
-    """Of a training step, an upper estimate: the largest linear layer's inputs and outputs with their gradients, what experts' forward
-    pass has beside what is kept of it, or a chunk of logits and the hidden states that it is made from; and the weights of
+    """Of a training step, an upper estimate: the largest linear layer's inputs and outputs with their gradients, the tensors of experts'
+    forward pass that are not kept, or a chunk of logits and the hidden states that it is made from; and the weights of
     the largest layer that is in float8."""
     config, item = use.config, use.itemsize
     routed = _routed(use, tokens)
@@ -178,8 +178,8 @@ def _dummy_gradients(use: ModelUse, tensors: StageTensors) -> int:
 def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, last: bool) -> int:
     """Of a forward pass without gradients: the most that attention, a dense or a routed part of a layer, or the head have at a time.
 
-    A tensor lives as long as a variable of the code that made it, so that these are the tensors of one function and of those that
-    called it: as shadow runs of Megatron-core 0.19.2 with Transformer Engine have them (tests/shadow).
+    A tensor lives as long as a variable of the code that made it, so that these are the tensors of one function and of its
+    callers: as shadow runs of Megatron-core 0.19.2 with Transformer Engine have them (tests/shadow).
     """
     config, item = use.config, use.itemsize
     hidden = _own(use, tokens) * config.hidden_size * item
@@ -194,7 +194,7 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, 
         assert moe is not None
         # Permuted, exchanged and sorted tokens and the outputs; of both linear layers the first one's outputs and their product.
         routed = 4 * config.hidden_size + 3 * moe.ffn_hidden_size // use.layout.etp
-        # The layer's own, what shared experts give; of a pipeline's stage its input, the last one and the one that comes.
+        # The layer's own, shared experts' output; of a pipeline's stage its input, the last one and the next one.
         own = 5 + (moe.shared_ffn_hidden_size > 0) + (3 if use.layout.pp > 1 else 0)
         parts.append(_routed(use, tokens) * routed * item + own * hidden)
     if any(".mlp.linear_fc1" in name for name in names):
@@ -222,7 +222,7 @@ def _evaluated_attention(use: ModelUse, tokens: int) -> int:
 
 
 def _evaluated_adapters(use: ModelUse, tensors: StageTensors, tokens: int) -> Iterator[int]:
-    """Of each layer with adapters: its output, what these add for each of its tensors, and the same put together; and the input."""
+    """Of each layer with adapters: its output, the adapters' term for each of its tensors, and these put together; and the input."""
     adapted = {slot.module for slot, _ in tensors.slots}
     for tensor in tensors.weights:
         if tensor.projection and tensor.name.rpartition(".")[0] in adapted:
@@ -258,7 +258,7 @@ def _exact(use: ModelUse, tensors: StageTensors) -> int:
 
 def _merging(use: ModelUse, tensors: StageTensors) -> int:
     """A copy of a layer's weight and the product of the adapters of one tensor in it (of one expert's, where it has some); of a base
-    in float8 also what the copy is made of."""
+    in float8 also the source of the copy."""
     adapted, exact = {slot.module for slot, _ in tensors.slots}, int(use.base_block is not None)
     copies = {
         tensor.numel * (exact + (2 if tensor.name.rpartition(".")[0] in adapted else 0))

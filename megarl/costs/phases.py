@@ -48,7 +48,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def phase_needs(config: TrainConfig) -> dict[str, tuple[str, ...]]:
-    """What each phase uses: NEEDS; for the exact KL in the actor's loss the reference beside the actor; for a critic that
+    """The parts that each phase uses: NEEDS; for the exact KL in the actor's loss also the reference; for a critic that
     shares the actor's model this model."""
     needs = dict(NEEDS)
     if full_kl_in_loss(config):

@@ -122,8 +122,8 @@ class Machine:
         return self.gpu.nic * self.assumed.nic
 
     def ring(self, ranks: int, stride: int) -> float:
-        """The same where all ranks of a group pass on the same data, `stride` apart: what goes to another node is cut over
-        the network cards of those that the group has on one."""
+        """The same where all ranks of a group pass on the same data, `stride` apart: data for another node is divided over
+        the network cards of the group's ranks on one node."""
         if ranks * stride <= self.per_node:
             return self.link(1)
         here = max(1, self.per_node // stride)
@@ -150,8 +150,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """A layer's forward pass on a rank: its matrices, its attention, what is between them, what it sends; in how many seconds
-    all of it is launched. `summed`: of gradients that are added to those of other micro-batches."""
+    """A layer's forward pass on a rank: its matrices, its attention, the operations between them, its messages; and the seconds in
+    which all of it is launched. `summed`: of gradients that are added to other micro-batches'."""
 
     matrices: float
     attention: float

@@ -1,6 +1,6 @@
 """Which device each rank of the engines gets, so that most of its weights are there already.
 
-What may be chosen is what processes can be given. An engine has consecutive devices of the pool; a node's part of
+The choice is limited to placements that processes can have. An engine has consecutive devices of the pool; a node's part of
 it is a process with consecutive ranks, which may have any order of that node's devices, and several engines
 within a node may share its devices out as they like. So ranks are assigned to the devices of a node, and the parts of an
 engine that spans several nodes to its nodes: assignment problems both, solved exactly.
@@ -24,12 +24,12 @@ def place_engines(
 ) -> tuple[int, ...]:
     """For each target rank the index in `devices` of the one that it gets.
 
-    The bytes that lie on the device already (in `source`, by its places) are the greatest possible, then those
+    The bytes that lie on the device already (in `source`, by its places) are the most possible, then the bytes
     on the node; where it makes no difference rank r has device r.
 
     Args:
         target: all ranks of all engines, engine by engine; its own places do not matter.
-        devices: the pool's, those of a node together; at least as many as ranks.
+        devices: the pool's, each node's together; at least as many as ranks.
     """
     assert len(devices) >= target.num_ranks and target.num_ranks % ranks_per_engine == 0
     overlap = _Overlap(make_plan(source, target, itemsize), devices)

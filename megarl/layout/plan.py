@@ -331,8 +331,8 @@ def make_plan(
         itemsize: bytes of an element of a logical tensor as it travels.
         max_copy_bytes: larger copies are split (None: none is).
 
-    The distinct boxes of a tensor in the source must not overlap (shards with identical replicas, which
-    is what Megatron's layouts and files are). Where they do, or the source does not hold a piece of the target, the
+    The distinct boxes of a tensor in the source must not overlap (shards with identical replicas, as in
+    Megatron's layouts and files). Where they do, or the source does not hold a piece of the target, the
     plan's methods raise ValueError.
     """
     return Plan(source, target, itemsize, max_copy_bytes)

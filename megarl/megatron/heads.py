@@ -243,7 +243,7 @@ def _live_hidden(hidden_states: Tensor, output_layer: torch.nn.Module, batch: Pa
 def hidden_head(
     *, hidden_states: Tensor, output_layer: torch.nn.Module, context: tuple[PackedBatch, Any], **unused: Any
 ) -> Tensor:
-    """What `step.forward_only` takes as `head` to get the last hidden states of a packed batch's live positions,
+    """A `head` for `step.forward_only` that gives the last hidden states of a packed batch's live positions,
     [live, hidden], for `OtherHead`."""
     return _live_hidden(hidden_states, output_layer, context[0])
 
@@ -260,7 +260,7 @@ def head_weight(model: GPTModel) -> Tensor:
 def lm_head(
     *, vocab_size: int, temperature: float = 1.0, chunk_tokens: int = 1024, with_entropy: bool = False
 ) -> partial:
-    """What `step.forward_only` and `step.train_step` take as `head` to get [tokens, 1 or 2] log-probabilities
+    """A `head` for `step.forward_only` and `step.train_step` that gives [tokens, 1 or 2] log-probabilities
     (and entropies) of a packed batch's labels."""
     return partial(
         lm_output_processor,
@@ -390,7 +390,7 @@ def _reduce_kl_chunk(
 def value_head(*, hidden_states: Tensor, context: tuple[PackedBatch, GPTModel], **_: Any) -> Tensor:
     """GPTModel's `output_processor` (megatron-core 0.19.2) for a model built with head="value".
 
-    What `step.forward_only` and `step.train_step` take as `head`. The head is replicated over tensor-parallel
+    A `head` for `step.forward_only` and `step.train_step`. It is replicated over tensor-parallel
     ranks; with sequence parallelism each applies it to its own tokens only and `finalize_gradients` sums its
     gradient, otherwise every rank computes the same.
 
@@ -405,7 +405,7 @@ def value_head(*, hidden_states: Tensor, context: tuple[PackedBatch, GPTModel], 
     weight = model.value_head.weight.float()
     values = torch.nn.functional.linear(hidden_states.float(), weight)  # [tokens (/tp), 1, 1]
     if model.config.sequence_parallel:
-        # Every rank computes the same loss of all values, so each token's gradient is already whole on the
+        # Every rank computes the same loss of all values, so each token's gradient is already complete on the
         # rank that holds the token: it is split back, not summed.
         values = gather_from_sequence_parallel_region(
             values, tensor_parallel_output_grad=False, group=model.pg_collection.tp

@@ -35,7 +35,7 @@ from megarl.data.shared_prompts import shared_tokens
 
 @dataclass(frozen=True, eq=False)
 class OtherHead:
-    """What makes the logits of another model, with the layout of the one that is run, at a batch's live positions.
+    """The head of another model, for its logits at a batch's live positions, with the layout of the one that is run.
 
     Attributes:
         hidden: [live, hidden]; its last hidden states.

@@ -44,7 +44,7 @@ def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def text_values(output: Tensor, batch: PackedBatch, cp_group: dist.ProcessGroup | None) -> Tensor:
     """The head's output at each text's last token, on every context parallel rank: [texts].
 
-    Gradients go to the rank that holds the token; they are the sum of those that all ranks have for the value, so each
+    Gradients go to the rank that holds the token; they are the sum over the gradients that all ranks have for the value, so each
     of `batch.cp` ranks takes a `batch.cp`-th of a loss that all of them compute.
 
     Args:

@@ -4,8 +4,8 @@ The n samples of a prompt (GRPO and its kin) have the same hidden states on all 
 up. As Liu et al., "Prefix Grouper" (arXiv:2506.05433), do on GPUs: the prompt's tokens go through the model once, and each sample's
 queries see the prompt's keys and values and then its own. The prompt's last token, whose successor differs, is computed for each sample.
 
-The results are those of whole trajectories up to the order of sums. What counts tokens or mixes them otherwise (MoE routers'
-balance, dropout, multi-token prediction) would see each prompt once: such models are refused.
+The results equal those with complete trajectories up to the order of sums. Computations that count tokens or mix them otherwise
+(MoE routers' balance, dropout, multi-token prediction) would see each prompt once: such models are refused.
 """
 
 from collections.abc import Callable, Sequence

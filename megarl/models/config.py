@@ -269,7 +269,7 @@ def decoder_facts(hf: Fields, *, latent: bool = False, rotary: float | None = No
 
     Args:
         latent: the model has latent attention.
-        rotary: the share of a head that rotates where the config names none; None: whole heads rotate in the
+        rotary: the share of a head that rotates where the config names none; None: heads rotate in full in the
             family, and any other share is refused.
 
     Raises:

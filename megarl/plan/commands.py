@@ -32,7 +32,7 @@ def run_memory(options: argparse.Namespace) -> None:
     """Print the plan; with --fit that of the fewest nodes.
 
     Raises:
-        ValueError: names the option or key, and what would be right; the memory does not fit.
+        ValueError: names the option or key and a right value; the memory does not fit.
     """
     for name, value in (("gpu-memory", options.gpu_memory), ("reserve", options.reserve)):
         if value is not None and value < 0:
@@ -141,7 +141,7 @@ def run_step(options: argparse.Namespace, page: Page) -> None:
     """Print the report, or the search's proposals; with --html write the page.
 
     Raises:
-        ValueError: names the option or key, and what would be right.
+        ValueError: names the option or key and a right value.
     """
     gpu, assumed = find_hardware(options.hardware), read_assumptions(options.assume)
     memory = gpu.memory_gib if options.gpu_memory is None else options.gpu_memory

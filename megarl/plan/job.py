@@ -155,7 +155,7 @@ def sync_estimate(config: TrainConfig, inputs: PlanInputs, machine: Machine, pee
 
 
 def peer_seconds(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> float:
-    """Of the rounds in which an engine's rank meets the trainer's ranks that hold what no other of these does; none for adapters alone."""
+    """Seconds of the rounds in which an engine's rank meets the trainer's ranks that hold different parts; none for adapters alone."""
     if _adapters(config, inputs) is not None:
         return 0.0
     policy, pools = config.actor_rollout_ref, config.resource_pools
@@ -167,7 +167,7 @@ def peer_seconds(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> f
 
 
 def _adapters(config: TrainConfig, inputs: PlanInputs) -> LoraConfig | None:
-    """Tensors that the engines serve in addition to weights that are sent once."""
+    """The adapters that engines serve in addition to weights that are sent once; None: there are none."""
     policy, freed = config.actor_rollout_ref, frees_engines(config, config.resource_pools)
     adapters, _ = served_adapters(policy.rollout, inputs.model, policy.model.lora, freed)
     return adapters

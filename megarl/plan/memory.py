@@ -88,7 +88,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Owner:
-    """Memory that is on every device of a pool, or is not, as a whole.
+    """Memory that is on every device of a pool in some phases, and in others entirely off them.
 
     Attributes:
         stages: bytes, by pipeline stage of the role (one entry where it has none).
@@ -108,7 +108,7 @@ class Owner:
 
     @property
     def on_host(self) -> tuple[int, ...]:
-        """Page-locked memory of the host for it, which is kept: what is there in all phases, or a copy of what comes and goes.
+        """Page-locked memory of the host for it, which is kept: data that is there in all phases, or a copy of data that comes and goes.
 
         Gradients and caches are dropped, and the engines' weights come anew.
         """
@@ -125,7 +125,7 @@ class MemoryPlan:
     Attributes:
         phases: of a step.
         kv_tokens: that an engine's cache holds, 0 where nothing is left for it; kv_token_bytes: of each, on a rank.
-        limit: bytes of a device. reserve: of it, what is not planned owner by owner; reserved: its causes, where they are known.
+        limit: bytes of a device. reserve: the part of it that is not planned owner by owner; reserved: its causes, where they are known.
     """
 
     owners: tuple[Owner, ...]
@@ -312,7 +312,7 @@ def engine_owners(
             "rollout_kv_cache", "rollout", pool, (kv,), _when(needs, "rollout_kv_cache") if freed else None
         ),
     ]
-    # What another GPU sends comes into slots of the rank's own; what its own has it reads where that is.
+    # Data of another GPU comes into slots of the rank's own; data on its own GPU is read in place.
     if pool != policy.actor.resource_pool or pool_devices(config.resource_pools, pool) > 1:
         owned.append(
             Owner(

@@ -1,4 +1,4 @@
-"""Layouts for a recipe's model on its devices, by estimated seconds of a step among those that fit and are legal.
+"""Layouts for a recipe's model on its devices, by estimated seconds of a step among layouts that fit and are legal.
 
 Tried are tensor, pipeline, context and expert parallel sizes (data parallel is the rest), recomputation, offloading of data that
 a phase does not use, and the engines' sizes. Roles without a layout of their own in the recipe
@@ -176,7 +176,7 @@ class Search:
         return found
 
     def _offloads(self, megatron: MegatronConfig) -> list[MegatronConfig]:
-        """On the engines' devices what leaves by default and what stays; on others as the recipe has it."""
+        """Offloading on the engines' devices: by default, and none; on other devices as the recipe has it."""
         policy = resolve(self.recipe).actor_rollout_ref
         if policy.actor.resource_pool != policy.rollout.resource_pool:
             return [megatron]
@@ -205,7 +205,7 @@ class Search:
 
     def _engines(self) -> list[_Engine]:
         """All sizes of engines whose cache holds the longest trajectory, with their seconds: sizes within a node, and where
-        there are none those over several.
+        there are none, sizes over several.
         """
         pools, policy = resolve(self.recipe).resource_pools, resolve(self.recipe).actor_rollout_ref
         pool = pools[policy.rollout.resource_pool]

@@ -145,7 +145,7 @@ def report(sync: SyncPlan, bandwidths: Mapping[str, float]) -> PlanReport:
 def full_gather(sync: SyncPlan) -> Account:
     """The cost where every rank of the engines materialises every full tensor.
 
-    A rank receives M minus what lies on its device, of M bytes in all. This is the best case: what a node lacks
+    A rank receives M minus the bytes on its device, of M bytes in total. This is the best case: data that a node lacks
     comes into it once, an equal part to each of the k engine ranks there, which pass it on to the others; so a
     rank receives (M - node's) / k from other nodes and the rest from its own. As in a ring, each rank passes on as
     much as it gets.

@@ -26,11 +26,11 @@ def extract_adapters(source: Source, target: str, dtype: torch.dtype | None) -> 
     """Write a checkpoint's adapters into the new folder `target`; returns them.
 
     Args:
-        dtype: what they are written as; None: each keeps its own.
+        dtype: of the written tensors; None: each keeps its own.
 
     Raises:
-        ValueError: a checkpoint without adapters, or whose adapters are not whole, not of its model, or hold values that
-            `dtype` does not.
+        ValueError: a checkpoint without adapters, or whose adapters are incomplete, not of its model, or have values beyond the range of
+            `dtype`.
         OSError: the disk is full or not writable.
         In either case nothing is left of the target.
     """

@@ -1,4 +1,4 @@
-"""`megarl convert`: its options, and what it prints."""
+"""`megarl convert`: its options and its output."""
 
 import argparse
 import re

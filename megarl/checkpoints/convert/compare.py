@@ -27,8 +27,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`num_equal` tensors are equal bit for bit; the others differ, or one checkpoint alone has them. `not_compared`: what
-    else a checkpoint has, in words."""
+    """`num_equal` tensors are equal bit for bit; the others differ, or one checkpoint alone has them. `not_compared`: further
+    contents of a checkpoint, in words."""
 
     num_equal: int
     different: tuple[Difference, ...]
@@ -108,10 +108,10 @@ def compare(
 
 
 def compare_adapters(a: str, b: str) -> Comparison:
-    """Compare two folders of adapters in PEFT's format: what the outputs are multiplied with, and tensor by tensor.
+    """Compare two folders of adapters in PEFT's format: factors of the outputs, and tensor by tensor.
 
     Raises:
-        ValueError: one of them is none, not whole, or asks for something that is not supported.
+        ValueError: one of them is none, incomplete, or asks for something that is not supported.
     """
     with PeftReader(a) as first, PeftReader(b) as second:
         different = []

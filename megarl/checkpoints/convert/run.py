@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was converted, and in words the parts of the source that were left out."""
+    """The result of a conversion; in words the parts of the source that were left out."""
 
     source_kind: str
     target_kind: str

@@ -1,8 +1,8 @@
 """Adapters between Megatron ranks and folders in PEFT's format.
 
 Guarantees, each asserted by a test: a folder that does not fit section `lora` is refused before anything is read; each
-rank reads only its slices; what is written appears whole or not at all, each slice's checksum verified, and computes in
-PEFT what it computes in Megatron.
+rank reads only its slices; written folders appear complete or not at all, each slice's checksum verified, and an adapter's
+results in PEFT are its results in Megatron.
 """
 
 import json
@@ -137,7 +137,7 @@ def _check_shared(reader: PeftReader, copies: Sequence[Copy]) -> None:
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """Who sends which slices of the adapters into PEFT's tensors; equal wherever it is computed. See
+    """Which rank sends which slices of the adapters into PEFT's tensors; equal wherever it is computed. See
     `adapter_export_plan`."""
 
     config: ModelConfig
@@ -216,7 +216,7 @@ def write_peft_adapter(
 def write_adapter_config(
     folder: Path, config: ModelConfig, lora: LoraConfig, source_model: str, head: str = "lm"
 ) -> None:
-    """Write `adapter_config.json` into a folder: what tensors do not say of adapters. A Megatron checkpoint that holds
+    """Write `adapter_config.json` into a folder: the facts of adapters that are not in their tensors. A Megatron checkpoint that holds
     adapters needs it, too."""
     facts = adapter_config(config, lora, source_model, head)
     (folder / CONFIG_FILE).write_text(json.dumps(facts, indent=2) + "\n")

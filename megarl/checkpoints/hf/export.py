@@ -156,11 +156,11 @@ def unpack(bundle: Bundle, copies: Sequence[Copy], tensors: Mapping[str, torch.T
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Who sends which slices of a trained model into Hugging Face tensors; equal wherever it is computed.
+    """Which rank sends which slices of a trained model into Hugging Face tensors; equal wherever it is computed.
 
     head: "lm", or "value" of a reward model, which is written as `score.weight` in place of the output layer.
-    mtp: whether multi-token prediction layers, which are not trained, are taken over from the source model; what they
-    repeat of the model is the trained one.
+    mtp: whether multi-token prediction layers, which are not trained, are taken over from the source model; tensors of the
+    model that they repeat are the trained ones.
     """
 
     config: ModelConfig

@@ -39,8 +39,8 @@ def open_weights(file: Path) -> safe_open:
 class HFReader:
     """Reads boxes of a Hugging Face checkpoint's tensors (`tensors`, by name) without reading entire tensors.
 
-    A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and those
-    made like them), is read as what it stands for: each element times its block's scale.
+    A tensor in float8 (e4m3) with a scale for each block of it, `<name>_scale_inv` (DeepSeek-V3's checkpoints and others
+    made like them), is read as the values that it stands for: each element times its block's scale.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,7 +58,7 @@ class HFReader:
     def check(self, config: ModelConfig, head: str, mtp: bool = False) -> None:
         """Refuse a checkpoint whose names or shapes are not the model's with that head, as the headers tell.
 
-        mtp: whether its multi-token prediction layers must be there; what they repeat of the model may be missing
+        mtp: whether its multi-token prediction layers must be there; tensors that repeat the model's may be missing
             nonetheless, and all of them if they are not wanted.
 
         Raises:

@@ -1,7 +1,7 @@
 """Folders of adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, as PEFT 0.21 has them.
 
-Tensors have the logical names of `megarl.models.lora` after the prefix `base_model.model.`, or lie in those of the experts' parameters;
-a value head is stored as `score.weight`, a module that PEFT saves whole.
+Tensors have the logical names of `megarl.models.lora` after the prefix `base_model.model.`, or lie in tensors of the experts' parameters;
+a value head is stored as `score.weight`, a module that PEFT saves in full.
 
 Transformers 5 has a layer's routed experts in two parameters; their adapters are read as adapters of single experts. To a parameter
 [experts, out, in] PEFT 0.21 (`ParamWrapper`) gives one A [experts * rank, in], expert by expert, and one B [out, rank * experts],
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """The adapter of a module: PEFT's name of what it belongs to, and where its tensors A and B are."""
+    """The adapter of a module: PEFT's name of the module or parameter, and where its tensors A and B are."""
 
     peft_name: str
     a: Part
@@ -52,7 +52,7 @@ class Adapted(NamedTuple):
 
 
 def fused_modules(names: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """What of a folder's tensors (name -> shape) is of experts' parameters: the name without A's end -> the layer's
+    """The tensors of a folder (name -> shape) that belong to experts' parameters: the name without A's end -> the layer's
     experts ("model.layers.1.mlp.experts")."""
     found = (_FUSED.fullmatch(name) for name in names)
     return {match[1]: match[2] for match in found if match}
@@ -65,7 +65,7 @@ def split_experts(stored: Mapping[str, tuple[int, ...]], config: ModelConfig) ->
         stored: name -> shape of a folder's tensors.
 
     Raises:
-        ValueError: B is missing; shapes are not those of a parameter of the model's experts; a parameter is there twice.
+        ValueError: B is missing; shapes do not fit a parameter of the model's experts; a parameter is there twice.
     """
     assert config.moe is not None
     count, ffn, hidden = config.moe.num_experts, config.moe.ffn_hidden_size, config.hidden_size
@@ -115,11 +115,11 @@ class PeftReader:
     """Reads boxes of a folder's tensors, by their logical names.
 
     Args:
-        config: of the model that the adapters should be of: adapters of experts' parameters are then read as those of
+        config: of the model that the adapters should be of: adapters of experts' parameters are then read as adapters of
             single experts. Without it all tensors are as the folder has them.
 
     Raises:
-        ValueError: no such folder, a file that is missing or not whole, a key that is not supported, experts' adapters that
+        ValueError: no such folder, a file that is missing or incomplete, a key that is not supported, experts' adapters that
             are not of this model.
     """
 
@@ -209,7 +209,7 @@ class PeftReader:
         return [name.removesuffix(A) for name in self._parts if name.endswith(A)]
 
     def check(self, lora: LoraConfig) -> None:
-        """Refuse adapters that are not those of section `lora` on the reader's model, as the config and the headers tell.
+        """Refuse adapters that differ from section `lora` on the reader's model, as the config and the headers tell.
 
         Adapters of a smaller rank than others, and of another alpha, are taken: see `load_adapters`.
 

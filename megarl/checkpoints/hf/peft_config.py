@@ -33,7 +33,7 @@ class AdapterFacts:
 
     Attributes:
         alpha: as it is written.
-        rank_pattern, alpha_pattern: pattern of PEFT's names -> what is instead of `rank` and `alpha` there; the first that
+        rank_pattern, alpha_pattern: pattern of PEFT's names -> the value in place of `rank` and `alpha` there; the first that
             fits counts.
         parameters: PEFT's names of parameters with adapters, or ends of such names; other adapters are of modules.
         heads: modules that were saved in full.
@@ -190,7 +190,7 @@ def _fused(weights: Mapping[str, tuple[int, ...]], every: Mapping[str, tuple[int
 
 
 def _names(chosen: Any, every: Any, parts: int) -> list[str]:
-    """The last parts of the modules' names where all of a name are chosen, else whole names: patterns would do for PEFT,
+    """The last parts of the modules' names where all of a name are chosen, else full names: patterns would do for PEFT,
     but not for SGLang."""
     number = Counter(_last(name, parts) for name in every)
     have = Counter(_last(name, parts) for name in chosen)

@@ -266,7 +266,7 @@ def load_states(folder: str | Path, states: RankStates) -> Loaded:
     """Continue with the states of a checkpoint; all ranks of the role call it.
 
     Raises:
-        ValueError: on all ranks: the checkpoint is of another model, base model, dtype or kind of training, or is not whole;
+        ValueError: on all ranks: the checkpoint is of another model, base model, dtype or kind of training, or is incomplete;
             no weight has been changed.
             On a rank alone: a file is damaged; some states have been changed.
     """
@@ -303,7 +303,7 @@ def share_out(held: Sequence[Sequence[tuple[Any, int]]]) -> list[list[int]]:
     Args:
         held: by rank, its parts: (part, bytes); equal parts have the same name everywhere.
 
-    Returns: by rank, indices into its list. Each part is written once, by the rank that has least to write; what one rank
+    Returns: by rank, indices into its list. Each part is written once, by the rank that has least to write; parts that one rank
         alone has is counted first, then large parts.
     """
     holders: dict[tuple[Any, int], list[tuple[int, int]]] = defaultdict(list)

@@ -48,10 +48,10 @@ class Places:
             ones of the former (an expert's index).
         shapes: of the global tensors.
         padded: of global tensors whose rows are the vocabulary's, which each layout pads in its own way, the rows that count.
-        copies: of the rank's tensors, those that are the same as another pipeline stage's (tied embeddings). They are loaded and
+        copies: the rank's tensors that equal another pipeline stage's (tied embeddings). They are loaded and
             not saved: the stages' optimizers cut them at different elements.
-        extra_states: keys of what Transformer Engine's modules save beside their parameters, empty but for its own float8, that
-            this rank writes: Megatron refuses a checkpoint without them.
+        extra_states: keys of the objects that Transformer Engine's modules save in addition to their parameters, empty but for its own
+            float8, and that this rank writes: Megatron refuses a checkpoint without them.
     """
 
     pieces: tuple[Piece, ...]

@@ -1,7 +1,7 @@
 """Rotary embedding (Su et al. 2021, arXiv:2104.09864, equation 34) of packed sequences in plain torch, all of them at once.
 
 Megatron-core 0.19.2 rotates one sequence after the other and writes each into its part of one tensor. Its backward pass
-then copies that whole tensor once for each sequence: a quarter of an update's time with 64 sequences of 57 tokens.
+then copies that entire tensor once for each sequence: a quarter of an update's time with 64 sequences of 57 tokens.
 """
 
 from typing import Any
@@ -28,9 +28,9 @@ def rotate_packed(
     """Megatron's `_apply_rotary_pos_emb_thd`. For its backward pass nothing is kept but positions and angles.
 
     Args:
-        t: [tokens, heads, dim], of which the first `rotated` of dim are rotated.
+        t: [tokens, heads, dim]; the first `rotated` of dim are rotated.
         cu_seqlens: [sequences + 1], cumulative lengths, counted before context parallel splitting; with an attribute
-            `positions` [tokens] those of this rank's tokens are known (`PackedBatch.cu_seqlens`), else the device is asked for lengths.
+            `positions` [tokens] the positions of this rank's tokens are known (`PackedBatch.cu_seqlens`), else the device is asked for lengths.
         freqs: [positions, 1, 1, rotated], angles; both halves of the last dimension are the same.
         mla_rotary_interleaved: pairs are neighbours in `t`, and in halves in the result.
         mscale: factor of the rotated part.

@@ -129,7 +129,7 @@ class DuplicatedLinear(torch.nn.Linear):
 class GroupedLinear(torch.nn.Module):
     """Stands for TEGroupedLinear: `weight0`, `weight1`, ..., one for each expert of this rank.
 
-    What moves tokens between ranks is Megatron's dispatcher: here each expert sees its own tokens only.
+    Megatron's dispatcher moves tokens between ranks: here each expert sees its own tokens only.
     """
 
     partition_dim: int  # of a weight [output, input], which expert tensor parallel ranks share
@@ -155,8 +155,8 @@ class GroupedLinear(torch.nn.Module):
             weight = torch.nn.Parameter(
                 torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
             )
-            # As Transformer Engine's: False where the replicas of an expert are other ranks than those of a
-            # dense weight, and gradients are to be summed over the former.
+            # As Transformer Engine's: False where an expert's replicas are on other ranks than a
+            # dense weight's, and gradients are to be summed over the former.
             weight.allreduce = (
                 config.expert_model_parallel_size == 1
                 and config.expert_tensor_parallel_size == config.tensor_model_parallel_size

@@ -1,12 +1,12 @@
 """A frozen model's linear layers in float8: each weight is made from blocks for the layer's own computation, and again for
 its backward pass, and is gone between them.
 
-A layer's `weight` (of experts `weight0`, ...) is a float8 parameter, and beside it lie the scales (`weight_scale_inv`;
+A layer's `weight` (of experts `weight0`, ...) is a float8 parameter next to its scales (`weight_scale_inv`;
 see `megarl.models.float8`). While the layer computes, the weight itself stands in its place and the scales are no parameters of
-the layer, since Transformer Engine refuses layers with parameters of several types; what autograd would keep of the weight is
-made anew when the backward pass asks for it.
+the layer, since Transformer Engine refuses layers with parameters of several types; the weight that autograd would keep is
+made anew when the backward pass needs it.
 
-Guarantees, each asserted by a test: outputs and gradients are, bit for bit, those of the model whose weights have been
+Guarantees, each asserted by a test: outputs and gradients equal, bit for bit, those of the model whose weights have been
 quantised and dequantised; a model is built and loaded without ever having more than one layer's weights in another type.
 """
 

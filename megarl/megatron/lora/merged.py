@@ -1,6 +1,6 @@
 """A rank's weights as they are with adapters merged into them, each made when it is asked for.
 
-Guarantee: only the last one is kept, so whoever holds on to nothing has one merged tensor beside the model at a time,
+Guarantee: only the last one is kept, so a caller that keeps none has one merged tensor in addition to the model at a time,
 and many slices of one weight cost one merge.
 """
 
@@ -22,8 +22,8 @@ class MergedParameters(Mapping[str, torch.Tensor]):
 
     A weight without adapters is the model's own tensor; one with adapters, or held in float8, is a new one, in the type
     in which the model computes.
-    Every rank makes one (with DoRA this works out norms, which ranks share); each may then ask for what it likes. It is
-    of the moment at which it is made: make a new one after an update.
+    Every rank makes one (with DoRA this works out norms, which ranks share); each may then ask for any tensor. It has
+    the weights of the time when it was made: make a new one after an update.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 value head.
 
 Each set has gradient buffers and an optimizer of its own (`wrap_for_training` and `build_optimizer`, called while the set
-is all that asks for gradients). What else tells the sets apart lies in the model itself, and is switched:
+is all that asks for gradients). All other differences between the sets lie in the model itself, and are switched:
 
 - which adapters are on;
 - which parameters ask for gradients: Megatron's last reductions look at all that do, in whichever buffers they are;

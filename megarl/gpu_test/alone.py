@@ -1,8 +1,8 @@
 """One rank of any job on a real device, without the other ranks: the shadow's own run of a rank, with real tensors.
 
-The process groups are torch's fake ones, which carry nothing between processes: what peers would send is what this rank sends (torch
-2.13.0, FakeProcessGroup.hpp). What they leave out is added here: the shape that a pipeline stage is told, and numbers in place of what
-happens to lie in memory that nobody writes.
+The process groups are torch's fake ones, which carry nothing between processes: a rank receives its own data in place of its peers' (torch
+2.13.0, FakeProcessGroup.hpp). Two things are added here: the shapes that a pipeline stage receives, and numbers in memory that would
+otherwise stay uninitialised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STD = 0.02
 class Meter:
     """The place of a shadow's tracker: bytes as torch's allocator has counted them.
 
-    `allocated` tells those of now, `peak` the most since `begin` was called.
+    `allocated` returns the present bytes, `peak` the most since `begin` was called.
     """
 
     def __init__(

@@ -117,8 +117,8 @@ def _generate(engine: Any, name: str, prompts: int, tokens: int) -> Iterator[Che
 
 
 def _same(first: Sequence[Generation], again: Sequence[Generation]) -> Check:
-    """Whether answers are those that the same weights gave before: compared up to where two first differ, since kernels may be
-    chosen by what runs together, and of two tokens that are about equally probable either may come first."""
+    """Whether answers equal the ones that the same weights gave before: compared up to where two first differ, since the choice of
+    kernels may depend on concurrent requests, and of two tokens that are about equally probable either may come first."""
     different, tokens, largest = 0, 0, 0.0
     for one, other in zip(first, again, strict=True):
         same = next(

@@ -1,7 +1,7 @@
 """Steps `nccl` and `killed`: a tiny model trained on two GPUs, tensor parallel, with an engine on each.
 
-Half of what an engine needs lies on the other GPU, so weights reach it over NCCL. One run is left alone; in the other an engine's
-scheduler is killed once the run is under way, and is started anew by the run itself.
+Half of an engine's weights lie on the other GPU, so weights reach it over NCCL. One run is left alone; in the other an engine's
+scheduler is killed in the middle of the run, and is started anew by the run itself.
 """
 
 from __future__ import annotations

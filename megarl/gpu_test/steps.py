@@ -20,7 +20,7 @@ class Machine:
     """A machine as the steps see it.
 
     Attributes:
-        gpus: those that this process may use.
+        gpus: the ones that this process may use.
         versions: of installed packages, by name.
         cuda: the version that torch is built for; None: a build without CUDA, or no torch.
         checkout: the folder with `tests` and `benchmarks`; None: megarl is installed without them.
@@ -58,7 +58,7 @@ def machine_here() -> Machine:
 def visible(gpus: Sequence[Gpu], named: str | None) -> tuple[Gpu, ...]:
     """The cards that CUDA shows to a process whose CUDA_VISIBLE_DEVICES is `named`.
 
-    A UUID may be any card's, so then only their number is right, which is what steps ask for.
+    A UUID may be any card's, so then only their number is right, and steps ask for no more.
     """
     if named is None:
         return tuple(gpus)

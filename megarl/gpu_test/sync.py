@@ -1,6 +1,6 @@
 """Step `sync`: a trainer rank and an engine rank in two processes; versions of a model's weights go from one to the other.
 
-On one GPU they go by CUDA IPC. The engine's side is megarl's receiver on tensors of its layout, without SGLang: what is measured is
+On one GPU they go by CUDA IPC. The engine's side is megarl's receiver on tensors of its layout, without SGLang: measured are
 packing, handing over, writing and verifying.
 """
 

@@ -27,8 +27,8 @@ class Curves:
     """Metrics that share a chart.
 
     Attributes:
-        title, about: in the field's words; about: what the numbers are, and their unit.
-        metrics: by name what each is called in this chart; a name that ends in "/" stands for all that begin so.
+        title, about: in the field's words; about: the meaning of the numbers, and their unit.
+        metrics: name -> label in this chart; a name that ends in "/" stands for all that begin so.
         unit: of UNITS; "share": in percent where all values are from 0 to 1.
     """
 

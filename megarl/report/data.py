@@ -48,8 +48,8 @@ class RunRecord:
         name: distinguishes it from the other runs of the page.
         facts: None: a run of a version that did not write them, or an evaluation.
         steps: the metrics of each step, in order, each step once.
-        lengths: by step of which the trajectories were read, by column ("prompt", "response"), tokens of each.
-        findings: what health reported. failures: the first lines of each file in failures/, by key.
+        lengths: by step whose trajectories were read, by column ("prompt", "response"), tokens of each.
+        findings: reports of health. failures: the first lines of each file in failures/, by key.
         reward_errors: how many rewards failed.
         timeline: None: the run has none.
     """
@@ -113,7 +113,7 @@ def read_run(folder: Path, name: str | None = None) -> RunRecord:
     """Read a run folder, also of a run that is still going, was killed, or failed before its first step ended.
 
     Raises:
-        ValueError: it is none; says what was found.
+        ValueError: it is none; names its contents.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
@@ -195,7 +195,7 @@ def _samples(tables: Mapping[int, pa.Table], config: Mapping[str, Any]) -> list[
 
 
 def _reader(path: str | None) -> Callable[[list[int]], str]:
-    """What makes text of token ids: the model's tokenizer if it is on this machine, and needs no code of its own; else the
+    """A function that makes text of token ids: the model's tokenizer if it is on this machine, and needs no code of its own; else the
     ids are shown."""
     folder = Path(path) if path is not None else None
     if folder is not None and any((folder / name).is_file() for name in TOKENIZER_FILES):

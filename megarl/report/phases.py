@@ -14,7 +14,7 @@ from megarl.report.timeline import RecordedTimeline, Track, nested
 from megarl.trainer.run.timeline import CONTROLLER, STEP
 from megarl.util.spans import Span
 
-# Phases of a step that are in no other one, and what they are called; what a step's seconds have beside them is OTHER.
+# Phases of a step that are in no other one, and their labels; the rest of a step's seconds is OTHER.
 PHASES = {
     "generate": "generation",
     "reward": "rewards",

@@ -91,7 +91,7 @@ def status_of(run: RunRecord) -> Status:
 
 
 def tiles_of(run: RunRecord) -> list[Tile]:
-    """The summary of a run, the headline first; of a run without steps what is known of it."""
+    """The summary of a run, the headline first; of a run without steps its known facts."""
     return [*_numbers(run), *_facts(run)]
 
 
@@ -202,8 +202,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def set_keys(run: RunRecord) -> list[tuple[str, str, str]]:
-    """(key, value, default) of keys whose values are not their defaults; default "": the key has none. What follows from
-    other keys (`resolve`) is left out."""
+    """(key, value, default) of keys whose values are not their defaults; default "": the key has none. Values that follow from
+    other keys (`resolve`) are left out."""
     keys = dict(flat(run.config))
     defaults = max((_defaults(schema) for schema in _SCHEMAS), key=lambda found: len(found.keys() & keys))
     found = []

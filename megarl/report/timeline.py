@@ -24,7 +24,7 @@ class Track:
     spans: list[Span] = field(default_factory=list)
 
     def shares(self, windows: Windows) -> dict[str, float]:
-        """By what it did, the part of the steps' time that took it; the most first. What is within another counts as that."""
+        """Activity -> its share of the steps' time, largest first. An activity within another counts as the outer one."""
         total = sum(end - begin for begin, end in windows.values()) or 1
         outer = [span for span, depth in nested(self.spans) if depth == 0]
         seconds = {
@@ -40,7 +40,7 @@ class Track:
 
 @dataclass(frozen=True)
 class RecordedTimeline:
-    """What a timeline holds. Of a step that was made twice, after a failure, `windows` has the last time."""
+    """The contents of a timeline. Of a step that was made twice, after a failure, `windows` has the last time."""
 
     tracks: list[Track]
     windows: dict[int, tuple[int, int]]

@@ -1,7 +1,7 @@
 """Whether the collectives of ranks fit together: each rank walks through its log, as NCCL would have it wait, until all are through
 or nothing moves.
 
-What waits for what follows NCCL's streams. The calls on one communicator run in the order in which a rank makes them; a rank goes on
+The order of waits follows NCCL's streams. The calls on one communicator run in the order in which a rank makes them; a rank goes on
 to its next call when the calls that it waits for are done; a send is done when it is received. Two calls in flight at once on
 communicators of their own do not hold each other up.
 """
@@ -16,12 +16,12 @@ from difflib import SequenceMatcher
 from megarl.shadow.collectives import RECEIVE, SEND, Collective, ranks_text
 
 Key = tuple[object, ...]
-"""A communicator: what is issued to it by one rank runs in order."""
+"""A communicator: the calls that one rank issues to it run in order."""
 
 
 @dataclass
 class Agreement:
-    """What came of the walk of some ranks.
+    """The result of the walk of some ranks.
 
     Attributes:
         ranks: whose logs were walked through.
@@ -124,7 +124,7 @@ class _Walk:
         return [number for number in self.awaited[rank][self.at[rank]] if not done[number]]
 
     def _settle(self, key: Key) -> list[int]:
-        """Let what can be done on a communicator be done; the ranks whose calls were."""
+        """Complete the calls on a communicator that can complete; returns the ranks that made them."""
         moved: list[int] = []
         while not self.found.problems:
             heads = {rank: queue[0] for rank, queue in self.queues[key].items() if queue}
@@ -164,7 +164,7 @@ class _Walk:
         return [heads[rank] for rank in present]
 
     def _meet(self, unit: _Unit, heads: Mapping[int, _Unit]) -> bool:
-        """Match sends and receives with those of peers that are at theirs; whether all of the unit's are."""
+        """Match sends and receives with those of peers that have reached theirs; whether all of the unit's are matched."""
         for number in unit.numbers:
             call = self.logs[unit.rank][number]
             if number in unit.matched:
@@ -203,7 +203,7 @@ class _Walk:
         at, call = unit.numbers[0], self._call(unit)
         return sum(_same_group(other, call) for other in self.logs[unit.rank][: at + 1])
 
-    # What a standstill is told with.
+    # The description of a standstill.
 
     def _standstill(self) -> list[str]:
         stuck = [
@@ -224,7 +224,7 @@ class _Walk:
         return [*missing, *lines]
 
     def _heads(self, rank: int) -> list[_Unit]:
-        """What the rank's communicators are at, of what it waits for."""
+        """The current calls of the rank's communicators, among the calls that it waits for."""
         awaited = set(self._waits_for(rank))
         found = [queues[rank][0] for queues in self.queues.values() if queues.get(rank)]
         waited = [
@@ -288,7 +288,7 @@ class _Walk:
         return f"its end: {self.ends[rank]}" if rank in self.ends else "its end"
 
     def _circle(self, stuck: Sequence[int]) -> list[int]:
-        """Ranks of which each waits for the next, the first again at the end."""
+        """Ranks each of which waits for the next, the first again at the end."""
         waits = {
             rank: [r for unit in self._heads(rank) for r in self._absent(unit) if r in stuck]
             for rank in stuck
@@ -301,7 +301,7 @@ class _Walk:
         return [] if rank is None else [*path[path.index(rank) :], rank]
 
     def _left_out(self, call: Collective, ranks: Sequence[int]) -> list[str]:
-        """What one of the ranks leaves out, or makes beside, of the calls of a group that the others make."""
+        """Calls of a group that one of the ranks leaves out, or makes in addition to the others'."""
         made = {
             rank: [c for c in self.logs[rank] if _same_group(c, call) and c.peer is None] for rank in ranks
         }

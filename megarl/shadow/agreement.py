@@ -38,7 +38,7 @@ def agreements(reports: Sequence[Mapping]) -> dict[str, Agreement]:
     """By role: whether the logs of its ranks fit together; roles with one rank are left out.
 
     Raises:
-        RuntimeError: a rank failed, and not for what its peers did.
+        RuntimeError: a rank failed, and not because of its peers.
     """
     found = {}
     for role in dict.fromkeys(report["role"] for report in reports):
@@ -56,7 +56,7 @@ def agreements(reports: Sequence[Mapping]) -> dict[str, Agreement]:
 
 
 def lines(found: Mapping[str, Agreement]) -> list[str]:
-    """What is printed."""
+    """The printed lines."""
     told = []
     for role, agreement in found.items():
         told.append(f"{role}: {agreement.summary}")

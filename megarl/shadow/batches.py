@@ -60,7 +60,7 @@ class Fill:
         return random.integers(max(2, longest // 8), longest + 1, count).tolist()
 
     def shares(self, micro_batches: int) -> list[Share]:
-        """The rows of each data parallel rank; those of `of` texts count once."""
+        """The rows of each data parallel rank; rows of `of` texts count once."""
         each, parts = self.rows // self.of, self.dp if self.uneven else 1
         micro = [list(range(number * each, (number + 1) * each)) for number in range(parts * micro_batches)]
         shares = [micro[part * micro_batches : (part + 1) * micro_batches] for part in range(parts)]
@@ -68,7 +68,7 @@ class Fill:
 
 
 def trajectories(config: TrainConfig, fill: Fill, micro_batches: int) -> tuple[Batch, LossCounts]:
-    """What the updates of actor and critic read, and evaluations before them; and what a mini-batch of it holds."""
+    """The table that evaluations and updates of actor and critic read, and the counts of a mini-batch of it."""
     prompt = min(config.data.max_prompt_length, fill.length // 2)
     responses = fill.lengths(fill.length - prompt, micro_batches)
     random = np.random.default_rng(0)
@@ -94,7 +94,7 @@ def trajectories(config: TrainConfig, fill: Fill, micro_batches: int) -> tuple[B
 
 
 def examples(fill: Fill, micro_batches: int) -> Batch:
-    """Of supervised fine-tuning; as texts, what a reward model scores."""
+    """Examples of supervised fine-tuning; also the texts that a reward model scores."""
     return Batch(pa.table(_texts(fill, micro_batches)), fill.shares(micro_batches))
 
 

@@ -35,7 +35,7 @@ class Collective(NamedTuple):
         bytes: of the larger side.
         communicator: the group's name: groups of the same ranks have communicators of their own.
         sends, expects: elements for and from each rank of the group, where they may differ (an all-to-all, a gather or reduce-scatter of a list).
-        detail: what must be the same on all ranks beside sizes, such as the rank that a broadcast comes from.
+        detail: further facts that must be the same on all ranks, such as the rank that a broadcast comes from.
         batch: a number that sends and receives of one `batch_isend_irecv` share.
         until: the rank waited for it before its call of this number (the log's length: at its end); None: it never did.
         phase, line: where the call was made.
@@ -68,26 +68,26 @@ class Collective(NamedTuple):
 
 
 class Peers(Protocol):
-    """Where what a rank receives comes from."""
+    """The source of the data that a rank receives."""
 
     def exchange(self, call: Collective, args: Sequence[Any], wait: Callable[[], None]) -> None:
-        """Give what a call of c10d returns its values.
+        """Give the results of a call of c10d their values.
 
         Args:
-            wait: to be called before the rank looks at what peers have sent.
+            wait: to be called before the rank reads data of its peers.
         """
 
     def gather_objects(self, call: Collective, own: Any, wait: Callable[[], None]) -> list[Any]:
-        """What each rank of the group has."""
+        """The object of each rank of the group."""
 
     def broadcast_objects(
         self, call: Collective, own: list[Any], source: int, wait: Callable[[], None]
     ) -> list[Any]:
-        """What the global rank `source` has."""
+        """The object of the global rank `source`."""
 
 
 class Log:
-    """A rank's calls in their order, and what it waited for.
+    """A rank's calls in their order, and its waits.
 
     Attributes:
         reduction: of the all_reduce that is being called: c10d does not show it to dispatch modes.
@@ -117,7 +117,7 @@ class Log:
         return len(self._calls) - 1
 
     def work(self, number: int) -> _Work:
-        """What c10d returns of a call, to wait for it with."""
+        """The work object that c10d returns of a call."""
         work = _Work()
         work.log, work.number = self, number
         self._works.append(work)
@@ -152,14 +152,14 @@ class _Work(FakeWork):
 
 
 def join(rank: int, world_size: int) -> None:
-    """Be rank `rank` of a world of which no other rank is there."""
+    """Be rank `rank` of a world without its other ranks."""
     import torch.distributed._tools.fake_collectives  # noqa: F401  (shapes of c10d's operators)
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
 class Rank(Protocol):
-    """What a running shadow shows of itself here."""
+    """The part of a running shadow that this module needs."""
 
     log: Log
 
@@ -249,7 +249,7 @@ def leave_no_other_backend(current: Callable[[], Rank | None]) -> None:
 
 
 def describe(operation: str, args: Sequence[Any], reduction: str = "") -> Collective:
-    """What a call of one of c10d's operators is."""
+    """The description of a call of one of c10d's operators."""
     leaves = torch.utils._pytree.tree_leaves(args)
     boxed = next(
         (
@@ -339,7 +339,7 @@ class Alike:
     def broadcast_objects(
         self, call: Collective, own: list[Any], source: int, wait: Callable[[], None]
     ) -> list[Any]:
-        return own  # what another rank would send is unknown
+        return own  # data of other ranks is unknown
 
 
 def ranks_text(group: Sequence[int]) -> str:

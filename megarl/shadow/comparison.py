@@ -1,4 +1,4 @@
-"""A shadow rank's bytes beside the plan's."""
+"""A shadow rank's bytes compared with the plan's."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Of the plan, relative to what was found; negative where the plan is too small."""
+        """The plan's error, relative to the measured bytes; negative where the plan is too small."""
         return (self.planned - self.found) / self.found if self.found else float(self.planned > 0)
 
 
 def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
-    """What a rank held and took, beside the plan of its stage."""
+    """A rank's bytes compared with the plan of its stage."""
     if report["role"] == engine.ROLE:
         planned = {owner.name: max(owner.stages) for owner in plan.owners}
         for row in engine.sizes(planned, report):
@@ -50,13 +50,13 @@ def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
         yield Comparison(name, "ref_weights", "always", owners["ref_weights"][stage], parts["reference"])
     for prefix, of in ((role, ""), *([("critic", shared)] if shared else [])):
         if f"{of}evaluate" in phases:
-            # What stays of the first pass are workspaces that libraries keep: they are a line of their own.
+            # The first pass leaves workspaces that libraries keep: they are a line of their own.
             took = phases[f"{of}evaluate"]["peak"] - phases[f"{of}evaluate"]["left"]
             evaluating = owners[f"{prefix}_evaluating"][stage]
             yield Comparison(name, f"{prefix}_evaluating", f"{of}evaluate", evaluating, took)
         if f"{of}update" in phases:
             update = owners[f"{prefix}_activations"][stage] + owners[f"{prefix}_working"][stage]
-            # What the first update leaves for later ones is there in all of them.
+            # Memory that the first update leaves for later ones is there in all of them.
             took = phases[f"{of}update"]["peak"] + phases[f"{of}first_update"]["kept"]
             yield Comparison(name, f"{prefix}_activations + working", f"{of}update", update, took)
     if "sync" in phases:
@@ -66,6 +66,6 @@ def compare(plan: MemoryPlan, report: Mapping) -> Iterator[Comparison]:
     for part, moved in report["moved"].items():
         owner = "ref_weights" if part == "reference" else part if part in owners else f"{role}_{part}"
         if owner in owners and owners[owner][stage]:
-            # With gradients leaves what an update keeps in their place.
+            # Tensors that an update keeps in place of gradients leave with them.
             kept = phases["first_update"]["kept"] if part == "gradients" else 0
             yield Comparison(name, owner, "release", owners[owner][stage], moved["freed"] - kept)

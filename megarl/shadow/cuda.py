@@ -167,7 +167,7 @@ def _cuda_module(card: Card, current: Callable[[], Shadow | None]) -> None:
 
 
 def _memory(card: Card, current: Callable[[], Shadow | None]) -> None:
-    """What torch says of its allocator, and of page-locked memory, is what the tracker has counted."""
+    """Have torch report the tracker's bytes as its allocator's and as page-locked memory."""
 
     def allocated(device: Any = None) -> int:
         shadow = current()

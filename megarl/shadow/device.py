@@ -1,6 +1,6 @@
 """The CUDA device that is there by name only: built once by a C++ compiler, loaded before torch is imported.
 
-Imports no torch: whoever loads the device must not have done so either.
+Imports no torch: the process that loads the device must not have done so either.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load() -> None:
     ctypes.CDLL(str(build(_cache())))
     sys.path.insert(0, str(PACKAGES))
     os.environ["TORCHDYNAMO_DISABLE"] = (
-        "1"  # what torch.compile would fuse is executed operation by operation
+        "1"  # operations that torch.compile would fuse are executed one by one
     )
 
 

@@ -1,4 +1,4 @@
-"""`megarl plan memory --dry-run`: shadow ranks of a recipe beside the plan of their memory.
+"""`megarl plan memory --dry-run`: shadow ranks of a recipe compared with the plan of their memory.
 
 A rank of each class is run: of each role the first, the middle and the last pipeline stage, or the ranks that are asked for.
 """
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the ranks, print the table; exit code 1 where the plan is too small by more than the tolerance, or collectives do not fit.
 
     Raises:
-        ValueError: names the option or key, or what this machine lacks for it.
+        ValueError: names the option or key, or the package that this machine lacks.
     """
     problem = device.missing()
     if problem is not None:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     )
     found = [row for report in reports for row in compare(plan, report)]
     wrong = [row for row in found if row.difference < -options.tolerance / 100]
-    # Of ranks that run apart nothing follows: each takes its peers to have what it has, and a stage without experts has other calls.
+    # Ranks that run separately prove nothing: each takes its peers to have its own data, and a stage without experts has other calls.
     fit = agreements(
         run_ranks(
             options.recipe, options.overrides, together, card=card, command=options.command, together=True
@@ -139,11 +139,11 @@ def run_ranks(
     As many processes as the machine has cores run the ranks of models; each rank of an engine has one of its own.
 
     Args:
-        engine_environment: what a process of an engine's rank is started with.
+        engine_environment: of the process of an engine's rank.
         together: the ranks of a role run at the same time, as `together.run` says, one role after the other.
 
     Raises:
-        RuntimeError: a rank failed; with the end of what its process printed.
+        RuntimeError: a rank failed; with the end of its process's output.
     """
     models = [rank for rank in ranks if rank[0] != engine.ROLE]
     count = 1 if together else min(len(models), num_processes or os.cpu_count() or 1)
@@ -213,7 +213,7 @@ def _failure(share: Sequence[tuple[str, int]], out: Path, log: Path) -> str:
     done = len(out.read_text(encoding="utf-8").splitlines()) if out.exists() else 0
     role, rank = share[min(done, len(share) - 1)]
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    # torch names all kernels of an operation that has none for a device, after what matters.
+    # After the error itself torch names all kernels of an operation that has none for a device.
     tail = "\n  ".join([line for line in lines if "registered at /" not in line][-30:])
     return f"the shadow of {role} rank {rank} failed:\n  {tail}"
 

@@ -1,4 +1,4 @@
-"""The engines' part of `megarl plan memory --dry-run`: which rank is run, and what is said of it beside the plan."""
+"""The engines' part of `megarl plan memory --dry-run`: which rank is run, and its comparison with the plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST = (ROLE, 0)  # which has as much as any
 
 
 def environment(config: TrainConfig) -> dict[str, str]:
-    """What the process of an engine's rank is started with."""
+    """The environment of the process of an engine's rank."""
     rollout = config.actor_rollout_ref.rollout
     return sglang_environment("cuda", rollout.tensor_model_parallel_size, nodes=rollout.nodes_per_engine)
 

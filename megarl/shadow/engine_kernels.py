@@ -1,7 +1,7 @@
-"""Stand-ins for what an SGLang engine calls on a GPU and no machine without one has: kernels, and the saver of memory.
+"""Stand-ins for packages that an SGLang engine calls on a GPU: kernels, and the memory saver.
 
-SGLang's Python code imports them by name while its classes are made, and calls few of them before it serves; what it does call then has a
-shape here. Written from the callers in SGLang 0.5.21.
+SGLang's Python code imports them by name while its classes are made, and calls few of them before it serves; the ones called have
+shapes here. Written from the callers in SGLang 0.5.21.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 # Packages of compiled kernels; deep_gemm comes with sgl_kernel's own wheel, or by itself.
 KERNELS = ("sgl_kernel", "deep_gemm", "flashinfer", "flash_attn", "quack", "cutlass", "cuda")
-VERSION = "99.0.0"  # newer than what SGLang asks for
+VERSION = "99.0.0"  # newer than SGLang requires
 
 
 def install() -> None:

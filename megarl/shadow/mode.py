@@ -34,13 +34,13 @@ class FakeMode(FakeTensorMode):
 
 
 class Shadow(TorchDispatchMode):
-    """What a rank does: bytes on its device, operations, collectives, values.
+    """A record of a rank's run: bytes on its device, operations, collectives, values.
 
     Attributes:
-        peers: what the rank receives comes from them.
+        peers: the source of data that the rank receives.
         flops: floating point operations, by phase and kernel.
         log: the collectives of the rank in their order.
-        assumed: what was not known and how often it was asked for, in words.
+        assumed: unknown values and how often they were needed, in words.
         waits: how often the host waited for the device, by phase and line of code: it read a tensor there, or the shape of a
             result depends on one.
     """
@@ -48,7 +48,7 @@ class Shadow(TorchDispatchMode):
     def __init__(self, peers: Peers | None = None, choose: Choice = choose_evenly) -> None:
         """
         Args:
-            peers: None: they send what this rank sends.
+            peers: None: they send this rank's own data.
             choose: which of numbers that nobody knows are the largest.
         """
         super().__init__()
@@ -109,7 +109,7 @@ class Shadow(TorchDispatchMode):
         return out
 
     def _communicate(self, func: Any, operation: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        # torch 2.13 has no shapes for what is coalesced.
+        # torch 2.13 has no shapes for coalesced operations.
         out = None if "coalesced" in operation else func(*args, **kwargs)
         call = describe(operation, args, self.log.reduction)
         self.log.reduction = ""

@@ -1,4 +1,4 @@
-"""`megarl plan memory --dry-run --html`: each shadow rank's peak by owner and by line beside the plan, as one page."""
+"""`megarl plan memory --dry-run --html`: each shadow rank's peak by owner and by line compared with the plan, as one page."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NOTE = (
 
 
 def page(recipe: str, found: Sequence[Comparison], reports: Sequence[Mapping], tolerance: float) -> str:
-    """The whole page.
+    """The page's HTML.
 
     Args:
-        recipe: what it is called.
+        recipe: its name.
         found: of all ranks; `reports` of the same, in the same order.
         tolerance: percent by which a plan may be too small.
     """
@@ -74,7 +74,7 @@ def fullest(report: Mapping) -> str:
 
 
 def _owners(name: str, rows: Sequence[Comparison]) -> dict[str, Any]:
-    """Two bars, a piece for each owner: what is there in an update at its peak."""
+    """Two bars, a piece for each owner: the memory in an update at its peak."""
     phases = {row.phase for row in rows}
     there = [row for row in rows if row.phase in ("always", "update" if "update" in phases else "evaluate")]
     return {

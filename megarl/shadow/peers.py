@@ -1,7 +1,7 @@
-"""Shadow ranks that run at the same time: what one sends another receives, as far as its value is known.
+"""Shadow ranks that run at the same time: data that one sends another receives, as far as its values are known.
 
-Each rank is a process with a connection to a hub, which keeps what ranks post until it is asked for. A rank asks when it looks at a
-value, no earlier; when all that still run ask for what nobody has posted, the hub stops them.
+Each rank is a process with a connection to a hub, which keeps posted data until a rank asks for it. A rank asks when it reads a
+value, no earlier; when all running ranks ask for data that none has posted, the hub stops them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from megarl.shadow.collectives import RECEIVE, SEND, Collective, ranks_text
 from megarl.shadow.values import Coming, give, value_of
 
-LARGEST = 1 << 20  # elements of what is posted; larger tensors have no values at their receivers
+LARGEST = 1 << 20  # elements of posted tensors; larger tensors have no values at their receivers
 LARGEST_OF_FLOATS = 1 << 10
 _REDUCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SUM": lambda parts: parts.sum(0, dtype=parts.dtype),
@@ -29,7 +29,7 @@ Key = tuple[object, ...]
 
 
 class StoppedError(RuntimeError):
-    """A rank waits for what its peers will never send."""
+    """A rank waits for data that its peers will never send."""
 
 
 class Together:
@@ -81,7 +81,7 @@ class Together:
     def _posted(
         self, call: Collective, own: torch.Tensor, wait: Callable[[], None]
     ) -> Callable[[], list[torch.Tensor] | None]:
-        """Post this rank's part of a collective; what gives those of all ranks, None where one is unknown."""
+        """Post this rank's part of a collective; returns a function that gives all ranks' parts, None where one is unknown."""
         key = self._next(call)
         self._post((*key, self._rank), _packed(own))
         found: list[list[torch.Tensor] | None] = []  # once they were looked at
@@ -97,7 +97,7 @@ class Together:
     def _own_shares(
         self, call: Collective, parts: Callable[[], list[torch.Tensor] | None], wait: Callable[[], None]
     ) -> Callable[[], list[torch.Tensor] | None]:
-        """What of an all-to-all's parts is for this rank."""
+        """The parts of an all-to-all that are for this rank."""
         key, me = (*self._next(call), "splits"), call.group.index(self._rank)
         self._post((*key, self._rank), pickle.dumps(call.sends))
 
@@ -136,7 +136,7 @@ def serve(connections: Mapping[int, Connection]) -> dict[int, bytes]:
     """Be the hub of ranks until all have ended.
 
     Returns:
-        What each rank gave to `end`; a rank whose process died has none.
+        The result that each rank gave to `end`; a rank whose process died has none.
     """
     running = {connection: rank for rank, connection in connections.items()}
     posted: dict[Key, bytes] = {}
@@ -189,7 +189,7 @@ def _small(tensor: torch.Tensor) -> bool:
 
 
 def _shaped(value: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-    """A value in the shape that its receiver has room for; what has another number of elements is none."""
+    """A value in the shape of its receiver; None if the number of elements differs."""
     return None if value is None or value.numel() != shape.numel() else value.reshape(shape)
 
 

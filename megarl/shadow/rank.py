@@ -1,6 +1,6 @@
 """One rank of a recipe's role as a shadow: build it, evaluate, update twice, release its memory and take it back.
 
-The rank's own classes run as they are, but for what they read: no weight is loaded from a file.
+The rank's own classes run unchanged, except for reading: no weight is loaded from a file.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LARGEST_LINES = 40
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """Bytes of a phase: `peak` is what it took at most above what was there before, `left` what stays after it.
+    """Bytes of a phase: `peak`: the most it took in addition to the bytes before it; `left`: the bytes that stay after it.
 
     Attributes:
-        kept: of these, what is in no part of the rank: what libraries keep for later.
-        largest: what was on the device at the peak, by what made it; the largest first.
+        kept: the bytes of these that are in no part of the rank: libraries keep them for later.
+        largest: bytes on the device at the peak by their makers, the largest first.
     """
 
     peak: int
@@ -47,7 +47,7 @@ class PhaseReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a shadow rank did.
+    """The report of a shadow rank.
 
     Attributes:
         stage: of the pipeline.
@@ -56,7 +56,7 @@ class RankReport:
         moved: by part, as it left the device and came back.
         released: bytes that stay when all parts have left the device; `kept_by` says which lines made them.
         seconds: of a processor. host_peak: bytes of this process.
-        assumed: what was not known, and how often it was asked for.
+        assumed: unknown values, and how often they were needed.
         waits: how often the host waited for the device, by phase and line of code.
     """
 
@@ -155,7 +155,7 @@ def _run(
     uneven = not isinstance(shadow.peers, Alike)
     for step in steps_of(config, inputs, worker, role, micro_batches, uneven):
         if uneven and step.name == "first_update":
-            continue  # its calls are those of the other
+            continue  # its calls are the other's
         if isinstance(shadow.peers, Alike):
             shadow.peers.received = step.received
         gc.collect()

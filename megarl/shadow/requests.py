@@ -14,8 +14,8 @@ class Request:
     Attributes:
         ranks: (role, rank).
         out: the file for the reports.
-        together: whether the ranks of a role run at the same time, with uneven data, and receive what their peers send.
-        command: whose recipe it is; None: what its keys say.
+        together: whether the ranks of a role run at the same time, with uneven data, and receive their peers' data.
+        command: the recipe's; None: the one that its keys belong to.
         transformer_engine: whether its layers are used, as on a machine where it is installed; else megarl's own in torch.
     """
 

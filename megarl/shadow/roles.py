@@ -40,13 +40,13 @@ from megarl.trainer.workers.shared_critic import ActorCriticWorker
 from megarl.trainer.workers.specs import ModelSpec
 
 NUM_STEPS = 100  # of the run that the rank would be of; schedules need one
-UNKNOWN = 1  # what a number is taken for that no operation of a shadow knows (`Shadow.assume`)
+UNKNOWN = 1  # the value assumed for a number that no operation of a shadow knows (`Shadow.assume`)
 
 Config = TrainConfig | TuningConfig
 
 
 class _Alone:
-    """A rank whose tensors nobody fills, and to whom no last stage tells its sums."""
+    """A rank whose tensors are not filled, and which gets no sums from a last stage."""
 
     def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None: ...
 
@@ -73,7 +73,7 @@ class ShadowRewardModel(_Alone, RewardModelWorker): ...
 class ShadowSFT(_Alone, SFTWorker):
     def train(self, *given: Any, **named: Any) -> StepResult:
         result = super().train(*given, **named)
-        # Of the sum over all ranks, which is compared with what was asked for, a rank alone has its own part.
+        # A rank alone has only its own part of the sum over all ranks, which is compared with the expected count.
         result.stats["tokens"] = float(UNKNOWN)
         return result
 
@@ -95,7 +95,7 @@ class Step:
     Attributes:
         name: "evaluate", "first_update" (which makes the optimizer's states) or "update"; of a critic in the actor's processes
             with `SHARED` before it.
-        received: the shape of the hidden states that pipeline stages send each other meanwhile: [tokens, 1, hidden].
+        received: the shape of the hidden states that pipeline stages send each other: [tokens, 1, hidden].
     """
 
     name: str
@@ -147,7 +147,7 @@ def steps_of(
     micro_batches: int | None,
     uneven: bool = False,
 ) -> Iterator[Step]:
-    """What a rank does, one after the other.
+    """The steps of a rank in their order.
 
     Args:
         micro_batches: of evaluations and the second update; None: as many as the pipeline has stages.
@@ -224,7 +224,7 @@ def _actor_steps(config: TrainConfig, worker: ActorWorker, cut: _Cut, number: in
 
 
 def _evaluate_actor(config: TrainConfig, worker: ActorWorker, batch: Batch) -> None:
-    """What a step computes before its updates, of the policy and of a reference in its processes; where that is nothing, the
+    """The computations of a step before its updates, by the policy and a reference in its processes; where there are none, the
     policy's log-probs."""
     table, shares = batch.table, batch.shares
     reference = worker.reference is not None and needs_ref_log_probs(config) and reference_in_actor(config)

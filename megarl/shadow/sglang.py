@@ -1,7 +1,7 @@
 """One rank of a recipe's SGLang engine as a shadow: SGLang's own runner on its CUDA branch, up to its pool of keys and values.
 
-Its model is built, its weights are processed as after loading and again as after a sync, and its pool is sized and made. What a sync
-would write is bound to its parameters as the receiver of a sync does it.
+Its model is built, its weights are processed as after loading and again as after a sync, and its pool is sized and made. The pieces of a sync
+are bound to its parameters as the receiver of a sync does it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from megarl.weight_sync.quantize import dtype_in_fp8, with_scales
 
 ROLE = "rollout"
 MAX_PROBLEMS = 20
-ADDRESS = "127.0.0.1:1"  # of the other nodes, none of which is there
+ADDRESS = "127.0.0.1:1"  # of the other nodes, which do not exist
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What a shadow rank of an engine held.
+    """The report of a shadow rank of an engine.
 
     Attributes:
         model: SGLang's class.
         num_parameters: that a sync fills.
-        problems: why a sync would be refused, and what SGLang's processing after it changes under it; none: it fits.
+        problems: reasons to refuse a sync, and tensors that SGLang's processing after it changes; none: it fits.
         weights: bytes before the pool. kv_cache: of the pool. kv_tokens: that it holds.
         seconds: of a processor. host_peak: bytes of this process.
-        assumed: what was not known, and how often it was asked for.
+        assumed: unknown values, and how often they were needed.
     """
 
     role: str
@@ -113,7 +113,7 @@ def _runner(arguments: dict, rank: int):
 
     # Between processes of a node, not devices.
     shm_broadcast.MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)
-    # Values of which nothing is known; what SGLang then asks of them (scales of the cache) keeps its first ones.
+    # Unknown values; numbers that SGLang then reads of them (scales of the cache) keep their first values.
     loader.initialize_dummy_weights = lambda model: None
     told = ServerArgs(**{key: value for key, value in arguments.items() if key != "custom_sigquit_handler"})
     publish(told, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
@@ -134,7 +134,7 @@ def _runner(arguments: dict, rank: int):
 
 
 def slices(engine: EngineConfig, facts: ModelConfig, rank: int) -> Iterator[Slice]:
-    """What a sync writes into a rank of an engine: every piece of the table of weights, with the type in which it travels."""
+    """The slices that a sync writes into a rank of an engine: every piece of the table of weights, with the type in which it travels."""
     layout = sglang_layout(facts, EngineLayout(engine.tensor_parallel_size, engine.expert_parallel_size))
     dtype = getattr(torch, engine.dtype)
     if engine.fp8_block is not None:
@@ -163,7 +163,7 @@ def _misfits(engine: EngineConfig, facts: ModelConfig, rank: int, model: torch.n
 
 
 def _changed(model: torch.nn.Module) -> Iterator[str]:
-    """What SGLang's processing at the end of a sync puts in another place, shape or type."""
+    """Tensors that SGLang's processing at the end of a sync puts in another place, shape or type."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     def held() -> dict[str, tuple]:

@@ -1,4 +1,4 @@
-"""All ranks of a role at the same time, each in a fork of this process: integers that a rank receives are those that its peers send.
+"""All ranks of a role at the same time, each in a fork of this process: a rank receives the integers that its peers send.
 
 Data are uneven: trajectories of data parallel ranks have lengths of their own, and each rank's routers prefer other experts.
 """
@@ -59,7 +59,7 @@ def run(
 
 
 def run_forked(ranks: Sequence[int], work: Callable[[int, Connection], dict]) -> dict[int, bytes]:
-    """What `work` returns, as JSON, in a process for each rank; without those whose process died.
+    """The results of `work`, as JSON, in a process for each rank; without those whose process died.
 
     This process must have no threads: it is forked.
     """

@@ -26,11 +26,11 @@ class Made(NamedTuple):
 
 @dataclass
 class Phase:
-    """What happened in a phase of a shadow run; bytes.
+    """Bytes of a phase of a shadow run.
 
     Attributes:
         before: on the device when it began. peak: at most. after: when it ended.
-        at_peak: what was on the device at the peak, or up to a hundredth below it, by what made it.
+        at_peak: bytes on the device at the peak, or up to a hundredth below it, by their makers.
     """
 
     before: int
@@ -40,7 +40,7 @@ class Phase:
 
 
 class Tracker:
-    """Counts storages on the device from their first tensor on until nobody refers to them."""
+    """Counts storages on the device from their first tensor on until the last reference is gone."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -63,7 +63,7 @@ class Tracker:
 
     @contextmanager
     def fused(self) -> Iterator[None]:
-        """Of what is allocated meanwhile only that counts which is still there at the end: a compiled function has no other."""
+        """Count only allocations that still exist at the end of the context: a compiled function makes no others."""
         if self._in_fused:
             yield
             return
@@ -97,7 +97,7 @@ class Tracker:
             self._grow(size - before)
 
     def live(self) -> dict[Made, int]:
-        """Bytes on the device now, by what made them, largest first."""
+        """Bytes on the device now by their makers, largest first."""
         total: Counter[Made] = Counter()
         for size, made in self._live.values():
             total[made] += size
@@ -112,7 +112,7 @@ class Tracker:
         phase = self.phases.get(self._name)
         if phase is not None and self.current > phase.peak and not self._in_fused:
             phase.peak = self.current
-            # An account of every new peak would take longer than the run: only of those that are a hundredth higher.
+            # An account of every new peak would take longer than the run: only of peaks that are a hundredth higher.
             if self.current > self._noted + self._noted // 100:
                 phase.at_peak, self._noted = self.live(), self.current
 

@@ -1,7 +1,7 @@
-"""What leaves a shadow rank beside its passes: a checkpoint, the weights for the engines, and its parts when they are released.
+"""Transfers out of a shadow rank other than its passes': a checkpoint, the weights for the engines, and its parts when they are released.
 
 Everything up to the last copy from the device is the rank's own code. Replaced are the bytes of a checkpoint's file (left out:
-metadata and `states.json` are really written and read, and peers are taken to hold nothing), and what engines answer (at once).
+metadata and `states.json` are really written and read, and peers are taken to hold nothing), and the engines' answers (immediate).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Released:
-    """A rank's parts, by name, as they left and came back; and what stayed when all had left, by what made it."""
+    """A rank's parts, by name, as they left and came back; and the bytes that stayed when all had left, by their makers."""
 
     parts: dict[str, Moved]
     stays: dict[Made, int]
@@ -111,7 +111,7 @@ def _without_bytes() -> Iterator[list[int]]:
 
 
 def _nothing_of(value: Any) -> Any:
-    """What a rank without tensors gives where this one gives `value`: contents of a file, what it holds, or what is wrong."""
+    """The value of a rank without tensors in place of `value`: contents of a file, its parts, or its errors."""
     if isinstance(value, dcp.Contents):
         return dcp.Contents({}, {})
     return ([], {}, (0, None)) if len(value) == 3 else ([], set())
@@ -150,7 +150,7 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
 
 
 def _buckets(slices: Sequence[Slice], limit: int) -> tuple[tuple[Parcel, ...], ...]:
-    """Slices in their order as packets of at most `limit` bytes; of those after the first few only what is new in kind."""
+    """Slices in their order as packets of at most `limit` bytes; of slices after the first few only new kinds."""
     buckets, current, size, seen = [], [], 0, set()
     for item in slices:
         kind = item.reading, item.dtype, item.box.size

@@ -2,8 +2,8 @@
 
 The package `transformer_engine` is pure Python; its kernels are in the extension `transformer_engine_torch`, which needs CUDA.
 `install` puts a module of that name there, whose functions allocate what the kernels return. Written from their callers in the Python
-code of version 2.18.0; a function that is not known here raises by its name. Libraries' scratch memory is not modelled, but for
-what the Python code itself allocates.
+code of version 2.18.0; a function that is not known here raises by its name. Libraries' scratch memory is not modelled, except for
+the Python code's own allocations.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _DTYPES = {
 
 
 def install(current: Callable[[], Shadow | None]) -> None:
-    """Let `transformer_engine.pytorch` import, and count what its matrix products and attention would take.
+    """Let `transformer_engine.pytorch` import, and count the operations of its matrix products and attention.
 
     Args:
         current: the shadow that runs now; None: none does.
@@ -99,7 +99,7 @@ def install(current: Callable[[], Shadow | None]) -> None:
 
 
 def forget_workspaces() -> None:
-    """Let go of what the package keeps on the device for as long as its process lives: the next rank begins without it."""
+    """Free tensors that the package keeps on the device for the life of its process: the next rank begins without them."""
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.module import base
 
@@ -128,7 +128,7 @@ def _names_used() -> set[str]:
 
 
 def _enums(extension: types.ModuleType) -> None:
-    """The types of the extension; of those without values here every member is its own name."""
+    """The types of the extension; members of enums without values here are their own names."""
     extension.DType = DType
     extension.FP8FwdTensors = enum.IntEnum(
         "FP8FwdTensors",
@@ -181,7 +181,7 @@ def _dtype(code: Any, like: torch.Tensor) -> torch.dtype:
 
 
 def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., Any]]:
-    """The kernels that allocate what they return, by name; arguments in the order of the extension's own."""
+    """The kernels, which allocate their results, by name; arguments in the order of the extension's own."""
 
     def count(kernel: str, number: float) -> None:
         shadow = current()
@@ -300,7 +300,7 @@ def _kernels(current: Callable[[], Shadow | None]) -> dict[str, Callable[..., An
 
 
 def _launches_do_nothing() -> None:
-    """A launch of a Triton kernel writes what was allocated before it."""
+    """Have launches of Triton kernels do nothing: they write into memory that was allocated before."""
     import triton.runtime.autotuner
     import triton.runtime.jit
 

@@ -1,7 +1,7 @@
 """The numbers that fake tensors are known to have: integers and masks that follow from known ones, so that shapes which depend on
-them (splits of an all-to-all, tokens of an expert, lengths of sequences) are those of a real rank.
+them (splits of an all-to-all, tokens of an expert, lengths of sequences) are the same as on a real rank.
 
-A known tensor's value is a real tensor on the CPU, kept beside the fake one. Floats of any size have none.
+A known tensor's value is a real tensor on the CPU, kept with the fake one. Floats of any size have none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 LARGEST = 1 << 23  # elements: larger tensors have no values
 LARGEST_CONSTANT = 4096  # elements of floats that a factory fills
 _VALUE = "_megarl_value"
-_LIKE = frozenset(  # their values do not depend on those of their inputs
+_LIKE = frozenset(  # their values do not depend on their inputs' values
     {
         *("zeros_like", "ones_like", "full_like", "empty_like"),
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
@@ -35,7 +35,7 @@ Assume = Callable[[str], None]
 """Told, in words, of a value that was assumed because it is not known."""
 
 Choice = Callable[[int, int, int], torch.Tensor]
-"""Which of numbers that nobody knows are the largest, such as experts by their scores: [rows, chosen] of (rows, chosen, count)."""
+"""The choice of the largest among unknown numbers, such as experts by their scores: [rows, chosen] of (rows, chosen, count)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def value_of(tensor: Any) -> Any:
     if isinstance(value, Coming):
         with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
             value = tensor.__dict__[_VALUE] = value.look()
-    # `tensor.data = other` leaves the value of what was there before behind.
+    # `tensor.data = other` leaves the former tensor's value behind.
     fits = value is not None and value.shape == tensor.shape and value.dtype == tensor.dtype
     return value if fits else None
 
@@ -116,13 +116,13 @@ def follow(
         real_args, real_kwargs = tree_unflatten([_real(leaf) for leaf in flat], spec)
         if real_kwargs.get("pin_memory"):
             real_kwargs = {**real_kwargs, "pin_memory": False}
-        if "empty" in name:  # not what happens to lie there
+        if "empty" in name:  # not uninitialised memory
             values: Any = torch.ones(outputs[0].shape, dtype=outputs[0].dtype, device="cpu")
         else:
             try:
                 values = function(*real_args, **real_kwargs)
             except (RuntimeError, NotImplementedError, TypeError) as error:
-                # An operator of CUDA's alone, say: its outputs are unknown, and whoever asks for them is told.
+                # An operator of CUDA's alone, say: its outputs are unknown, and readers of them get an assumption.
                 assume(f"no values of {function}: {type(error).__name__}")
                 return
     found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
@@ -149,7 +149,7 @@ def sized_by_values(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def positions(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Indices in which masks are replaced by the positions of what they choose, whose number fake tensors have to know."""
+    """Indices in which masks are replaced by the positions that they choose, whose number fake tensors have to know."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or index.dtype != torch.bool:

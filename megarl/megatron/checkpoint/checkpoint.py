@@ -304,7 +304,7 @@ def share_out(held: Sequence[Sequence[tuple[Any, int]]]) -> list[list[int]]:
         held: by rank, its parts: (part, bytes); equal parts have the same name everywhere.
 
     Returns: by rank, indices into its list. Each part is written once, by the rank that has least to write; parts that one rank
-        alone has is counted first, then large parts.
+        alone has are counted first, then large parts.
     """
     holders: dict[tuple[Any, int], list[tuple[int, int]]] = defaultdict(list)
     for rank, parts in enumerate(held):

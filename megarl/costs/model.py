@@ -165,7 +165,7 @@ def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> i
     experts = 0
     if routed and any(EXPERTS in tensor.name for tensor in tensors.weights):
         # Permuted and exchanged tokens and the outputs before and after they are put in order; sorted ones are kept.
-        experts = (4 * routed + 5 * _own(use, tokens)) * config.hidden_size * item
+        experts = (4 * routed + (5 + _around_experts(use)) * _own(use, tokens)) * config.hidden_size * item
     return max(2 * widest, experts, head) + _exact(use, tensors) + _dummy_gradients(use, tensors)
 
 
@@ -194,9 +194,7 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, 
         assert moe is not None
         # Permuted, exchanged and sorted tokens and the outputs; of both linear layers the first one's outputs and their product.
         routed = 4 * config.hidden_size + 3 * moe.ffn_hidden_size // use.layout.etp
-        # The layer's own, shared experts' output; of a pipeline's stage its input, the last one and the next one.
-        own = 5 + (moe.shared_ffn_hidden_size > 0) + (3 if use.layout.pp > 1 else 0)
-        parts.append(_routed(use, tokens) * routed * item + own * hidden)
+        parts.append(_routed(use, tokens) * routed * item + (5 + _around_experts(use)) * hidden)
     if any(".mlp.linear_fc1" in name for name in names):
         # Gate and up, and their product.
         dense = 3 * config.ffn_hidden_size // use.layout.tp
@@ -205,6 +203,13 @@ def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, 
     if last and use.head == "lm":
         parts.append(_head(use, tokens) + 2 * hidden)  # and the last norm's input and output
     return max(parts, default=0) + tokens * MICRO_BATCH + _exact(use, tensors)
+
+
+def _around_experts(use: ModelUse) -> int:
+    """Hidden states that exist while routed experts compute, in addition to their layer's own: the output of shared experts; in a
+    pipeline the input of the stage, and two that are sent or received."""
+    assert use.config.moe is not None
+    return (use.config.moe.shared_ffn_hidden_size > 0) + (3 if use.layout.pp > 1 else 0)
 
 
 def _evaluated_attention(use: ModelUse, tokens: int) -> int:

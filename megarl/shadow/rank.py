@@ -159,11 +159,11 @@ def _run(
         if isinstance(shadow.peers, Alike):
             shadow.peers.received = step.received
         gc.collect()
-        held = _held(worker)
+        held = _part_bytes(worker)
         with tracker.phase(step.name) as phase:
             step.run()
             gc.collect()
-        phases[step.name] = _phase_report(phase, _held(worker) - held)
+        phases[step.name] = _phase_report(phase, _part_bytes(worker) - held)
     (parts,) = worker.memory()
     saved = sent = 0
     if worker.spec.optim is not None and not uneven:
@@ -199,7 +199,7 @@ def _run(
     )
 
 
-def _held(worker: ModelWorker) -> int:
+def _part_bytes(worker: ModelWorker) -> int:
     """Bytes of the rank's parts on its device."""
     return sum(part.device_bytes() for part in worker.parts.values())
 

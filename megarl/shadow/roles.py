@@ -45,7 +45,7 @@ UNKNOWN = 1  # the value assumed for a number that no operation of a shadow know
 Config = TrainConfig | TuningConfig
 
 
-class _Alone:
+class _SingleRank:
     """A rank whose tensors are not filled, and which gets no sums from a last stage."""
 
     def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None: ...
@@ -57,20 +57,20 @@ class _Alone:
         return result if result.stats else replace(result, stats=defaultdict(lambda: float(UNKNOWN)))
 
 
-class ShadowActor(_Alone, ActorWorker): ...
+class ShadowActor(_SingleRank, ActorWorker): ...
 
 
-class ShadowCritic(_Alone, CriticWorker): ...
+class ShadowCritic(_SingleRank, CriticWorker): ...
 
 
-class ShadowActorCritic(_Alone, ActorCriticWorker):
+class ShadowActorCritic(_SingleRank, ActorCriticWorker):
     critic_class = ShadowCritic
 
 
-class ShadowRewardModel(_Alone, RewardModelWorker): ...
+class ShadowRewardModel(_SingleRank, RewardModelWorker): ...
 
 
-class ShadowSFT(_Alone, SFTWorker):
+class ShadowSFT(_SingleRank, SFTWorker):
     def train(self, *given: Any, **named: Any) -> StepResult:
         result = super().train(*given, **named)
         # A rank alone has only its own part of the sum over all ranks, which is compared with the expected count.
@@ -78,14 +78,14 @@ class ShadowSFT(_Alone, SFTWorker):
         return result
 
 
-class ShadowRM(_Alone, RMWorker):
+class ShadowRM(_SingleRank, RMWorker):
     def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
         return ModelWorker.load(
             self, path, head, trainable=trainable
         )  # how the head begins is nobody's memory
 
 
-class ShadowDPO(_Alone, DPOWorker): ...
+class ShadowDPO(_SingleRank, DPOWorker): ...
 
 
 @dataclass(frozen=True)
@@ -155,16 +155,16 @@ def steps_of(
     """
     use = model_use(config, inputs, role)
     number = micro_batches or use.layout.pp
-    cut = _cut(config, use, role, uneven)
+    fills = _fills(config, use, role, uneven)
     if isinstance(config, TuningConfig):
-        yield from _tuning_steps(config, worker, cut, number)
+        yield from _tuning_steps(config, worker, fills, number)
     elif isinstance(worker, RewardModelWorker):
-        yield _scores(worker, cut.evaluated, number)
+        yield _scores(worker, fills.evaluated, number)
     elif isinstance(worker, CriticWorker):
-        yield from _critic_steps(config, worker, worker, cut, number)
+        yield from _critic_steps(config, worker, worker, fills, number)
     elif role == "ref":
         assert isinstance(worker, ActorWorker)
-        batch, _ = trajectories(config, cut.evaluated, number)
+        batch, _ = trajectories(config, fills.evaluated, number)
         yield Step(
             "evaluate",
             lambda: worker.compute_log_probs(batch.table, batch.shares, "ref_log_probs"),
@@ -172,22 +172,22 @@ def steps_of(
         )
     else:
         assert isinstance(worker, ActorWorker)
-        yield from _actor_steps(config, worker, cut, number)
+        yield from _actor_steps(config, worker, fills, number)
         if isinstance(worker, ActorCriticWorker):
-            cut = _cut(config, model_use(config, inputs, "critic"), "critic", uneven)
-            for step in _critic_steps(config, worker, worker.critic, cut, number):
+            fills = _fills(config, model_use(config, inputs, "critic"), "critic", uneven)
+            for step in _critic_steps(config, worker, worker.critic, fills, number):
                 yield replace(step, name=f"{SHARED}{step.name}")
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _MicroBatchFills:
     """How a role's micro-batches are filled, without gradients and with them."""
 
     evaluated: Fill
     trained: Fill
 
 
-def _cut(config: Config, use: ModelUse, role: str, uneven: bool) -> _Cut:
+def _fills(config: Config, use: ModelUse, role: str, uneven: bool) -> _MicroBatchFills:
     if isinstance(config, TuningConfig):
         longest = config.data.max_length
     else:
@@ -195,7 +195,7 @@ def _cut(config: Config, use: ModelUse, role: str, uneven: bool) -> _Cut:
         if role == "reward_model":
             longest = config.reward_model.max_length or longest
     dp = use.layout.dp
-    return _Cut(Fill(use.evaluated, longest, dp, uneven), Fill(use.tokens, longest, dp, uneven))
+    return _MicroBatchFills(Fill(use.evaluated, longest, dp, uneven), Fill(use.tokens, longest, dp, uneven))
 
 
 def _received(
@@ -211,14 +211,16 @@ def _updates(worker: ModelWorker, number: int) -> tuple[tuple[str, int], ...]:
     return ("first_update", worker.layout.pp if worker.layout.vpp else 1), ("update", number)
 
 
-def _actor_steps(config: TrainConfig, worker: ActorWorker, cut: _Cut, number: int) -> Iterator[Step]:
+def _actor_steps(
+    config: TrainConfig, worker: ActorWorker, fills: _MicroBatchFills, number: int
+) -> Iterator[Step]:
     how = policy_update(config, make_controls(config, NUM_STEPS), seed=0)
-    batch, _ = trajectories(config, cut.evaluated, number)
+    batch, _ = trajectories(config, fills.evaluated, number)
     received = _received(worker, worker.pack_share, batch)
     yield Step("evaluate", lambda: _evaluate_actor(config, worker, batch), received)
     for name, count in _updates(worker, number):
-        update, counts = trajectories(config, cut.trained, count)
-        call = (update.table, [update.shares], [counts], how, *_texts_beside(config, cut.trained))
+        update, counts = trajectories(config, fills.trained, count)
+        call = (update.table, [update.shares], [counts], how, *_ptx_arguments(config, fills.trained))
         received = _received(worker, worker.pack_share, update)
         yield Step(name, lambda call=call: worker.update_policy(*call), received)
 
@@ -238,8 +240,8 @@ def _evaluate_actor(config: TrainConfig, worker: ActorWorker, batch: Batch) -> N
         worker.compute_log_probs(table, shares, "old_log_probs")
 
 
-def _texts_beside(config: TrainConfig, fill: Fill) -> tuple[pa.Table, PtxUpdate] | tuple[()]:
-    """A micro-batch of the texts that the policy goes on learning, where there are any."""
+def _ptx_arguments(config: TrainConfig, fill: Fill) -> tuple[pa.Table, PtxUpdate] | tuple[()]:
+    """Arguments of an update with the auxiliary language-model loss (PPO-ptx): a micro-batch of its texts; none without it."""
     ptx = config.data.ptx
     if ptx is None:
         return ()
@@ -251,18 +253,18 @@ def _critic_steps(
     config: TrainConfig,
     worker: CriticWorker | ActorCriticWorker,
     critic: CriticWorker,
-    cut: _Cut,
+    fills: _MicroBatchFills,
     number: int,
 ) -> Iterator[Step]:
     """`worker`: the one that is called, which is the actor where the critic is on its model."""
     section = config.critic
     assert section is not None
     aggregation = policy_update(config, make_controls(config, NUM_STEPS), seed=0).aggregation
-    batch, _ = trajectories(config, cut.evaluated, number)
+    batch, _ = trajectories(config, fills.evaluated, number)
     received = _received(critic, critic.pack_share, batch)
     yield Step("evaluate", lambda: worker.compute_values(batch.table, batch.shares), received)
     for name, count in _updates(worker, number):
-        update, counts = trajectories(config, cut.trained, count)
+        update, counts = trajectories(config, fills.trained, count)
         how = (aggregation, section.cliprange_value, section.vf_coef)
         call = (update.table, [update.shares], [counts], *how)
         received = _received(critic, critic.pack_share, update)
@@ -275,17 +277,19 @@ def _scores(worker: RewardModelWorker, fill: Fill, number: int) -> Step:
     return Step("evaluate", lambda: worker.score_texts(batch.table, batch.shares), received)
 
 
-def _tuning_steps(config: TuningConfig, worker: ModelWorker, cut: _Cut, number: int) -> Iterator[Step]:
-    alone = examples(cut.evaluated, number)
+def _tuning_steps(
+    config: TuningConfig, worker: ModelWorker, fills: _MicroBatchFills, number: int
+) -> Iterator[Step]:
+    alone = examples(fills.evaluated, number)
     received = _received(worker, worker.pack_examples, alone)
     if isinstance(worker, RMWorker):
-        yield _scores(worker, cut.evaluated, number)
+        yield _scores(worker, fills.evaluated, number)
     elif isinstance(worker, DPOWorker):
         yield Step("evaluate", lambda: worker.token_log_probs(alone.table, alone.shares), received)
     elif config.data.val_files is not None:
         assert isinstance(worker, SFTWorker)
         yield Step("evaluate", lambda: worker.sum_losses(alone.table, alone.shares), received)
-    fill = replace(cut.trained, of=least_tokens(config) // config.data.max_length)
+    fill = replace(fills.trained, of=least_tokens(config) // config.data.max_length)
     for name, count in _updates(worker, number):
         batch = examples(fill, count) if isinstance(worker, SFTWorker) else rankings(fill, count)
         yield Step(name, lambda batch=batch: _fit(config, worker, batch), received)

@@ -136,9 +136,9 @@ class PeftReader:
             )
             raise ValueError(f"adapter {path!r} has no {WEIGHTS_FILE}{hint}")
         header = read_header(file)
-        foreign = sorted(name for name in header if not name.startswith(PREFIX))
-        if foreign:
-            raise ValueError(f"{file}: names begin with {PREFIX!r} in PEFT's format, found {some(foreign)}")
+        others = sorted(name for name in header if not name.startswith(PREFIX))
+        if others:
+            raise ValueError(f"{file}: names begin with {PREFIX!r} in PEFT's format, found {some(others)}")
         self._stored = {name.removeprefix(PREFIX): tensor for name, tensor in header.items()}
         self._experts: dict[str, Adapted] = {}
         shapes = {name: tensor.shape for name, tensor in self._stored.items()}

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass
-class ActivationSettings:
+class Kept:
     """Bytes that are kept now, the most there were, and the tensors that were kept at that time (by shape, type)."""
 
     now: int = 0
@@ -22,7 +22,7 @@ class ActivationSettings:
 class _Held:
     """What a graph holds instead of a tensor, as long as it needs it."""
 
-    def __init__(self, tensor: torch.Tensor, kept: ActivationSettings) -> None:
+    def __init__(self, tensor: torch.Tensor, kept: Kept) -> None:
         self.tensor, self.kept = tensor, kept
         self.key, self.size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
         kept.holders[self.key] += 1
@@ -40,9 +40,9 @@ class _Held:
 
 
 @contextlib.contextmanager
-def kept_tensors(but: Iterable[torch.Tensor]) -> Iterator[ActivationSettings]:
+def kept_tensors(but: Iterable[torch.Tensor]) -> Iterator[Kept]:
     """Counts while it is active; storages of `but` (parameters) and of integers (token ids) are left out."""
-    kept, others = ActivationSettings(), {tensor.untyped_storage()._cdata for tensor in but}
+    kept, others = Kept(), {tensor.untyped_storage()._cdata for tensor in but}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | _Held:
         if tensor.untyped_storage()._cdata in others or not tensor.is_floating_point():

@@ -19,7 +19,7 @@ from megarl.checkpoints import find_damage, read_checkpoint, steps_in
 from megarl.data.trajectories import TRAJECTORY_SCHEMA, read_trajectories
 from megarl.examples.arithmetic import arithmetic_texts
 from megarl.examples.tiny_model import make_tiny_model
-from megarl.report.timeline import Recorded, read_timeline
+from megarl.report.timeline import RecordedTimeline, read_timeline
 from megarl.util.spans import Span
 from tests.fixtures.runs import (
     PPO,
@@ -120,7 +120,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(folder / "run", arguments)
 
 
-def spans(recorded: Recorded, name: str) -> list[Span]:
+def spans(recorded: RecordedTimeline, name: str) -> list[Span]:
     """The engine's."""
     return [
         span

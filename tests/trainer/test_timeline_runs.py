@@ -5,17 +5,17 @@ import json
 import pytest
 
 from megarl.cli.main import main
-from megarl.report.timeline import Recorded, read_timeline
+from megarl.report.timeline import RecordedTimeline, read_timeline
 from megarl.trainer.run.trace_file import TIMELINE
 from tests.fixtures.runs import steps
 
 
 @pytest.fixture(scope="module")
-def recorded(ppo_run) -> Recorded:
+def recorded(ppo_run) -> RecordedTimeline:
     return read_timeline(ppo_run[1])
 
 
-def spans(recorded: Recorded, role: str, name: str | None = None) -> dict[str, list]:
+def spans(recorded: RecordedTimeline, role: str, name: str | None = None) -> dict[str, list]:
     """By thread."""
     return {
         track.name: [span for span in track.spans if name in (None, span.name)]

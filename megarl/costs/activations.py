@@ -95,7 +95,7 @@ def _norm(settings: ActivationSettings, width: int, tokens: int, used: bool) -> 
 
 
 def _core(settings: ActivationSettings, heads: int, out: int, proj: str, trimmed: int | None = None) -> int:
-    """Of attention itself: its output and a number for each head; of a token and a rank.
+    """Bytes that attention itself keeps: its output and a number for each head; of a token and a rank.
 
     Args:
         trimmed: the rest of the output where it is cut before its projection, whose input is then a copy of it.

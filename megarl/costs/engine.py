@@ -94,7 +94,7 @@ def cache_bytes(
 
 
 def token_bytes(config: ModelConfig, engines: EngineLayout, dtype: torch.dtype) -> int:
-    """Of one token in an engine's rank: keys and values of its heads, or the latent ones, which every rank has."""
+    """Cache bytes of one token on an engine's rank: keys and values of its heads, or the latent ones, which every rank has."""
     if config.mla is not None:
         return config.num_layers * (config.mla.kv_lora_rank + config.mla.qk_rope_head_dim) * dtype.itemsize
     heads = max(1, config.num_query_groups // (engines.tp // engines.dp))
@@ -146,7 +146,7 @@ class ServedModel:
         return dense, experts, batch * context * self.token
 
     def step_seconds(self, batch: float, context: float) -> float:
-        """Of one token of each of `batch` texts."""
+        """Seconds for one token of each of `batch` texts."""
         assumed, gpu, tp = self.machine.assumed, self.machine.gpu, self.layout.tp
         dense, experts, cache = self.step_bytes(batch, context)
         read = (dense / assumed.hbm + experts / assumed.sparse + cache / assumed.cache) / gpu.hbm
@@ -157,7 +157,7 @@ class ServedModel:
         return max(read, computed) + launched + sampled + self._sent(batch, waits=True) + assumed.step
 
     def prefill_seconds(self, prompts: float, length: float) -> float:
-        """Of `prompts` prompts."""
+        """Seconds for `prompts` prompts."""
         assumed, tokens = self.machine.assumed, prompts * length
         operations = tokens * self.flops.forward(causal_pairs(length)) / self.layout.tp
         return operations / (self._peak * assumed.prefill) + self._sent(tokens, waits=False)
@@ -194,7 +194,7 @@ def generation(
     longest: float,
     running: float,
 ) -> Generation:
-    """Of an engine's share.
+    """The generation of an engine's share of the texts.
 
     Args:
         texts: with `mean` response tokens, none with more than `longest`. prompts: of `prompt` tokens, that they answer.

@@ -36,7 +36,7 @@ class LayerFlops:
     shared: bool
 
     def forward(self, pairs: float) -> float:
-        """Of a token that attends to `pairs` tokens."""
+        """Operations of a token that attends to `pairs` tokens."""
         return 2 * (self.dense + self.active) + self.pair * pairs
 
 

@@ -171,7 +171,7 @@ BF16 = {
 
 
 def peak_bf16(name: str) -> float | None:
-    """Of the card that its driver calls `name`; None: it is not in the table."""
+    """FLOP/s of the card that its driver calls `name`; None: it is not in the table."""
     return BF16.get(name)
 
 

@@ -69,7 +69,7 @@ class StageBytes:
 def model_bytes(
     use: ModelUse, tables: dict[object, StageTensors] | None = None, stages: Iterable[int] | None = None
 ) -> list[StageBytes]:
-    """By pipeline stage.
+    """The bytes of each pipeline stage.
 
     Args:
         tables: gets the tensors of stages, for other layouts of the same model that have such a stage, too.
@@ -148,7 +148,7 @@ def _stage(use: ModelUse, stage: int, tensors: StageTensors) -> StageBytes:
 
 
 def _working(use: ModelUse, tensors: StageTensors, tokens: int, last: bool) -> int:
-    """Of a training step, an upper estimate: the largest linear layer's inputs and outputs with their gradients, the tensors of experts'
+    """Working memory of a training step, an upper estimate: the largest linear layer's inputs and outputs with their gradients, the tensors of experts'
     forward pass that are not kept, or a chunk of logits and the hidden states that it is made from; and the weights of
     the largest layer that is in float8."""
     config, item = use.config, use.itemsize
@@ -176,7 +176,7 @@ def _dummy_gradients(use: ModelUse, tensors: StageTensors) -> int:
 
 
 def _evaluating(use: ModelUse, tensors: StageTensors, tokens: int, first: bool, last: bool) -> int:
-    """Of a forward pass without gradients: the most that attention, a dense or a routed part of a layer, or the head have at a time.
+    """Working memory of a forward pass without gradients: the most that attention, a dense or a routed part of a layer, or the head have at a time.
 
     A tensor lives as long as a variable of the code that made it, so that these are the tensors of one function and of its
     callers: as shadow runs of Megatron-core 0.19.2 with Transformer Engine have them (tests/shadow).
@@ -227,7 +227,7 @@ def _evaluated_attention(use: ModelUse, tokens: int) -> int:
 
 
 def _evaluated_adapters(use: ModelUse, tensors: StageTensors, tokens: int) -> Iterator[int]:
-    """Of each layer with adapters: its output, the adapters' term for each of its tensors, and these put together; and the input."""
+    """For each layer with adapters the bytes of its output, the adapters' term for each of its tensors, and these put together; and the input."""
     adapted = {slot.module for slot, _ in tensors.slots}
     for tensor in tensors.weights:
         if tensor.projection and tensor.name.rpartition(".")[0] in adapted:

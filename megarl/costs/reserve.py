@@ -45,7 +45,7 @@ class EngineRank:
 
 
 def communicators(layout: ParallelLayout) -> int:
-    """Of a rank of Megatron-core 0.19.2 (parallel_state.py): its process groups of several ranks, which all communicate."""
+    """Communicators of a rank of Megatron-core 0.19.2 (parallel_state.py): its process groups of several ranks, which all communicate."""
     groups = (
         layout.world,
         layout.tp,

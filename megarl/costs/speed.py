@@ -58,12 +58,12 @@ _ROUTED = 12  # of a token's copy: permuted, sorted and put back
 
 
 def decode_kernels(config: ModelConfig, layer: LayerFlops) -> int:
-    """Of a layer in an engine's step."""
+    """Kernels of a layer in an engine's step."""
     return _parts(_DECODE, config, layer)
 
 
 def launches(config: ModelConfig, layer: LayerFlops, local_experts: int) -> float:
-    """Of a layer's forward pass in training, in launches from Python."""
+    """Kernel launches from Python in a layer's forward pass in training."""
     return _parts(_TRAIN, config, layer) + (_GROUPED * local_experts if layer.is_moe else 0.0)
 
 
@@ -73,7 +73,7 @@ def _parts(counts: dict[str, int], config: ModelConfig, layer: LayerFlops) -> in
 
 
 def between_bytes(config: ModelConfig, layer: LayerFlops, itemsize: int, fused: bool) -> float:
-    """Of a token in a layer's forward pass, between its matrices and attention."""
+    """Bytes of a token in a layer's forward pass, between its matrices and attention."""
     norm, rotation, gate = (pair[not fused] for pair in (_NORM, _ROTATION, _GATE))
     hidden, heads, mla = config.hidden_size, config.num_attention_heads, config.mla
     total = 2.0 * hidden * (norm + _RESIDUAL)
@@ -187,7 +187,7 @@ class Passes:
     fused: bool = True
 
     def layer(self, layer: LayerFlops, tokens: float, length: float) -> LayerSeconds:
-        """Of a micro-batch of `tokens`, over its context parallel ranks, in texts of `length`."""
+        """Seconds of a micro-batch of `tokens`, over its context parallel ranks, in texts of `length`."""
         layout, gpu, assumed, item = self.layout, self.machine.gpu, self.machine.assumed, self.itemsize
         ranks, read = layout.tp * layout.cp, gpu.hbm * assumed.hbm
         weights = layer.dense / layout.tp
@@ -212,7 +212,7 @@ class Passes:
         )
 
     def _sent(self, layer: LayerFlops, tokens: float) -> float:
-        """Of the forward pass: hidden states between tensor parallel parts, keys and values, tokens to experts."""
+        """Seconds of the forward pass's messages: hidden states between tensor parallel parts, keys and values, tokens to experts."""
         layout, config, item = self.layout, self.config, self.itemsize
         tp, cp, link = layout.tp, layout.cp, self.machine.link
         hidden = tokens / cp * config.hidden_size * item

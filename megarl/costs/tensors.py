@@ -76,7 +76,7 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class StageTensors:
-    """Of a rank of a pipeline stage.
+    """The tensors of a rank of a pipeline stage.
 
     Attributes:
         weights, adapters: the model's own parameters, and its adapters'.
@@ -180,7 +180,7 @@ def float32_buffers(config: ModelConfig, layout: ParallelLayout, stage: int) -> 
 
 
 def weight_bytes(tensors: Iterable[LocalTensor], itemsize: int, fp8_block: Block | None = None) -> int:
-    """Of tensors as they are, in float8 blocks where they are projections and `fp8_block` is given."""
+    """Bytes of tensors in their own types, or in float8 blocks where they are projections and `fp8_block` is given."""
     total = 0
     for tensor in tensors:
         if fp8_block is not None and tensor.projection:
@@ -226,7 +226,7 @@ SLOTS, BUCKET = 3, 8 << 20  # of states on the host: buckets on the device, elem
 
 @dataclass(frozen=True)
 class TrainingBytes:
-    """Of a rank, in bytes.
+    """Gradients and optimizer states of a rank, in bytes.
 
     Attributes:
         weights: frozen and trained ones, without adapters.

@@ -275,7 +275,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def positions(lengths: tuple[int, ...], rank: int, size: int) -> torch.Tensor:
-    """Of a context parallel rank's tokens: of each sequence's 2 x size chunks it has one from each end."""
+    """Positions of a context parallel rank's tokens: of each sequence's 2 x size chunks it has one from each end."""
     parts = []
     for length in lengths:
         chunks = torch.arange(length).chunk(2 * size) if size > 1 else [torch.arange(length)]

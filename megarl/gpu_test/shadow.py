@@ -104,7 +104,7 @@ def compare_case(case: Case, shadow: Mapping[str, Any] | None, found: Mapping[st
 
 
 def rows(shadow: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Row]:
-    """Of two reports of a rank, as JSON."""
+    """The rows of two reports of a rank, which are JSON."""
     for part in sorted({*shadow["parts"], *found["parts"]}):
         yield Row(f"part {part}", shadow["parts"].get(part, 0), found["parts"].get(part, 0))
     for phase in sorted({*shadow["phases"], *found["phases"]}):

@@ -89,7 +89,7 @@ class Offloadable:
         assert self.resident, "these tensors are on the host: reload them first"
 
     def device_bytes(self) -> int:
-        """Of the storages, as they are now."""
+        """The present bytes of the storages on the device."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def host_bytes(self) -> int:
@@ -153,7 +153,7 @@ class Gradients:
         assert self.resident, "the gradient buffers are released: reload them first"
 
     def device_bytes(self) -> int:
-        """Of the buffers, as they are now."""
+        """The present bytes of the buffers on the device."""
         buffers = [
             buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
         ]
@@ -188,7 +188,7 @@ class HostStates:
         assert self.resident, "the optimizer's slots are released: reload them first"
 
     def device_bytes(self) -> int:
-        """Of the slots, as they are now."""
+        """The present bytes of the slots on the device."""
         return sum({id(adam.slots): adam.slots.nbytes for adam in self.adams}.values())
 
     def host_bytes(self) -> int:

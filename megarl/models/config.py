@@ -164,7 +164,7 @@ def rope_facts(hf: Fields, latent: bool = False) -> tuple[float, dict[str, Any] 
 
 
 def _yarn_facts(rope: Fields, latent: bool) -> dict[str, Any]:
-    """Without a value: beta_fast 32 and beta_slow 1, as Hugging Face, Megatron and SGLang have it."""
+    """Scaling facts of yarn; by default beta_fast 32 and beta_slow 1, as Hugging Face, Megatron and SGLang have it."""
     if not rope.flag("truncate", True):
         raise ValueError(f"{rope.file} truncate=false is not supported; supported: true")
     scales = ("mscale", "mscale_all_dim") if latent else ()

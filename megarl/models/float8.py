@@ -120,7 +120,7 @@ def check_base_block(config: ModelConfig, layout: ParallelLayout, block: int) ->
 
 
 def _some_pieces(config: ModelConfig, layout: ParallelLayout) -> Iterable[Piece]:
-    """Of one layer of each kind, on all ranks that cut it."""
+    """The pieces of one layer of each kind, on all ranks that cut it."""
     layers = [[0, config.num_layers - 1]]
     for part, count in (("dense", layout.tp), ("experts", layout.etp)):
         for rank in range(count):

@@ -110,7 +110,7 @@ def layout_keys(config: TrainConfig) -> list[str]:
 def _plans(
     config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int | None, nodes: int, engines: list[int]
 ) -> Iterator[tuple[TrainConfig, MemoryPlan]]:
-    """Of all candidates on so many nodes that the model can have."""
+    """Plans of all candidates on so many nodes that the model can have."""
     for candidate in _candidates(config, inputs.model, nodes, engines):
         try:
             check_models(candidate, inputs.model, inputs.critic, inputs.reward)
@@ -191,7 +191,7 @@ def ends(layers: int, stages: int) -> Iterator[tuple[int | None, int | None]]:
 
 
 def powers(most: int) -> list[int]:
-    """Of two, up to `most`."""
+    """Powers of two, up to `most`."""
     return [1 << number for number in range(most.bit_length()) if 1 << number <= most]
 
 
@@ -236,7 +236,7 @@ def changes(
 
 
 def as_words(change: Change) -> str:
-    """One line."""
+    """The change as one line of text."""
     fits = "fits" if change.fits else "does not fit yet"
     return f"{' '.join(change.keys)}: {change.peak / GIB:.1f} GiB, {fits} ({change.why})"
 

@@ -99,7 +99,7 @@ def _read(schema: type[C], recipe: str, overrides: list[str], check: bool) -> tu
 
 
 def precision(name: str | None) -> torch.dtype:
-    """Of a key `dtype`, on GPUs."""
+    """The type of weights for a key `dtype`, on GPUs."""
     return getattr(torch, name or "bfloat16")
 
 
@@ -242,5 +242,5 @@ def _reference_tokens(config: TrainConfig) -> int:
 
 
 def _tokens(tokens: int | None, trajectories: int | None, longest: int) -> int:
-    """Of a micro-batch; one trajectory that is longer is a micro-batch of its own."""
+    """Tokens of a micro-batch; one trajectory that is longer is a micro-batch of its own."""
     return tokens if tokens is not None else (trajectories or 1) * longest

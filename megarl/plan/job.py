@@ -67,12 +67,12 @@ class JobPlan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return step_seconds(self.config, {phase.name: phase.seconds for phase in self.phases})
 
     @property
     def tokens(self) -> float:
-        """Of prompts and responses, in a step."""
+        """Tokens of prompts and responses in a step."""
         return self.phases[-1].tokens
 
     def held(self, phase: str) -> dict[tuple[str, int], dict[str, int]]:

@@ -139,7 +139,7 @@ class MemoryPlan:
     reserved: tuple[tuple[str, int], ...] = ()
 
     def total(self, phase: str, pool: str) -> int:
-        """Of the pool's fullest device: the fullest stage of each role."""
+        """Bytes of the pool's fullest device: the fullest stage of each role."""
         return self._most(pool, lambda owner: owner.at(phase))
 
     def host(self, pool: str) -> int:
@@ -337,7 +337,7 @@ def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
 
 
 def engine_layout(rollout: RolloutConfig) -> EngineLayout:
-    """Of a resolved section."""
+    """The engines' layout from a resolved section."""
     return EngineLayout(
         rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
     )

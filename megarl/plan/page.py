@@ -122,7 +122,7 @@ def _pipeline_table(job: JobPlan) -> list[list[str]]:
 
 
 def _sync(job: JobPlan) -> list[list[str]]:
-    """By link; empty: no sync was planned."""
+    """Rows of the weight sync by link; empty: no sync was planned."""
     if job.sync is None:
         return []
     costs = [job.sync.reshard.links[link] for link in LINKS]

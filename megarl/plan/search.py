@@ -313,7 +313,7 @@ def _megatrons(
 
 
 def _expert_sizes(model: ModelConfig, ranks: int) -> list[int]:
-    """Of the groups that share the experts, among the ranks of a stage."""
+    """Sizes of the groups that share the experts, among the ranks of a stage."""
     if model.moe is None:
         return [1]
     return [size for size in powers(ranks) if ranks % size == 0 and model.moe.num_experts % size == 0]
@@ -335,7 +335,7 @@ def _keys(recipe: TrainConfig, found: TrainConfig) -> Iterator[str]:
 
 
 def _text(value: str | int | bool | None) -> str:
-    """As YAML has it."""
+    """The value as YAML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return "null" if value is None else str(value)

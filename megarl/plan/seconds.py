@@ -54,7 +54,7 @@ class PhaseTime:
 
     @property
     def seconds(self) -> float:
-        """Of the pool that takes longest."""
+        """Seconds of the pool that takes longest."""
         pools: dict[str, float] = {}
         for part in self.parts:
             pools[part.pool] = pools.get(part.pool, 0.0) + part.seconds
@@ -62,7 +62,7 @@ class PhaseTime:
 
 
 def step_seconds(config: TrainConfig, phases: Mapping[str, float]) -> float:
-    """Of a step with these seconds by phase: their sum, or where models learn while others generate (`trainer.mode`) the sync and
+    """Seconds of a step with these seconds by phase: their sum, or where models learn while others generate (`trainer.mode`) the sync and
     the longer half."""
     if config.trainer.mode in ("sync", "partial_rollouts"):
         return sum(phases.values())
@@ -84,7 +84,7 @@ class Lengths:
 
 
 def lengths(config: TrainConfig, machine: Machine) -> Lengths:
-    """As assumed."""
+    """Lengths of prompts and responses by the assumptions."""
     data, assumed = config.data, machine.assumed
     prompt = max(1.0, data.max_prompt_length * assumed.prompt)
     response = max(1.0, data.max_response_length * assumed.response)
@@ -191,7 +191,7 @@ def model_parts(
 
 @dataclass(frozen=True)
 class _Roles:
-    """From sections of the configuration to passes."""
+    """Makes passes of sections of the configuration."""
 
     config: TrainConfig
     inputs: PlanInputs
@@ -261,5 +261,5 @@ def moved_seconds(plan: MemoryPlan, machine: Machine) -> list[tuple[str, str, fl
 
 
 def bubbles(phases: list[PhaseTime]) -> Mapping[str, PassTime]:
-    """By part, the passes of Megatron's models."""
+    """The passes of Megatron's models, by part."""
     return {part.name: part.passes for phase in phases for part in phase.parts if part.passes is not None}

@@ -217,7 +217,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _bandwidths(options: argparse.Namespace) -> dict[str, float]:
-    """Of each link, in GB/s."""
+    """The bandwidth of each link, in GB/s."""
     return dict(
         zip(LINKS, (options.bandwidth_local, options.bandwidth_intra, options.bandwidth_inter), strict=True)
     )
@@ -426,7 +426,7 @@ def _add_method(table: Table, name: str, way: MethodCost) -> None:
 
 
 def size_text(nbytes: int) -> str:
-    """In GB (10^9) or MB."""
+    """Bytes as text, in GB (10^9) or MB."""
     if nbytes >= 1e7:
         return f"{nbytes / 1e9:,.2f} GB"
     return f"{nbytes / 1e6:,.3f} MB" if nbytes else "0"

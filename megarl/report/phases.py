@@ -64,7 +64,7 @@ def phases_of_steps(run: RunRecord) -> dict[str, Any] | None:
 
 
 def shares_of_phases(run: RunRecord) -> list[dict[str, Any]]:
-    """Of all steps' seconds the share of each phase, the largest first; with its seconds."""
+    """The share of each phase in all steps' seconds, largest first; with its seconds."""
     whole = sum(value for _, value in run.series("timing_s/step"))
     if not whole:
         return []
@@ -158,7 +158,7 @@ def phase_of(span: Span, validations: Sequence[tuple[int, int]]) -> str:
 
 
 def shown(tracks: Sequence[Track]) -> list[Track]:
-    """As many as a chart has room for, the first ones of each role."""
+    """The tracks that a chart has room for, the first ones of each role."""
     roles: dict[str, list[Track]] = {}
     for track in tracks:
         roles.setdefault(track.role, []).append(track)

@@ -39,7 +39,7 @@ class Agreement:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """The agreement in one line."""
         if self.problems:
             return f"collectives of {len(self.ranks)} ranks do not fit together ({self.matched:,} matched before)"
         text = f"collectives of {len(self.ranks)} ranks fit together ({self.matched:,} matched)"

@@ -44,7 +44,7 @@ class Fill:
 
     @property
     def rows(self) -> int:
-        """Of a micro-batch."""
+        """Rows of a micro-batch."""
         return self.of * max(1, self.tokens // (self.of * self.longest))
 
     @property
@@ -52,7 +52,7 @@ class Fill:
         return self.tokens // self.rows
 
     def lengths(self, longest: int, micro_batches: int) -> list[int]:
-        """Of the rows of a table whose longest one has `longest` tokens."""
+        """Lengths of the rows of a table whose longest one has `longest` tokens."""
         if not self.uneven:
             return [longest] * (micro_batches * self.rows)
         random = np.random.default_rng(1)

@@ -57,7 +57,7 @@ class Collective(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Collective:
-        """Of the list that it is in a report."""
+        """The call from its list in a report."""
         found = cls(*(tuple(field) if isinstance(field, list) else field for field in fields))
         return found._replace(sizes=tuple((count, dtype) for count, dtype in found.sizes))
 

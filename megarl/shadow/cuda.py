@@ -224,7 +224,7 @@ def _moved(tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype
 
 
 def _storages_resized(current: Callable[[], Shadow | None]) -> None:
-    """Offloading frees a storage by its size, which no operation says."""
+    """Offloading frees a storage by its size, which no operation shows."""
     original = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -187,7 +187,7 @@ class Source(Protocol):
         ...
 
     def dtype(self, local: str) -> torch.dtype:
-        """Of the values that `read` gives for the local tensor."""
+        """The type of the values that `read` gives for the local tensor."""
         ...
 
     def read(self, copies: Sequence[Copy]) -> Iterator[Part]:

@@ -203,7 +203,7 @@ class ExportPlan:
 
     @cached_property
     def _copies(self) -> dict[tuple[int, int], list[Copy]]:
-        """By shard and rank."""
+        """The copies by shard and rank."""
         shard_of = {name: index for index, shard in enumerate(self.shards) for name in shard}
         copies: dict[tuple[int, int], list[Copy]] = {}
         for copy in self.plan.copies:

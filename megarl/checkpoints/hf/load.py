@@ -151,7 +151,7 @@ class HFReader:
         return self.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the tensor's values: as the file has it, or the model's own for one in float8 with scales.
+        """The type of the tensor's values: as the file has it, or the model's own for one in float8 with scales.
 
         Raises:
             ValueError: a type that no weight has; names the tensor.

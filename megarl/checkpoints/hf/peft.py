@@ -186,7 +186,7 @@ class PeftReader:
         return self._parts[name].shape
 
     def rank(self, module: str) -> int:
-        """Of the module's adapter, by the config; the tensors' is compared with it when the folder is checked."""
+        """The rank of the module's adapter, by the config; the tensors' rank is compared with it when the folder is checked."""
         return self.facts.rank_of(self._peft_name(module))
 
     def scaling(self, module: str) -> float:

@@ -36,7 +36,7 @@ CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True}
 """The metadata by which Megatron knows the names to request: layers have numbers in their names."""
 
 MAX_ELEMENTS = 1 << 26
-"""Of a part that is written and read at a time."""
+"""Elements that are written and read at a time."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Item(NamedTuple):
 
 
 def model_places(chunks: list[GPTModel], vocab_size: int) -> Places:
-    """Of all weights of a model, and buffers that are weights.
+    """The places of all weights of a model, and of buffers that are weights.
 
     Args:
         chunks: the models themselves (`unwrap`).

@@ -137,7 +137,7 @@ def set_schedule(scheduler: OptimizerParamScheduler, count: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Of torch on the host and the device, of Megatron's streams and the adapters', of Python and of numpy: tensors and
+    """The random states of torch on the host and the device, of Megatron's streams and the adapters', of Python and of numpy: tensors and
     plain types, which load without unpickling anything else."""
     kind, keys, at, has_gauss, gauss = np.random.get_state()
     states = {

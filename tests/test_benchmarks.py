@@ -186,7 +186,7 @@ def test_the_tables_of_results_are_those_of_the_raw_files(
         record.write_table(copy, table(tmp_path))
         written = copy.read_text()
         assert "12.3% of a step of 60 s" in written
-        assert "chaos.json" not in written and "random kills" not in written
+        assert "chaos.json" not in written and "kills and stops of a real run" not in written
         assert written.partition(record.BEGIN)[0] == text.partition(record.BEGIN)[0]
         assert written.partition(record.END)[2] == text.partition(record.END)[2]
 

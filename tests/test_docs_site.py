@@ -5,10 +5,12 @@
 - Links and anchors between pages hold, also where mkdocs is not installed.
 - The site builds with --strict.
 - docs/cli.md is the output of tools/cli_reference.py.
+- Every megarl command in a block of code is one that the parser accepts, with keys and recipes that exist.
 """
 
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from megarl.cli import main as cli
+from megarl.config.loading.load import load_with_origins
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -100,6 +105,33 @@ def test_the_command_line_reference_has_every_option() -> None:
     for name, _, command in made["commands"](made["parser"]()):
         for option in re.findall(r"^  (--[\w-]+)", command.format_help(), re.MULTILINE):
             assert f"| `{option}` |" in sections[name], (name, option)
+
+
+def console_commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of each `megarl` in the page's blocks of commands, without comments; a backslash continues a line."""
+    for block in re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if command := re.match(r"(?:\$ )?megarl (.*)", line):
+                yield shlex.split(re.sub(r"\[key=value \.\.\.\]", "a.key=value", command[1]), comments=True)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_commands_are_accepted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "RUNNERS", dict.fromkeys(cli.RUNNERS, lambda options: 0))
+    for arguments in console_commands(page):
+        assert cli.main(arguments) == 0, arguments
+        if arguments[0] in cli.SCHEMAS and arguments[1].startswith("recipe:"):
+            load_with_origins(cli.SCHEMAS[arguments[0]], arguments[1], arguments[2:])
+    for name in re.findall(r"\brecipe:(?:models/)?[a-z][\w.-]*\w", page.read_text()):
+        stem = ROOT / "recipes" / name.removeprefix("recipe:")
+        assert stem.is_dir() or stem.with_name(f"{stem.name}.yaml").is_file(), name
+
+
+def test_the_way_on_gpus_says_what_was_run_and_has_recipes_for_a_node() -> None:
+    page = (DOCS / "quickstart_gpus.md").read_text()
+    assert "What has and has not been run on a GPU: nothing has been run." in page
+    recipes = re.findall(r"^\| `([\w.]+)` \| .* \| \d x 80 GB \|$", page, re.MULTILINE)
+    assert len(recipes) == 5 and all((ROOT / f"recipes/{name}.yaml").is_file() for name in recipes)
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

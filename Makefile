@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: demo test gpu-test lint format install clean
+.PHONY: demo test docs gpu-test lint format install clean
 
 install: $(STAMP)
 
@@ -41,6 +41,10 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.run_all
+
+# The site of docs/ (mkdocs.yml) into outputs/site; a broken link, or a page that is missing in the navigation, is an error.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
 
 # On a machine with CUDA, in the environment that the GPU image has (docs/gpu.md): nothing is installed. STEPS=engine,sync
 # chooses steps, OUT the folder of the record.

@@ -1,11 +1,11 @@
-"""Measures what README's table of results has, one benchmark after the other, and writes the table.
+"""Runs the recorded benchmarks one after the other, and writes the tables of results in docs/results.md and README.md.
 
     python benchmarks/record.py                         # all but chaos and peers, 9 minutes on two cores
     python benchmarks/record.py --only step dispatch    # these; chaos (2 hours) and peers (environments of 5 GB) by name alone
-    python benchmarks/record.py --table                 # measures nothing: the table of the files in benchmarks/results/
+    python benchmarks/record.py --table                 # measures nothing: the tables of the files in benchmarks/results/
 
-Each benchmark writes benchmarks/results/NAME.json, which has its command, machine, versions and date; every figure of the table
-is read from there, and none is written by hand. A file that is not there has no rows.
+Each benchmark writes benchmarks/results/NAME.json, which has its command, machine, versions and date; every figure of both tables
+is read from there, and none is written by hand. A file that is not there has no rows. The table of README.md is a selection.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from facts import without_paths
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- results: benchmarks/record.py writes them -->", "<!-- end of results -->"
 
 Rows = Iterable[tuple[str, str]]
@@ -31,9 +32,10 @@ Rows = Iterable[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Recording:
-    """A benchmark, the arguments that it is recorded with, and what the table has of its report.
+    """A benchmark, the arguments that it is recorded with, and the rows of its report.
 
     Attributes:
+        short: the rows in README.md; None: none.
         out: the option for the file that it writes.
         asked: it runs only where it is named.
     """
@@ -41,6 +43,7 @@ class Recording:
     script: str
     arguments: tuple[str, ...]
     rows: Callable[[dict[str, Any]], Rows]
+    short: Callable[[dict[str, Any]], Rows] | None = None
     out: str = "--out"
     asked: bool = False
 
@@ -122,6 +125,21 @@ def peers(report: dict[str, Any]) -> Rows:
         )
 
 
+def short_peers(report: dict[str, Any]) -> Rows:
+    found: dict[str, list[str]] = {}
+    for label, result in report["results"].items():
+        name, algorithm = label.split()
+        seconds = f"{result['figures']['seconds']:.2f} s" if "figures" in result else "failed"
+        found.setdefault(algorithm, []).append(f"{name} {seconds}")
+    for algorithm, steps in found.items():
+        yield f"a step of {algorithm} on a common task, a tiny model", ", ".join(steps)
+
+
+def first(rows: Callable[[dict[str, Any]], Rows]) -> Callable[[dict[str, Any]], Rows]:
+    """The first row of `rows` alone."""
+    return lambda report: list(rows(report))[:1]
+
+
 def chaos(report: dict[str, Any]) -> Rows:
     found = report["summary"]
     yield (
@@ -133,14 +151,14 @@ def chaos(report: dict[str, Any]) -> Rows:
 
 LAYOUTS = ("1", "dp2", "tp2", "pp2", "cp2", "dp4", "tp2-pp2")
 RECORDINGS = {
-    "peers": Recording("peers/run.py", ("--steps", "10"), peers, out="--json", asked=True),
-    "step": Recording("megatron_step.py", ("--layouts", *LAYOUTS), step),
-    "weight_sync": Recording("weight_sync.py", (), weight_sync),
-    "plan_scale": Recording("plan_scale.py", (), plan_scale),
-    "packing": Recording("packing.py", (), packing),
-    "dispatch": Recording("dispatch.py", ("--kinds", "GRPO", "PPO"), dispatch),
+    "peers": Recording("peers/run.py", ("--steps", "10"), peers, short_peers, out="--json", asked=True),
+    "step": Recording("megatron_step.py", ("--layouts", *LAYOUTS), step, step),
+    "weight_sync": Recording("weight_sync.py", (), weight_sync, first(weight_sync)),
+    "plan_scale": Recording("plan_scale.py", (), plan_scale, plan_scale),
+    "packing": Recording("packing.py", (), packing, packing),
+    "dispatch": Recording("dispatch.py", ("--kinds", "GRPO", "PPO"), dispatch, first(dispatch)),
     "generation": Recording("generation.py", (), generation),
-    "chaos": Recording("chaos.py", ("--kills", "200"), chaos, out="--json", asked=True),
+    "chaos": Recording("chaos.py", ("--kills", "200"), chaos, chaos, out="--json", asked=True),
 }
 
 
@@ -153,7 +171,7 @@ def facts_of(report: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def table(folder: Path) -> str:
-    """The table of the files in `folder`, in Markdown."""
+    """The table of docs/results.md, from the files in `folder`, in Markdown."""
     lines = ["| measured | figure | command | on | raw |", "|---|---|---|---|---|"]
     for name, recording in RECORDINGS.items():
         file = folder / f"{name}.json"
@@ -163,9 +181,21 @@ def table(folder: Path) -> str:
         facts, date = facts_of(report)
         versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
         on = f"{date}; {facts['cores']} cores of {_short(facts['cpu'])}, load before {facts['load_average_before']:.1f}; {versions}"
-        raw = f"[{name}.json](benchmarks/results/{name}.json)"
+        raw = f"[{name}.json](../benchmarks/results/{name}.json)"
         for what, figure in recording.rows(report):
             lines.append(f"| {what} | {figure} | `{without_paths(facts['command'])}` | {on} | {raw} |")
+    return "\n".join(lines)
+
+
+def short_table(folder: Path) -> str:
+    """The table of README.md."""
+    lines = ["| measured | figure |", "|---|---|"]
+    for name, recording in RECORDINGS.items():
+        file = folder / f"{name}.json"
+        if recording.short is not None and file.is_file():
+            lines += [
+                f"| {what} | {figure} |" for what, figure in recording.short(json.loads(file.read_text()))
+            ]
     return "\n".join(lines)
 
 
@@ -173,11 +203,11 @@ def _short(cpu: str) -> str:
     return " ".join(re.sub(r"\((R|TM)\)|Processor|CPU", "", cpu).split())
 
 
-def write_table(readme: Path, folder: Path) -> None:
-    before, _, rest = readme.read_text().partition(BEGIN)
+def write_table(page: Path, text: str) -> None:
+    before, _, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert end, f"{readme} has no lines {BEGIN} and {END}"
-    readme.write_text(f"{before}{BEGIN}\n\n{table(folder)}\n\n{END}{after}")
+    assert end, f"{page} has no lines {BEGIN} and {END}"
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
 def main() -> None:
@@ -195,8 +225,9 @@ def main() -> None:
         print(f"\n$ python {' '.join(command[1:])}", flush=True)
         if subprocess.run(command, cwd=ROOT).returncode:
             failed.append(name)
-    write_table(README, RESULTS)
-    print(f"\nthe table is in {README}, the raw figures are in {RESULTS}")
+    write_table(PAGE, table(RESULTS))
+    write_table(README, short_table(RESULTS))
+    print(f"\nthe tables are in {PAGE} and {README}, the raw figures are in {RESULTS}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -164,27 +164,31 @@ def test_dispatch_counts_the_controllers_seconds(tmp_path: Path) -> None:
     assert all(spent["controller"] > 0 for spent in phases.values())
 
 
-def test_the_table_of_results_is_that_of_the_raw_files(
+def test_the_tables_of_results_are_those_of_the_raw_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     record = importlib.import_module("record")
-    readme = (ROOT / "README.md").read_text()
-    assert f"{record.BEGIN}\n\n{record.table(record.RESULTS)}\n\n{record.END}" in readme
+    page, readme = ((ROOT / name).read_text() for name in ("docs/results.md", "README.md"))
+    assert f"{record.BEGIN}\n\n{record.table(record.RESULTS)}\n\n{record.END}" in page
+    assert f"{record.BEGIN}\n\n{record.short_table(record.RESULTS)}\n\n{record.END}" in readme
     recorded = {file.stem for file in record.RESULTS.glob("*.json")}
     assert recorded <= set(record.RECORDINGS)
     for name in recorded:
-        assert f"[{name}.json]" in readme
+        assert f"[{name}.json]" in page
     # Another figure, another table: nothing of it is written by hand.
     report = json.loads((record.RESULTS / "dispatch.json").read_text())
     report["results"][0]["dispatch"] = 0.12345 * 60
     (tmp_path / "dispatch.json").write_text(json.dumps(report))
-    copy = tmp_path / "README.md"
-    copy.write_text(readme)
-    record.write_table(copy, tmp_path)
-    assert "12.3% of a step of 60 s" in copy.read_text() and "chaos.json" not in copy.read_text()
-    assert copy.read_text().partition(record.BEGIN)[0] == readme.partition(record.BEGIN)[0]
-    assert copy.read_text().partition(record.END)[2] == readme.partition(record.END)[2]
+    for text, table in ((page, record.table), (readme, record.short_table)):
+        copy = tmp_path / "copy.md"
+        copy.write_text(text)
+        record.write_table(copy, table(tmp_path))
+        written = copy.read_text()
+        assert "12.3% of a step of 60 s" in written
+        assert "chaos.json" not in written and "kills and stops of a real run" not in written
+        assert written.partition(record.BEGIN)[0] == text.partition(record.BEGIN)[0]
+        assert written.partition(record.END)[2] == text.partition(record.END)[2]
 
 
 def gpu_single(*arguments: str) -> subprocess.CompletedProcess:

@@ -47,7 +47,7 @@ def test_all_commands_stay_in_the_folder_that_is_asked_for(monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_each_stage_gains(tmp_path: Path) -> None:
-    """The margins leave room below the worse of the two runs in README: another processor rounds differently and runs
+    """The margins leave room below the worse of the two runs in docs/three_stages.md: another processor rounds differently and runs
     another course."""
     out = tmp_path / "three"
     done = subprocess.run(

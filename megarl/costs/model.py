@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.costs.activations import Kept, stage_bytes
 from megarl.costs.parameters import StageTensors, float32_buffers, stage_tensors
 from megarl.costs.training import TrainingBytes, training_bytes

@@ -5,7 +5,7 @@ The sizes of what is neither are those of SGLang 0.5.21.
 
 import torch
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.models import (
     ModelConfig,
     logical_tensors,

@@ -8,7 +8,7 @@ weight is cut over ranks, so are they: A by its columns, B by its rows.
 
 from collections.abc import Iterable
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
 from megarl.models.lora import A, B

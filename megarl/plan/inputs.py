@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megarl.config import TrainConfig, TuningConfig
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops
 from megarl.costs.model import StageBytes
 from megarl.costs.parameters import StageTensors

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megarl.config import TrainConfig, TuningConfig, check_config, load_config, resolve
 from megarl.config.loading.hub import fetch_models
-from megarl.config.loading.recipe_command import TRAINING, recipe_command
+from megarl.config.loading.load import TRAINING, recipe_command
 from megarl.config.loading.recipes import shown
 from megarl.config.model_fit import check_models
 from megarl.plan.fit import fit, layout_keys

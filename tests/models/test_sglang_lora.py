@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights

@@ -19,7 +19,7 @@ from megarl.checkpoints.hf.bundles import Bundle, pack, unpack
 from megarl.checkpoints.hf.folder import save_tensors
 from megarl.checkpoints.hf.peft_facts import CONFIG_FILE
 from megarl.checkpoints.hf.peft_files import PREFIX, WEIGHTS_FILE, PeftReader, adapter_config
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout import Box, Copy, Layout, Piece, Plan, Shard, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig

@@ -16,7 +16,7 @@ from megarl.checkpoints.hf.load import open_weights
 from megarl.checkpoints.hf.peft_experts import PARAMETERS, Adapted, Part, fused_modules, split_experts
 from megarl.checkpoints.hf.peft_facts import CONFIG_FILE, read_facts
 from megarl.checkpoints.hf.peft_targets import targets
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout import Box
 from megarl.models import ModelConfig, logical_tensors
 from megarl.models.lora import MAGNITUDE, A, B, adapted_weights, scaling

@@ -17,8 +17,7 @@ import pyarrow as pa
 import torch
 
 from megarl import platform
-from megarl.data.plan_figures import aligned_lengths
-from megarl.data.shared_prompts import shared_tokens
+from megarl.data.balance import aligned_lengths, shared_tokens
 from megarl.megatron.packed import PackedBatch, spans, zigzag
 
 _ALIGNMENT = 64  # bytes: of each array's start in a micro-batch's buffer

@@ -28,7 +28,7 @@ import traceback
 import types
 from typing import Any, TextIO
 
-from megarl.rewards.sandbox.jail import namespaces, seccomp
+from megarl.rewards.sandbox import namespaces, seccomp
 
 OUTPUT_BYTES = 4 << 20
 _STDERR_BYTES = 2000

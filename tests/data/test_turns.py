@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from megarl.data.assistant_turns import find_turns
 from megarl.data.sft import tokenize_chat
 from megarl.data.tokenizer import encode_texts, render_text
+from megarl.data.turns import find_turns
 from tests.data.test_published_templates import CALLS, assistant, call, told, user
 from tests.data.test_published_templates import stretches as texts_of
 

@@ -1,4 +1,4 @@
-"""The keys of `megarl train` and `megarl eval`; those of fine-tuning are in `tuning_sections`, `sft_sections`, `rm_sections`.
+"""The keys of `megarl train` and `megarl eval`; the keys of supervised training are in `supervised`.
 
 Every key is read by someone; a key that is not here is refused. Batch sizes count over all ranks, `_per_gpu`
 sizes on one device.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from facts import environment
 
-from megarl.config.schema.sections import OptimConfig
+from megarl.config.schema.models import OptimConfig
 from megarl.layout.grid import ParallelLayout
 
 LAYOUTS = ("1", "dp2", "pp2", "pp2-vpp2", "tp2", "cp2", "tp2-pp2", "tp2-pp2-dp2")

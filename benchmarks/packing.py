@@ -24,12 +24,13 @@ from facts import environment
 from megarl.costs.flops import model_flops
 from megarl.data.balance import (
     MiniBatch,
+    aligned_lengths,
     partition_balanced,
+    plan_figures,
     plan_mini_batches,
     sequence_costs,
 )
 from megarl.data.gsm8k import INSTRUCTION
-from megarl.data.plan_figures import aligned_lengths, plan_figures
 from megarl.models import read_model_config
 
 MODEL = Path(__file__).resolve().parent.parent / "recipes/models/qwen2.5-7b"

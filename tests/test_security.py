@@ -45,7 +45,7 @@ UNPICKLED = {
 EXECUTED = {
     "cluster/fork_server.py": "run_path",  # what Ray starts as its worker, in a process that is asked for in its place
     "plugins.py": "exec_module",  # the files that the configuration names
-    "rewards/sandbox/jail/main.py": "exec",  # programs of the model, in the jail
+    "rewards/sandbox/jail.py": "exec",  # programs of the model, in the jail
 }
 UNSAFE = {
     "pickle": {"load", "loads", "Unpickler"},

@@ -3,9 +3,15 @@
 Guarantees
 - Masked tokens (an environment's words inside a response, say) are no steps: a token's successor is the next
   live token of the same trajectory. They get advantage 0 and return 0.
-- A trajectory without a live token takes no part: no mean, deviation or baseline of others knows of it.
+- A trajectory without a live token takes no part: no mean, deviation or baseline of others depends on it.
 - Groups are given by ids; the order of the trajectories never matters.
+- A group of one says nothing about its answer: advantage 0. (verl takes the score itself there, which is REINFORCE
+  without a baseline, on another scale than that of larger groups.)
 - Everything is computed in float64 and returned in the input's dtype.
+
+The comparisons within a group (`grpo`, `rloo`, ...) take scores [n] of trajectories that are trained on (those without a live
+token are left out before) and n group ids (prompt uids), and return [n]. `gae`, `reward_to_go` and `masked_whiten` work token by
+token.
 
 One's own estimator, in a file that the configuration names in `plugins`:
 
@@ -16,12 +22,11 @@ One's own estimator, in a file that the configuration names in `plugins`:
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.groups import centred, gpg, grpo, grpo_passk, opo, rloo
-from megarl.algorithms.ragged import check_ragged, segment_ids, segment_sum
-from megarl.algorithms.returns import gae, masked_whiten, reward_to_go
+from megarl.algorithms.ragged import check_ragged, live_offsets, reverse_scan, segment_ids, segment_sum
 from megarl.util.plugins import Registry
 
 
@@ -181,3 +186,167 @@ def _per_group(
     per_trajectory[trained] = compare(scores[trained], uids, lengths[trained])
     spread = per_trajectory.to(rewards.dtype).repeat_interleave(batch.offsets.diff())
     return torch.where(batch.mask, spread, 0.0)
+
+
+def grpo(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+    """(score - mean of its group) / (std of its group + eps).
+
+    DeepSeekMath, arXiv:2402.03300, section 4.1.2 (outcome supervision), with the unbiased std as verl and TRL compute
+    it. `norm_by_std=False` leaves the division out (Dr. GRPO, arXiv:2503.20783).
+    """
+    group, size = _groups(scores, group_ids)
+    values = _centred(scores.double(), group, size)
+    if norm_by_std:
+        values = values / (_std(values, group, size)[group] + eps)
+    return values.to(scores.dtype)
+
+
+def grpo_passk(
+    scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6
+) -> Tensor:
+    """The best response of a group gets its lead over the second best, the others 0; divided by the std as in `grpo`.
+
+    Inference-time objectives, arXiv:2503.19595: the objective is the group's best score (pass@k for k = group size);
+    leave-one-out, a response's advantage is max over all - max over the others, which is 0 for all but the best.
+    """
+    group, size = _groups(scores, group_ids)
+    values = scores.double()
+    best = torch.full_like(size, -torch.inf).scatter_reduce_(0, group, values, "amax")
+    is_best = values == best[group]
+    # Where the best score occurs twice, max over the others is the same, and nobody leads.
+    alone = is_best & (torch.zeros_like(size).index_add_(0, group, is_best.double())[group] == 1)
+    second = torch.full_like(size, -torch.inf).scatter_reduce_(
+        0, group, torch.where(is_best, -torch.inf, values), "amax"
+    )
+    lead = torch.where(alone & (size[group] > 1), values - second[group], 0.0)
+    if norm_by_std:
+        lead = lead / (_std(_centred(values, group, size), group, size)[group] + eps)
+    return lead.to(scores.dtype)
+
+
+def rloo(scores: Tensor, group_ids: Sequence[str]) -> Tensor:
+    """score - mean of the other scores of its group (RLOO, arXiv:2402.14740).
+
+    That is (score - mean of all) * k / (k - 1) in a group of k.
+    """
+    group, size = _groups(scores, group_ids)
+    factor = size / (size - 1).clamp(min=1)
+    return (_centred(scores.double(), group, size) * factor[group]).to(scores.dtype)
+
+
+def opo(scores: Tensor, group_ids: Sequence[str], lengths: Tensor) -> Tensor:
+    """score - mean of its group weighted with the responses' lengths (OPO, arXiv:2505.23585).
+
+    The baseline of least variance weighs each score with the squared norm of its gradient, which the paper takes to
+    grow with the response's length.
+
+    Args: lengths [n]: live tokens, all > 0.
+    """
+    group, size = _groups(scores, group_ids)
+    values, weight = scores.double(), lengths.double()
+    total = torch.zeros_like(size).index_add_(0, group, weight)
+    baseline = torch.zeros_like(size).index_add_(0, group, weight * values) / total
+    return torch.where(size[group] > 1, values - baseline[group], 0.0).to(scores.dtype)
+
+
+def gpg(scores: Tensor, group_ids: Sequence[str]) -> Tensor:
+    """alpha * (score - mean of its group), alpha = trajectories / trajectories in groups whose scores differ.
+
+    GPG, arXiv:2504.02546, with F_norm = 1: alpha = B / (B - M), where the M trajectories of groups with equal scores
+    give no gradient, keeps the gradient's size. (verl's alpha counts scores that are not 0 in place of B - M.)
+    Groups of one count as groups with equal scores. Without any group whose scores differ all advantages are 0.
+    """
+    group, size = _groups(scores, group_ids)
+    values = _centred(scores.double(), group, size)
+    low = torch.full_like(size, torch.inf).scatter_reduce_(0, group, scores.double(), "amin")
+    high = torch.full_like(size, -torch.inf).scatter_reduce_(0, group, scores.double(), "amax")
+    useful = int((low < high)[group].sum())
+    return (values * (scores.numel() / max(useful, 1))).to(scores.dtype)
+
+
+def centred(scores: Tensor, group_ids: Sequence[str]) -> Tensor:
+    """score - mean of its group."""
+    group, size = _groups(scores, group_ids)
+    return _centred(scores.double(), group, size).to(scores.dtype)
+
+
+def _groups(scores: Tensor, group_ids: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """The group number of each trajectory, int64 [n], and the size of each group, float64 [groups]."""
+    assert len(group_ids) == scores.numel(), f"{len(group_ids)} group ids for {scores.numel()} scores"
+    _, inverse = np.unique(np.asarray(group_ids, dtype=str), return_inverse=True)
+    group = torch.from_numpy(inverse.astype(np.int64)).to(scores.device)
+    return group, torch.bincount(group).double()
+
+
+def _centred(values: Tensor, group: Tensor, size: Tensor) -> Tensor:
+    mean = torch.zeros_like(size).index_add_(0, group, values) / size
+    return torch.where(size[group] > 1, values - mean[group], 0.0)
+
+
+def _std(centred_values: Tensor, group: Tensor, size: Tensor) -> Tensor:
+    """The unbiased standard deviation of each group, [groups]; 0 in a group of one."""
+    squares = torch.zeros_like(size).index_add_(0, group, centred_values.square())
+    return (squares / (size - 1).clamp(min=1)).sqrt()
+
+
+def gae(
+    token_level_rewards: Tensor, values: Tensor, mask: Tensor, offsets: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, arXiv:1506.02438.
+
+    delta_t = r_t + gamma V_{t+1} - V_t (eq. 11) and A_t = sum_l (gamma lam)^l delta_{t+l} (eq. 16), over the live
+    tokens of each trajectory; V after the last one is 0, for truncated trajectories too.
+
+    Args: token_level_rewards, values: [tokens]; mask: bool [tokens]; offsets: int64 [n + 1].
+    Returns: advantages (not whitened) and returns = advantages + values, both [tokens], 0 on masked tokens.
+    """
+    check_ragged(offsets, token_level_rewards, values, mask)
+    live = mask.nonzero().squeeze(1)
+    bounds = live_offsets(mask, offsets)
+    rewards, live_values = token_level_rewards[live].double(), values[live].double()
+
+    next_values = torch.cat([live_values[1:], live_values.new_zeros(1)])[: live.numel()]
+    next_values[bounds[1:][bounds.diff() > 0] - 1] = 0.0
+    deltas = rewards + gamma * next_values - live_values
+    live_advantages = reverse_scan(deltas, bounds, gamma * lam)
+
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    advantages[live] = live_advantages.to(values.dtype)
+    returns[live] = (live_advantages + live_values).to(values.dtype)
+    return advantages, returns
+
+
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """`x` scaled to variance 1, and with `shift_mean` to mean 0, over ALL live tokens given; 0 on masked ones.
+
+    The variance is the unbiased one (divided by count - 1) and 1e-8 is added to it: the rule of verl and TRL,
+    so that runs compare; at thousands of tokens the population variance differs by nothing that shows. Fewer
+    than two live tokens have no spread and become 0 (their mean without `shift_mean`).
+    Call it on the whole train batch: on a rank's share it would whiten with that share's moments.
+
+    Args: x [tokens], mask bool [tokens]. Returns: [tokens], x's dtype.
+    """
+    live = x[mask].double()
+    out = torch.zeros_like(x)
+    if live.numel() == 0:
+        return out
+    mean = live.mean()
+    centred = live - mean
+    variance = centred.square().sum() / max(live.numel() - 1, 1)
+    whitened = centred * (variance + 1e-8).rsqrt()
+    out[mask] = (whitened if shift_mean else whitened + mean).to(x.dtype)
+    return out
+
+
+def reward_to_go(token_level_rewards: Tensor, mask: Tensor, offsets: Tensor, gamma: float) -> Tensor:
+    """What each live token earns from itself on: G_t = r_t + gamma G_{t+1} over its trajectory's live tokens.
+
+    Args: token_level_rewards [tokens]; mask: bool [tokens]; offsets: int64 [n + 1].
+    Returns: [tokens], the rewards' dtype, 0 on masked tokens.
+    """
+    check_ragged(offsets, token_level_rewards, mask)
+    live = mask.nonzero().squeeze(1)
+    sums = reverse_scan(token_level_rewards[live].double(), live_offsets(mask, offsets), gamma)
+    out = torch.zeros_like(token_level_rewards)
+    out[live] = sums.to(out.dtype)
+    return out

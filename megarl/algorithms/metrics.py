@@ -1,4 +1,4 @@
-"""From sums to what is logged.
+"""Logged metrics from sums over tokens and ranks, and how much responses repeat themselves and each other.
 
 `policy_loss` and `value_loss` return sums under metric names. Add them over micro-batches and over ranks that
 hold different tokens (data and context parallel ranks of the last pipeline stage, one tensor parallel rank
@@ -6,9 +6,10 @@ each), over mini-batches and epochs too if one number a step is wanted, then red
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,3 +195,44 @@ def _spread(name: str, x: Tensor) -> dict[str, float]:
         return {}
     mean = x.mean(dtype=torch.float64)
     return {f"{name}/mean": float(mean), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
+
+
+NGRAM = 4
+# Odd numbers that mix the tokens of an n-gram: two different ones of a batch fall together with probability 2^-64.
+_MIXERS = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64
+)
+
+
+def duplicate_share(responses: Sequence[np.ndarray], prompts: Sequence[Hashable]) -> float | None:
+    """Of n responses to a prompt of which u are different, (n - u) / (n - 1): 0 where all differ, 1 where all are equal.
+    The mean over prompts with several responses; None without any.
+
+    Args:
+        responses: token ids, each [length]; prompts: whose response each one is.
+    """
+    groups: dict[Hashable, list[bytes]] = {}
+    for response, prompt in zip(responses, prompts, strict=True):
+        groups.setdefault(prompt, []).append(np.ascontiguousarray(response).tobytes())
+    shares = [
+        (len(group) - len(set(group))) / (len(group) - 1) for group in groups.values() if len(group) > 1
+    ]
+    return float(np.mean(shares)) if shares else None
+
+
+def ngram_repetition(responses: Sequence[np.ndarray]) -> float | None:
+    """Of the runs of `NGRAM` tokens in a response, the share that occurred earlier in it; the mean over responses that
+    are long enough to have one, None without any.
+
+    Args:
+        responses: token ids, each [length].
+    """
+    rates = []
+    for response in responses:
+        count = len(response) - NGRAM + 1
+        if count < 1:
+            continue
+        tokens = np.asarray(response).astype(np.uint64)
+        mixed = sum(tokens[offset : offset + count] * _MIXERS[offset] for offset in range(NGRAM))
+        rates.append(1.0 - len(np.unique(mixed)) / count)
+    return float(np.mean(rates)) if rates else None

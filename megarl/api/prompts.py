@@ -11,11 +11,10 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import DataConfig
-from megarl.data.files import find
+from megarl.data.files import DataFile, find
 from megarl.data.loader import BatchLoader, TableFeed
 from megarl.data.prompts import ANSWER_KEY, PromptReader, Row
 from megarl.data.samplers import make_sampler
-from megarl.data.sources import DataFile
 from megarl.data.trajectories import PROMPT_SCHEMA
 from megarl.trainer.loops.ppo import epochs
 from megarl.trainer.stages.prompt_data import reading

@@ -6,8 +6,8 @@ import argparse
 import textwrap
 from collections.abc import Callable, Mapping
 
-from megarl.config.launch_options import add_launch
-from megarl.config.schema.sections import DTYPES
+from megarl.config.schema.launch import add_launch
+from megarl.config.schema.models import DTYPES
 
 PLAN_MEMORY, PLAN_STEP = "plan memory", "plan step"  # commands of two words
 DOCTOR = "look at configuration, models, data and machines before a run of `megarl train`; exit code 1: it would fail"

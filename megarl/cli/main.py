@@ -36,8 +36,7 @@ from megarl.config.loading.hub import fetch_models
 from megarl.config.loading.load import load_with_origins
 from megarl.config.loading.problems import did_you_mean
 from megarl.config.notes import notes, said_here
-from megarl.config.reference import reference
-from megarl.config.show import changed_keys, resolved_keys, yaml_text
+from megarl.config.show import changed_keys, reference, resolved_keys, yaml_text
 from megarl.trainer.run.preemption import ending_at_once
 from megarl.util.packages import require, requirements
 from megarl.util.plugins import load_plugins

@@ -72,8 +72,7 @@ from megarl.config.schema.commands import (
     TrainerConfig,
 )
 from megarl.config.schema.data import DataConfig, ValSetConfig, val_set_sampling
-from megarl.config.schema.health import HealthConfig
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.config.schema.rewards import (
     CodeRewardConfig,
     CustomRewardConfig,
@@ -82,7 +81,8 @@ from megarl.config.schema.rewards import (
     RewardConfig,
     RewardModelConfig,
 )
-from megarl.config.schema.sections import SamplingConfig
+from megarl.config.schema.rollout import SamplingConfig
+from megarl.config.schema.run import HealthConfig
 from megarl.config.schema.supervised import (
     DPOConfig,
     DPODataConfig,

@@ -5,10 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from megarl.config.resolve import needs_reference
-from megarl.config.schema.commands import ActorConfig, CriticConfig, EvalConfig, TrainConfig
+from megarl.config.schema.commands import POLICY, ActorConfig, CriticConfig, EvalConfig, TrainConfig
 from megarl.config.schema.supervised import RMConfig, SFTConfig, TuningConfig
-
-_POLICY = "actor_rollout_ref"
 
 
 def notes(config: TrainConfig | TuningConfig | EvalConfig, given: Collection[str]) -> list[str]:
@@ -44,7 +42,7 @@ def _overruled_sizes(config: TrainConfig) -> Iterator[str]:
     """Sizes of micro-batches that use_dynamic_bsz overrules."""
     policy = config.actor_rollout_ref
     ref, shared = policy.ref, policy.actor.use_dynamic_bsz
-    roles = [(f"{_POLICY}.actor", policy.actor, shared)]
+    roles = [(f"{POLICY}.actor", policy.actor, shared)]
     if config.critic is not None:
         own = config.critic.use_dynamic_bsz
         roles.append(("critic", config.critic, shared if own is None else own))
@@ -60,7 +58,7 @@ def _overruled_sizes(config: TrainConfig) -> Iterator[str]:
     dynamic = shared if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
     if needs_reference(config):
         yield from _overruled(
-            f"{_POLICY}.ref",
+            f"{POLICY}.ref",
             dynamic,
             "log_prob_max_token_len_per_gpu",
             "log_prob_micro_batch_size_per_gpu",
@@ -76,7 +74,7 @@ def _overruled(
     if unused is None or getattr(section, unused) is None:
         return
     from_actor = getattr(section, switch) is None
-    place = f"{_POLICY}.actor.use_dynamic_bsz" if from_actor else f"{key}.{switch}"
+    place = f"{POLICY}.actor.use_dynamic_bsz" if from_actor else f"{key}.{switch}"
     what = (
         f"by tokens, at most {key}.{tokens}" if dynamic else f"by trajectories, at most {key}.{trajectories}"
     )
@@ -85,7 +83,7 @@ def _overruled(
 
 def _large_micro_batches(config: TrainConfig) -> Iterator[str]:
     sections: list[tuple[str, ActorConfig | CriticConfig]] = [
-        (f"{_POLICY}.actor", config.actor_rollout_ref.actor)
+        (f"{POLICY}.actor", config.actor_rollout_ref.actor)
     ]
     if config.critic is not None:
         sections.append(("critic", config.critic))
@@ -108,8 +106,8 @@ def _unused_reference(config: TrainConfig, given: Collection[str]) -> Iterator[s
         return
     yield from _in_vain(
         given,
-        (f"{_POLICY}.ref.", "algorithm.kl_ctrl.", "algorithm.kl_penalty", f"{_POLICY}.actor.kl_loss_"),
-        f"algorithm.use_kl_in_reward=true (KL in the reward) or {_POLICY}.actor.use_kl_loss=true (in the loss)",
+        (f"{POLICY}.ref.", "algorithm.kl_ctrl.", "algorithm.kl_penalty", f"{POLICY}.actor.kl_loss_"),
+        f"algorithm.use_kl_in_reward=true (KL in the reward) or {POLICY}.actor.use_kl_loss=true (in the loss)",
     )
 
 

@@ -16,7 +16,7 @@ values of all context parallel ranks are kept, too. Indices, masks and a positio
 
 from dataclasses import dataclass, field
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.costs.tensors import StageTensors
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig

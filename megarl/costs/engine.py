@@ -14,7 +14,7 @@ from math import exp, log
 
 import torch
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops, causal_pairs
 from megarl.costs.speed import Machine, decode_kernels
 from megarl.models import (

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.costs.activations import ActivationSettings, stage_bytes
 from megarl.costs.tensors import StageTensors, TrainingBytes, float32_buffers, stage_tensors, training_bytes
 from megarl.layout.grid import ParallelLayout, layers_of

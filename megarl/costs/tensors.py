@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.boxes import Piece
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import MegatronPlace, ModelConfig, keeps_float32, megatron_pieces, padded_vocab_size

@@ -13,13 +13,18 @@ Guarantees, each asserted by a test of its name:
 - deterministic: the same arguments give the same plan;
 - always possible: a mini-batch whose rows are a multiple of num_dp * multiple_of can be planned, whatever its
   lengths.
+- shared prompts (`plan_groups`): a trajectory shares its prompt with the one before it or not at all, and never the prompt's
+  last token, whose successor is its own; where all prompts have equally many trajectories, these are planned as one, so that
+  they lie in one micro-batch of one rank, within the same limits as others; else rows are planned one by one, and share
+  where they happen to meet.
 
-Rows are planned by their lengths and costs alone; nothing here knows tokens, tensors or ranks' addresses.
+`plan_figures` counts the tokens that a plan packs, and how even its ranks and micro-batches are. Rows are planned by their lengths and costs alone; nothing here knows tokens, tensors or ranks' addresses.
 """
 
 import heapq
 from bisect import insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -339,4 +344,150 @@ def _plan_one(
     ranks = partition_balanced(sums, num_dp, equal_size=True)
     return [
         [bins[index] for index in sorted(rank, key=lambda index: (-sums[index], index))] for rank in ranks
+    ]
+
+
+def aligned_lengths(
+    lengths: npt.ArrayLike, *, tp: int = 1, cp: int = 1, sequence_parallel: bool = False
+) -> npt.NDArray[np.int64]:
+    """Packed tokens of each sequence of a micro-batch [rows], those that ranks need for even shares included.
+
+    Context parallelism cuts a sequence into 2 cp equal chunks (Transformer Engine's for THD); sequence parallelism all
+    tokens of a context parallel rank into tp parts, for which the last sequence is lengthened.
+    """
+    unit, total_unit = _units(tp, cp, sequence_parallel)
+    aligned = -(-np.asarray(lengths, dtype=np.int64) // unit) * unit
+    aligned[-1] += -aligned.sum() % total_unit
+    return aligned
+
+
+def aligned_total(
+    lengths: npt.NDArray[np.int64],
+    parts: Sequence[Sequence[int]],
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    sequence_parallel: bool = False,
+) -> int:
+    """The sum of `aligned_lengths` of micro-batches, given as rows of `lengths`."""
+    unit, total_unit = _units(tp, cp, sequence_parallel)
+    sums = sums_of(-(-lengths // unit) * unit, parts)
+    return int((-(-sums // total_unit) * total_unit).sum())
+
+
+def _units(tp: int, cp: int, sequence_parallel: bool) -> tuple[int, int]:
+    """What the tokens of a sequence, and of a micro-batch, are multiples of."""
+    unit = 2 * cp if cp > 1 else 1
+    if not sequence_parallel:
+        return unit, 1
+    return unit, cp * int(np.lcm(tp, 2)) if cp > 1 else tp
+
+
+def sums_of(values: np.ndarray, parts: Sequence[Sequence[int]]) -> np.ndarray:
+    """The sum of each part, given as positions of `values`; all at once, since a plan may have thousands."""
+    sizes = np.array([len(part) for part in parts])
+    filled, starts = sizes > 0, np.cumsum(sizes) - sizes
+    chosen = values[np.array([at for part in parts for at in part], dtype=np.int64)]
+    sums = np.zeros(len(parts), values.dtype)
+    sums[filled] = np.add.reduceat(chosen, starts[filled])  # which has no empty parts
+    return sums
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """How even a plan is; each figure is the mean over its mini-batches.
+
+    Attributes:
+        rank_imbalance: cost of the costliest data parallel rank over the ranks' mean, less 1: what the others wait.
+        micro_imbalance: the same of all micro-batches of all ranks: what pipeline stages wait for each other.
+        num_micro: micro-batches of a rank.
+    """
+
+    rank_imbalance: float
+    micro_imbalance: float
+    num_micro: float
+
+
+def plan_figures(plan: Sequence[MiniBatch], costs: npt.ArrayLike) -> PlanFigures:
+    """Of a plan of at least one mini-batch; `costs`: of each row of the table."""
+    costs, found = np.asarray(costs, dtype=np.float64), []
+    for shares in plan:
+        micros = [rows for share in shares for rows in share]
+        micro = sums_of(costs, micros).reshape(len(shares), -1)  # [dp, micro-batches]
+        ranks = micro.sum(axis=1)
+        found.append((ranks.max() / ranks.mean() - 1, micro.max() / micro.mean() - 1, micro.shape[1]))
+    return PlanFigures(*np.mean(found, axis=0).tolist())
+
+
+def shared_tokens(prompts: np.ndarray, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many tokens each trajectory leaves to an earlier one: all of its prompt but the last, if the one before has the same prompt.
+
+    Args:
+        prompts: the prompts' tokens, end to end.
+        lengths: [trajectories], their numbers, at least 1 each.
+
+    Returns:
+        [trajectories]; 0: it has all its tokens.
+    """
+    ends = np.cumsum(lengths)
+    shared = np.zeros_like(lengths)
+    for row in range(1, len(lengths)):
+        length, end = int(lengths[row]), int(ends[row])
+        if length == lengths[row - 1] and np.array_equal(
+            prompts[end - length : end], prompts[end - 2 * length : end - length]
+        ):
+            shared[row] = length - 1
+    return shared
+
+
+def plan_groups(
+    lengths: npt.NDArray[np.int64],
+    shared: npt.NDArray[np.int64],
+    *,
+    pair_share: float,
+    num_dp: int,
+    mini_batch_size: int,
+    max_tokens: int | None,
+    micro_batch_size: int | None,
+    multiple_of: int,
+    **order: int | bool,
+) -> list[MiniBatch] | None:
+    """As `plan_mini_batches`, with the trajectories of a prompt together; None: they cannot be.
+
+    Args:
+        lengths: tokens of each trajectory [rows].
+        shared: as `shared_tokens` has it.
+        pair_share: as in `sequence_costs`.
+        order: epochs, shuffle, seed.
+    """
+    heads = np.flatnonzero(shared == 0)
+    size = len(lengths) // len(heads)
+    if size == 1 or not np.array_equal(heads, np.arange(0, len(lengths), size)):
+        return None
+    own = (lengths - shared).reshape(-1, size).sum(axis=1)
+    limits = (
+        mini_batch_size % size == 0,
+        max_tokens is None or own.max() <= max_tokens,
+        micro_batch_size is None or micro_batch_size >= size,
+        min(mini_batch_size // size, len(own)) % (num_dp * multiple_of) == 0,
+    )
+    if not all(limits):
+        return None
+    spared = np.where(shared > 0, sequence_costs(shared, pair_share), 0)
+    plan = plan_mini_batches(
+        own,
+        num_dp=num_dp,
+        mini_batch_size=mini_batch_size // size,
+        max_tokens=max_tokens,
+        micro_batch_size=None if micro_batch_size is None else micro_batch_size // size,
+        multiple_of=multiple_of,
+        costs=(sequence_costs(lengths, pair_share) - spared).reshape(-1, size).sum(axis=1),
+        **order,
+    )
+    return [
+        [
+            [[group * size + sample for group in micro for sample in range(size)] for micro in rank]
+            for rank in shares
+        ]
+        for shares in plan
     ]

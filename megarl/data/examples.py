@@ -13,10 +13,10 @@ from megarl.data.files import (
     iter_rows,
     missing_columns,
     num_rows,
+    resolve_files,
     without_filled_nulls,
 )
 from megarl.data.prompts import PROGRESS_FROM_ROWS, unique_stems
-from megarl.data.sources import resolve_files
 
 Rows = list[dict[str, Any]]
 

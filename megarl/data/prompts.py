@@ -20,15 +20,16 @@ from rich.progress import Progress
 from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, prompt_messages
 from megarl.data.files import (
     Column,
+    DataFile,
     RowErrors,
     find,
     iter_rows,
     lookup,
     missing_columns,
     num_rows,
+    resolve_files,
     without_filled_nulls,
 )
-from megarl.data.sources import DataFile, resolve_files
 from megarl.data.tokenizer import encode_texts, render_text
 from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, TEMPLATE_KWARGS
 

@@ -1,7 +1,7 @@
 """Examples for supervised fine-tuning from Parquet or JSON lines: token ids, and which of them are learnt.
 
 Of chats, learnt are the tokens of the assistant's messages with the end token that closes each, that is what the model
-itself would have to generate, as the chat template shows it in the whole chat: see `megarl.data.assistant_turns`. A template
+itself would have to generate, as the chat template shows it in the whole chat: see `megarl.data.turns`. A template
 that marks what is generated (`{% generation %}`) is taken at its word. Of plain text all tokens are learnt but the first,
 which nothing predicts.
 """
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
-from megarl.data.assistant_turns import find_turns
 from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, check_messages, prompt_messages
 from megarl.data.examples import Rows, read_examples
 from megarl.data.files import Column, lookup
 from megarl.data.loader import TableLoader
 from megarl.data.tokenizer import encode_texts, marked_generation
+from megarl.data.turns import find_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

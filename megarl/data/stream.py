@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.data.files import (
+    DataFile,
     is_parquet,
     open_lines,
     open_parquet,
@@ -26,7 +27,6 @@ from megarl.data.files import (
 )
 from megarl.data.loader import check_identity
 from megarl.data.prompts import PromptReader, Row, unique_stems
-from megarl.data.sources import DataFile
 
 
 @dataclass(frozen=True)

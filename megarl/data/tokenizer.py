@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from tokenizers import Regex, Tokenizer, normalizers
 
-from megarl.data.chats import lost_call
-from megarl.data.template_forms import adapted
+from megarl.data.chats import adapted, lost_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from megarl.config import EvalConfig, TrainConfig, TuningConfig, config_problems
 from megarl.config.checks.layout import split_sequences
 from megarl.config.loading.hub import fetch_models, model_problems
 from megarl.config.loading.problems import raise_if_any
-from megarl.config.schema.multi_turn import MultiTurnConfig
+from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import tokenizer_files
 from megarl.doctor.facts import gpus_here
 from megarl.doctor.preflight_data import data_problems

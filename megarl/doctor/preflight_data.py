@@ -20,16 +20,17 @@ from megarl.config.checks.data import file_problems
 from megarl.data.chats import ChatKeywords
 from megarl.data.files import (
     Column,
+    DataFile,
     iter_rows,
     lookup,
     missing_columns,
     num_rows,
+    resolve_files,
     without_filled_nulls,
 )
 from megarl.data.preferences import read_ranking
 from megarl.data.prompts import PromptReader, Row
 from megarl.data.sft import chat_columns, chat_of_row, text_of_row
-from megarl.data.sources import DataFile, resolve_files
 from megarl.trainer.stages.prompt_data import may_lack, preference_keys, reading
 
 ROWS = 16  # of each file that are looked at

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, TuningConfig, resolve
-from megarl.config.checks.all import value_problems
 from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
+from megarl.config.checks.values import value_problems
 from megarl.config.loading.document import YamlDumper, merge, parse_override, plain, read_file
 from megarl.config.loading.load import load_config, load_with_origins
 from megarl.config.loading.problems import raise_if_any

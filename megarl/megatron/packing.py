@@ -29,8 +29,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl import platform
-from megarl.data.plan_figures import aligned_lengths
-from megarl.data.shared_prompts import shared_tokens
+from megarl.data.balance import aligned_lengths, shared_tokens
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from itertools import count
 
 from megarl.config.loading.problems import did_you_mean
-from megarl.config.schema.lora import ALL_LINEAR, LoraConfig
+from megarl.config.schema.models import ALL_LINEAR, LoraConfig
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
 from megarl.models.shards import Shapes

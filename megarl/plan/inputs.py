@@ -25,8 +25,8 @@ from megarl.config import (
     resolve,
 )
 from megarl.config.loading.hub import fetch_models
-from megarl.config.loading.recipe_command import TRAINING, recipe_command
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.loading.load import TRAINING, recipe_command
+from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops
 from megarl.costs.model import ModelUse, StageBytes
 from megarl.costs.tensors import StageTensors

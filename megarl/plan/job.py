@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from megarl.config import TrainConfig
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.costs.engine import engine_adapter_bytes
 from megarl.costs.hardware import likely
 from megarl.costs.phases import frees_engines

@@ -22,7 +22,9 @@ from megarl.config import TrainConfig, check_config, load_config, resolve
 from megarl.config.loading.hub import fetch_models
 from megarl.config.loading.recipes import recipe_path
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
-from megarl.config.schema.sections import MegatronConfig, PoolConfig, RolloutConfig
+from megarl.config.schema.models import MegatronConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import PoolConfig
 from megarl.layout import Account, Layout, RankPlace, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.layout.placement import bytes_there

@@ -1,4 +1,4 @@
-"""Which function scores which data source: built by the controller and, from the same spec, by each worker."""
+"""The reward function for each data source: built by the controller and, from the same spec, by each worker."""
 
 import inspect
 import pickle
@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from megarl.rewards.custom import RewardFunction, load_reward_function
-from megarl.rewards.registry import REWARDS, needs_ground_truth, rules_of
+from megarl.rewards.registry import (
+    REWARDS,
+    RewardFunction,
+    load_reward_function,
+    needs_ground_truth,
+    rules_of,
+)
 from megarl.util.plugins import load_plugins
 
 

@@ -1,4 +1,4 @@
-"""Reward rules by name, and which of them scores which data source.
+"""Reward functions: rules by name and data source, and the user's own from a .py file.
 
     @register_reward("length", data_sources=["mine/essays"])
     def length(data_source, solution_str, ground_truth, extra_info):
@@ -7,11 +7,57 @@
 in a file that the recipe names in `plugins` makes `reward.rule=length` known, and the rule of rows from `mine/essays`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from megarl.rewards.custom import RewardFunction
-from megarl.rewards.rules import code_tests, gsm8k, judge, math_boxed, math_dapo, text
-from megarl.util.plugins import Registry
+from megarl.rewards.rules import code_tests, gsm8k, judge, math_rules, text
+from megarl.util.plugins import Registry, import_file
+
+# (data_source, solution_str, ground_truth, extra_info) by keyword, and prompt_str if it has such a parameter
+# -> a number, or a dict with one under "score"; or a coroutine of that.
+RewardFunction = Callable[..., Any]
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def load_reward_function(
+    path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None
+) -> RewardFunction:
+    """The function `name` of the file `path`; it is called with the four arguments of `_ARGUMENTS` by keyword, and
+    with `prompt_str` if it has such a parameter, and is given `kwargs` besides. It may be async.
+
+    ValueError, with the config key and what was found: no such file, not a .py file, a file that fails while it
+    is imported, no such name in it, a name that is not callable, a function that does not take these arguments.
+    """
+    module = import_file(path, "custom_reward_function.path")
+    if not hasattr(module, name):
+        functions = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise ValueError(
+            f"custom_reward_function.name={name!r}: {path} has no such function; "
+            f"it defines {', '.join(functions) if functions else 'none'}"
+        )
+    function = getattr(module, name)
+    _check_function(function, f"custom_reward_function.name={name!r} in {path}", kwargs or {})
+    return functools.partial(function, **kwargs) if kwargs else function
+
+
+def _check_function(function: object, where: str, kwargs: Mapping[str, Any]) -> None:
+    if not callable(function):
+        raise ValueError(f"{where}: a {type(function).__name__}, not a function")
+    wanted = f"compute_score({', '.join([*_ARGUMENTS, *kwargs])})"
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:  # a builtin or extension type without a signature
+        raise ValueError(f"{where}: its signature cannot be read; it must be {wanted}") from error
+    try:
+        prompt = {"prompt_str": ""} if "prompt_str" in signature.parameters else {}
+        signature.bind(**dict.fromkeys(_ARGUMENTS), **prompt, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: its signature is {signature}; it is called as {wanted} by keyword, which fails: {error}"
+        ) from error
+
 
 REWARDS: Registry[RewardFunction] = Registry("reward rule", "reward.rule")
 _RULE_OF: dict[str, str] = {}  # data source, or its beginning if it ends in "*"
@@ -75,10 +121,8 @@ register_reward(
     "math",
     ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "numina_*"],
     needs_ground_truth=True,
-)(math_boxed.compute_score)
-register_reward("math_dapo", ["math", "math_dapo*", "aime*"], needs_ground_truth=True)(
-    math_dapo.compute_score
-)
+)(math_rules.boxed_score)
+register_reward("math_dapo", ["math", "math_dapo*", "aime*"], needs_ground_truth=True)(math_rules.dapo_score)
 register_reward("code", ["codecontests", "apps", "codeforces", "taco"], needs_ground_truth=True)(
     code_tests.compute_score
 )

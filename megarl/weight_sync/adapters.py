@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout import Layout, Piece, Shard
 from megarl.models import ModelConfig, sglang_pieces
 from megarl.models.lora import adapted_weights, adapter_pieces, sglang_adapter_padding, sglang_adapters

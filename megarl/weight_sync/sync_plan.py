@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout import Copy, Layout, Plan, RankPlace, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, sglang_keeps_float32, sglang_padding

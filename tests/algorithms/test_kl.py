@@ -1,3 +1,5 @@
+"""The exact KL as a loss and in the reward, where the models have computed it."""
+
 import math
 
 import pytest
@@ -5,11 +7,17 @@ import torch
 from hypothesis import given
 
 from megarl.algorithms.kl import (
+    FULL_KL,
     KL_KINDS,
+    AdaptiveKLController,
+    FixedKLController,
+    LinearKLController,
     apply_kl_penalty,
     kl_estimate,
+    make_kl_controller,
     place_scores,
 )
+from megarl.algorithms.policy_loss import PolicyLossOptions, PolicyTokens, actor_loss
 from megarl.config.schema import algorithm as algorithm_sections
 from tests.algorithms.ragged_examples import normal, offsets_of, ragged_masks, repeatable, rows
 
@@ -115,3 +123,122 @@ def test_kl_of_a_batch_without_live_tokens_is_0():
     )
     assert rewards.tolist() == [0.0, 0.0]
     assert kl == 0.0
+
+
+MASK = torch.tensor([True, True, False, True])
+WEIGHTS = torch.tensor([0.5, 0.25, 9.0, 0.25])
+KL = torch.tensor([0.1, 0.2, math.nan, 0.4])
+
+
+def test_the_loss_is_the_weighted_sum_and_its_gradient_the_weights() -> None:
+    full_kl, log_probs = KL.clone().requires_grad_(), torch.full((4,), -1.0, requires_grad=True)
+    tokens = PolicyTokens(
+        mask=MASK,
+        weights=WEIGHTS,
+        old_log_probs=log_probs.detach(),
+        advantages=torch.zeros(4),
+        full_kl=full_kl,
+    )
+    options = PolicyLossOptions(clip_low=0.2, clip_high=0.2, clip_c=3.0, kl_coef=0.1, kl_kind=FULL_KL)
+    loss, sums = actor_loss(log_probs, None, tokens, options)
+    loss.backward()
+    # 0.5 * 0.1 + 0.25 * 0.2 + 0.25 * 0.4, without the masked token.
+    assert sums["actor/kl_loss"].item() == pytest.approx(0.2)
+    assert loss.item() == pytest.approx(0.1 * 0.2)
+    torch.testing.assert_close(full_kl.grad, 0.1 * torch.where(MASK, WEIGHTS, 0.0))
+
+
+def test_rewards_pay_it_at_every_live_token() -> None:
+    """Two trajectories of two tokens; the second one's first token is masked."""
+    rewards, mean = apply_kl_penalty(
+        torch.tensor([1.0, 2.0]),
+        torch.zeros(4),
+        torch.zeros(4),
+        MASK,
+        torch.tensor([0, 2, 4]),
+        0.5,
+        FULL_KL,
+        KL,
+    )
+    torch.testing.assert_close(rewards, torch.tensor([-0.05, 1.0 - 0.1, 0.0, 2.0 - 0.2]))
+    assert mean == pytest.approx(((0.1 + 0.2) / 2 + 0.4) / 2)
+
+
+def test_adaptive_controller_by_hand():
+    controller = AdaptiveKLController(coef=0.2, target_kl=6.0, horizon=10000)
+    controller.update(9.0, n_steps=256)  # 9/6 - 1 = 0.5 -> 0.2; 1 + 0.2*256/10000 = 1.00512
+    assert controller.coef == pytest.approx(0.201024)
+    controller.update(5.7, n_steps=1000)  # 5.7/6 - 1 = -0.05; 1 - 0.05*0.1 = 0.995
+    assert controller.coef == pytest.approx(0.201024 * 0.995)
+    controller.update(-3.0, n_steps=1000)  # -1.5 -> -0.2; 1 - 0.02 = 0.98
+    assert controller.coef == pytest.approx(0.201024 * 0.995 * 0.98)
+
+
+def test_adaptive_coefficient_survives_a_resume_exactly():
+    run = make_kl_controller("adaptive", 0.1, 0.1, 500)
+    run.update(0.13, 7)
+    resumed = make_kl_controller("adaptive", 0.1, 0.1, 500)
+    resumed.load_state_dict(run.state_dict())
+    for controller in (run, resumed):
+        controller.update(0.05, 7)
+    assert resumed.coef == run.coef != 0.1
+
+
+def test_fixed_controller_stays():
+    controller = make_kl_controller("fixed", 0.3, 0.1, 100)
+    controller.update(50.0, 10**9)
+    resumed = FixedKLController(0.4)
+    resumed.load_state_dict(controller.state_dict())
+    assert (controller.coef, resumed.coef) == (0.3, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("adaptive", 0.1, 0.0, 10), "kl_ctrl.target_kl is 0.0"),
+        (("adaptive", 0.1, 0.1, -1), "kl_ctrl.horizon is -1"),
+        (("linear", 0.1, 0.1, 10), "kl_ctrl.end_kl_coef is null"),
+        (("stepwise", 0.1, 0.1, 10), "kl_ctrl.type='stepwise' is unknown; known: fixed, adaptive, linear"),
+    ],
+)
+def test_bad_controller_settings_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_kl_controller(*arguments)
+
+
+def test_controller_refuses_what_would_break_the_coefficient():
+    controller = make_kl_controller("adaptive", 0.1, 0.1, 100)
+    with pytest.raises(ValueError, match="is nan"):
+        controller.update(math.nan, 1)
+    with pytest.raises(ValueError, match="horizon=100 is too short for 500 trajectories a step"):
+        controller.update(0.0, 500)
+    with pytest.raises(ValueError, match="holds a 'fixed' KL controller"):
+        controller.load_state_dict(FixedKLController(0.1).state_dict())
+    assert controller.coef == 0.1
+
+
+def test_linear_controller_by_hand():
+    # 0.01 to 0.1 in 4 steps: 0.01, 0.04, 0.07, 0.1, and 0.1 ever after
+    controller = make_kl_controller("linear", 0.01, 0.1, 100, end_kl_coef=0.1, schedule_steps=4)
+    found = []
+    for _ in range(6):
+        found.append(controller.coef)
+        controller.update(5.0, 64)
+    assert found == pytest.approx([0.01, 0.04, 0.07, 0.1, 0.1, 0.1])
+    assert LinearKLController(0.2, 0.1, num_steps=1).coef == 0.2
+
+
+@pytest.mark.parametrize("kind", ["fixed", "adaptive", "linear"])
+def test_an_intervention_lasts_and_survives_a_resume(kind):
+    def make():
+        return make_kl_controller(kind, 0.1, 0.1, 500, end_kl_coef=0.4, schedule_steps=4)
+
+    run, untouched = make(), make()
+    for controller in (run, untouched):
+        controller.update(0.13, 7)
+    run.scale(2.0)
+    resumed = make()
+    resumed.load_state_dict(run.state_dict())
+    for controller in (run, resumed, untouched):
+        controller.update(0.05, 7)
+    assert run.coef == resumed.coef == pytest.approx(2 * untouched.coef)

@@ -157,7 +157,7 @@ def test_verls_commands_have_advice() -> None:
 
 
 def test_a_function_of_a_batch_is_refused(tmp_path: Path) -> None:
-    from megarl.rewards.custom import load_reward_function
+    from megarl.rewards.registry import load_reward_function
 
     (tmp_path / "batch.py").write_text(
         "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return []\n"

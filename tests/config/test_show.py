@@ -1,6 +1,7 @@
 """`megarl config`: the resolved configuration, where each value comes from, and what was given in vain."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import pytest
 import yaml
 
 from megarl.cli.main import SCHEMAS, main
-from megarl.config import EvalConfig, SFTConfig, TrainConfig, resolve, to_dict
+from megarl.config import EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
 from megarl.config.loading.load import load_with_origins
 from megarl.config.notes import notes, said_here
-from megarl.config.show import resolved_keys, source_of, yaml_text
+from megarl.config.schema.options import section_type, table_type, walk
+from megarl.config.show import reference, resolved_keys, source_of, yaml_text
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -196,3 +198,42 @@ def test_the_recipes_say_nothing_in_vain(recipe: Path) -> None:
     config, origins = load_with_origins(SCHEMAS[command], recipe)
     assert notes(config, said_here(origins, recipe)) == []
     assert [key for key, (_, origin) in resolved_keys(config, origins).items() if "None" in origin] == []
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/config.md"
+
+
+def test_the_page_is_that_of_this_schema(capsys) -> None:
+    """If it is not: megarl config --reference > docs/config.md"""
+    assert main(["config", "--reference"]) == 0
+    assert capsys.readouterr().out == PAGE.read_text()
+
+
+def test_every_key_has_a_row_or_stands_in_a_section_that_refers_to_one() -> None:
+    page = reference()
+    rows = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
+    shared = dict(re.findall(r"^### `([^`]+)`\n\n.*\n\nThe keys of `([^`]+)`\.$", page, re.MULTILINE))
+    assert shared["critic.optim"] == "actor_rollout_ref.actor.optim"
+    for schema in (TrainConfig, SFTConfig, RMConfig, EvalConfig):
+        for key, _, kind in walk(schema):
+            if section_type(kind) is not None or table_type(kind) is not None:
+                continue
+            there = [
+                key,
+                *(
+                    f"{new}{key.removeprefix(old)}"
+                    for old, new in shared.items()
+                    if key.startswith(f"{old}.")
+                ),
+            ]
+            assert any(name in rows for name in there), key
+
+
+def test_a_row_has_type_default_valid_values_and_meaning() -> None:
+    page = reference()
+    assert "| `data.train_batch_size` | an integer | required | Prompts a step. Valid: ≥ 1. |" in page
+    assert (
+        "| `trainer.val_before_train` | true or false | `false` | Validate before the first step. |" in page
+    )
+    assert "| `algorithm.lam` | a number | `1.0` |" in page and "Valid: ≥ 0 and ≤ 1." in page
+    assert "| `--rollout-batch-size` | data.train_batch_size=N, prompts a step |" in page

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema.commands import OptimConfig
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, wrap_for_training

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from tests.costs.measure import measure_rank
 from tests.costs.models import LORA, make_models
 from tests.ranks import RankPool

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from tests.costs.measure import measure_rank
 from tests.costs.models import FAMILIES, LORA, make_models
 from tests.ranks import RankPool

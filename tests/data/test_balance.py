@@ -8,12 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.balance import (
+    aligned_lengths,
+    aligned_total,
     micro_batches,
     partition_balanced,
+    plan_figures,
+    plan_groups,
     plan_mini_batches,
     sequence_costs,
+    shared_tokens,
+    sums_of,
 )
-from megarl.data.plan_figures import plan_figures
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -269,3 +274,116 @@ def test_exactly_once_for_thousands_of_rows():
     lengths = np.random.default_rng(1).integers(1, 8192, size=8192)
     (batch,) = plan_mini_batches(lengths, num_dp=64, mini_batch_size=8192, max_tokens=32768)
     assert sorted(rows_of(batch)) == list(range(8192))
+
+
+def test_figures_of_a_plan():
+    plan = [[[[0], [1]], [[2], [3]]], [[[0, 1]], [[2, 3]]]]
+    figures = plan_figures(plan, [1, 2, 3, 2])  # ranks cost 3 and 5 in both mini-batches
+    assert figures.rank_imbalance == pytest.approx(1 / 4)
+    assert figures.micro_imbalance == pytest.approx((3 / 2 - 1 + 1 / 4) / 2)
+    assert figures.num_micro == 1.5
+
+
+def test_alignment_by_hand():
+    assert aligned_lengths([5, 3]).tolist() == [5, 3]
+    assert aligned_lengths([5, 3], tp=2, sequence_parallel=True).tolist() == [5, 3]
+    assert aligned_lengths([5, 3], tp=4, sequence_parallel=False).tolist() == [5, 3]
+    assert aligned_lengths([5, 4], tp=4, sequence_parallel=True).tolist() == [5, 7]
+    assert aligned_lengths([5, 3], cp=2).tolist() == [8, 4]
+    assert aligned_lengths([5, 3], tp=4, cp=2, sequence_parallel=True).tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(
+    "tp, cp, sequence_parallel", [(1, 1, False), (4, 1, True), (1, 2, False), (4, 2, True)]
+)
+def test_the_total_is_that_of_each_micro_batch(tp, cp, sequence_parallel):
+    lengths = np.random.default_rng(0).integers(1, 50, 20)
+    parts = [[3, 1, 19], [0], [5, 4, 6, 7]]
+    options = {"tp": tp, "cp": cp, "sequence_parallel": sequence_parallel}
+    expected = sum(aligned_lengths(lengths[part], **options).sum() for part in parts)
+    assert aligned_total(lengths, parts, **options) == expected
+
+
+def test_sums_of_parts():
+    assert sums_of(np.array([1, 2, 4, 8]), [[0, 3], [], [1], [2, 1, 0], []]).tolist() == [9, 0, 2, 7, 0]
+
+
+PAIR_SHARE = 0.001
+
+
+def shared_rows(prompts: list[list[int]]) -> list[int]:
+    lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+    return shared_tokens(np.array(list(itertools.chain(*prompts)), dtype=np.int32), lengths).tolist()
+
+
+def test_neighbours_share_all_of_a_prompt_but_its_last_token() -> None:
+    a, b = [5, 6, 7, 8], [5, 6, 7, 9]
+    assert shared_rows([a, a, a, b, a, b, b]) == [0, 3, 3, 0, 0, 0, 3]
+    assert shared_rows([[4], [4]]) == [0, 0]  # there is nothing but the last token
+    assert shared_rows([[4, 4], [4], [4, 4]]) == [0, 0, 0]
+
+
+def plan(lengths: np.ndarray, shared: np.ndarray, **changed: object) -> list | None:
+    limits = {
+        "pair_share": PAIR_SHARE, "num_dp": 2, "mini_batch_size": 12, "max_tokens": None, "micro_batch_size": 6,
+        "multiple_of": 1, "epochs": 1, "shuffle": False, "seed": 0,
+    }  # fmt: skip
+    return plan_groups(lengths, shared, **limits | changed)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 5), st.sampled_from([4, 8, 12]), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_groups_are_planned_as_one(size: int, groups: int, tokens: bool, shuffle: bool, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    prompts = generator.integers(2, 30, groups).repeat(size)
+    lengths = prompts + generator.integers(1, 40, groups * size)
+    shared = np.where(np.arange(groups * size) % size == 0, 0, prompts - 1)
+    own = (lengths - shared).reshape(-1, size).sum(axis=1)
+    limit = (
+        {"max_tokens": 2 * int(own.max()), "micro_batch_size": None}
+        if tokens
+        else {"micro_batch_size": 2 * size}
+    )
+    found = plan(lengths, shared, mini_batch_size=4 * size, epochs=2, shuffle=shuffle, seed=seed, **limit)
+    assert len(found) == 2 * groups // 4
+    for epoch in (found[: groups // 4], found[groups // 4 :]):
+        rows = [row for shares in epoch for share in shares for micro in share for row in micro]
+        assert sorted(rows) == list(range(groups * size))
+    for shares in found:
+        assert len(shares) == 2 and len(shares[0]) == len(shares[1])
+        for micro in itertools.chain(*shares):
+            whole = [
+                list(range(group * size, group * size + size))
+                for group in dict.fromkeys(row // size for row in micro)
+            ]
+            assert micro == [row for group in whole for row in group]  # together, in the table's order
+            assert len(micro) <= 2 * size or tokens
+            assert not tokens or own[[group[0] // size for group in whole]].sum() <= limit["max_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "changed"),
+    [
+        ([0] * 12, {}),  # no two have a prompt in common
+        ([0, 4, 4, 0, 4, 0, 4, 4, 4, 0, 4, 4], {}),  # not all as many
+        ([0, 4, 4] * 4, {"mini_batch_size": 4}),  # a mini-batch would end within
+        ([0, 4, 4] * 4, {"micro_batch_size": 2}),
+        ([0, 4, 4] * 4, {"micro_batch_size": None, "max_tokens": 21}),
+        ([0, 4, 4] * 4, {"num_dp": 3}),
+    ],
+)
+def test_where_they_cannot_rows_are_planned_one_by_one(shared: list[int], changed: dict) -> None:
+    assert plan(np.full(12, 10), np.array(shared), **changed) is None
+    assert plan(np.full(12, 10), np.array([0, 4, 4] * 4), micro_batch_size=None, max_tokens=22) is not None
+
+
+def test_what_is_shared_costs_nothing() -> None:
+    """Half of the prompts are long: a rank that had all of them would have more to do."""
+    prompts = np.array([4] * 4 + [64] * 4).repeat(4)
+    shared = np.where(np.arange(32) % 4 == 0, 0, prompts - 1)
+    (found,) = plan(prompts + 8, shared, mini_batch_size=32, micro_batch_size=16)
+    costs = sequence_costs(prompts + 8, PAIR_SHARE) - np.where(
+        shared > 0, sequence_costs(shared, PAIR_SHARE), 0
+    )
+    ranks = [sum(costs[row] for micro in share for row in micro) for share in found]
+    assert ranks[0] == ranks[1]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data import stream
+from megarl.data.files import resolve_files
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset, PromptReader
-from megarl.data.sources import resolve_files
 from megarl.data.stream import StreamFeed, cut_pieces, read_piece
 from tests.data.shared import prompt_row
 

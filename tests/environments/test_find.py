@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.config.schema.multi_turn import ENVIRONMENTS as NAMES
+from megarl.config.schema.rollout import ENVIRONMENTS as NAMES
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import ENVIRONMENTS, Environment
 from megarl.environments.find import BUILT_IN, find_environment

@@ -6,8 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.cli.main import main
-from megarl.data.preference_chats import PreferenceChats
-from megarl.data.preferences import PreferenceKeys
+from megarl.data.preferences import PreferenceChats, PreferenceKeys
 from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models import read_model_config

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.boxes import Box, Piece
 from megarl.layout.grid import ParallelLayout, coords_of, layers_of

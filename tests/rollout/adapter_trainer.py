@@ -11,7 +11,7 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_layers, adapted_weights, scaling

@@ -2,7 +2,7 @@
 
 import torch
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.costs.engine import cache_bytes, engine_adapter_bytes, engine_weight_bytes, rotary_bytes
 from megarl.models import read_model_config
 from megarl.rollout.engine import EngineConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.checkpoints.hf.load import load_hf_weights
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.lora.lora import attach_adapters, rank_pieces

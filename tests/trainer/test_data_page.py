@@ -15,8 +15,7 @@ import yaml
 from megarl.cli.main import main
 from megarl.config import TrainConfig, check_config, resolve
 from megarl.config.loading.load import load_config
-from megarl.data.preference_chats import PreferenceChats
-from megarl.data.preferences import PreferenceDataset, PreferenceKeys
+from megarl.data.preferences import PreferenceChats, PreferenceDataset, PreferenceKeys
 from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards.processes.scorer import make_scorer

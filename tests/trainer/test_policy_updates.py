@@ -12,9 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megarl.algorithms.aggregate import LossAggregation, loss_counts, token_weights
-from megarl.algorithms.covariance import ClipCov, KLCov, token_covariance
 from megarl.algorithms.metrics import rollout_difference
-from megarl.algorithms.policy_loss import PolicyLossOptions, PolicyTokens, actor_loss
+from megarl.algorithms.policy_loss import (
+    ClipCov,
+    KLCov,
+    PolicyLossOptions,
+    PolicyTokens,
+    actor_loss,
+    token_covariance,
+)
 from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data.trajectories import append_column, ragged, take

@@ -175,8 +175,7 @@ def assert_one_copy_and_one_cache(step):
 
 
 MY_LOSS = """
-from megarl.algorithms.policy_loss import register_policy_loss
-from megarl.algorithms.policy_losses import gspo
+from megarl.algorithms.policy_loss import gspo, register_policy_loss
 
 @register_policy_loss("mine")
 def mine(log_probs, tokens, options):

@@ -22,9 +22,8 @@ from megarl.data.samplers import SAMPLERS, epoch_order, make_sampler
 from megarl.environments.environment import ENVIRONMENTS, Environment, StepResult, Task, Turn
 from megarl.environments.find import find_environment
 from megarl.rewards import registry
-from megarl.rewards.custom import load_reward_function
 from megarl.rewards.functions import RewardFunctions, RewardSpec
-from megarl.rewards.registry import REWARDS, rules_of
+from megarl.rewards.registry import REWARDS, load_reward_function, rules_of
 from megarl.rewards.sample import read_result
 from megarl.util.plugins import load_plugins
 

@@ -8,7 +8,7 @@ import torch
 from megarl.checkpoints.hf.adapters import adapter_export_plan, load_adapters
 from megarl.checkpoints.hf.export import Bundle
 from megarl.checkpoints.hf.load import load_hf_weights
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.heads import lm_head

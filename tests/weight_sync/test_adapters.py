@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models.lora import logical_adapters
 from megarl.weight_sync.adapters import megatron_adapters, served_padding

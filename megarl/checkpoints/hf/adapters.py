@@ -18,7 +18,7 @@ import torch
 from megarl.checkpoints.hf.export import Bundle, pack, save_tensors, unpack
 from megarl.checkpoints.hf.peft import PREFIX, WEIGHTS_FILE, PeftReader, adapter_config
 from megarl.checkpoints.hf.peft_config import CONFIG_FILE
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout import Box, Copy, Layout, Piece, Plan, Shard, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig

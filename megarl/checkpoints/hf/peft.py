@@ -21,7 +21,7 @@ import torch
 
 from megarl.checkpoints.hf.load import open_weights
 from megarl.checkpoints.hf.peft_config import CONFIG_FILE, read_facts, targets
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout import Box
 from megarl.models import ModelConfig, logical_tensors
 from megarl.models.lora import MAGNITUDE, A, B, adapted_weights, scaling

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.models import ModelConfig
 from megarl.models.fields import Fields, short
 from megarl.models.lora import adaptable_weights, adapted_weights

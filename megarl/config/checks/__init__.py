@@ -1,1 +1,1 @@
-"""What cannot be: values out of range, keys that do not fit each other, files or devices that are not there."""
+"""Configurations that are refused: values out of range, keys that contradict each other, missing files or devices."""

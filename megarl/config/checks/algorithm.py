@@ -1,12 +1,10 @@
 """Checks of algorithms: what an estimator, a loss or a controller needs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from megarl.config.loading.problems import did_you_mean
+from megarl.config.checks.values import registered_problems
 from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
-from megarl.config.schema.commands import ActorConfig, EvalConfig, TrainConfig
-
-_POLICY = "actor_rollout_ref"
+from megarl.config.schema.commands import POLICY, ActorConfig, TrainConfig
 
 
 def algorithm_problems(config: TrainConfig) -> Iterator[str]:
@@ -24,7 +22,7 @@ def algorithm_problems(config: TrainConfig) -> Iterator[str]:
         )
     if algorithm.adv_estimator in GROUP_ESTIMATORS and rollout.n < 2:
         yield (
-            f"{_POLICY}.rollout.n={rollout.n}: {estimator} compares the responses to one prompt and needs at least 2"
+            f"{POLICY}.rollout.n={rollout.n}: {estimator} compares the responses to one prompt and needs at least 2"
         )
     # An estimator of the user's own may have one.
     if (
@@ -52,7 +50,7 @@ def _idle_problems(config: TrainConfig) -> Iterator[str]:
     """Keys that were given where nothing would read them."""
     actor, control = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
     correction, norm = config.algorithm.rollout_correction, "seq-mean-token-sum-norm"
-    key = f"{_POLICY}.actor"
+    key = f"{POLICY}.actor"
     for idle, name, value, needs in (
         (control.type != "linear", "algorithm.kl_ctrl.end_kl_coef", control.end_kl_coef, "type=linear"),
         (control.type != "linear", "algorithm.kl_ctrl.schedule_steps", control.schedule_steps, "type=linear"),
@@ -84,14 +82,14 @@ def _idle_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _loss_problems(config: TrainConfig, actor: ActorConfig) -> Iterator[str]:
-    loss, key = actor.policy_loss, f"{_POLICY}.actor.policy_loss"
+    loss, key = actor.policy_loss, f"{POLICY}.actor.policy_loss"
     yield from registered_problems(config, f"{key}.loss_mode", loss.loss_mode, POLICY_LOSSES)
     if loss.clip_cov_lb >= loss.clip_cov_ub:
         yield f"{key}.clip_cov_lb={loss.clip_cov_lb:g} must be less than {key}.clip_cov_ub={loss.clip_cov_ub:g}"
     # Without it every ratio below 1 - clip_low would be clipped up to a negative one.
     if loss.loss_mode in ("vanilla", "gspo", "clip_cov") and (actor.clip_ratio_low or 0) >= 1:
         yield (
-            f"{_POLICY}.actor.clip_ratio_low={actor.clip_ratio_low:g}: loss_mode {loss.loss_mode!r} clips the ratio to "
+            f"{POLICY}.actor.clip_ratio_low={actor.clip_ratio_low:g}: loss_mode {loss.loss_mode!r} clips the ratio to "
             "1 - this, so it must be less than 1"
         )
 
@@ -112,11 +110,3 @@ def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"{key}: the largest ratio that stays (rollout_rs_threshold, or rollout_is_threshold) is {upper:g}, which "
             f"must be greater than the smallest, {1 / upper if lower is None else lower:g}"
         )
-
-
-def registered_problems(
-    config: TrainConfig | EvalConfig, key: str, name: str, built_in: Sequence[str]
-) -> Iterator[str]:
-    """A name that a plugin may add to: with `plugins` it is looked up once they are imported."""
-    if name not in built_in and not config.plugins:
-        yield f"{key}={name!r} is unknown; megarl has {', '.join(built_in)}{did_you_mean(name, built_in)}"

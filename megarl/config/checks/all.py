@@ -1,39 +1,35 @@
-"""What no single key can tell: values out of range, and keys that do not fit each other, files or devices.
+"""All checks of a configuration, for each command.
 
-Guarantee: one call reports every violation it can find, each with the full keys and what would be right.
+Guarantee: one call reports every violation it can find, each with the full keys and a valid alternative.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megarl.config.checks.algorithm import algorithm_problems
 from megarl.config.checks.data import data_problems, file_problems, template_problems, tokenizer_name_problems
 from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
-from megarl.config.checks.lora import lora_problems
-from megarl.config.checks.modes import mode_problems
-from megarl.config.checks.numerics import checkpointing_problems, numerics_problems, optim_problems
-from megarl.config.checks.offline import halves_problems
-from megarl.config.checks.reward_model import reward_model_problems
-from megarl.config.checks.rewards import reward_problems
-from megarl.config.checks.rollouts import rollout_problems, val_set_problems
-from megarl.config.checks.sampling import (
+from megarl.config.checks.models import (
+    checkpointing_problems,
+    lora_problems,
+    numerics_problems,
+    optim_problems,
+)
+from megarl.config.checks.rewards import reward_model_problems, reward_problems
+from megarl.config.checks.rollout import (
     evaluation_sampling_problems,
     multi_turn_problems,
+    rollout_problems,
     training_sampling_problems,
+    val_set_problems,
 )
-from megarl.config.checks.saving import saving_problems
-from megarl.config.checks.secrets import secret_problems
-from megarl.config.checks.supervised import tuning_problems
-from megarl.config.checks.tracing import tracing_problems
+from megarl.config.checks.run import halves_problems, mode_problems, saving_problems, tracing_problems
+from megarl.config.checks.values import secret_problems, value_problems
 from megarl.config.loading.hub import model_problems, tokenizer_problems
-from megarl.config.loading.problems import did_you_mean, raise_if_any
+from megarl.config.loading.problems import raise_if_any
 from megarl.config.resolve import GLOBAL_POOL, resolve
-from megarl.config.schema.commands import EvalConfig, TrainConfig
-from megarl.config.schema.options import walk_values
-from megarl.config.schema.supervised import TuningConfig
-
-_POLICY = "actor_rollout_ref"
+from megarl.config.schema.commands import POLICY, EvalConfig, TrainConfig
+from megarl.config.schema.supervised import DPOConfig, RMConfig, SFTConfig, TuningConfig
 
 
 def check_config(config: TrainConfig | TuningConfig | EvalConfig, data_files: bool = True) -> None:
@@ -62,45 +58,14 @@ def config_problems(config: TrainConfig | TuningConfig | EvalConfig, data_files:
     return problems
 
 
-def value_problems(config: Any) -> Iterator[str]:
-    """Choices and bounds, as declared beside each key."""
-    for key, member, value in walk_values(config):
-        rules = member.metadata
-        for item in value if isinstance(value, tuple) else (value,):
-            if item is None:
-                continue
-            choices = rules.get("choices")
-            if choices is not None and item not in choices:
-                hint = did_you_mean(str(item), choices)
-                yield f"{key}={item!r} is unknown; megarl has {', '.join(choices)}{hint}"
-            yield from _bound_problems(key, item, rules)
-        last = key.rpartition(".")[2]
-        if last in ("test_freq", "save_freq", "top_k") and value == 0:
-            meaning = "-1 (all)" if last == "top_k" else "-1 (never)"
-            yield f"{key}=0: it must be {meaning} or at least 1"
-
-
-def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:
-    holds = {
-        "gt": ("greater than", lambda bound: value > bound),
-        "ge": ("at least", lambda bound: value >= bound),
-        "lt": ("less than", lambda bound: value < bound),
-        "le": ("at most", lambda bound: value <= bound),
-    }
-    bounds = {name: rules[name] for name in holds if rules.get(name) is not None}
-    if not all(holds[name][1](bound) for name, bound in bounds.items()):
-        valid = " and ".join(f"{holds[name][0]} {bound:g}" for name, bound in bounds.items())
-        yield f"{key}={value} is out of range: it must be {valid}"
-
-
 def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     full = resolve(config)
     policy = full.actor_rollout_ref
     yield from _plugin_problems(config)
     yield from pool_problems(config)
     yield from checkpointing_problems(
-        f"{_POLICY}.model",
-        f"{_POLICY}.actor",
+        f"{POLICY}.model",
+        f"{POLICY}.actor",
         config.actor_rollout_ref.model.enable_gradient_checkpointing,
         config.actor_rollout_ref.actor.megatron,
     )
@@ -119,10 +84,10 @@ def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from algorithm_problems(full)
     yield from rollout_problems(full)
     yield from val_set_problems(full, data_files)
-    yield from optim_problems(f"{_POLICY}.actor.optim", policy.actor.optim)
-    yield from model_problems(f"{_POLICY}.model.path", policy.model.path)
+    yield from optim_problems(f"{POLICY}.actor.optim", policy.actor.optim)
+    yield from model_problems(f"{POLICY}.model.path", policy.model.path)
     yield from tokenizer_problems(
-        f"{_POLICY}.model.tokenizer_path", config.actor_rollout_ref.model.tokenizer_path
+        f"{POLICY}.model.tokenizer_path", config.actor_rollout_ref.model.tokenizer_path
     )
     yield from tokenizer_problems("data.tokenizer", config.data.tokenizer)
     yield from tokenizer_name_problems(config)
@@ -169,3 +134,74 @@ def _eval_problems(config: EvalConfig) -> Iterator[str]:
     )
     yield from val_set_problems(config, True)
     yield from reward_problems(config)
+
+
+def tuning_problems(config: TuningConfig, data_files: bool = True) -> Iterator[str]:
+    """Of a configuration that may be unresolved. `data_files`: whether its files must be there."""
+    yield from checkpointing_problems(
+        "model", "", config.model.enable_gradient_checkpointing, config.megatron
+    )
+    yield from layout_problems(resolve(config))
+    yield from update_problems(resolve(config))
+    yield from optim_problems("optim", config.optim)
+    yield from numerics_problems(config)
+    yield from lora_problems(config)
+    for name in ("param_offload", "grad_offload", "optimizer_offload"):
+        if getattr(config.megatron, name) is not None:
+            yield f"megatron.{name} is for runs with rollout engines: fine-tuning uses all it has all the time; leave it out"
+    yield from model_problems("model.path", config.model.path)
+    yield from tokenizer_problems("model.tokenizer_path", config.model.tokenizer_path)
+    if data_files:
+        yield from file_problems("data.train_files", config.data.train_files)
+        yield from file_problems("data.val_files", config.data.val_files)
+        if isinstance(config, RMConfig):
+            yield from file_problems("data.normalize_files", config.data.normalize_files)
+    yield from template_problems(config.data.apply_chat_template_kwargs, config.data.tools_key)
+    yield from _validation_problems(config)
+    yield from saving_problems(config.trainer, config.trainer.test_freq)
+    yield from tracing_problems(config.trainer)
+    if isinstance(config, SFTConfig):
+        yield from _text_problems(config)
+    if isinstance(config, RMConfig):
+        yield from _reward_model_problems(config)
+    if isinstance(config, DPOConfig) and config.dpo.loss_type == "ipo" and config.dpo.label_smoothing > 0:
+        yield f"dpo.label_smoothing={config.dpo.label_smoothing:g} is of dpo.loss_type=sigmoid; leave it out"
+
+
+def _validation_problems(config: TuningConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if config.data.val_files is None and trainer.test_freq > 0:
+        yield f"trainer.test_freq={trainer.test_freq} needs data.val_files"
+    if trainer.test_freq > 0:
+        return
+    if trainer.save_best:
+        yield "trainer.save_best=true needs trainer.test_freq: the best model is that of the lowest val/loss"
+    if trainer.early_stop_patience is not None:
+        yield (
+            f"trainer.early_stop_patience={trainer.early_stop_patience} counts validations: it needs trainer.test_freq"
+        )
+
+
+def _text_problems(config: SFTConfig) -> Iterator[str]:
+    data = config.data
+    if data.text_key is None:
+        if data.truncation == "split":
+            yield "data.truncation=split is for plain text (data.text_key): a chat is not cut into several"
+        return
+    for name in ("response_key", "apply_chat_template_kwargs"):
+        if getattr(data, name) is not None:
+            yield f"data.{name} is of chats, but data.text_key={data.text_key!r} reads plain text; give one of them"
+
+
+def _reward_model_problems(config: RMConfig) -> Iterator[str]:
+    data = config.data
+    if data.normalize_max_samples == 0:
+        yield "data.normalize_max_samples=0: it must be -1 (all) or at least 1"
+    if data.normalize == "none" and data.normalize_files is not None:
+        yield "data.normalize_files: data.normalize=none uses no reference answers; leave one of them out"
+    if data.normalize_response_key is not None and data.normalize_files is None:
+        yield (
+            f"data.normalize_response_key={data.normalize_response_key!r} is a column of data.normalize_files, which is null"
+        )
+    if config.model.mtp == "keep":
+        yield "model.mtp=keep: a reward model predicts no tokens, so it has no such layers; leave it out"

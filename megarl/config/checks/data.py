@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.checks.algorithm import registered_problems
+from megarl.config.checks.values import registered_problems
 from megarl.config.schema.commands import TrainConfig
 from megarl.config.schema.data import SAMPLERS, DataConfig
 from megarl.util.files import check_url, is_url

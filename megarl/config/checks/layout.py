@@ -10,11 +10,18 @@ from math import prod
 
 from megarl.config.loading.problems import did_you_mean
 from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, resolve
-from megarl.config.schema.commands import ActorConfig, CriticConfig, EvalConfig, MegatronConfig, TrainConfig
-from megarl.config.schema.sections import PoolConfig, RolloutConfig
+from megarl.config.schema.commands import (
+    POLICY,
+    ActorConfig,
+    CriticConfig,
+    EvalConfig,
+    MegatronConfig,
+    TrainConfig,
+)
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import PoolConfig
 from megarl.config.schema.supervised import TuningConfig
 
-_POLICY = "actor_rollout_ref"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
 
@@ -27,9 +34,9 @@ def pool_problems(config: TrainConfig) -> Iterator[str]:
         yield "resource_pools is empty; name at least one pool, or leave it out for one of all devices"
         return
     given = {
-        f"{_POLICY}.actor": policy.actor.resource_pool,
-        f"{_POLICY}.ref": policy.ref.resource_pool,
-        f"{_POLICY}.rollout": policy.rollout.resource_pool,
+        f"{POLICY}.actor": policy.actor.resource_pool,
+        f"{POLICY}.ref": policy.ref.resource_pool,
+        f"{POLICY}.rollout": policy.rollout.resource_pool,
     }
     if config.critic is not None:
         given["critic"] = config.critic.resource_pool
@@ -42,7 +49,7 @@ def pool_problems(config: TrainConfig) -> Iterator[str]:
     actor_pool = full.actor_rollout_ref.actor.resource_pool
     if actor_pool is None:
         yield (
-            f"{_POLICY}.actor.resource_pool is required where resource_pools has several and none is named "
+            f"{POLICY}.actor.resource_pool is required where resource_pools has several and none is named "
             f"{GLOBAL_POOL}: one of {', '.join(pools)}"
         )
     for name in pools:
@@ -97,9 +104,9 @@ def _roles(config: TrainConfig | TuningConfig) -> list[_Role]:
             _Role("", config.megatron, GLOBAL_POOL, config.trainer.nnodes * config.trainer.n_gpus_per_node)
         ]
     policy = config.actor_rollout_ref
-    sections = {f"{_POLICY}.actor": policy.actor}
+    sections = {f"{POLICY}.actor": policy.actor}
     if needs_reference(config):
-        sections[f"{_POLICY}.ref"] = policy.ref
+        sections[f"{POLICY}.ref"] = policy.ref
     if config.critic is not None:
         sections["critic"] = config.critic
     if config.reward_model.enable:
@@ -191,21 +198,21 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         return
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    yield from _mini_batch_problems(actor.ppo_mini_batch_size, config, roles[f"{_POLICY}.actor"])
-    yield from _micro_batch_problems(f"{_POLICY}.actor", actor, config)
+    yield from _mini_batch_problems(actor.ppo_mini_batch_size, config, roles[f"{POLICY}.actor"])
+    yield from _micro_batch_problems(f"{POLICY}.actor", actor, config)
     for role in roles.values() if actor.share_prompts else ():
         if role.key != "reward_model" and role.megatron.context_parallel_size > 1:
             yield (
-                f"{_POLICY}.actor.share_prompts=true: prompts cannot be shared with {role.megatron_key}.context_parallel_size="
+                f"{POLICY}.actor.share_prompts=true: prompts cannot be shared with {role.megatron_key}.context_parallel_size="
                 f"{role.megatron.context_parallel_size}; set it to false"
             )
     if config.data.ptx is not None:
         texts, tokens = config.data.ptx, actor.ppo_max_token_len_per_gpu
         size = f"data.ptx.batch_size={texts.batch_size}"
-        yield from _share_problems(size, texts.batch_size, roles[f"{_POLICY}.actor"])
+        yield from _share_problems(size, texts.batch_size, roles[f"{POLICY}.actor"])
         if tokens is not None and tokens < texts.max_length:
             yield (
-                f"{_POLICY}.actor.ppo_max_token_len_per_gpu={tokens} is less than data.ptx.max_length={texts.max_length}: "
+                f"{POLICY}.actor.ppo_max_token_len_per_gpu={tokens} is less than data.ptx.max_length={texts.max_length}: "
                 "a long text would not fit"
             )
     if config.critic is not None:
@@ -214,14 +221,14 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
         if _micro_batch(critic) != _micro_batch(actor):  # else it is the actor's problem
             yield from _micro_batch_problems("critic", critic, config)
     if needs_reference(config):
-        what = f"data.train_batch_size={prompts} x {_POLICY}.rollout.n={n} = {prompts * n} trajectories"
-        yield from _share_problems(what, prompts * n, roles[f"{_POLICY}.ref"])
+        what = f"data.train_batch_size={prompts} x {POLICY}.rollout.n={n} = {prompts * n} trajectories"
+        yield from _share_problems(what, prompts * n, roles[f"{POLICY}.ref"])
         tokens = ref.log_prob_max_token_len_per_gpu
         if tokens is not None and ref.log_prob_micro_batch_size_per_gpu is not None:
             names = "log_prob_max_token_len_per_gpu and log_prob_micro_batch_size_per_gpu"
-            yield f"{_POLICY}.ref: {names} are both set; give one of them, or log_prob_use_dynamic_bsz"
+            yield f"{POLICY}.ref: {names} are both set; give one of them, or log_prob_use_dynamic_bsz"
         if tokens is not None and tokens != actor.ppo_max_token_len_per_gpu:
-            yield from _budget_problems(f"{_POLICY}.ref.log_prob_max_token_len_per_gpu", tokens, config)
+            yield from _budget_problems(f"{POLICY}.ref.log_prob_max_token_len_per_gpu", tokens, config)
 
 
 def _mini_batch_problems(mini: int | None, config: TrainConfig, role: _Role) -> Iterator[str]:
@@ -233,7 +240,7 @@ def _mini_batch_problems(mini: int | None, config: TrainConfig, role: _Role) -> 
     inherited = role.key == "critic" and mini == config.actor_rollout_ref.actor.ppo_mini_batch_size
     if prompts % mini and not inherited:
         yield f"{key} does not divide data.train_batch_size={prompts}"
-    yield from _share_problems(f"{key} x {_POLICY}.rollout.n={n} = {mini * n} trajectories", mini * n, role)
+    yield from _share_problems(f"{key} x {POLICY}.rollout.n={n} = {mini * n} trajectories", mini * n, role)
 
 
 def _share_problems(what: str, sequences: int, role: _Role) -> Iterator[str]:
@@ -279,7 +286,7 @@ def _budget_problems(key: str, tokens: int, config: TrainConfig | EvalConfig) ->
 def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     """Of a resolved configuration: the engines fit the devices of their pool, and a trajectory an engine."""
     if isinstance(config, TrainConfig):
-        key, rollout = f"{_POLICY}.rollout", config.actor_rollout_ref.rollout
+        key, rollout = f"{POLICY}.rollout", config.actor_rollout_ref.rollout
         pool = (config.resource_pools or {}).get(rollout.resource_pool or "")
     else:
         key, rollout = "rollout", config.rollout

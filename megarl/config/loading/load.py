@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a typed configuration, and back.
+"""From a YAML file and overrides to a typed configuration, and back; and which command a recipe belongs to.
 
 Guarantees: no key is ignored; every problem is reported at once, with where it was written; what `save_config`
 writes, `load_config` reads as an equal configuration.
@@ -30,7 +30,8 @@ from megarl.config.loading.document import (
     read_file,
 )
 from megarl.config.loading.problems import nearest_keys, raise_if_any
-from megarl.config.loading.recipes import PREFIX, recipe_path
+from megarl.config.loading.recipes import PREFIX, recipe_path, run_by
+from megarl.config.schema.commands import TrainConfig
 from megarl.config.schema.options import (
     field_types,
     is_free,
@@ -41,6 +42,7 @@ from megarl.config.schema.options import (
     type_text,
     walk,
 )
+from megarl.config.schema.supervised import DPOConfig, RMConfig, SFTConfig
 from megarl.util.files import whole_file
 
 T = TypeVar("T")
@@ -290,3 +292,41 @@ def _first_entry(tree: Tree) -> Entry | None:
         if found is not None:
             return found
     return None
+
+
+TRAINING = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
+"""The commands that train a model, each with the class of its recipes."""
+
+
+def recipe_command(recipe: str, overrides: Sequence[str]) -> str:
+    """The command (of `TRAINING`) whose recipe this is: the one that knows most of its keys; where several know as many, the one
+    that the file's first comment says (`Run: megarl sft ...`).
+
+    Raises:
+        ValueError: a missing file or text that is not YAML; nothing says which of several commands it is.
+    """
+    tree = read_file(Path(recipe))
+    for override in overrides:
+        tree = merge(tree, parse_override(override))
+    unknown = {name: _unknown(tree, schema) for name, schema in TRAINING.items()}
+    best = [name for name, number in unknown.items() if number == min(unknown.values())]
+    if len(best) == 1:
+        return best[0]
+    said = run_by(Path(recipe))
+    if said in best:
+        return said
+    raise ValueError(
+        f"{recipe} may be a recipe of `megarl {'`, `megarl '.join(best)}`: its keys are theirs alike; say which with "
+        f"--command, or in the file's first comment (# Run: megarl {best[0]} ...)"
+    )
+
+
+def _unknown(tree: Tree, schema: type, depth: int = 2) -> int:
+    """Keys and sections down to `depth` that the schema does not have."""
+    kinds, number = field_types(schema), 0
+    for name, value in tree.items():
+        if name not in kinds:
+            number += 1
+        elif depth > 1 and isinstance(value, dict) and (inner := section_type(kinds[name])) is not None:
+            number += _unknown(value, inner, depth - 1)
+    return number

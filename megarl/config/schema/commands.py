@@ -1,4 +1,4 @@
-"""The keys of `megarl train` and `megarl eval`; those of fine-tuning are in `tuning_sections`, `sft_sections`, `rm_sections`.
+"""The keys of `megarl train` and `megarl eval`; the keys of supervised training are in `supervised`.
 
 Every key is read by someone; a key that is not here is refused. Batch sizes count over all ranks, `_per_gpu`
 sizes on one device.
@@ -19,27 +19,31 @@ from megarl.config.schema.data import (
     DataConfig,
     ValSetConfig,
 )
-from megarl.config.schema.health import HealthConfig
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import (
+    LoraConfig,
+    MegatronConfig,
+    ModelPathConfig,
+    OptimConfig,
+    TrainedModelConfig,
+)
 from megarl.config.schema.options import option, optional_section, section
 from megarl.config.schema.rewards import CustomRewardConfig, RewardConfig, RewardModelConfig
-from megarl.config.schema.saving import SavingConfig
-from megarl.config.schema.sections import (
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.run import (
     DEFAULT_LOGGERS,
     IDLE_TIMEOUT_HELP,
     LOGGER_HELP,
     LOGGERS,
     PHASE_TIMEOUT_HELP,
     RELAYS_FROM_HELP,
-    MegatronConfig,
-    ModelPathConfig,
-    OptimConfig,
+    HealthConfig,
     PoolConfig,
-    RolloutConfig,
-    TrainedModelConfig,
+    SavingConfig,
+    TracingConfig,
 )
-from megarl.config.schema.tracing import TracingConfig
 
+POLICY = "actor_rollout_ref"
+"""The section of the policy: actor, rollout engines and reference."""
 MODES = ("sync", "partial_rollouts", "one_step_off", "fully_async")
 STREAMED = ("partial_rollouts", "fully_async")  # their responses go on from step to step
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megarl.config.schema.options import option, optional_section, section
-from megarl.config.schema.sections import SamplingConfig
+from megarl.config.schema.rollout import SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.aliases import NO_OTHER_STRATEGY
+from megarl.config.schema.models import MegatronConfig
 from megarl.config.schema.options import option, optional_section, section
-from megarl.config.schema.sections import MegatronConfig
 
 # What megarl.rewards.registry has; a plugin may add others.
 RULES = (

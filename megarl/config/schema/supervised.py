@@ -1,4 +1,4 @@
-"""What the commands share that fit one Megatron model to examples: supervised fine-tuning, reward models."""
+"""Sections and commands of supervised training, which fits one Megatron model to examples: SFT, reward models, DPO."""
 
 # Every default here is made by dataclasses.field, inside of `option` and its kin.
 # ruff: noqa: RUF009
@@ -6,20 +6,18 @@
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.schema.models import MegatronConfig, OptimConfig, TrainedModelConfig
 from megarl.config.schema.options import option, section
-from megarl.config.schema.saving import SavingConfig
-from megarl.config.schema.sections import (
+from megarl.config.schema.run import (
     DEFAULT_LOGGERS,
     IDLE_TIMEOUT_HELP,
     LOGGER_HELP,
     LOGGERS,
     PHASE_TIMEOUT_HELP,
     RELAYS_FROM_HELP,
-    MegatronConfig,
-    OptimConfig,
-    TrainedModelConfig,
+    SavingConfig,
+    TracingConfig,
 )
-from megarl.config.schema.tracing import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from megarl import platform
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.megatron.lora.fp8_base import exact_weight
 from megarl.models.lora import COLUMNS, ROWS, AdapterSlot, scaling
 

@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.boxes import Piece
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.megatron.lora.adapter import Adapter, ExpertAdapter, start_streams

@@ -5,7 +5,7 @@ import re
 import string
 from typing import Any
 
-from megarl.rewards.rules.math_boxed import last_boxed
+from megarl.rewards.rules.math_rules import last_boxed
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # The colon may stand in Markdown (`**Answer**:`), the answer on a later line.

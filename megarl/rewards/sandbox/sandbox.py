@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ISOLATIONS = ("auto", "namespaces", "seccomp")
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.rewards.sandbox.jail.main import main; main(int(sys.argv[2]))"
+_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.rewards.sandbox.jail import main; main(int(sys.argv[2]))"
 _ROOT = str(Path(__file__).resolve().parents[3])
 # Beyond the tests' own time: starting Python on a busy machine.
 _START_SECONDS = 30.0
@@ -51,7 +51,7 @@ def run_tests(
     isolation: str = "auto",
     stop_at_failure: bool = False,
 ) -> list[TestResult]:
-    """Run a Python program against tests (their forms: `megarl.rewards.sandbox.jail.main`).
+    """Run a Python program against tests (their forms: `megarl.rewards.sandbox.jail`).
 
     Args:
         stop_at_failure: run no test after one that did not end well.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, linear_regression, stdev
 
-from megarl.algorithms.kl_control import KLController
+from megarl.algorithms.kl import KLController
 from megarl.config import ActorConfig, HealthConfig, TrainConfig
 from megarl.trainer.stages.controls import Controls
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from megarl.algorithms.repetition import duplicate_share, ngram_repetition
+from megarl.algorithms.metrics import duplicate_share, ngram_repetition
 from megarl.config import TrainConfig
 from megarl.data.trajectories import ragged
 from megarl.trainer.health.findings import ACTOR, Finding, History, beyond_noise, find, kl_coefficients

@@ -13,13 +13,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from megarl.algorithms.dpo import dpo_loss, dpo_metrics
+from megarl.algorithms.preference import dpo_loss, dpo_metrics
 from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import Premises, WorkerGroup
 from megarl.config import DPOConfig, check_models, position_warnings
 from megarl.data.loader import TableLoader
-from megarl.data.preference_chats import PreferenceChats, chats_of
-from megarl.data.preferences import ranking_lengths
+from megarl.data.preferences import PreferenceChats, chats_of, ranking_lengths
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
 from megarl.layout.grid import ParallelLayout

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.checkpoints import Checkpoint, find_damage, read_checkpoint, steps_in
 from megarl.checkpoints.manifest import folder_name, shortened
 from megarl.config import TrainConfig, check_config, load_config, resolve, resolve_batches
-from megarl.config.resume import changed_keys
+from megarl.config.checks.run import changed_keys
 from megarl.trainer.health.monitor import HealthMonitor, repetition_metrics
 from megarl.trainer.loops.ppo import epochs, learn
 from megarl.trainer.roles.roles import policy_checkpoints, start_learners

@@ -34,8 +34,8 @@ from megarl.checkpoints import (
 from megarl.checkpoints.manifest import shortened
 from megarl.cluster import WorkerFailed, WorkerGroup
 from megarl.config import TrainConfig, TuningConfig
-from megarl.config.resume import changed_keys
-from megarl.config.schema.saving import SavingConfig
+from megarl.config.checks.run import changed_keys
+from megarl.config.schema.run import SavingConfig
 from megarl.trainer.run.best import Best
 from megarl.trainer.run.earlier_runs import move_checkpoints, set_aside_earlier_run
 from megarl.trainer.run.preemption import REQUEUE

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.checkpoints import read_checkpoint, steps_in
 from megarl.checkpoints.manifest import folder_name
 from megarl.config import TrainConfig, TuningConfig
-from megarl.config.resume import changed_keys, refused_changes
+from megarl.config.checks.run import changed_keys, refused_changes
 from megarl.models import COMPANIONS, read_model_config
 
 FOLDER = "checkpoints"  # in the run folder

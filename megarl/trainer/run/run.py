@@ -24,8 +24,7 @@ from megarl.cluster import (
     wait,
     write_report,
 )
-from megarl.data.gather import Blocks
-from megarl.data.trajectories import write_trajectories
+from megarl.data.trajectories import Blocks, write_trajectories
 from megarl.trainer.run.logger import RunLogger
 from megarl.trainer.run.preemption import Preemption
 from megarl.trainer.run.timeline import STEP, Timeline

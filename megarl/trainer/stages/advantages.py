@@ -9,8 +9,7 @@ import pyarrow as pa
 import torch
 
 from megarl.algorithms.advantages import AdvantageBatch, AdvantageOptions, compute_advantages
-from megarl.algorithms.kl import apply_kl_penalty, place_scores
-from megarl.algorithms.kl_control import KLController
+from megarl.algorithms.kl import KLController, apply_kl_penalty, place_scores
 from megarl.algorithms.metrics import batch_metrics, rollout_difference
 from megarl.algorithms.ragged import segment_sum
 from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout

@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.algorithms.kl_control import (
-    FixedKLController,
-    KLController,
-    LinearKLController,
-    make_kl_controller,
-)
+from megarl.algorithms.kl import FixedKLController, KLController, LinearKLController, make_kl_controller
 from megarl.config import TrainConfig
 
 

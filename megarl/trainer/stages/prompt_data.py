@@ -17,12 +17,11 @@ from megarl.config import (
     TrainConfig,
     needs_rules,
 )
-from megarl.data.loader import BatchLoader, Feed, TableFeed
-from megarl.data.mixture import MixtureFeed
+from megarl.data.files import resolve_files
+from megarl.data.loader import BatchLoader, Feed, MixtureFeed, TableFeed
 from megarl.data.preferences import PreferenceKeys
 from megarl.data.prompts import ANSWER_KEY, SOURCE_KEY, PromptDataset, PromptReader
 from megarl.data.samplers import make_sampler
-from megarl.data.sources import resolve_files
 from megarl.data.stream import StreamFeed, cut_pieces
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import pyarrow as pa
 
 from megarl.cluster import WorkerLost
 from megarl.config import SamplingConfig, TrainConfig
-from megarl.data.gather import Blocks
-from megarl.data.trajectories import expand_prompts, replace_column, take
+from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.workers.dispatch import split_requests
 

@@ -10,10 +10,9 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossAggregation
-from megarl.algorithms.covariance import ClipCov, KLCov
 from megarl.algorithms.kl import FULL_KL
-from megarl.algorithms.loss_inputs import PolicyLossOptions
 from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
+from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyLossOptions
 from megarl.config import TrainConfig
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.stages.controls import Controls

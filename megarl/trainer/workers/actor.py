@@ -14,10 +14,9 @@ import torch
 
 from megarl import platform
 from megarl.algorithms.aggregate import LossAggregation, LossCounts, token_weights
-from megarl.algorithms.covariance import ClipCov, KLCov, select_tokens
 from megarl.algorithms.kl import FULL_KL
 from megarl.algorithms.metrics import RolloutDifference, reported_difference
-from megarl.algorithms.policy_loss import PolicyTokens, Sequences, actor_loss
+from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyTokens, Sequences, actor_loss, select_tokens
 from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import append_column, ragged, take
 from megarl.megatron.build import unwrap

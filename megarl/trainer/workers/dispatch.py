@@ -14,11 +14,24 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.algorithms.aggregate import LossCounts
-from megarl.data.balance import plan_mini_batches, sequence_costs
-from megarl.data.gather import Blocks
-from megarl.data.plan_figures import aligned_total, plan_figures, sums_of
-from megarl.data.shared_prompts import plan_groups, shared_tokens
-from megarl.data.trajectories import append_column, from_ragged, list_lengths, ragged, sequence_lengths, take
+from megarl.data.balance import (
+    aligned_total,
+    plan_figures,
+    plan_groups,
+    plan_mini_batches,
+    sequence_costs,
+    shared_tokens,
+    sums_of,
+)
+from megarl.data.trajectories import (
+    Blocks,
+    append_column,
+    from_ragged,
+    list_lengths,
+    ragged,
+    sequence_lengths,
+    take,
+)
 from megarl.layout.grid import ParallelLayout
 
 

@@ -6,10 +6,9 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.dpo import dpo_loss, dpo_metrics
+from megarl.algorithms.preference import dpo_loss, dpo_metrics
 from megarl.config import DPOLossConfig
-from megarl.data.preference_chats import chats_of
-from megarl.data.preferences import ranking_lengths
+from megarl.data.preferences import chats_of, ranking_lengths
 from megarl.megatron.packing import PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import torch
 
-from megarl.algorithms.ptx_loss import ptx_loss
+from megarl.algorithms.policy_loss import ptx_loss
 from megarl.config import TrainConfig
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.trajectories import list_lengths

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megarl.algorithms.aggregate import LossAggregation
-from megarl.algorithms.covariance import ClipCov, KLCov
-from megarl.algorithms.loss_inputs import PolicyLossOptions
+from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyLossOptions
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 
 NAMED = "megarl.trainer.workers.profiling:named"  # around each call of a rank with a model

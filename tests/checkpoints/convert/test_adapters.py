@@ -19,7 +19,7 @@ from megarl.checkpoints.hf.adapters import (
 from megarl.checkpoints.hf.export import Bundle
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.cli.main import main
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters

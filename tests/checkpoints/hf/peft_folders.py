@@ -15,7 +15,7 @@ from megarl.checkpoints.hf.adapters import (
     load_adapters,
     write_peft_adapter,
 )
-from megarl.config.schema.lora import ALL_LINEAR, LoraConfig
+from megarl.config.schema.models import ALL_LINEAR, LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.hf.adapters import adapter_export_plan, write_peft_adapter
 from megarl.checkpoints.hf.peft import PeftReader
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from tests.checkpoints.hf.peft_folders import (

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.hf.adapters import adapter_layout, load_adapters
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config

@@ -1,10 +1,22 @@
 """Checks of where scores come from, and the Scorer that a configuration describes."""
 
 import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megarl.config import check_config
+from megarl.config import (
+    EvalConfig,
+    TrainConfig,
+    batch_table,
+    check_config,
+    check_models,
+    needs_rules,
+    resolve,
+    resolve_batches,
+)
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.rewards.sample import Sample
 from tests.config.conftest import lines_of
@@ -12,7 +24,7 @@ from tests.config.conftest import lines_of
 JUDGE = ("reward.rule=llm_judge", "reward.judge.base_url=http://h:1/v1", "reward.judge.model=m")
 
 
-def problems(config) -> list[str]:
+def problems(config: TrainConfig | EvalConfig) -> list[str]:
     return lines_of(lambda: check_config(config))
 
 
@@ -89,3 +101,150 @@ def test_the_key_of_the_judge_must_be_there(train, monkeypatch):
         make_scorer(config)
     monkeypatch.setenv("TEST_JUDGE_KEY", "secret")
     make_scorer(config).close()
+
+
+Train = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def rewarded(train: Train, folder: Path) -> Train:
+    """The configuration with a reward model."""
+    (folder / "reward").mkdir()
+    (folder / "reward" / "config.json").write_text("{}")
+    given = ("reward_model.enable=true", f"reward_model.model.path={folder}/reward")
+    return lambda *overrides: train(*given, *overrides)
+
+
+def test_without_enable_nothing_is_derived_or_asked_for(train: Train) -> None:
+    """As the second article prints it: a folder that is not there, beside enable: false."""
+    config = train("reward_model.model.path=~/models/none", "reward_model.micro_batch_size_per_gpu=16")
+    check_config(config)
+    assert resolve(config).reward_model == config.reward_model
+    assert needs_rules(config) and resolve_batches(config).reward_model is None
+
+
+def test_what_is_not_said_is_the_actors(rewarded: Train) -> None:
+    config = rewarded()
+    check_config(config)
+    full = resolve(config)
+    reward, actor = full.reward_model, full.actor_rollout_ref.actor
+    assert (reward.megatron, reward.resource_pool) == (actor.megatron, "global")
+    assert (reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu) == (128, None)
+    assert reward.max_length == 64  # prompt and response
+    assert resolve(full) == full
+    assert not needs_rules(config) and needs_rules(rewarded("reward_model.rule_weight=0.5"))
+
+
+def test_the_actors_micro_batch_is_raised_to_the_longest_text(rewarded: Train) -> None:
+    config = rewarded("reward_model.max_length=200")
+    check_config(config)
+    assert resolve(config).reward_model.max_token_len_per_gpu == 200
+    assert resolve(resolve(config)) == resolve(config)
+
+
+def test_a_layout_and_micro_batches_of_its_own(rewarded: Train) -> None:
+    config = rewarded(
+        "reward_model.megatron.tensor_model_parallel_size=2",
+        "reward_model.micro_batch_size_per_gpu=4",
+        "reward_model.max_length=500",
+    )
+    check_config(config)
+    full = resolve(config).reward_model
+    assert full.megatron is not None and full.megatron.sequence_parallel
+    assert (full.max_token_len_per_gpu, full.micro_batch_size_per_gpu) == (None, 4)
+    plan = resolve_batches(config)
+    assert plan.reward_model is not None and (plan.reward_model.tp, plan.reward_model.dp) == (2, 2)
+    header, *rows = batch_table(plan)
+    (row,) = [row for row in rows if row[0] == "reward model"]
+    assert row == ("reward model", "4", "tp2 x pp1 x cp1 x dp2", "", "max 4 trajectories")
+    assert {len(row) for row in rows} == {len(header)}
+
+
+def test_a_pool_of_its_own(rewarded: Train) -> None:
+    pools = ("resource_pools.main.n_gpus_per_node=4", "resource_pools.judges.n_gpus_per_node=2",
+             "actor_rollout_ref.actor.resource_pool=main", "trainer.n_gpus_per_node=6")  # fmt: skip
+    layout = "reward_model.megatron.tensor_model_parallel_size=2"
+    config = rewarded(*pools, layout, "reward_model.resource_pool=judges")
+    check_config(config)
+    plan = resolve_batches(config).reward_model
+    assert plan is not None and (plan.pool, plan.world) == ("judges", 2)
+    assert problems(rewarded(*pools, layout, "reward_model.resource_pool=judge")) == [
+        "reward_model.resource_pool='judge' is unknown; resource_pools has main, judges; did you mean judges?",
+        "resource_pools.judges is used by no role; name it as a resource_pool or leave it out",
+    ]
+    assert problems(rewarded(*pools, "reward_model.resource_pool=judges")) == [
+        "reward_model.megatron: tensor_model_parallel_size=2 x pipeline_model_parallel_size=2 x "
+        "context_parallel_size=1 needs 4 devices, which does not divide the 2 devices of resource pool 'judges'; "
+        "possible products: 1,2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("reward_model.weight=0",), "reward_model.weight=0: the model's scores would count nothing"),
+        (
+            ("reward_model.max_token_len_per_gpu=64", "reward_model.micro_batch_size_per_gpu=4"),
+            "are both set (64 tokens, 4 trajectories); give one of them",
+        ),
+        (
+            ("reward_model.max_token_len_per_gpu=60",),
+            "reward_model.max_token_len_per_gpu=60 is less than reward_model.max_length=64",
+        ),
+        (("reward_model.max_length=0",), "reward_model.max_length=0 is out of range"),
+    ],
+)
+def test_what_does_not_fit_is_refused(rewarded: Train, overrides: tuple[str, ...], problem: str) -> None:
+    (found,) = problems(rewarded(*overrides))
+    assert problem in found
+
+
+def test_a_folder_that_is_not_there_is_refused(rewarded: Train, train: Train, folder: Path) -> None:
+    (found,) = problems(rewarded(f"reward_model.model.path={folder}/none"))
+    assert found.startswith("reward_model.model.path: ")
+    (found,) = problems(train("reward_model.enable=true"))
+    assert found.startswith("reward_model.model.path is required with reward_model.enable=true")
+
+
+def test_another_tokenizer_needs_the_messages(rewarded: Train, folder: Path) -> None:
+    given = f"reward_model.model.input_tokenizer={folder}/model"
+    (found,) = problems(rewarded(given))
+    assert found.startswith("reward_model.model.input_tokenizer needs data.return_raw_input_ids=true")
+    check_config(rewarded(given, "data.return_raw_input_ids=true"))
+
+
+def test_a_reward_function_that_would_count_nothing_is_refused(rewarded: Train, folder: Path) -> None:
+    (folder / "reward.py").write_text("def compute_score(**rest):\n    return 1.0\n")
+    given = f"custom_reward_function.path={folder}/reward.py"
+    (found,) = problems(rewarded(given))
+    assert "its scores would count nothing beside the reward model's; give reward_model.rule_weight" in found
+    check_config(rewarded(given, "reward_model.rule_weight=1"))
+    (found,) = problems(rewarded("reward.rule=gsm8k"))
+    assert found.startswith("reward.rule=gsm8k: its scores would count nothing")
+
+
+def test_turns_are_not_rendered_anew(rewarded: Train, folder: Path) -> None:
+    given = (f"reward_model.model.input_tokenizer={folder}/model", "data.return_raw_input_ids=true",
+             "actor_rollout_ref.rollout.multi_turn.enable=true",
+             "actor_rollout_ref.rollout.multi_turn.environment=calculator")  # fmt: skip
+    (found,) = problems(rewarded(*given))
+    assert "the turns of a trajectory cannot be rendered anew" in found
+
+
+def test_the_model_must_fit_its_layout(rewarded: Train) -> None:
+    facts = SimpleNamespace(
+        num_layers=4,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=64,
+        moe=None,
+        mla=None,
+        context_length=("max_position_embeddings", 4096),
+    )
+    odd = SimpleNamespace(**{**vars(facts), "num_layers": 3})
+    config = rewarded()
+    check_models(config, facts, None, facts)
+    (found,) = lines_of(lambda: check_models(config, facts, None, odd))
+    assert found.startswith(
+        "reward_model.megatron.pipeline_model_parallel_size=2 does not divide num_layers=3"
+    )

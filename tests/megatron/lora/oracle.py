@@ -14,7 +14,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megarl.config.schema.commands import OptimConfig
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.models.config import ModelConfig
 from megarl.models.lora import logical_adapters
 from tests.megatron.parity import NUM_TARGETS, sequences

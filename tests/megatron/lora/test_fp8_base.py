@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl import platform
 from megarl.checkpoints.hf.load import load_hf_weights
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training

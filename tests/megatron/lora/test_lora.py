@@ -10,7 +10,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from megarl.checkpoints.hf.load import load_hf_weights
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head

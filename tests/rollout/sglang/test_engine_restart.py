@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.config.schema.lora import LoraConfig
+from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.rollout.engine import EngineConfig, NoValidWeightsError, WeightSyncError
 from megarl.weight_sync.links import LinkError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema.health import FINDINGS
+from megarl.config.schema.run import FINDINGS
 from megarl.trainer.health.findings import CHECKS, Finding, History, beyond_noise, find
 from megarl.trainer.run.logger import read_metrics
 from megarl.trainer.stages.controls import make_controls

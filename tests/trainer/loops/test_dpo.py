@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig, MegatronConfig, OptimConfig
-from megarl.data.preference_chats import PREFERENCE_CHAT_SCHEMA
-from megarl.data.preferences import ranking_lengths
+from megarl.data.preferences import PREFERENCE_CHAT_SCHEMA, ranking_lengths
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.loops.dpo import validate, with_reference
 from megarl.trainer.workers.dispatch import plan_rows

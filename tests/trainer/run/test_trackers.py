@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema.sections import DEFAULT_LOGGERS, LOGGERS
-from megarl.config.schema.sections import TRACKERS as INSTALLED_BY
+from megarl.config.schema.run import DEFAULT_LOGGERS, LOGGERS
+from megarl.config.schema.run import TRACKERS as INSTALLED_BY
 from megarl.trainer.run.logger import DEFAULT_SINKS, SINKS, RunLogger
 from megarl.trainer.run.trackers import TRACKERS, TrackedRun, flatten, mlflow_name, open_trackers
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from megarl.algorithms.kl_control import FixedKLController, LinearKLController
+from megarl.algorithms.kl import FixedKLController, LinearKLController
 from megarl.config import AlgorithmConfig, RolloutCorrectionConfig
 from megarl.data.trajectories import append_column, from_ragged, ragged
 from megarl.trainer.stages.advantages import compute_batch_advantages

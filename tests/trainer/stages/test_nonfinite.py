@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from megarl.algorithms.kl_control import AdaptiveKLController
+from megarl.algorithms.kl import AdaptiveKLController
 from megarl.cluster import WorkerFailed
 from megarl.cluster.ranks import RankError, RankProcess
 from megarl.config import TrainConfig, load_config, resolve

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from megarl.config import TrainConfig, load_config, resolve
-from megarl.data.gather import Blocks
-from megarl.data.trajectories import ragged
+from megarl.data.trajectories import Blocks, ragged
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.stages.nonfinite import NotFinite

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import SamplingConfig
-from megarl.data.gather import Blocks
-from megarl.data.trajectories import expand_prompts, take
+from megarl.data.trajectories import Blocks, expand_prompts, take
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.stages import rollouts
 from tests.trainer.trajectories import answer, prompts

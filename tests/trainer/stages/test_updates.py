@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from megarl.algorithms.aggregate import LossAggregation
-from megarl.algorithms.covariance import ClipCov, KLCov
+from megarl.algorithms.policy_loss import ClipCov, KLCov
 from megarl.config import TrainConfig, load_config, resolve
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.roles.model_roles import Role

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from megarl.config import ModelPathConfig, RolloutConfig
-from megarl.config.schema.multi_turn import MultiTurnConfig
+from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import load_tokenizer, render_prompt
 from megarl.data.trajectories import (
     MESSAGES,

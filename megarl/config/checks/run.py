@@ -1,0 +1,202 @@
+"""Checks of how a run proceeds: its mode, runs that only generate or only train, checkpoints, traces, and which keys may change when a
+run resumes.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.config.loading.load import to_dict
+from megarl.config.resolve import needs_reference
+from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig
+from megarl.config.schema.run import SavingConfig, TracingConfig
+from megarl.util.files import check_url, is_url
+
+
+def mode_problems(config: TrainConfig) -> Iterator[str]:
+    """Of a resolved configuration."""
+    trainer, policy = config.trainer, config.actor_rollout_ref
+    if trainer.max_staleness is not None and trainer.mode not in STREAMED:
+        yield (
+            f"trainer.max_staleness={trainer.max_staleness}: trainer.mode={trainer.mode} does not read it; leave it out, or set the mode "
+            f"to {' or '.join(STREAMED)}"
+        )
+    if trainer.mode == "sync":
+        return
+    mode = f"trainer.mode={trainer.mode}"
+    for key, given in (
+        ("rollout_only", trainer.rollout_only),
+        ("train_only", trainer.train_only is not None),
+    ):
+        if given:
+            yield f"trainer.{key}: {mode} has no such half; leave one of the two out"
+    if trainer.mode == "partial_rollouts":
+        return
+    if trainer.mode == "fully_async" and policy.rollout.free_cache_engine:
+        yield (
+            f"{POLICY}.rollout.free_cache_engine=true: {mode} generates all the time, so the engines' memory never goes; leave it out"
+        )
+    trained = {f"{POLICY}.actor": policy.actor.resource_pool}
+    if needs_reference(config):
+        trained[f"{POLICY}.ref"] = policy.ref.resource_pool
+    if config.critic is not None:
+        trained["critic"] = config.critic.resource_pool
+    collecting = {f"{POLICY}.rollout": policy.rollout.resource_pool}
+    if config.reward_model.enable:
+        collecting["reward_model"] = config.reward_model.resource_pool
+    for role, pool in collecting.items():
+        shared = [other for other, name in trained.items() if name == pool]
+        if shared:
+            yield (
+                f"{role}.resource_pool={pool!r} is also that of {', '.join(shared)}: with {mode} both work at the same time; name "
+                "another pool of resource_pools, such as {train: {n_gpus_per_node: 4}, rollout: {n_gpus_per_node: 4}}"
+            )
+
+
+def halves_problems(config: TrainConfig) -> Iterator[str]:
+    """Of trainer.rollout_only and trainer.train_only; `config` is resolved."""
+    trainer = config.trainer
+    if not trainer.rollout_only and trainer.train_only is None:
+        return
+    key = "trainer.rollout_only" if trainer.rollout_only else "trainer.train_only"
+    if trainer.rollout_only and trainer.train_only is not None:
+        yield "trainer.rollout_only and trainer.train_only: give one of them, or neither, which is both in turns"
+    validating = {"test_freq=-1": trainer.test_freq > 0, "val_before_train=false": trainer.val_before_train}
+    for off in (off for off, given in validating.items() if given):
+        name = off.partition("=")[0]
+        yield f"trainer.{name}: with {key} nothing is validated; megarl eval does that. Set trainer.{off}"
+    if trainer.rollout_only:
+        yield from _rollout_only_problems(config)
+    elif trainer.train_only is not None and not Path(trainer.train_only).is_dir():
+        yield f"trainer.train_only={trainer.train_only}: there is no such folder"
+
+
+def _rollout_only_problems(config: TrainConfig) -> Iterator[str]:
+    trainer = config.trainer
+    saving = {
+        "save_freq=-1": trainer.save_freq > 0,
+        "save_minutes=null": trainer.save_minutes is not None,
+        "best_metric=null": trainer.best_metric is not None,
+        "max_run_minutes=null": trainer.max_run_minutes is not None,
+        "checkpoint_url=null": trainer.checkpoint_url is not None,
+        "resume_from_path=null": trainer.resume_from_path is not None,
+    }
+    for off in (off for off, given in saving.items() if given):
+        name = off.partition("=")[0]
+        yield f"trainer.{name}: with trainer.rollout_only no model changes, and there are no checkpoints; set trainer.{off}"
+    if config.actor_rollout_ref.model.lora.rank:
+        yield (
+            "actor_rollout_ref.model.lora.rank: trainer.rollout_only has no adapters; leave it out, or give the merged model "
+            "(the folder hf of the run that trained them) as actor_rollout_ref.model.path"
+        )
+
+
+def saving_problems(trainer: SavingConfig, test_freq: int) -> Iterator[str]:
+    """Of the section `trainer` of a run that validates every `test_freq` steps (-1: never)."""
+    if trainer.resume_mode == "path" and trainer.resume_from_path is None:
+        yield "trainer.resume_mode=path needs trainer.resume_from_path, the folder of a checkpoint"
+    if trainer.resume_mode != "path" and trainer.resume_from_path is not None:
+        yield (
+            f"trainer.resume_from_path={trainer.resume_from_path} is for trainer.resume_mode=path, which is "
+            f"{trainer.resume_mode}"
+        )
+    if trainer.resume_from_path is not None and not Path(trainer.resume_from_path).is_dir():
+        yield f"trainer.resume_from_path={trainer.resume_from_path}: there is no such folder"
+    if trainer.best_metric is not None and test_freq <= 0:
+        yield f"trainer.best_metric={trainer.best_metric!r} is of validations: it needs trainer.test_freq"
+    if trainer.checkpoint_url is not None:
+        if not is_url(trainer.checkpoint_url):
+            yield (
+                f"trainer.checkpoint_url={trainer.checkpoint_url!r} must be a URL, such as s3://bucket/run; a folder that is "
+                "mounted is given as trainer.default_local_dir"
+            )
+        else:
+            try:
+                check_url(trainer.checkpoint_url)
+            except ValueError as error:
+                yield f"trainer.checkpoint_url: {error}"
+    yield from _idle_keys(trainer)
+
+
+def _idle_keys(trainer: SavingConfig) -> Iterator[str]:
+    """Keys of checkpoints in a run that saves none."""
+    if trainer.save_freq > 0 or trainer.save_minutes is not None or trainer.best_metric is not None:
+        return
+    given = {
+        "keep_every": trainer.keep_every is not None,
+        "save_hf": trainer.save_hf,
+        "async_save": trainer.async_save,
+    }
+    for name in (name for name, there in given.items() if there):
+        yield f"trainer.{name} is of checkpoints: give trainer.save_freq or trainer.save_minutes"
+
+
+def tracing_problems(trainer: TracingConfig) -> Iterator[str]:
+    """Of the section `trainer` of a run that trains."""
+    if not trainer.profile_steps and trainer.profile_ranks != TracingConfig().profile_ranks:
+        yield "trainer.profile_ranks is of traces: give trainer.profile_steps"
+
+
+_ABSENT = "(not there)"
+# (pattern of a key, why a run cannot go on with another value of it)
+_FIXED: tuple[tuple[str, str], ...] = (
+    (r"critic", "the checkpoint has the states of other models"),
+    (
+        r"(?:(?:actor_rollout_ref|critic)\.)?model\.(?:lora\.(?:rank|alpha|target_modules|exclude_modules|use_rslora|use_dora"
+        r"|shared_a|expert_groups|base_dtype|base_block)|share_base)",
+        "the checkpoint has adapters of another kind",
+    ),
+    (r"(?:.*\.)?megatron\.dtype", "the checkpoint has weights and optimizer states of another kind"),
+    (
+        r"data\.(?:train_batch_size|gen_batch_size|shuffle|seed|streaming|sampler\..*|mixture\..*|ptx\.batch_size)",
+        "the position in the data means other rows",
+    ),
+    (r"trainer\.train_only", "a run on trajectories that are there has no position in the prompts"),
+    (
+        r"trainer\.mode",
+        "in other modes than sync the position in the prompts is further, by what the checkpoint has; go on in the same mode",
+    ),
+    (r"algorithm\.kl_ctrl\.type", "the coefficient so far is that of another controller"),
+)  # fmt: skip
+# What a run did before there was a key that says so.
+_BEFORE = {"trainer.mode": "sync", "trainer.max_staleness": None}
+
+
+def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value in the file `saved`, value in `config`), of keys that differ.
+
+    Args:
+        config: resolved, as the one was that `save_config` wrote to `saved`.
+    """
+    after = _flat(to_dict(config))
+    before = {key: value for key, value in _BEFORE.items() if key in after}
+    before |= _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
+    return {
+        key: (before.get(key, _ABSENT), after.get(key, _ABSENT))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    }
+
+
+def refused_changes(changes: dict[str, tuple[Any, Any]]) -> list[str]:
+    """Of `changed_keys` those with which a run cannot go on, each as a sentence."""
+    found = []
+    for key, (before, after) in changes.items():
+        reasons = [reason for pattern, reason in _FIXED if re.fullmatch(pattern, key)]
+        found += [f"{key} was {before!r}, is {after!r} now: {reason}" for reason in reasons[:1]]
+    return found
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted key; an empty section is a leaf."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            leaves |= _flat(value, f"{key}.")
+        else:
+            leaves[key] = value
+    return leaves

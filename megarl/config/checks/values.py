@@ -1,0 +1,86 @@
+"""Checks of single values: choices and bounds, names that plugins may add to, and secrets.
+
+Secrets have no place in a configuration: it is printed, saved in the run folder, and given to trackers.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from megarl.config.loading.problems import did_you_mean
+from megarl.config.schema.commands import EvalConfig, TrainConfig
+from megarl.config.schema.options import walk_values
+
+_PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+_SECRET_NAME = re.compile(
+    r"(?i)(?:.*[_-])?(?:api[_-]?key|secret(?:[_-]key)?|password|(?:access|api|auth|bearer|hf)[_-]token)"
+)
+_ADVICE = "put it into an environment variable, or a file of the library that asks for it"
+
+
+def secret_problems(config: Any) -> Iterator[str]:
+    """URLs with passwords, and free keys (the arguments of a user's own function) that are named like secrets.
+
+    What is found is not shown.
+    """
+    for key, _, value in walk_values(config):
+        for place, name, text in _texts(key, "", value):
+            if _PASSWORD_IN_URL.search(text):
+                yield f"{place} is a URL with a password, which would be printed and saved: {_ADVICE}"
+            elif name and _SECRET_NAME.fullmatch(name):
+                yield f"{place} is named like a secret, which would be printed and saved: {_ADVICE}"
+
+
+def _texts(place: str, name: str, value: Any) -> Iterator[tuple[str, str, str]]:
+    """(dotted key, its own name where it is a free one, value) of each text in a value."""
+    if isinstance(value, str):
+        yield place, name, value
+    elif isinstance(value, Mapping):
+        for own, inner in value.items():
+            yield from _texts(f"{place}.{own}", str(own), inner)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _texts(f"{place}[{number}]", name, inner)
+    elif is_dataclass(value):
+        for member in fields(value):
+            yield from _texts(f"{place}.{member.name}", "", getattr(value, member.name))
+
+
+def value_problems(config: Any) -> Iterator[str]:
+    """Choices and bounds, as declared beside each key."""
+    for key, member, value in walk_values(config):
+        rules = member.metadata
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is None:
+                continue
+            choices = rules.get("choices")
+            if choices is not None and item not in choices:
+                hint = did_you_mean(str(item), choices)
+                yield f"{key}={item!r} is unknown; megarl has {', '.join(choices)}{hint}"
+            yield from _bound_problems(key, item, rules)
+        last = key.rpartition(".")[2]
+        if last in ("test_freq", "save_freq", "top_k") and value == 0:
+            meaning = "-1 (all)" if last == "top_k" else "-1 (never)"
+            yield f"{key}=0: it must be {meaning} or at least 1"
+
+
+def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:
+    holds = {
+        "gt": ("greater than", lambda bound: value > bound),
+        "ge": ("at least", lambda bound: value >= bound),
+        "lt": ("less than", lambda bound: value < bound),
+        "le": ("at most", lambda bound: value <= bound),
+    }
+    bounds = {name: rules[name] for name in holds if rules.get(name) is not None}
+    if not all(holds[name][1](bound) for name, bound in bounds.items()):
+        valid = " and ".join(f"{holds[name][0]} {bound:g}" for name, bound in bounds.items())
+        yield f"{key}={value} is out of range: it must be {valid}"
+
+
+def registered_problems(
+    config: TrainConfig | EvalConfig, key: str, name: str, built_in: Sequence[str]
+) -> Iterator[str]:
+    """A name that a plugin may add to: with `plugins` it is looked up once they are imported."""
+    if name not in built_in and not config.plugins:
+        yield f"{key}={name!r} is unknown; megarl has {', '.join(built_in)}{did_you_mean(name, built_in)}"

@@ -1,0 +1,194 @@
+"""Models that are trained: where they are, their low-rank adapters, optimizer and parallel layout."""
+
+# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# ruff: noqa: RUF009
+
+from dataclasses import dataclass
+
+from megarl.config.aliases import NO_PADDING
+from megarl.config.schema.options import option, section
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685): what is trained instead of the model's weights, which stay as they are."""
+
+    rank: int = option("Rank of the adapters; 0: none, all weights are trained.", 0, ge=0)
+    alpha: float | None = option(
+        "Their outputs are multiplied with alpha / rank; null: alpha is the rank.",
+        None,
+        gt=0,
+        formula="y = W x + alpha / rank B A dropout(x)",
+    )
+    dropout: float = option("Share of their inputs that is dropped in training.", 0.0, ge=0, lt=1)
+    target_modules: str | tuple[str, ...] = option(
+        "Which linear layers have one, by Hugging Face's names: all-linear (all but the head and routers), a last part "
+        "(q_proj), or a pattern of the whole name (model.layers.1?.mlp.*); one of these, or a list. Routers are chosen by "
+        "gate, or a pattern that ends in .gate, alone: [all-linear, gate] is what all-linear is to PEFT.",
+        (ALL_LINEAR,),
+    )
+    exclude_modules: str | tuple[str, ...] = option("Which of these have none, likewise.", ())
+    use_rslora: bool = option(
+        "Outputs are multiplied with alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732).", False
+    )
+    use_dora: bool = option(
+        "Directions are adapted, and a magnitude for each output is trained (DoRA, arXiv:2402.09353).",
+        False,
+        formula="y = m / |W + alpha / rank B A| (W + alpha / rank B A) x",
+    )
+    shared_a: bool = option(
+        "Projections that Megatron computes as one (q, k and v; gate and up) share A, as one adapter of the fused layer; "
+        "false: each has its own, as in PEFT.",
+        False,
+    )
+    expert_groups: int | None = option(
+        "So many groups of neighbouring experts share an adapter; null: each expert has its own.", None, ge=1
+    )
+    base_dtype: str | None = option(
+        "How the frozen weights of linear layers are held: null, as the model's type has them; float8, e4m3 in blocks that "
+        "share a scale, as in DeepSeek-V3's checkpoints (whose blocks are taken as they are). A layer's weight is made from "
+        "it when the layer computes, forward and backward.",
+        None,
+        choices=("float8",),
+    )
+    base_block: int = option(
+        "Rows and columns of such a block; shards must not cut one. Smaller ones fit more layouts, and hold more precisely.",
+        128,
+        ge=1,
+    )
+    adapter_path: str | None = option(
+        "Folder of an adapter in PEFT's format to begin with; null: new ones, whose outputs are 0. A reference policy is the "
+        "model without it.",
+        None,
+        is_path=True,
+    )
+
+    def __post_init__(self) -> None:
+        """One text is a list of one, also where configurations are compared."""
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, (value,))
+
+    @property
+    def blocks(self) -> int | None:
+        """Rows and columns of a block of the frozen weights; None: they are not in float8."""
+        return self.base_block if self.rank and self.base_dtype is not None else None
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+LR_DECAY_STYLES = ("constant", "linear", "cosine")
+MTP_CHOICES = ("drop", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPathConfig:
+    """A Hugging Face model."""
+
+    path: str = option(
+        "Folder with config.json, weights (safetensors) and tokenizer; or the model's id on the Hugging Face Hub.",
+        is_path=True,
+    )
+    tokenizer_path: str | None = option(
+        "Folder of the tokenizer, or an id on the Hub; null: that of the model.", None, is_path=True
+    )
+    trust_remote_code: bool = option("Run Python code that comes with the tokenizer.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelConfig(ModelPathConfig):
+    """A Hugging Face model that is trained."""
+
+    use_remove_padding: bool = option("Sequences are packed.", True, refused={False: NO_PADDING})
+    enable_gradient_checkpointing: bool | None = option(
+        "true: megatron.recompute_granularity=full, false: null; null: as that says.", None
+    )
+    mtp: str = option(
+        "Its multi-token prediction layers, which are not trained: left out of the exported model, or kept as they are.",
+        "drop",
+        choices=MTP_CHOICES,
+    )
+    lora: LoraConfig = section("Low-rank adapters: what is trained instead of the weights.", LoraConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with decoupled weight decay, and its learning rate schedule."""
+
+    lr: float = option("Learning rate after the warm-up.", ge=0)
+    min_lr: float = option("Learning rate at the end of the decay.", 0.0, ge=0)
+    lr_warmup_steps: int = option(
+        "Optimizer steps over which the learning rate rises linearly to lr.", 0, ge=0
+    )
+    lr_decay_style: str = option("How it falls after the warm-up.", "constant", choices=LR_DECAY_STYLES)
+    lr_decay_steps: int | None = option(
+        "Optimizer steps, warm-up included, at which min_lr is reached; null: those of the whole run.",
+        None,
+        ge=1,
+    )
+    weight_decay: float = option("Decay of matrices; norms and biases have none.", 0.01, ge=0)
+    betas: tuple[float, float] = option(
+        "Decay of the gradient's first and second moment.", (0.9, 0.95), ge=0, lt=1
+    )
+    eps: float = option("Added to the root of the second moment.", 1e-8, gt=0)
+    clip_grad: float = option("Largest norm of the whole gradient; 0: not clipped.", 1.0, ge=0)
+    optimizer_cpu_offload: bool = option(
+        "Adam's states and the float32 copies of the weights stay on the host, and pass through the device in buckets while it "
+        "updates.",
+        False,
+    )
+    initial_loss_scale: float = option(
+        "float16: what the loss is multiplied with at first, so that small gradients do not vanish.",
+        65536.0,
+        gt=0,
+    )
+    min_loss_scale: float = option("float16: the least it may fall to.", 1.0, gt=0)
+    loss_scale_window: int = option(
+        "float16: updates without an overflow after which it doubles.", 1000, ge=1
+    )
+    hysteresis: int = option(
+        "float16: overflows after which it is halved; each one skips its update.", 2, ge=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Layout and execution of one Megatron model. Data parallel is what remains of the pool's devices."""
+
+    tensor_model_parallel_size: int = option("Devices that share each layer (tp).", 1, ge=1)
+    pipeline_model_parallel_size: int = option("Stages that share the layers (pp).", 1, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = option(
+        "Model chunks a stage, for the interleaved schedule (vpp); null: one.", None, ge=2
+    )
+    context_parallel_size: int = option("Devices that share each sequence (cp).", 1, ge=1)
+    expert_model_parallel_size: int = option("Devices that share the experts of a layer (ep).", 1, ge=1)
+    expert_tensor_parallel_size: int = option("Devices that share each expert (etp).", 1, ge=1)
+    num_layers_in_first_pipeline_stage: int | None = option(
+        "Layers of the first stage; null: as many as other stages have.", None, ge=1
+    )
+    num_layers_in_last_pipeline_stage: int | None = option(
+        "Layers of the last stage; null: as many as other stages have.", None, ge=1
+    )
+    sequence_parallel: bool | None = option(
+        "Split activations between tensor parallel parts along the sequence; null: where tp > 1.", None
+    )
+    use_distributed_optimizer: bool = option("Shard optimizer state over data parallel ranks.", True)
+    overlap_grad_reduce: bool = option("Reduce gradients while the backward pass runs.", False)
+    recompute_granularity: str | None = option(
+        "What the backward pass computes again instead of storing it; null: nothing.",
+        None,
+        choices=("full", "selective"),
+    )
+    dtype: str | None = option(
+        "Of the weights; null: bfloat16 on GPUs, float32 on CPUs.", None, choices=DTYPES
+    )
+    param_offload: bool | None = option(
+        "Weights leave the devices while they are not used; null: where rollout engines share GPUs with them.",
+        None,
+    )
+    grad_offload: bool | None = option("Gradient buffers likewise.", None)
+    optimizer_offload: bool | None = option("Optimizer states likewise.", None)
+    log_prob_chunk_tokens: int = option("Tokens whose logits exist at one time on a rank.", 1024, ge=1)
+    seed: int = option("Of newly made weights and of Megatron's random state.", 1, ge=0)

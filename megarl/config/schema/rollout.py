@@ -1,0 +1,173 @@
+"""The engines that generate responses: section `rollout`, its sampling, and trajectories of several turns."""
+
+# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# ruff: noqa: RUF009
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.aliases import NO_OTHER_ENGINE
+from megarl.config.schema.models import DTYPES
+from megarl.config.schema.options import option, section
+
+ENVIRONMENTS = ("calculator",)
+TRUNCATE_SIDES = ("left", "right", "middle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTurnConfig:
+    """Trajectories of several turns. All turns together, the environment's too, have data.max_response_length tokens."""
+
+    enable: bool = option("An environment answers the policy, in training, validation and evaluation.", False)
+    environment: str | None = option(
+        "The environment's name: calculator, or one that a file of plugins registers.", None
+    )
+    options: dict[str, Any] | None = option("What each of its objects is made with.", None)
+    max_assistant_turns: int | None = option("Most turns of the policy; null: as tokens allow.", None, ge=1)
+    max_user_turns: int | None = option("Most turns of the environment; null: as tokens allow.", None, ge=1)
+    max_tool_response_length: int = option(
+        "Characters of a text of the environment; longer ones are shortened.", 256, ge=1
+    )
+    tool_response_truncate_side: str = option(
+        "What is kept of them: left the beginning, right the end, middle half of each.",
+        "middle",
+        choices=TRUNCATE_SIDES,
+    )
+    step_timeout: float = option(
+        "Seconds that the environment may take for an answer; then its trajectory is given up.", 60.0, gt=0
+    )
+
+
+ROLLOUT_ENGINES = ("sglang",)
+
+
+SYNC_TRANSPORTS = ("auto", "shared_memory", "p2p")
+
+
+LORA_SYNCS = ("adapters", "merged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How validation and evaluation sample."""
+
+    temperature: float = option("0: greedy.", 0.0, ge=0)
+    top_p: float = option("Probability mass that is sampled from; 1: all.", 1.0, gt=0, le=1)
+    top_k: int = option("Most probable tokens that are sampled from; -1: all.", -1, ge=-1)
+    min_p: float = option(
+        "Tokens of less than this part of the most probable one's probability are left out; 0: none.",
+        0.0,
+        ge=0,
+        le=1,
+    )
+    repetition_penalty: float = option(
+        "The logits of tokens that occurred in the response are divided by it (negative ones multiplied); 1: not.",
+        1.0,
+        gt=0,
+        le=2,
+    )
+    frequency_penalty: float = option(
+        "Taken from a token's logit for each time that it occurred in the response.", 0.0, ge=-2, le=2
+    )
+    presence_penalty: float = option(
+        "Taken from a token's logit if it occurred in the response.", 0.0, ge=-2, le=2
+    )
+    n: int = option(
+        "Responses a prompt; over 1: the scores are also given as mean@n, best@n, pass@k and maj@n.", 1, ge=1
+    )
+    pass_threshold: float = option("Score from which on an answer passes (pass@k).", 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The engines that generate responses."""
+
+    name: str = option("The engine.", "sglang", choices=ROLLOUT_ENGINES, refused=NO_OTHER_ENGINE)
+    tensor_model_parallel_size: int = option("Devices that share one engine's model.", 1, ge=1)
+    expert_parallel_size: int = option(
+        "Groups of an engine's devices that share the experts (SGLang's ep_size).", 1, ge=1
+    )
+    nodes_per_engine: int | None = option(
+        "Nodes that share an engine's devices evenly, each with a process of its own; null: as few as its devices need.",
+        None,
+        ge=1,
+    )
+    num_engines: int | None = option("Engines; null: as many as the pool's devices hold.", None, ge=1)
+    allow_unknown_version: bool = option(
+        "Start an engine of a version that megarl was not tried with.", False
+    )
+    n: int = option("Responses a prompt.", 1, ge=1)
+    temperature: float = option("Of training rollouts.", 1.0, gt=0)
+    top_p: float = option("Of training rollouts: 1 (all) only.", 1.0)
+    top_k: int = option("Of training rollouts: -1 (all) only.", -1)
+    min_p: float = option("Of training rollouts: 0 (all) only.", 0.0)
+    repetition_penalty: float = option("Of training rollouts: 1 (none) only.", 1.0)
+    frequency_penalty: float = option("Of training rollouts: 0 (none) only.", 0.0)
+    presence_penalty: float = option("Of training rollouts: 0 (none) only.", 0.0)
+    stop_token_ids: tuple[int, ...] = option(
+        "Tokens that end a response, and are part of it, besides the model's end tokens.", ()
+    )
+    dtype: str | None = option(
+        "Of the weights; null: bfloat16 on GPUs, float32 on CPUs.", None, choices=DTYPES
+    )
+    gpu_memory_utilization: float = option(
+        "Part of a GPU's memory for weights and KV cache.", 0.5, gt=0, le=1
+    )
+    free_cache_engine: bool | None = option(
+        "Weights and KV cache of the engines leave the devices while models are trained; null: where these share GPUs.",
+        None,
+    )
+    max_num_seqs: int = option("Requests that an engine runs at a time; the others wait.", 256, ge=1)
+    max_total_tokens: int | None = option(
+        "Tokens in an engine's KV cache; null: from the memory.", None, ge=1
+    )
+    seed: int = option("Of the sampling.", 1, ge=0)
+    deterministic: bool | None = option(
+        "A response depends on weights, prompt and seed only, bit by bit, not on what else the engine does at the time "
+        "(docs/reproducibility.md); on GPUs SGLang's enable_deterministic_inference. null: on CPUs in float32 that can.",
+        None,
+    )
+    start_timeout: float | None = option(
+        "Seconds that the start of an engine may take. null: 300 on CPUs; 1800 on GPUs, where the first start compiles kernels.",
+        None,
+        gt=0,
+    )
+    request_timeout: float = option(
+        "Seconds within which an engine that has requests must compute the next tokens of any, and answer any other call. Long "
+        "responses may take longer.",
+        600.0,
+        gt=0,
+    )
+    max_restarts: int = option(
+        "How many engines that died or hang are started anew in a run; they get the current weights, and their "
+        "unfinished trajectories are asked for again. 0: the run ends with the first.",
+        3,
+        ge=0,
+    )
+    val_kwargs: SamplingConfig = section("How validation samples.", SamplingConfig)
+    multi_turn: MultiTurnConfig = section(
+        "Trajectories of several turns, with an environment that answers the policy.", MultiTurnConfig
+    )
+    quantization: str | None = option(
+        "fp8: the engines hold linear layers and experts in float8, quantised before they are sent; null: in dtype.",
+        None,
+        choices=("fp8",),
+    )
+    quantization_block_size: tuple[int, int] = option(
+        "fp8: rows and columns of a block of weights that share a scale.", (128, 128), ge=1
+    )
+    sync_bucket_mb: int = option("MiB that a rank sends or receives of a weight sync at a time.", 256, ge=1)
+    sync_transport: str = option(
+        "How weights travel; auto: in shared memory within a machine (on GPUs: within a GPU), else point to point.",
+        "auto",
+        choices=SYNC_TRANSPORTS,
+    )
+    sync_skip_unchanged: bool = option("Send no weights that the engine holds already.", False)
+    lora_sync: str | None = option(
+        "Of a policy with adapters: adapters: the engines serve them beside the weights, which are sent once; merged: weights "
+        "are sent with adapters in them; null: adapters where SGLang has them for the model, the weights stay in the engines, "
+        "and none of the keys above need merged weights.",
+        None,
+        choices=LORA_SYNCS,
+    )
+    resource_pool: str | None = option("Where the engines live; null: with the actor.", None)

@@ -1,0 +1,219 @@
+"""The process around the tests: sets up the jail, runs each test in a child, and reports.
+
+A request is a JSON object: `isolation`, `folders` (what may be read besides /usr), `paths` (for sys.path), `program`,
+`seconds` (a test), `total_seconds`, `memory_mb`, `tests`, each with `kind`:
+- "stdin": the program with `input` as its standard input; the result is what it prints.
+- "call": `function` of the program (or of its class Solution) with `arguments`; the result is what it returns.
+- "assert": `code` after the program, in the same module; it passes if that ends.
+
+The answer is `{"results": [...]}`, one object a test that was run (those after `total_seconds`, or with `stop_at_failure`
+after one that did not end well, are not), or `{"error": text}` if there is no such isolation here. A result has
+`outcome` ("ok", "error", "timeout", "killed"), `output`, `stderr` (its end), and for a call `value`.
+"""
+
+import builtins
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import secrets
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from typing import Any, TextIO
+
+from megarl.rewards.sandbox import namespaces, seccomp
+
+OUTPUT_BYTES = 4 << 20
+_STDERR_BYTES = 2000
+_OPEN_FILES = 64
+_WALL_PER_CPU = 2  # a busy machine must not make a right program wrong
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int) -> None:
+    """Serve one request of the process `parent`."""
+    _die_with_parent()
+    _end_unless(os.getppid() == parent)
+    request = json.load(sys.stdin)
+    sys.path[:] = [*sys.path[1:], *request["paths"]]  # without the folder that megarl is in
+    sys.dont_write_bytecode = True
+    try:
+        if request["isolation"] == "namespaces":
+            _enter_namespaces()
+            namespaces.make_root(request["folders"])
+        namespaces.drop_capabilities()
+        answer: dict[str, Any] = {"results": _run_all(request)}
+    except (OSError, ValueError) as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    json.dump(answer, sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _enter_namespaces() -> None:
+    """Return in the first process of new namespaces, whose end is the end of all others there."""
+    namespaces.enter()
+    _die_with_parent()  # again: a change of credentials unsets it
+    read, write = os.pipe()
+    if first := os.fork():
+        os.close(read)
+        status = os.waitpid(first, 0)[1]
+        os._exit(0 if status == 0 else 1)
+    os.close(write)
+    _die_with_parent()
+    # Its parent is in another pid namespace, so getppid tells nothing; the other end of the pipe does.
+    _end_unless(not select.select([read], [], [], 0)[0])
+    os.close(read)
+
+
+def _run_all(request: dict[str, Any]) -> list[dict[str, Any]]:
+    end = time.monotonic() + request["total_seconds"]
+    results: list[dict[str, Any]] = []
+    for test in request["tests"]:
+        seconds = min(_WALL_PER_CPU * request["seconds"], end - time.monotonic())
+        if seconds <= 0:
+            break
+        results.append(_run(request, test, seconds))
+        if request["stop_at_failure"] and results[-1]["outcome"] != "ok":
+            break
+    return results
+
+
+def _run(request: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """One test in a child."""
+    names = ("input", "output", "stderr", "value")
+    files = [os.memfd_create(name) for name in names]
+    try:
+        os.write(files[0], test.get("input", "").encode())
+        os.lseek(files[0], 0, os.SEEK_SET)
+        token, parent = secrets.token_hex(), os.getpid()
+        child = os.fork()
+        if child == 0:
+            _die_with_parent()
+            _end_unless(os.getppid() == parent)
+            _be_child(request, test, token, files)
+        outcome = _outcome(child, seconds)
+        texts = {name: _text(file) for name, file in zip(names, files, strict=True)}
+    finally:
+        for file in files:
+            os.close(file)
+    result = {"outcome": outcome, "output": texts["output"], "stderr": texts["stderr"][-_STDERR_BYTES:]}
+    # The program may end the process, or print what it likes: without this line its tests did not come to their end.
+    head, _, value = texts["value"].partition("\n")
+    if test["kind"] != "stdin" and outcome == "ok":
+        if head != token:
+            result["outcome"] = "error"
+        elif test["kind"] == "call":
+            result["value"] = value
+    return result
+
+
+def _outcome(child: int, seconds: float) -> str:
+    ended = os.pidfd_open(child)
+    try:
+        in_time = bool(select.select([ended], [], [], seconds)[0])
+        if not in_time:
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+    finally:
+        os.close(ended)
+    if not in_time:
+        return "timeout"
+    if os.WIFSIGNALED(status):
+        return "timeout" if os.WTERMSIG(status) == signal.SIGXCPU else "killed"
+    return "ok" if os.WEXITSTATUS(status) == 0 else "error"
+
+
+def _be_child(request: dict[str, Any], test: dict[str, Any], token: str, files: list[int]) -> None:
+    """Become the process of a test; never returns."""
+    code = 1
+    try:
+        for target, source in enumerate(files):
+            os.dup2(source, target)
+        os.closerange(len(files), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+        builtins.exit = builtins.quit = sys.exit  # the module site, which is not imported here, makes them
+        _set_limits(request["memory_mb"], request["seconds"])
+        seccomp.apply(may_write=request["isolation"] == "namespaces")
+        code = _perform(request["program"], test, token)
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _stream(descriptor: int, mode: str) -> TextIO:
+    return open(descriptor, mode, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _set_limits(memory_mb: int, seconds: float) -> None:
+    memory = memory_mb << 20
+    for kind, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, OUTPUT_BYTES),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+    whole = math.ceil(seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 1))  # SIGXCPU, by which it is known, then SIGKILL
+
+
+def _perform(program: str, test: dict[str, Any], token: str) -> int:
+    """Run the program and what its test asks for; its exit code."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    sys.argv = ["program.py"]
+    space = vars(module)
+    try:
+        exec(compile(program, "program.py", "exec"), space)
+        if test["kind"] == "stdin":
+            value = ""
+        elif test["kind"] == "call":
+            function = space.get(test["function"]) or getattr(space["Solution"](), test["function"])
+            value = json.dumps(function(*test["arguments"]), default=_plain)
+        else:
+            exec(compile(test["code"], "tests.py", "exec"), space)
+            value = ""
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    except SystemExit as error:
+        sys.stdout.flush()
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    data = f"{token}\n{value}".encode()
+    while data:  # a write that reaches the limit of a file's size is a short one; the next fails
+        data = data[os.write(3, data) :]
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no type for: other iterables as lists, numbers of libraries as numbers, anything else as text."""
+    for convert in (list, float):
+        with contextlib.suppress(TypeError, ValueError):
+            return convert(value)
+    return repr(value)
+
+
+def _text(file: int) -> str:
+    return os.pread(file, OUTPUT_BYTES, 0).decode(errors="replace")
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process at its parent's death; one that died before is for `_end_unless`."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _end_unless(condition: bool) -> None:
+    if not condition:
+        os._exit(1)

@@ -1,0 +1,281 @@
+"""float16, the exact KL, trackers and health: what the configuration must have for them."""
+
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import (
+    SFTConfig,
+    TrainConfig,
+    check_config,
+    full_kl_in_loss,
+    full_kl_in_reward,
+    needs_ref_log_probs,
+    resolve,
+)
+from megarl.config.checks import models as checks
+from tests.config.conftest import lines_of
+
+Train = Callable[..., TrainConfig]
+ACTOR = "actor_rollout_ref.actor"
+LOSS = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full")
+REWARD = ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full")
+
+
+def problems(config: TrainConfig | SFTConfig) -> list[str]:
+    return lines_of(lambda: check_config(config))
+
+
+def test_float16_takes_the_loss_scaling_keys(train: Train, sft: Callable[..., SFTConfig]) -> None:
+    keys = (
+        "optim.initial_loss_scale=1024",
+        "optim.hysteresis=1",
+        "optim.loss_scale_window=50",
+        "optim.min_loss_scale=2",
+    )
+    check_config(train(f"{ACTOR}.megatron.dtype=float16", *(f"{ACTOR}.{key}" for key in keys)))
+    check_config(sft("megatron.dtype=float16", *keys))
+
+
+def test_optimizer_states_are_on_the_host_or_on_the_devices(
+    train: Train, sft: Callable[..., SFTConfig]
+) -> None:
+    on_host, stays = "optim.optimizer_cpu_offload=true", "megatron.optimizer_offload=false"
+    check_config(train(f"{ACTOR}.{on_host}", f"critic.{on_host}", f"{ACTOR}.megatron.optimizer_offload=true"))
+    check_config(sft(on_host))
+    assert problems(train(f"critic.{on_host}", f"critic.{stays}", f"{ACTOR}.{stays}")) == [
+        f"critic.{on_host} has the optimizer's states on the host, critic.{stays} on the devices: leave out one of them"
+    ]
+
+
+def test_loss_scaling_without_float16(train: Train, sft: Callable[..., SFTConfig]) -> None:
+    assert problems(
+        train(
+            f"{ACTOR}.optim.initial_loss_scale=1024",
+            "critic.megatron.dtype=bfloat16",
+            "critic.optim.hysteresis=1",
+        )
+    ) == [
+        f"{ACTOR}.optim.initial_loss_scale=1024 is for {ACTOR}.megatron.dtype=float16, which is null: losses are not "
+        "scaled; leave it out",
+        "critic.optim.hysteresis=1 is for critic.megatron.dtype=float16, which is bfloat16: losses are not scaled; leave "
+        "it out",
+    ]
+    assert problems(sft("optim.min_loss_scale=2")) == [
+        "optim.min_loss_scale=2 is for megatron.dtype=float16, which is null: losses are not scaled; leave it out"
+    ]
+    assert problems(
+        sft("megatron.dtype=float16", "optim.min_loss_scale=4096", "optim.initial_loss_scale=16")
+    ) == ["optim.min_loss_scale=4096 is greater than optim.initial_loss_scale=16"]
+
+
+def test_the_exact_kl_needs_the_reference_beside_the_actor(train: Train) -> None:
+    check_config(train(*LOSS, *REWARD))
+    apart = "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=4"
+    found = problems(train(*LOSS, *REWARD, apart))
+    assert [line.partition(" ")[0] for line in found] == [
+        f"{ACTOR}.kl_loss_type='full'",
+        "algorithm.kl_penalty='full'",
+    ]
+    assert "policy and reference must be in the same processes" in found[0]
+    # What is not used may be anywhere.
+    check_config(train(f"{ACTOR}.kl_loss_type=full", "algorithm.kl_penalty=full", apart))
+
+
+def test_the_exact_kl_in_the_reward_needs_a_forward_pass(train: Train) -> None:
+    (found,) = problems(train(*REWARD, "algorithm.rollout_correction.bypass_mode=true"))
+    assert found.startswith("algorithm.kl_penalty='full' needs the policy's forward pass")
+    check_config(train(*LOSS, "algorithm.rollout_correction.bypass_mode=true"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_loss", "in_reward", "log_probs"),
+    [
+        ((), False, False, False),
+        (LOSS, True, False, False),
+        (REWARD, False, True, False),
+        ((*REWARD, f"{ACTOR}.use_kl_loss=true"), False, True, False),
+        ((*LOSS, "algorithm.use_kl_in_reward=true"), True, False, True),
+        ((f"{ACTOR}.use_kl_loss=true",), False, False, True),
+    ],
+)
+def test_where_reference_log_probs_come_from(
+    train: Train, overrides: tuple[str, ...], in_loss: bool, in_reward: bool, log_probs: bool
+) -> None:
+    config = resolve(train(*overrides))
+    assert (full_kl_in_loss(config), full_kl_in_reward(config)) == (in_loss, in_reward)
+    assert needs_ref_log_probs(config) == log_probs
+
+
+def test_trackers_that_are_not_installed(
+    train: Train, sft: Callable[..., SFTConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    loggers = "trainer.logger=[console, file, wandb, swanlab]"
+    for config in (train(loggers), sft(loggers)):
+        assert problems(config) == [
+            "trainer.logger has wandb, which is not installed: pip install wandb (or leave it out)",
+            "trainer.logger has swanlab, which is not installed: pip install 'swanlab>=0.10' (or leave it out)",
+        ]
+    monkeypatch.setattr(checks, "find_spec", lambda name: ModuleSpec(name, None))
+    check_config(train(loggers))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["health.ppo_kl_low=0.1"], "health.ppo_kl_low=0.1 must be less than health.ppo_kl_high=0.05"),
+        (
+            ["health.early_stop=[stagnation]", "trainer.test_freq=-1"],
+            "health.early_stop has stagnation, which is seen by validations: set trainer.test_freq (and data.val_files "
+            "or data.val_sets)",
+        ),
+        (
+            ["health.enable=false", "health.auto_action=true"],
+            "health.early_stop and health.auto_action need health.enable=true",
+        ),
+    ],
+)
+def test_health_that_fits(train: Train, overrides: list[str], problem: str) -> None:
+    assert problems(train(*overrides)) == [problem]
+
+
+def test_unknown_findings_are_refused(train: Train) -> None:
+    (found,) = problems(train("health.early_stop=[entropi]"))
+    assert found.startswith("health.early_stop='entropi' is unknown; megarl has ppo_kl_high,")
+    assert found.endswith("did you mean entropy?")
+
+
+def test_bounds_may_be_null(train: Train) -> None:
+    names: list[Any] = [
+        "ppo_kl_high",
+        "ppo_kl_low",
+        "grad_norm",
+        "entropy_min",
+        "entropy_ratio",
+        "stagnation",
+    ]
+    check_config(train(*(f"health.{name}=null" for name in names)))
+
+
+ACTOR_LORA, CRITIC_LORA = "actor_rollout_ref.model.lora", "critic.model.lora"
+# The critic of the fixture has a layout of its own.
+SHARED = (
+    f"{ACTOR_LORA}.rank=8", f"{CRITIC_LORA}.rank=4", "critic.model.share_base=true",
+    "critic.megatron.tensor_model_parallel_size=2",
+)  # fmt: skip
+
+
+def test_what_fits_is_accepted(train: Train) -> None:
+    check_config(train(*SHARED, f"{ACTOR_LORA}.alpha=16", f"{ACTOR_LORA}.target_modules=[q_proj,v_proj]"))
+    check_config(train(*SHARED, f"{CRITIC_LORA}.dropout=0.1", "critic.megatron.optimizer_offload=true"))
+    check_config(train("critic.model.share_base=false", f"{CRITIC_LORA}.rank=4", "critic.model.path=null"))
+    check_config(resolve(train(*SHARED, f"{ACTOR_LORA}.base_dtype=float8", f"{ACTOR_LORA}.base_block=64")))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((f"{ACTOR_LORA}.alpha=16",), f"{ACTOR_LORA} has alpha, but no adapters: give {ACTOR_LORA}.rank"),
+        (
+            (f"{CRITIC_LORA}.use_dora=true", f"{CRITIC_LORA}.dropout=0.1"),
+            f"{CRITIC_LORA} has dropout, use_dora, but no",
+        ),
+        (
+            (f"{ACTOR_LORA}.rank=8", f"{ACTOR_LORA}.dropout=0.1"),
+            f"{ACTOR_LORA}.dropout=0.1: the policy that is trained",
+        ),
+        (
+            (f"{ACTOR_LORA}.rank=8", f"{ACTOR_LORA}.target_modules=[]"),
+            "target_modules is empty; leave it out for all-lin",
+        ),
+        ((f"{ACTOR_LORA}.rank=8", f"{ACTOR_LORA}.adapter_path=/nowhere"), "it has no adapter_config.json"),
+        (
+            (f"{ACTOR_LORA}.rank=8", f"{ACTOR_LORA}.base_block=64"),
+            f"but {ACTOR_LORA}.base_dtype is null: give float8",
+        ),
+        ((*SHARED, f"{CRITIC_LORA}.base_dtype=float8"), f"it is {ACTOR_LORA}'s; leave it out"),
+        ((*SHARED, f"{CRITIC_LORA}.rank=0"), "share_base=true needs critic.model.lora.rank"),
+        ((*SHARED, f"{ACTOR_LORA}.rank=0"), "share_base=true needs actor_rollout_ref.model.lora.rank"),
+        (
+            (*SHARED[:3],),
+            "critic.megatron has tensor_model_parallel_size=1 (the actor's: 2), sequence_parallel=",
+        ),
+        (
+            (*SHARED, "critic.model.enable_gradient_checkpointing=true"),
+            "critic.megatron has recompute_granularity=full (the actor's: None): the model",
+        ),
+        (
+            (
+                *SHARED,
+                "resource_pools.a.n_gpus_per_node=4",
+                "resource_pools.b.n_gpus_per_node=4",
+                "trainer.n_gpus_per_node=8",
+                "actor_rollout_ref.actor.resource_pool=a",
+                "critic.resource_pool=b",
+            ),
+            "critic.resource_pool='b' is not the actor's ('a')",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(train: Train, overrides: tuple[str, ...], words: str) -> None:
+    lines = [
+        line
+        for line in lines_of(lambda: check_config(train(*overrides)))
+        if "lora" in line or "share" in line
+    ]
+    assert len(lines) == 1 and words in lines[0], lines
+
+
+@pytest.mark.parametrize("name", ["target_modules", "exclude_modules"])
+def test_one_name_is_a_list_of_one(train: Train, name: str) -> None:
+    """Also for a run that goes on from one which was told the other way."""
+    one, listed = (
+        train(f"{ACTOR_LORA}.rank=8", f"{ACTOR_LORA}.{name}={text}") for text in ("o_proj", "[o_proj]")
+    )
+    check_config(one)
+    assert one == listed and getattr(one.actor_rollout_ref.model.lora, name) == ("o_proj",)
+
+
+def test_another_model_has_another_base(train: Train, folder: Path) -> None:
+    (folder / "other").mkdir()
+    (folder / "other" / "config.json").write_text("{}")
+    (line,) = lines_of(lambda: check_config(train(*SHARED, f"critic.model.path={folder}/other")))
+    assert f"critic.model.path='{folder}/other' is not actor_rollout_ref.model.path='{folder}/model'" in line
+
+
+def test_fine_tuning_may_have_dropout(sft: Callable[..., SFTConfig]) -> None:
+    check_config(sft("model.lora.rank=4", "model.lora.dropout=0.1"))
+    (line,) = lines_of(lambda: check_config(sft("model.lora.dropout=0.1")))
+    assert line.startswith("model.lora has dropout, but no adapters")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("actor_rollout_ref.model.lora_alpha=16", f"use {ACTOR_LORA}.alpha"),
+        ("critic.model.target_modules=[q_proj]", f"use {CRITIC_LORA}.target_modules"),
+        ("actor_rollout_ref.model.lora_adapter_path=x", f"use {ACTOR_LORA}.adapter_path"),
+        ("actor_rollout_ref.model.lora.merge=true", "use actor_rollout_ref.rollout.lora_sync"),
+        ("actor_rollout_ref.model.lora.type=canonical_lora", "leave it out"),
+        (
+            "actor_rollout_ref.model.lora.lora_A_init_method=xavier",
+            f"the keys of LoRA are those of {ACTOR_LORA[:-5]}",
+        ),
+        ("reward_model.model.lora_rank=8", "the reward model is not trained"),
+    ],
+)
+def test_keys_of_others_are_answered_with_ours(train: Train, key: str, words: str) -> None:
+    (line,) = lines_of(lambda: train(key))
+    assert words in line
+
+
+def test_keys_of_verls_own_lora_section_are_read_as_typed(train: Train) -> None:
+    found = train(
+        f"+{ACTOR_LORA}.rank=16", f"{ACTOR_LORA}.alpha=32", f"{ACTOR_LORA}.exclude_modules=[o_proj]"
+    )
+    lora = found.actor_rollout_ref.model.lora
+    assert (lora.rank, lora.alpha, lora.exclude_modules) == (16, 32.0, ("o_proj",))

@@ -14,11 +14,16 @@ from weight_sync_cases import DTYPE, Case, lora_of, model_of
 
 from megarl.layout import Layout, Piece
 from megarl.models.lora import logical_adapters, scaling
-from megarl.weight_sync.adapter_slot import remember_manager
-from megarl.weight_sync.adapters import megatron_adapters, served_adapters
-from megarl.weight_sync.model_layouts import hf_layout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import (
+    hf_layout,
+    megatron_adapters,
+    megatron_layout,
+    served_adapters,
+    sglang_layout,
+)
 from megarl.weight_sync.receiver import Receiver
 from megarl.weight_sync.sender import Outbox
+from megarl.weight_sync.served_model import remember_manager
 
 TIMEOUT = 300.0
 

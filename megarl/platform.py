@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from megarl.util.freed_memory import return_freed_memory
+from megarl.util.memory import return_freed_memory
 
 CPU = torch.device("cpu")
 

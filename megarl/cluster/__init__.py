@@ -26,11 +26,15 @@ from megarl.cluster.cluster import (
     abandon_cluster,
     gpus_here,
     open_premises,
+    ray_words_in,
     start_cluster,
     stop_cluster,
 )
-from megarl.cluster.environment import rank_environment
-from megarl.cluster.failures.errors import (
+from megarl.cluster.fork_server import Kind
+from megarl.cluster.group import WorkerGroup, group_kind
+from megarl.cluster.pool import Device, ResourcePool
+from megarl.cluster.ranks import (
+    RankInfo,
     RayFailed,
     RunFailure,
     WaitTimeout,
@@ -39,17 +43,11 @@ from megarl.cluster.failures.errors import (
     WorkerHung,
     WorkerLost,
 )
-from megarl.cluster.failures.failure import stream, wait
-from megarl.cluster.failures.ray_log import ray_words_in
-from megarl.cluster.failures.report import write_report
-from megarl.cluster.failures.stuck import ending_when_stuck
-from megarl.cluster.failures.watch import Watch
-from megarl.cluster.fork_server import Kind
-from megarl.cluster.group import WorkerGroup
-from megarl.cluster.pool import Device, ResourcePool
-from megarl.cluster.ranks import RankInfo
-from megarl.cluster.relay import group_kind
+from megarl.cluster.report import write_report
 from megarl.cluster.spans import SpanCollector
+from megarl.cluster.waiting import stream, wait
+from megarl.cluster.watch import Watch, ending_when_stuck
+from megarl.cluster.worker import rank_environment
 
 __all__ = [
     "Cluster",

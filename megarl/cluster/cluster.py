@@ -5,6 +5,8 @@ of memory in all), listens on the loopback interface only and ends with the proc
 that ends.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import secrets
@@ -13,14 +15,17 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import ray
+import ray._private.worker
 from ray._private import ray_constants
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray._private.authentication.authentication_token_setup import (
@@ -28,11 +33,10 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
-from megarl.cluster.failures.errors import RayFailed
 from megarl.cluster.fork_server import Kind, start_nursery
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked, process_state, remove_scratch
 from megarl.cluster.hosts import start_guard
-from megarl.cluster.ranks import RankProcess
+from megarl.cluster.ranks import RankProcess, RayFailed
 from megarl.util.signals import job_signals_blocked
 
 _MIB = 2**20
@@ -364,3 +368,24 @@ def _loopback_only() -> Iterator[None]:
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def ray_words_in(path: Path) -> Iterator[None]:
+    """Append them to `path` meanwhile, each with its time.
+
+    A driver of Ray 2.60 has a thread that prints them to standard output, such as "A worker died or was killed while executing a
+    task", whatever `log_to_driver` says, by this function of its module.
+    """
+    printed = ray._private.worker.print_to_stdstream
+
+    def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{time.ctime()} {data['pid']}: {line.rstrip()}\n" for line in data["lines"])
+
+    ray._private.worker.print_to_stdstream = write
+    try:
+        yield
+    finally:
+        ray._private.worker.print_to_stdstream = printed

@@ -121,7 +121,7 @@ def serve(listener: socket.socket, modules: list[str]) -> list[str]:
 def _import(modules: list[str]) -> None:
     import gc
 
-    gc.disable()  # see megarl/util/imports.py
+    gc.disable()  # see megarl/util/memory.py
     for name in modules:
         import_module(name)
     gc.freeze()  # a collection in a copy would write to all of it

@@ -14,7 +14,7 @@ from megarl.costs.flops import ModelFlops, causal_pairs
 from megarl.costs.kernels import decode_kernels
 from megarl.costs.speed import Machine
 from megarl.models import ModelConfig
-from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.layouts import EngineLayout
 
 _SAMPLING = 24  # bytes read and written for a logit: float32, scaled, exponentials, their sum, a draw
 _SLICES = 32  # of the time in which the batch shrinks

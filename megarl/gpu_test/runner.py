@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.gpu_test.steps import Step
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 
 PASSED, FAILED, IMPOSSIBLE = "passed", "failed", "impossible"
 LAST_LINES = 30

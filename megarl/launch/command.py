@@ -13,8 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 
-from megarl.launch.environment import read_variables
-from megarl.launch.job import Job, make_job
+from megarl.launch.job import Job, make_job, read_variables
 from megarl.launch.kuberay import manifest_text
 from megarl.launch.skypilot import TOKEN, secret_names, sky_arguments, task_text
 from megarl.launch.slurm import prepare_logs, sbatch_arguments

@@ -20,11 +20,11 @@ from megarl.config.loading.recipes import recipe_path
 from megarl.config.schema.launch import LaunchConfig
 
 SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
-
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d):(?P<seconds>\d\d)|(?P<only>\d+)")
 # Each of Kubernetes' labels and of Slurm's job names; 47: what KubeRay leaves of 63 for what it appends.
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 _SIZES = {"nodes": "nnodes", "gpus_per_node": "n_gpus_per_node"}
+_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,18 @@ class Job:
         for override in self.overrides:
             tree = merge(tree, parse_override(override))
         return yaml.dump(plain(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+class BlockTextDumper(YamlDumper):
+    """Writes texts of several lines as block scalars, line by line."""
+
+
+def _block_text(dumper: BlockTextDumper, value: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+BlockTextDumper.add_representer(str, _block_text)
 
 
 def make_job(
@@ -137,6 +149,35 @@ def seconds_of(time: str) -> int:
     if seconds == 0:
         raise ValueError(f"time: {time!r} is no time at all")
     return seconds
+
+
+def read_variables(path: str | Path) -> dict[str, str]:
+    """The variables of a file; empty lines and lines that begin with # are left out.
+
+    Raises:
+        ValueError: no such file, or, all in one message: lines that are no `NAME=value`, values in quotes, which would be part
+            of them, names that stand twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"env_file: {path} does not exist (working directory {Path.cwd()})")
+    variables: dict[str, str] = {}
+    problems = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        found = _LINE.fullmatch(line)
+        if found is None:
+            problems.append(f"line {number}: expected NAME=value, found {line!r}")
+            continue
+        name, value = found.groups()
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+            problems.append(f"line {number}: {name}: the quotes would be part of the value; leave them out")
+        elif name in variables:
+            problems.append(f"line {number}: {name} stands twice")
+        variables[name] = value
+    raise_if_any(f"env_file {path}", problems)
+    return variables
 
 
 def _layout_problems(config: TrainConfig | TuningConfig | EvalConfig) -> list[str]:

@@ -17,9 +17,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.loading.document import YamlDumper
-from megarl.launch.environment import read_variables
-from megarl.launch.job import Job
+from megarl.launch.job import BlockTextDumper, Job, read_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "RAY_AUTH_TOKEN"  # of the run's own Ray cluster
@@ -32,18 +30,6 @@ _SOURCES = {
     "mount": (r"[A-Za-z0-9][-\w.]*", "the name of a volume of SkyPilot's"),
     "bucket": (r"[a-z0-9]+://[^:\s]+", "an address such as s3://bucket/folder"),
 }
-
-
-class _Dumper(YamlDumper):
-    """Texts of several lines as they are."""
-
-
-def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in value else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _text)
 
 
 def task(job: Job) -> dict[str, Any]:
@@ -74,7 +60,7 @@ def task(job: Job) -> dict[str, Any]:
 def task_text(job: Job) -> str:
     """The task as YAML."""
     return yaml.dump(
-        task(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, explicit_start=True, width=110
+        task(job), Dumper=BlockTextDumper, sort_keys=False, allow_unicode=True, explicit_start=True, width=110
     )
 
 

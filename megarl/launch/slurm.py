@@ -6,9 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-from megarl.launch.environment import read_variables
-from megarl.launch.job import Job
-from megarl.util.shipped import shipped
+from megarl.launch.job import Job, read_variables
+from megarl.util.packages import shipped
 
 ROOT = shipped()
 

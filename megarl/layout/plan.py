@@ -23,7 +23,7 @@ from megarl.layout.buckets import even_pace, fill_buckets
 from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
 from megarl.layout.holdings import Holdings
 from megarl.layout.layouts import Layout
-from megarl.util.gc_pause import collection_paused
+from megarl.util.memory import collection_paused
 
 
 class Copy(NamedTuple):

@@ -33,7 +33,7 @@ from megarl.plan.inputs import PlanInputs
 from megarl.plan.model_uses import model_use, precision
 from megarl.plan.reserve import reserve_rows
 from megarl.trainer.roles.lora_sync import served_adapters
-from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.layouts import EngineLayout
 
 MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped
 SLOTS = 2  # of a sync, each of a bucket

@@ -21,7 +21,7 @@ from megarl.layout.account import LINKS
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.plan.sync_report import PlanReport, WayCost, best_places, pool_places, report
-from megarl.weight_sync.model_layouts import EngineLayout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.sync_plan import SyncPlan
 
 T = TypeVar("T")

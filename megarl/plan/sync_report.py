@@ -12,7 +12,7 @@ from megarl.layout import Account, Layout, RankPlace, make_plan
 from megarl.layout.account import LINKS, most_in_flight
 from megarl.layout.placement import bytes_there
 from megarl.models import logical_tensors
-from megarl.weight_sync.model_layouts import best_device_order, hf_layout
+from megarl.weight_sync.layouts import best_device_order, hf_layout
 from megarl.weight_sync.quantize import with_scales
 from megarl.weight_sync.sync_plan import SyncPlan
 

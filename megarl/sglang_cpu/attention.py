@@ -16,13 +16,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from megarl.sglang_cpu.batched_attention import (
     Group,
     Prefill,
+    RunningBatch,
     attend,
     attend_prompts,
     make_groups,
     plan_prompts,
     take_slots,
 )
-from megarl.sglang_cpu.running_batch import RunningBatch
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):

@@ -1,10 +1,12 @@
-"""What SGLang's wheel lacks on a machine without a GPU, supplied without editing SGLang.
+"""The entry points of this room: what SGLang's wheel lacks on a machine without a GPU, supplied without editing SGLang.
 
-Seen with sglang 0.5.21, torch 2.13.0, torchvision 0.28.0, in every process through two entry points of
-setup.py, so that SGLang's spawned schedulers get it too:
+Seen with sglang 0.5.21, torch 2.13.0, torchvision 0.28.0. setup.py names two entry points, which run in every process, SGLang's
+spawned schedulers included:
 
 * `on_torch_import` (torch.backends) runs at the end of `import torch`;
 * `on_sglang_start` (sglang.srt.plugins) runs when SGLang loads its plugins, before its models.
+
+`on_scheduler_start` is called by the schedulers of engines that megarl starts, and by no other process.
 
 Guarantees: a module or operator that is really installed always wins, since the stand-ins are
 asked last; nothing of SGLang's is touched unless SGLANG_USE_CPU_ENGINE=1, SGLang's own switch for its
@@ -27,10 +29,11 @@ def on_torch_import() -> None:
 
 
 def on_sglang_start() -> None:
-    """Give SGLang's CPU engine what it lacks or does otherwise than its GPU engine.
+    """Let SGLang's CPU engine work as its GPU engine does.
 
-    That is: the GPU's weight layout, expert parallelism, weights in float8, memory that can be freed, numbers that
-    do not depend on other requests, no NCCL and no pinned memory. Called by SGLang in each of its processes (engine, schedulers, detokenizer) before it builds a model.
+    It gets the GPU's weight layout, expert parallelism, weights in float8, memory that can be freed, and numbers that do not depend
+    on other requests; it does without NCCL and pinned memory. SGLang calls this in each of its processes (engine, schedulers,
+    detokenizer) before it builds a model.
     """
     if os.environ.get(SWITCH) != "1":
         return
@@ -57,6 +60,17 @@ def on_sglang_start() -> None:
     cpu_fp8.register()
     cpu_memory.register()
     _unpin_lora()
+
+
+def on_scheduler_start() -> None:
+    """Speed up the CPU engines that megarl starts; called in each of their schedulers before SGLang loads its plugins.
+
+    Not part of `on_sglang_start`: engines that other programs start on this machine stay SGLang's own.
+    """
+    from megarl.sglang_cpu import attention, lean_decode
+
+    attention.register()
+    lean_decode.register()
 
 
 def _present_experts(original, layer, x, topk_output, moe_runner_config):

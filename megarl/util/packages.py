@@ -1,4 +1,4 @@
-"""The packages that megarl runs on: which versions it was tried with, what they are for, and the command that installs them.
+"""The packages that megarl runs on (tried versions, purposes, the command that installs them), and the folders that come with megarl.
 
 `pip install` of megarl brings what its metadata names. Megatron-core and SGLang come apart (setup.py says why).
 """
@@ -9,8 +9,6 @@ import sys
 from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from megarl.util.shipped import shipped
 
 PURPOSES = {
     "torch": "tensors, process groups",
@@ -71,3 +69,10 @@ def require(names: Collection[str]) -> None:
             f"not installed: {', '.join(missing)}; without a GPU: {install_command(on_gpus=False)}; on GPUs: "
             f"{install_command(on_gpus=True)}"
         )
+
+
+def shipped() -> Path:
+    """The folder of `recipes`, `launch` and `requirements`: `megarl/share` in an installed wheel, the top level in a clone."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "share"
+    return installed if installed.is_dir() else package.parent

@@ -2,22 +2,24 @@
 
 SGLang calls `receive_weights` as a custom weight loader (`custom_weight_loader`, `load_format`) between
 its `begin_weight_update` and `end_weight_update`, once a version. The tensor it passes is a small JSON, as bytes: the
-version, the session, and by TP rank the file that says what the rank takes from whom (`InboxFile`); it is read once
-a session.
+version, the session, and by TP rank the file that says which slices the rank takes from which trainer ranks (`InboxFile`); it is
+read once a session.
 
 Guarantees, each asserted by a test:
 
-- what counts is what lies in the parameter: each slice is read back from it and its checksum compared; so is each
+- the parameters themselves are verified: each slice is read back from its parameter and its checksum compared; so is each
   slice that was not sent because it has not changed;
 - nothing is skipped: an unknown name, type or place is an error (SGLang's own loaders ignore such names);
 - a version is complete: over its buckets every element of every parameter is written exactly once, but for
-  the padding that the share declares; a version of adapters alone is taken only on top of a whole one, from the same
+  the padding that the share declares; a version of adapters alone is taken only on top of a complete one, from the same
   trainer and into the same memory;
-- what SGLang derives from parameters is derived again from those of the version; scales of its cache, which no version has, are 1;
-- the first version of a session, and any that SGLang then moved, is compared once more when SGLang has ended its update
-  (`after_update`);
-- an error names the tensor and the rank, and reaches the engine's process, with what all other ranks say, through a file
-  beside that of TP rank 0 (`results_path`): an exception would end the scheduler (sglang 0.5.21).
+- tensors that SGLang derives from parameters are derived again from those of the version; scales of its cache, which no version
+  has, are 1;
+- the first version of a session, and any that SGLang moved afterwards, is compared once more when SGLang has ended its update:
+  `end_weight_update` runs every layer's processing of loaded weights after the receiver has compared them. In sglang 0.5.21
+  it leaves megarl's engines as they are; `verify_after_update` checks that;
+- an error names the tensor and the rank, and reaches the engine's process, with the answers of all other ranks, through a file
+  next to that of TP rank 0 (`results_path`): an exception would end the scheduler (sglang 0.5.21).
 """
 
 import json
@@ -27,26 +29,30 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megarl.weight_sync.adapter_slot import Slot, has_slot
-from megarl.weight_sync.binding import (
+from megarl.weight_sync.inbox import Inbox
+from megarl.weight_sync.links import LinkError, Token, describe
+from megarl.weight_sync.packets import Address, Packet, SyncShare, checksum
+from megarl.weight_sync.served_model import (
+    AdapterSlot,
     RefusedError,
     check_complete,
+    has_slot,
     named_weights,
     place,
     renew_derived,
     set_cache_scales,
     weights_of,
 )
-from megarl.weight_sync.checksum import checksum
-from megarl.weight_sync.inbox import Inbox
-from megarl.weight_sync.links import LinkError, Token, describe
-from megarl.weight_sync.packets import Address, Packet, SyncShare
 
 LOADER = "megarl.weight_sync.receiver.receive_weights"
 RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to remember
+_END_OF_UPDATE = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update"
+)
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ class Receiver:
         self.session, self._model, self._share = session, model, told.share
         self._bound_to: tuple = ()
         self._views: list[list[list[torch.Tensor]]] = []  # by bucket, parcel, slice
-        self._slot: Slot | None = None  # of adapters, where these are sent beside the weights
+        self._slot: AdapterSlot | None = None  # of adapters, where these are sent beside the weights
         self._holds_frozen = False
         self._checksums: dict[
             tuple[int, int], torch.Tensor
@@ -286,7 +292,7 @@ class Receiver:
         if scaling is None:
             return None
         if whole:
-            self._slot = Slot(self._model)
+            self._slot = AdapterSlot(self._model)
             for tensor in self._slot.tensors.values():
                 tensor.zero_()
         elif not self._holds_frozen or self._slot is None:
@@ -326,3 +332,21 @@ class Receiver:
             f"{item.tensor}: checksum {int(arrived[index]):#x} in {item.local}, {sent:#x} on trainer rank {source}, "
             f"which {what}"
         )
+
+
+def register_verification() -> None:
+    """Called in each scheduler process before SGLang runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_END_OF_UPDATE, verify_after_update, HookType.AFTER)
+
+
+def verify_after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's answer, which refuses where a rank finds other weights than it took: of all ranks that of rank 0 is sent."""
+    receiver = getattr(updater.tp_worker.model_runner.model, RECEIVER, None)
+    problem = receiver.verify_again() if receiver is not None else None
+    problems = [answer["problem"] for answer in every_rank({"problem": problem}, updater.tp_cpu_group)]
+    told = [f"{problem} (TP rank {rank})" for rank, problem in enumerate(problems) if problem is not None]
+    if result.success and told:
+        return type(result)(success=False, message="; ".join(told))
+    return result

@@ -1,13 +1,20 @@
-"""What a trainer rank sends in a weight sync: packed bucket by bucket into two slots, handed over as packets.
+"""A trainer rank's side of a weight sync: it packs its share bucket by bucket into two slots and hands them over as packets.
 
 The slots (`Slots`) are the only memory that a sync takes on the trainer's side. Engine ranks on the same machine read them in
-place; to others packets are sent from them. A slot is packed anew when all engine ranks have taken what lay in it. Slots that
-do not last are taken for a version and offered to the engines, which say when they have closed them.
+place; to others packets are sent from them. A slot is packed anew when all engine ranks have taken its packets. On a GPU slots exist
+only during a sync, so that the next phase has the memory: they are taken for a version and offered to the engines, which say
+when they have closed them. On a CPU they last.
+
+The slots belong to the process, not to a connection. torch counts the buffers that an engine opens by CUDA IPC, and only the
+engine counts them down: one that was killed never does, and torch would keep the memory for good though it is unused
+(CudaIPCSentDataLimbo in torch/csrc/CudaIPCTypes.cpp). So the next connection gets the memory of a broken one.
 
 On a CPU a slot is shared memory without a name (memfd), passed on as an open file: nothing is left of it when the
 processes that map it have ended, however they ended.
 """
 
+import mmap
+import os
 import pickle
 import secrets
 import socket
@@ -18,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from megarl.weight_sync.checksum import checksum
 from megarl.weight_sync.inbox import OFFER, RANK, after_all
 from megarl.weight_sync.links import Line, LinkError, Pair, Sending, Token, naming_peer
 from megarl.weight_sync.packets import (
@@ -31,9 +37,9 @@ from megarl.weight_sync.packets import (
     Parcel,
     SyncShare,
     aligned,
+    checksum,
 )
 from megarl.weight_sync.quantize import read_scales, read_values
-from megarl.weight_sync.slots import Slots
 
 READ = {QUANTISE: read_values, SCALE: read_scales}
 
@@ -54,6 +60,46 @@ class Sent:
     bytes_unchanged: int = 0
     buffer_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"pack": 0.0, "wait": 0.0})
+
+
+class Slots:
+    """`take` gives the slots; `files` are those of them that other processes may map (CPU).
+
+    Attributes:
+        lasting: whether they stay between two syncs.
+    """
+
+    def __init__(self, device: str, lasting: bool | None = None) -> None:
+        """`lasting`: None: on a CPU."""
+        self._device = device
+        self.lasting = device == "cpu" if lasting is None else lasting
+        self._slots: list[torch.Tensor] = []
+        self.files: list[int] = []
+
+    def take(self, number: int, size: int) -> list[torch.Tensor]:
+        """`number` slots of `size` bytes: those of the last time, if they are so; who had them must not use them any more."""
+        if [len(slot) for slot in self._slots] != [size] * number:
+            self.close()
+            self._slots = [self._make(size) for _ in range(number)]
+        return list(self._slots)
+
+    def close(self) -> None:
+        """Give the memory up: it is gone when nobody maps it any more."""
+        files, self.files = self.files, []  # taken at once: a thread that sends may be closing, too
+        for file in files:
+            os.close(file)
+        made, self._slots = len(self._slots), []
+        if self._device != "cpu" and made:
+            torch.cuda.ipc_collect()  # what the engines have closed
+            torch.cuda.empty_cache()
+
+    def _make(self, size: int) -> torch.Tensor:
+        if self._device != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        file = os.memfd_create("megarl-weights")
+        os.ftruncate(file, size)
+        self.files.append(file)
+        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
 class Outbox:

@@ -19,8 +19,14 @@ from megarl.layout import Copy, Layout, Plan, RankPlace, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, sglang_keeps_float32, sglang_padding
 from megarl.models.lora import logical_adapters, scaling
-from megarl.weight_sync.adapters import megatron_adapters, served_adapters, served_padding
-from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import (
+    EngineLayout,
+    megatron_adapters,
+    megatron_layout,
+    served_adapters,
+    served_padding,
+    sglang_layout,
+)
 from megarl.weight_sync.packets import CONVERT, IPC, P2P, QUANTISE, SCALE, SHARED, Parcel, Slice, SyncShare
 from megarl.weight_sync.quantize import SCALES, Block, dtype_in_fp8, is_quantised, with_scales
 

@@ -13,7 +13,7 @@ from megarl.costs.kernels import decode_kernels, launches
 from megarl.costs.speed import Machine, Passes, pass_time
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
-from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.layouts import EngineLayout
 
 MODELS = Path(__file__).resolve().parents[2] / "recipes/models"
 # A GPU with round figures, all of which is reached.

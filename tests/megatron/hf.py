@@ -16,7 +16,7 @@ from megarl.megatron.packed import PackedBatch
 from megarl.megatron.packing import pack_trajectories
 from megarl.megatron.parallel import ParallelLayout, coords, init_parallel
 from megarl.models import read_model_config
-from megarl.weight_sync.model_layouts import megatron_layout
+from megarl.weight_sync.layouts import megatron_layout
 
 VOCAB = 300
 

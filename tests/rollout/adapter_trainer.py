@@ -17,8 +17,7 @@ from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights, scaling
 from megarl.models.sglang_lora import adapted_layers
 from megarl.rollout.engine import AdapterConfig, SyncReport
-from megarl.weight_sync.adapters import megatron_adapters
-from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout
+from megarl.weight_sync.layouts import EngineLayout, megatron_adapters, megatron_layout
 from megarl.weight_sync.receiver import InboxFile
 from megarl.weight_sync.sync_plan import SyncPlan
 from tests.rollout.runner import EngineProcess

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.weight_sync.binding import RefusedError, named_weights
 from megarl.weight_sync.links import LinkError
 from megarl.weight_sync.packets import P2P, SHARED
 from megarl.weight_sync.receiver import Received, Receiver
+from megarl.weight_sync.served_model import RefusedError, named_weights
 from tests.rollout.manager import Manager
 from tests.rollout.manifests import Slices
 from tests.rollout.sender import Sender

@@ -19,8 +19,8 @@ from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights, adapter_pieces, logical_adapters
 from megarl.plan.memory import SLOTS
 from megarl.rollout.engine import EngineConfig, NoValidWeightsError, WeightSyncError
-from megarl.weight_sync.adapter_slot import Slot, buffers_of
 from megarl.weight_sync.packets import P2P
+from megarl.weight_sync.served_model import AdapterSlot, buffers_of
 from tests.ranks import RankPool
 from tests.rollout.adapter_trainer import BUCKET, AdapterTrainer, adapters_of, engine_adapters, peft_model
 from tests.rollout.conftest import TP, Model
@@ -189,7 +189,7 @@ def test_what_the_engine_was_not_started_for_is_refused(
 
 def test_adapters_that_left_their_slot_are_noticed() -> None:
     manager = Manager(torch.nn.Linear(1, 1))
-    slot = Slot(manager.base_model)
+    slot = AdapterSlot(manager.base_model)
     assert {name: tuple(tensor.shape) for name, tensor in slot.tensors.items()} == {
         "0.qkv.lora_A": (6, 4), "0.qkv.lora_B": (8, 2), "1.o.lora_A": (2, 4), "1.o.lora_B": (4, 2)
     }  # fmt: skip

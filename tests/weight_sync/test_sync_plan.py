@@ -8,7 +8,7 @@ import torch
 
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
-from megarl.weight_sync.model_layouts import EngineLayout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.packets import IPC, P2P, SHARED, Packet
 from megarl.weight_sync.sender import fill
 from megarl.weight_sync.sync_plan import SyncPlan

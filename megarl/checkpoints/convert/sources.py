@@ -19,7 +19,7 @@ from megarl.models.fields import short
 from megarl.models.lora import IN_CHECKPOINTS
 from megarl.models.weight_files import some
 from megarl.util.files import read_json_object
-from megarl.weight_sync.model_layouts import hf_layout
+from megarl.weight_sync.layouts import hf_layout
 
 _WITHOUT_MTP = " (--mtp drop converts a checkpoint without its MTP layers)"
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")

@@ -12,7 +12,7 @@ from megarl.checkpoints.dcp import DCPWriter
 from megarl.checkpoints.hf.folder import HFFolderWriter
 from megarl.layout import Box, Layout
 from megarl.models import COMPANIONS, ModelConfig
-from megarl.weight_sync.model_layouts import hf_layout
+from megarl.weight_sync.layouts import hf_layout
 
 CHECKPOINT = "release"  # what Megatron-LM calls a checkpoint that begins a training run
 CHECKPOINT_VERSION = 3.0  # of Megatron-LM: from 2.0 on the order of rows within linear_qkv is today's

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from megarl.layout import Copy
-from megarl.weight_sync.checksum import crc32
+from megarl.weight_sync.packets import crc32
 
 
 @dataclass(frozen=True)

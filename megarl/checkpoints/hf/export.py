@@ -16,7 +16,7 @@ from megarl.layout import Box, Copy, Layout, Plan, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, keeps_float32, logical_tensors
 from megarl.util.files import whole_folder
-from megarl.weight_sync.model_layouts import hf_layout, megatron_layout
+from megarl.weight_sync.layouts import hf_layout, megatron_layout
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,12 @@ from megarl.rollout.engine import (
     WeightSyncError,
 )
 from megarl.rollout.sglang import memory as engine_memory
-from megarl.rollout.sglang.model import read_model
 from megarl.rollout.sglang.requests import Response, ask, check_prompt, request_seed
-from megarl.rollout.sglang.start import start_owned
-from megarl.weight_sync import adapter_slot as adapters
+from megarl.rollout.sglang.start import read_model, start_owned
+from megarl.weight_sync import served_model as adapters
 from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
 
 __all__ = ["SGLangEngine", "request_seed"]
-
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
 # A request that was not yet with SGLang's scheduler when it was told to abort all is told so again.
@@ -136,7 +134,7 @@ class SGLangEngine:
                     response.rest,
                     uid,
                     self.config.stop_token_ids,
-                    adapters.NAME if self.config.adapters is not None else None,
+                    adapters.ADAPTER_NAME if self.config.adapters is not None else None,
                 )
                 self._last_answer = time.monotonic()
                 generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
@@ -305,7 +303,7 @@ class SGLangEngine:
 
         nothing = [MultiprocessingSerializer.serialize({}) for _ in range(self.config.tensor_parallel_size)]
         request = LoadLoRAAdapterFromTensorsReqInput(
-            lora_name=adapters.NAME,
+            lora_name=adapters.ADAPTER_NAME,
             config_dict=adapters.empty_adapter(served),
             serialized_named_tensors=nothing,
         )
@@ -382,3 +380,32 @@ class _Update:
             phase_seconds={name: tuple(rank[name] for rank in phases) for name in phases[0]},
             seconds=time.perf_counter() - self._begun,
         )
+
+
+class SGLangPart:
+    """Owns the TP ranks of node `config.node`, which is not the first."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert 0 < config.node < config.nodes, config
+        self.config = config
+        self._engine: Any = None
+        self._closing = threading.Event()
+
+    def start(self) -> None:
+        """Start the node's ranks; returns when those of all nodes are up.
+
+        Raises:
+            ValueError, EngineError: as `RolloutEngine.start`.
+        """
+        self._engine = start_owned(self.config, read_model(self.config), self._closing)
+
+    def pids(self) -> list[int]:
+        """The processes of the node's ranks."""
+        return list(self._engine.get_all_child_pids())
+
+    def shutdown(self) -> None:
+        """End them; returns when they are gone."""
+        self._closing.set()
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None

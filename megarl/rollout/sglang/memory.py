@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megarl.weight_sync.adapter_slot import buffers_of
 from megarl.weight_sync.receiver import RECEIVER
+from megarl.weight_sync.served_model import buffers_of
 
 KEY = "megarl_memory"
 DEVICE, PROCESS = "device_used", "process_used"  # what the driver says

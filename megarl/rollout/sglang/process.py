@@ -33,14 +33,15 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from megarl.rollout.sglang import heartbeat, prefix_sharing
 from megarl.rollout.sglang import memory as engine_memory
-from megarl.rollout.sglang.scheduler import SchedulerMain, forked, without_main
-from megarl.rollout.sglang.sent_together import SentTogether
+from megarl.rollout.sglang import scheduler_hooks as heartbeat
+from megarl.rollout.sglang import scheduler_hooks as prefix_sharing
+from megarl.rollout.sglang.before_import import SchedulerMain, forked, without_main
+from megarl.rollout.sglang.requests import SentTogether
 from megarl.util.rendezvous import open_store
 from megarl.util.signals import outlive_job_signals
-from megarl.weight_sync import adapter_slot as adapters
-from megarl.weight_sync import after_update
+from megarl.weight_sync import receiver as after_update
+from megarl.weight_sync import served_model as adapters
 
 NAMES = ".shared-memory"  # as in cluster/guard.py: ends the names of files that name shared memory
 SCHEME = "megarl"  # of addresses at which TP ranks of several nodes meet
@@ -62,21 +63,15 @@ def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kw
         HookType.AROUND,
     )
     if tp_rank == 0:
-        heartbeat.register(heartbeat_file(port_args))
+        heartbeat.register_heartbeat(heartbeat_file(port_args))
     engine_memory.register()
-    after_update.register()
-    adapters.register()
-    prefix_sharing.register()
+    after_update.register_verification()
+    adapters.register_adapters()
+    prefix_sharing.register_prefix_sharing()
     if server_args.device == "cpu":
-        from megarl.sglang_cpu import attention as sglang_attention
-        from megarl.sglang_cpu import lean_qwen2
-        from megarl.sglang_cpu import rotary as cpu_rotary
-        from megarl.sglang_cpu import sampling as cpu_sampling
+        from megarl.sglang_cpu.hooks import on_scheduler_start
 
-        sglang_attention.register()
-        cpu_rotary.register()
-        cpu_sampling.register()
-        lean_qwen2.register()
+        on_scheduler_start()
     load_plugins()
     HookRegistry.apply_hooks()  # a copy of its owner has loaded its plugins before
     run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Starts SGLang's processes, and ends this one when they end.
 
-What differs between a CPU and a GPU is in `_device_arguments` and in the environment (environment.py), and nowhere else. This module
-imports SGLang only when it starts it.
+The model's config.json is checked against the engine's layout and completed for SGLang. `_device_arguments` and the environment
+(before_import.py) are the only places that tell a CPU from a GPU. This module imports SGLang only when it starts it.
 """
 
 import atexit
@@ -11,23 +11,27 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megarl.rollout.engine import EngineConfig, EngineError
-from megarl.rollout.sglang.environment import prepare_schedulers
-from megarl.rollout.sglang.model import config_overrides
-from megarl.util.imports import without_collection
+from megarl.rollout.sglang.before_import import prepare_schedulers
+from megarl.util.memory import without_collection
 from megarl.util.packages import KNOWN
-from megarl.weight_sync import adapter_slot as adapters
+from megarl.weight_sync import served_model as adapters
 from megarl.weight_sync.receiver import LOADER
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_TOKENS = 65536
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
+# By model type: fields that SGLang 0.5.21 reads and transformers 5 does not write, whose code knows no other values.
+_IMPLIED = {
+    model_type: {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    for model_type in ("deepseek_v3", "kimi_k2")
+}
 
 
 def check_version(allow_unknown: bool) -> None:
@@ -76,7 +80,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
-        **(adapters.server_arguments(config.adapters, config.device) if config.adapters is not None else {}),
+        **(adapters.adapter_arguments(config.adapters, config.device) if config.adapters is not None else {}),
     }
 
 
@@ -234,3 +238,69 @@ def end_with_children(pids: Sequence[int], closing: threading.Event, first_rank:
             os._exit(1)
 
     threading.Thread(target=watch, name="sglang-watch", daemon=True).start()
+
+
+def read_model(config: EngineConfig) -> dict[str, Any]:
+    """The model's config.json, checked against the engine's layout.
+
+    Raises:
+        ValueError: no such file; or sizes that the parallel sizes do not divide.
+    """
+    path = Path(config.model_path) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model_path: {path} does not exist; give a Hugging Face model folder")
+    model = json.loads(path.read_text())
+    tp, ep = config.tensor_parallel_size, config.expert_parallel_size
+    if tp % ep:
+        raise ValueError(f"expert_parallel_size={ep} does not divide tensor_parallel_size={tp}")
+    for key, parts, name, size in _divisions(model, tp, ep):
+        if size % parts:
+            raise ValueError(f"{key}={parts} does not divide {name}={size} of {path}")
+    groups = _key_value_heads(model)
+    if groups % tp and tp % groups:
+        raise ValueError(
+            f"tensor_parallel_size={tp} and num_key_value_heads={groups} of {path}: one must divide the other"
+        )
+    return model
+
+
+def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the model's config that SGLang is told beside config.json, or in place of what is there."""
+    implied = _IMPLIED.get(model.get("model_type", ""), {})
+    told = {name: value for name, value in implied.items() if name not in model}
+    if config.fp8_block is not None:
+        told["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(config.fp8_block),
+        }
+    elif config.load_format == "dummy" and "quantization_config" in model:
+        told["quantization_config"] = None  # what is synced is of another type than what lies in the folder
+    return told
+
+
+def _divisions(model: dict[str, Any], tp: int, ep: int) -> Iterator[tuple[str, int, str, int]]:
+    """What has to divide what: (key, its value, config field, its value)."""
+    whole = ("tensor_parallel_size", tp)
+    yield *whole, "num_attention_heads", model["num_attention_heads"]
+    experts = next(
+        (name for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in model), None
+    )
+    if experts is None or model.get("first_k_dense_replace"):
+        yield *whole, "intermediate_size", model["intermediate_size"]
+    if experts is None:
+        if ep > 1:
+            yield "expert_parallel_size", ep, "number of experts", 1
+        return
+    width = model["moe_intermediate_size"]
+    yield "expert_parallel_size", ep, experts, model[experts]
+    yield "tensor_parallel_size / expert_parallel_size", tp // ep, "moe_intermediate_size", width
+    if model.get("n_shared_experts"):
+        yield *whole, "n_shared_experts * moe_intermediate_size", model["n_shared_experts"] * width
+
+
+def _key_value_heads(model: dict[str, Any]) -> int:
+    """Heads of the KV cache that are cut or repeated; latent attention has none: its queries' heads are cut."""
+    heads = model["num_attention_heads"]
+    return heads if "kv_lora_rank" in model else model.get("num_key_value_heads") or heads

@@ -20,7 +20,7 @@ from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.trainer.roles.device_memory import device_memory, gpu_pools
 from megarl.trainer.roles.engine_config import engine_config, fp8_block, rollout_dtype
 from megarl.trainer.roles.lora_sync import engine_adapters, served_adapters
@@ -42,7 +42,7 @@ from megarl.trainer.run.devices import pools_of
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec
-from megarl.weight_sync.model_layouts import EngineLayout, best_device_order
+from megarl.weight_sync.layouts import EngineLayout, best_device_order
 from megarl.weight_sync.sync_plan import SyncPlan
 
 ENGINE = "megarl.trainer.workers.engine:EngineWorker"

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from megarl.cluster import Kind, Premises, open_premises, rank_environment
 from megarl.config import EvalConfig, RolloutConfig, TrainConfig, TuningConfig
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.trainer.run.devices import check_devices
 
 MODEL, ENGINE = "model", "engine"

@@ -39,7 +39,7 @@ from megarl.trainer.run.trackers import TrackedRun
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: that a call may take, and that nobody need work on it (see cluster/failures/watch.py); None: no limit."""
+    """Seconds: that a call may take, and that nobody need work on it (see cluster/watch.py); None: no limit."""
 
     phase: float | None = None
     idle: float | None = 60.0

@@ -33,8 +33,7 @@ from megarl.trainer.workers.nonfinite_source import trajectory_names
 from megarl.trainer.workers.ptx import PtxUpdate, pack_ptx, with_ptx
 from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
 from megarl.weight_sync.packets import Address, SyncShare
-from megarl.weight_sync.sender import Outbox, Sent
-from megarl.weight_sync.slots import Slots
+from megarl.weight_sync.sender import Outbox, Sent, Slots
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -18,8 +18,7 @@ import pyarrow as pa
 from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import build_trajectories, take
 from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams, SyncReport
-from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.part import SGLangPart
+from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
 from megarl.trainer.workers.multi_turn import TurnsSpec, make_players
 from megarl.weight_sync.packets import Address, SyncShare
 from megarl.weight_sync.receiver import InboxFile

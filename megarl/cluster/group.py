@@ -86,7 +86,7 @@ class WorkerGroup:
         beside: Sequence["WorkerGroup"] = (),
         watch: Watch | None = None,
         around: str | None = None,
-        nursery: str | None = None,
+        fork_server: str | None = None,
     ) -> None:
         """Starts the processes and returns when all have reported; their constructors still run then.
 
@@ -107,7 +107,7 @@ class WorkerGroup:
             watch: finds what else is wrong meanwhile, as in `wait`.
             around: "package.module:function", imported in the ranks: what it gives for a method's name is entered around
                 each call of that method.
-            nursery: the socket of one that has the imports of these ranks; those with a GPU do not use it.
+            fork_server: the socket of one that has the imports of these ranks; those with a GPU do not use it.
 
         Raises:
             ValueError: the pool is too small, a rank's devices are on two machines, or a bad `worker_class`.
@@ -125,7 +125,7 @@ class WorkerGroup:
         self._worker = (worker_class, init_kwargs, around)
         self._setup_timeout = pool.setup_seconds if setup_timeout is None else setup_timeout
         self._pool, self._beside, self._watch = pool, beside, watch
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._restarts = [0] * world_size
         self._ports: dict[int, int] = {}  # by number of the process that reserved it
         self._calls: dict[tuple[Any, ...], Any] = {}  # see `_named`
@@ -292,7 +292,7 @@ class WorkerGroup:
         device, restarts = self._devices[number][0], self._restarts[rank]
         again = f".restart{restarts}" if restarts else ""
         return RankProcess(
-            actor=_create_actor(device, self._share, self._nursery if device.gpu_id is None else None),
+            actor=_create_actor(device, self._share, self._fork_server if device.gpu_id is None else None),
             role=self.role,
             rank=rank,
             host=device.host,
@@ -386,7 +386,7 @@ def _devices_of_processes(
     return processes
 
 
-def _create_actor(device: Device, share: float, nursery: str | None) -> Any:
+def _create_actor(device: Device, share: float, fork_server: str | None) -> Any:
     return (
         ray.remote(Worker)
         .options(
@@ -395,7 +395,7 @@ def _create_actor(device: Device, share: float, nursery: str | None) -> Any:
             scheduling_strategy=device.strategy(),
             max_restarts=0,
             max_task_retries=0,
-            runtime_env=None if nursery is None else {"py_executable": interpreter(nursery)},
+            runtime_env=None if fork_server is None else {"py_executable": interpreter(fork_server)},
             enable_task_events=False,  # a tenth of a call's cost, for lists of calls that the timeline has, too
         )
         .remote()

@@ -97,7 +97,7 @@ def _start_model(
         beside=run.groups,
         watch=run.watch,
         around=NAMED,
-        nursery=run.nurseries.get(MODEL),
+        fork_server=run.fork_servers.get(MODEL),
     )
     run.profiled.append(group)
     cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)

@@ -69,8 +69,8 @@ def start_roles(
     sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
     with run.status("starting models and rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
         start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
-        # A nursery has the models' imports before the engines'.
-        last = kinds.ENGINE in run.nurseries and not freed
+        # A fork server has the models' imports before the engines'.
+        last = kinds.ENGINE in run.fork_servers and not freed
         engines = None if last else start_synced()
         actor, critic, ref = _start_models(config, run, num_steps if trains else None)
         engines = start_synced() if last else engines
@@ -271,7 +271,7 @@ def start_engines(
             device_order=device_order,
             beside=run.groups,
             watch=run.watch,
-            nursery=run.nurseries.get(kinds.ENGINE),
+            fork_server=run.fork_servers.get(kinds.ENGINE),
         )
     )
 

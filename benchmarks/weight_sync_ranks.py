@@ -54,8 +54,8 @@ def values(tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=DTYPE)
 
 
-def shapes_of(whole: Layout) -> dict[str, tuple[int, ...]]:
-    return {piece.tensor: piece.box.size for piece in whole.pieces(0)}
+def shapes_of(complete: Layout) -> dict[str, tuple[int, ...]]:
+    return {piece.tensor: piece.box.size for piece in complete.pieces(0)}
 
 
 def each_piece(
@@ -142,8 +142,8 @@ def train_rank(
             outboxes[way] = Outbox(share, folder, "127.0.0.1", "cpu", TIMEOUT)
             pipe.send(outboxes[way].address)
         elif kind == "send":
-            way, version, whole = argument
-            sent = outboxes[way].send(version, parameters, whole=whole)
+            way, version, complete = argument
+            sent = outboxes[way].send(version, parameters, complete=complete)
             pipe.send((sent.bytes_sent, sent.buffer_bytes))
         elif kind == "full":
             gatherer = Gatherer(full_gather(case, bucket_bytes), rank, parameters, argument)
@@ -174,8 +174,8 @@ def engine_rank(
             receivers[way] = Receiver(served.model if adapted else model, told, way)
             pipe.send("ready")
         elif kind == "receive":
-            way, version, whole = argument
-            received = receivers[way].receive(version, whole)
+            way, version, complete = argument
+            received = receivers[way].receive(version, complete)
             pipe.send((received.bytes_written, received.buffer_bytes))
         elif kind == "full":
             load = loader(full_gather(case, bucket_bytes), rank, parameters, argument)

@@ -260,11 +260,11 @@ class RolloutEngine(Protocol):
             connection.
         """
 
-    def receive_weights(self, whole: bool = True) -> None:
+    def receive_weights(self, complete: bool = True) -> None:
         """Take the version from the trainer ranks, which send it meanwhile; returns when it is in place.
 
         Args:
-            whole: false: what training leaves alone does not come, and stays as it is.
+            complete: false: the weights that training does not change are not sent, and stay as they are.
 
         Raises:
             WeightSyncError: a slice did not arrive as it was sent, a trainer rank is gone, or none was ever connected.

@@ -133,7 +133,7 @@ def best_device_order(
     engines: EngineLayout,
     devices: tuple[RankPlace, ...],
 ) -> tuple[int, ...]:
-    """Which of `devices` each rank of the engines takes, for most of what it serves to be there already.
+    """The device of each engine rank, chosen so that most of the weights that it serves are on that device already.
 
     source_places: where the ranks of the trained model are.
     """
@@ -142,23 +142,23 @@ def best_device_order(
 
 
 def megatron_adapters(weights: Layout, config: ModelConfig, lora: LoraConfig) -> Layout:
-    """Where Megatron's ranks have the adapters. `weights`: `megatron_layout`."""
+    """The layout of the adapters in Megatron's ranks. `weights`: `megatron_layout`."""
     shapes = adapted_weights(config, lora)
-    return _beside(weights, lambda pieces: adapter_pieces(pieces, shapes, lora))
+    return _adapter_layout(weights, lambda pieces: adapter_pieces(pieces, shapes, lora))
 
 
 def served_adapters(weights: Layout, config: ModelConfig, lora: LoraConfig) -> Layout:
-    """Where SGLang's ranks serve them from. `weights`: `sglang_layout`."""
+    """The layout of the adapters in SGLang's ranks. `weights`: `sglang_layout`."""
     shapes = adapted_weights(config, lora)
-    return _beside(weights, lambda pieces: sglang_adapters(pieces, shapes, lora.rank))
+    return _adapter_layout(weights, lambda pieces: sglang_adapters(pieces, shapes, lora.rank))
 
 
 def served_padding(config: ModelConfig, engines: EngineLayout, rank: int, lora: LoraConfig) -> dict[str, int]:
-    """What of an engine rank's slot no adapter fills."""
+    """Number of elements of an engine rank's adapter slot that no adapter fills, by tensor."""
     pieces = sglang_pieces(config, engines.place(rank))
     return sglang_adapter_padding(pieces, adapted_weights(config, lora), lora.rank)
 
 
-def _beside(weights: Layout, adapters: Callable[[Sequence[Piece]], list[Piece]]) -> Layout:
+def _adapter_layout(weights: Layout, adapters: Callable[[Sequence[Piece]], list[Piece]]) -> Layout:
     shards = tuple(Shard(shard.ranks, lambda shard=shard: adapters(shard.pieces)) for shard in weights.shards)
     return replace(weights, name=f"{weights.name} adapters", shards=shards)

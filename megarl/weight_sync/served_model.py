@@ -21,7 +21,7 @@ from megarl.rollout.engine import AdapterConfig
 from megarl.weight_sync.packets import Slice
 
 ADAPTER_NAME = "policy"
-_MANAGER = "_megarl_lora_manager"  # attribute of the model: a weight loader is given nothing but the model
+_MANAGER = "_megarl_lora_manager"  # attribute of the model: a weight loader gets only the model
 
 
 class RefusedError(ValueError):
@@ -29,7 +29,7 @@ class RefusedError(ValueError):
 
 
 def renew_derived(model: torch.nn.Module) -> None:
-    """Recompute what the model keeps beside its parameters: latent attention's absorbed projections.
+    """Recompute the tensors that the model derives from its parameters: latent attention's absorbed projections.
 
     SGLang's models have a method for it. SGLang calls it after its own loaders, but not after a custom one (0.5.21).
     """
@@ -38,11 +38,10 @@ def renew_derived(model: torch.nn.Module) -> None:
 
 
 def set_cache_scales(model: torch.nn.Module) -> None:
-    """Scales of the cache of keys and values are 1, as SGLang itself has them where a folder has none.
+    """Set the scales of the KV cache to 1, SGLang's own value for a model folder without scales.
 
-    They are parameters of a model in float8. Until they are set they hold what a model without a folder begins with, random numbers,
-    or what lies in memory that was released and taken back; SGLang takes what is above 0 for a scale (0.5.21,
-    layers/quantization/kv_cache.py).
+    They are parameters of a model in float8. Until they are set they hold the random numbers of a dummy load, or the contents of memory
+    that was released and taken back; SGLang takes any value above 0 for a scale (0.5.21, layers/quantization/kv_cache.py).
     """
     for parameter in model.parameters():
         if getattr(parameter, "_skip_weight_check", False):
@@ -50,7 +49,7 @@ def set_cache_scales(model: torch.nn.Module) -> None:
 
 
 def place(item: Slice, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The part of the model that a slice fills: a view.
+    """The view of the model that a slice fills.
 
     Raises:
         RefusedError: there is no such parameter or place, or it has another type.
@@ -73,17 +72,17 @@ def place(item: Slice, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters by name, which are those of a model without adapters.
+    """The model's parameters, by the names that they have in a model without adapters.
 
-    A layer that SGLang gave adapters has the layer that it was within it, as `base_layer` (sglang 0.5.21).
+    A layer to which SGLang gave adapters wraps the original layer as `base_layer` (sglang 0.5.21).
     """
     return {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that a version fills: all but those that SGLang's own check of weights leaves out, too.
+    """The parameters that a version fills: all but those that SGLang's own check of weights also leaves out.
 
-    These are scales of the KV cache, which a model in float8 has as parameters (sglang 0.5.21).
+    These are the scales of the KV cache, which are parameters of a model in float8 (sglang 0.5.21).
     """
     parameters = named_weights(model).items()
     return {name: value for name, value in parameters if not getattr(value, "_skip_weight_check", False)}
@@ -113,7 +112,7 @@ def check_complete(
 
 
 def overlap(boxes: Sequence[Box]) -> bool:
-    """Whether any two boxes of a tensor have an element in common."""
+    """Whether any two boxes of a tensor share an element."""
     ordered = sorted(boxes)
     for index, box in enumerate(ordered):
         for other in ordered[index + 1 :]:
@@ -140,10 +139,10 @@ def remember_manager(result: Any, manager: Any, *args: Any, **kwargs: Any) -> An
 
 
 def adapter_arguments(adapters: AdapterConfig, device: str) -> dict[str, Any]:
-    """The arguments of SGLang's engine with which it serves these adapters."""
+    """The arguments with which SGLang's engine serves these adapters."""
     return {
         "enable_lora": True,
-        "max_loras_per_batch": 1,  # slots: nothing is asked for without the adapter
+        "max_loras_per_batch": 1,  # slots: every request asks for the adapter
         "max_lora_rank": adapters.rank,
         "lora_target_modules": list(adapters.layers),
         **({"lora_backend": "torch_native"} if device == "cpu" else {}),
@@ -176,7 +175,7 @@ class AdapterSlot:
         self.tensors = {name: buffer[self._number] for name, buffer in buffers_of(model).items()}
 
     def problem(self, scaling: float) -> str | None:
-        """What is wrong with the slot, for adapters of this scaling; None: nothing."""
+        """A message if the slot cannot hold adapters of this scaling; None if it can."""
         if self._manager.memory_pool.uid_to_buffer_id != {self._uid: self._number}:
             return "SGLang took the adapters out of their slot"
         served = self._manager.loras[self._uid]

@@ -112,15 +112,15 @@ class AdapterTrainer:
             for tensor, box, local, place in self._layout.pieces(rank):
                 tensors[local][place.slices].copy_(adapters[tensor][box.slices])
 
-    def run(self, engine: EngineProcess, version: int, whole: bool = True, **more: Any) -> SyncReport:
+    def run(self, engine: EngineProcess, version: int, complete: bool = True, **more: Any) -> SyncReport:
         """Send a version; raises what the engine refuses."""
         engine.call("begin_update", version)
         sending = [
-            self._threads.submit(outbox.send, version, tensors, whole=whole, **more)
+            self._threads.submit(outbox.send, version, tensors, complete=complete, **more)
             for outbox, tensors in zip(self.outboxes, self.ranks, strict=True)
         ]
         try:
-            engine.call("receive_weights", whole)
+            engine.call("receive_weights", complete)
         finally:
             self.sent = [future.result() for future in sending]
         return engine.call("finish_update")

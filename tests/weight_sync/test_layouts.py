@@ -114,14 +114,14 @@ def test_adapters_come_after_the_weights_and_are_counted_apart(tiny_model):
     nbytes = [0, 0]
     for copy in adapters:
         nbytes[copy.target_rank] += 4 * copy.box.numel
-    assert sync.bytes_received(whole=False) == nbytes
+    assert sync.bytes_received(complete=False) == nbytes
     assert sync.bytes_received() == [a + b for a, b in zip(plain.bytes_received(), nbytes, strict=True)]
-    assert sync.account(whole=False)["bytes_total"] == sum(nbytes)
+    assert sync.account(complete=False)["bytes_total"] == sum(nbytes)
     assert sync.account()["bytes_total"] == plain.account()["bytes_total"] + sum(nbytes)
     leaving, arriving = sync.shares()
     assert all(share.frozen == sync.frozen for share in (*leaving, *arriving))
     assert all(share.scaling == 1.0 for share in arriving)
     readings = {
-        item.reading for share in leaving for parcels in share.buckets for p in parcels for item in p.slices
+        item.reading for share in leaving for specs in share.buckets for p in specs for item in p.slices
     }
     assert readings == {CONVERT}

@@ -13,14 +13,14 @@ from megarl.layout import Box
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.weight_sync.inbox import Inbox
 from megarl.weight_sync.links import LinkError
-from megarl.weight_sync.packets import SHARED, Packet, Parcel, Slice, SyncShare
+from megarl.weight_sync.packets import SHARED, Packet, PacketSpec, Slice, SyncShare
 from megarl.weight_sync.sender import Outbox, Slots
 
 
 def share(count: int) -> SyncShare:
     """To one engine rank, a float32 tensor of so many numbers."""
     whole = Slice("w", "w", Box.whole((count,)), "float32")
-    return SyncShare(0, {0: SHARED}, ((Parcel(0, 0, (whole,)),),), {})
+    return SyncShare(0, {0: SHARED}, ((PacketSpec(0, 0, (whole,)),),), {})
 
 
 def test_slots_of_the_same_sizes_are_the_same_memory():

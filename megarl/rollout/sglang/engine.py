@@ -194,19 +194,19 @@ class SGLangEngine:
             self._close_update()
         self._inboxes, self._session = list(inboxes), secrets.token_hex(8)
 
-    def receive_weights(self, whole: bool = True) -> None:
+    def receive_weights(self, complete: bool = True) -> None:
         update = self._require_update()
         if not self._inboxes:
             self._close_update()  # as after any version that did not come: the next one may begin
             raise WeightSyncError(f"version {update.version}: no trainer is connected, call connect first")
-        if not whole and update.held is None:
+        if not complete and update.held is None:
             self._close_update()
             raise WeightSyncError(
                 f"version {update.version} came without the weights that training leaves alone, and the engine holds none"
             )
         path = results_path(self._inboxes[0])
         path.unlink(missing_ok=True)
-        self._load(update.version, whole)
+        self._load(update.version, complete)
         results = json.loads(path.read_text())
         errors = [result["error"] for result in results if not result["ok"]]
         if errors:
@@ -312,10 +312,10 @@ class SGLangEngine:
         if not answer.success:
             raise EngineError(f"SGLang refused the adapter: {answer.error_message}")
 
-    def _load(self, version: int, whole: bool) -> None:
+    def _load(self, version: int, complete: bool) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        to_rank = request_bytes(version, self._session, self._inboxes, whole)
+        to_rank = request_bytes(version, self._session, self._inboxes, complete)
         loading = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[to_rank] * len(self._inboxes), load_format=LOADER, flush_cache=False
         )

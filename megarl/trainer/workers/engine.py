@@ -144,9 +144,9 @@ class EngineWorker:
         """Announce a version; returns the one that the engine held."""
         return self.engine.begin_update(version)
 
-    def receive_weights(self, whole: bool = True) -> None:
+    def receive_weights(self, complete: bool = True) -> None:
         """Take the version that the trainer ranks send meanwhile; `whole`: also what training leaves alone."""
-        self.engine.receive_weights(whole)
+        self.engine.receive_weights(complete)
 
     def finish_update(self) -> SyncReport:
         """Serve the version that arrived."""

@@ -53,7 +53,7 @@ DEVICE_SHARE = 0.125
 _EXIT_SECONDS = 1.0
 _KILL_SECONDS = 15.0  # until a node has ended the processes of a rank
 Call = ray.ObjectRef | Part
-"""Of a rank, that has been made; `wait` gives what it returns."""
+"""A call of a rank in progress; `wait` returns its result."""
 MOST_RANKS = 16  # of a share; those of one are on one machine
 RELAY = "megarl.cluster.group:Relay"
 _DEVICE_SHARE = 0.01  # in Ray's books
@@ -83,7 +83,7 @@ class WorkerGroup:
         parts: int = 1,
         device_order: Sequence[int] | None = None,
         setup_timeout: float | None = None,
-        beside: Sequence["WorkerGroup"] = (),
+        watched_groups: Sequence["WorkerGroup"] = (),
         watch: Watch | None = None,
         around: str | None = None,
         fork_server: str | None = None,
@@ -103,15 +103,15 @@ class WorkerGroup:
                 machine. They meet at an address of their own (`RankInfo.master_addr`).
             device_order: the numbers of the pool's devices in the order in which ranks take them; None: 0, 1, ...
             setup_timeout: seconds until all processes must have reported; None: those of the pool.
-            beside: groups whose deaths are to be noticed while processes of this one come up; it may grow later.
-            watch: finds what else is wrong meanwhile, as in `wait`.
-            around: "package.module:function", imported in the ranks: what it gives for a method's name is entered around
-                each call of that method.
-            fork_server: the socket of one that has the imports of these ranks; those with a GPU do not use it.
+            watched_groups: groups whose deaths are noticed while processes of this one come up; the sequence may grow later.
+            watch: finds hangs during that time, as in `wait`.
+            around: "package.module:function", imported in the ranks: called with a method's name it returns a context manager, which
+                each call of that method runs in.
+            fork_server: the socket of a fork server with the imports of these ranks; ranks with a GPU do not use it.
 
         Raises:
             ValueError: the pool is too small, a rank's devices are on two machines, or a bad `worker_class`.
-            WorkerDied, WorkerFailed, WaitTimeout: a process did not come up, or one of `beside` died.
+            WorkerDied, WorkerFailed, WaitTimeout: a process did not come up, or a process of `watched_groups` died.
             RayFailed: a server of Ray has ended, or is stopped.
         """
         if worker_class.count(":") != 1:
@@ -124,7 +124,7 @@ class WorkerGroup:
         self._log_dir, self._share, self._env = Path(log_dir).absolute(), gpu_fraction, env or {}
         self._worker = (worker_class, init_kwargs, around)
         self._setup_timeout = pool.setup_seconds if setup_timeout is None else setup_timeout
-        self._pool, self._beside, self._watch = pool, beside, watch
+        self._pool, self._watched_groups, self._watch = pool, watched_groups, watch
         self._fork_server = fork_server
         self._restarts = [0] * world_size
         self._ports: dict[int, int] = {}  # by number of the process that reserved it
@@ -133,7 +133,7 @@ class WorkerGroup:
         self.processes: list[RankProcess] = [self._create(number) for number in numbers]
         try:
             self._set_up(numbers)
-        except RayFailed:  # the processes end with the cluster, of which nothing can be asked any more
+        except RayFailed:  # the processes end with the cluster, which answers no calls any more
             raise
         except Exception:
             self.shutdown()
@@ -202,7 +202,7 @@ class WorkerGroup:
     def stream_each(
         self, method: str, per_rank_args: Sequence[tuple[Any, ...]]
     ) -> list[ray.ObjectRefGenerator]:
-        """As `call_each` of a generator method: one stream a rank of what it yields; read them by `stream`.
+        """As `call_each` of a generator method: one stream of values for each rank; read them by `stream`.
 
         A rank goes on to its generator's end, whether or not its stream is read to it.
         """
@@ -213,13 +213,12 @@ class WorkerGroup:
         ]
 
     def restart(self, rank: int) -> list[ray.ObjectRef]:
-        """Replace a rank's process, in whatever state it is, by a new one that works as the first one did when it began;
-        of a rank with several parts all of them.
+        """Replace a rank's process, in whatever state it is, by a new one with the same arguments; all parts of a rank that has several.
 
-        It has a log of its own, `<role>-rank<r>.restart<n>.log`. For ranks that have no process group with the others of
-        theirs, which would know nothing of the new one.
+        The new process has a log of its own, `<role>-rank<r>.restart<n>.log`. Only for ranks that have no process group with the
+        other ranks of their role, which would not know the new process.
 
-        Returns: its start, as in `started`; of each part.
+        Returns: the start of each new process, as in `started`.
 
         Raises:
             WorkerDied, WorkerFailed, WaitTimeout: the new process did not come up, or one of another group died.
@@ -253,8 +252,8 @@ class WorkerGroup:
             time.sleep(0.02)
         node = ray.get_runtime_context().get_node_id()
         here = [process for process in processes if process.pid and process.node_id == node]
-        # Ray has told them to end, and they tell Ray that they do. To kill one before that would be a crash in
-        # Ray's eyes, and it would say so on the user's screen at the end of a good run.
+        # Ray has told the processes to end, and they report to Ray that they do. Ray would take a kill before that report for a crash,
+        # and print so on the user's screen at the end of a successful run.
         deadline = time.monotonic() + _EXIT_SECONDS
         while any(parent_of(process.pid) is not None for process in here) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -273,8 +272,7 @@ class WorkerGroup:
         return [call.remote(method, *args, **kwargs) for call, args in zip(calls, per_rank_args, strict=True)]
 
     def _named(self, process: RankProcess, method: str, stream: bool = False) -> Any:
-        """`invoke` of a process (or `stream`) under the name of what it shall call; made once, since a thousand ranks are called
-        at a time."""
+        """`invoke` (or `stream`) of a process, named after the rank's method. Cached, since a thousand ranks are called at a time."""
         key = (process.actor._actor_id, process.rank, method, stream)
         if key not in self._calls:
             name = f"{self.role}-rank{process.rank}.{method}"
@@ -287,7 +285,7 @@ class WorkerGroup:
         return self._calls[key]
 
     def _create(self, number: int) -> RankProcess:
-        """A process, which has yet to be set up."""
+        """Create a process, which is not set up yet."""
         rank, part = divmod(number, self.parts)
         device, restarts = self._devices[number][0], self._restarts[rank]
         again = f".restart{restarts}" if restarts else ""
@@ -310,7 +308,7 @@ class WorkerGroup:
             name = _title(self.role, process.rank, process.part)
             needs_port = number == self._meeting(number)
             refs.append(process.actor.setup.remote(name, process.log_path, merged, needs_port))
-        missing, groups = Missing(self._pool.say, "to come up", len(refs)), [*self._beside, self]
+        missing, groups = Missing(self._pool.say, "to come up", len(refs)), [*self._watched_groups, self]
         facts: list[ProcessFacts] = wait(refs, groups, self._setup_timeout, self._watch, self, missing)
         for number, fact in zip(numbers, facts, strict=True):
             self.processes[number] = replace(
@@ -352,7 +350,7 @@ class WorkerGroup:
 
 
 def _title(role: str, rank: int, part: int) -> str:
-    """What a process is called in lists of processes and logs."""
+    """The name of a process in process lists and of its log."""
     return f"{role}-rank{rank}" + (f".part{part}" if part else "")
 
 
@@ -410,7 +408,7 @@ class Relay:
         self._role = ""
 
     def introduce(self, role: str, actors: dict[int, ActorHandle]) -> None:
-        """Learn which ranks there are, or are anew."""
+        """Learn the actors of ranks, also of restarted ones."""
         self._role, self._actors = role, self._actors | actors
 
     def pass_on(
@@ -436,7 +434,7 @@ class Relay:
 
 
 def _answers(pending: dict[ray.ObjectRef, int]) -> list[Any]:
-    """What ranks have answered, in their order."""
+    """Wait for the ranks' answers, in their order; for a short time after the first error, in which its cause may come to light."""
     answers: dict[int, Any] = dict.fromkeys(pending.values())
     errors: dict[int, Exception] = {}
     deadline = None
@@ -448,7 +446,7 @@ def _answers(pending: dict[ray.ObjectRef, int]) -> list[Any]:
             try:
                 answers[rank] = ray.get(ref)
             except ray.exceptions.RayError as error:
-                errors[rank] = _words_of(error)
+                errors[rank] = _report_of(error)
                 # What has caused this may come to light later than it, elsewhere.
                 deadline = deadline or time.monotonic() + GRACE_SECONDS
     if errors:
@@ -456,15 +454,15 @@ def _answers(pending: dict[ray.ObjectRef, int]) -> list[Any]:
     return list(answers.values())
 
 
-def _words_of(error: ray.exceptions.RayError) -> Exception:
-    """What a rank has told of its failure; of one that has told nothing, what Ray says."""
+def _report_of(error: ray.exceptions.RayError) -> Exception:
+    """A rank's own report of its failure; Ray's message if the rank reported nothing."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return rank_error(error)
     return ConnectionError(str(error))
 
 
 class RelayedGroup(WorkerGroup):
-    """A group whose calls go by relays: a process more for each `most` ranks of a machine."""
+    """A group whose calls go through relays: one more process for each `most` ranks of a machine."""
 
     _relays: WorkerGroup | None = None
     _shares: Sequence[Sequence[int]] = ()
@@ -484,7 +482,7 @@ class RelayedGroup(WorkerGroup):
                 self._log_dir,
                 gpu_fraction=_DEVICE_SHARE,
                 device_order=[share[0] for share in shares],  # each beside the first of its ranks
-                beside=[*self._beside, self],
+                watched_groups=[*self._watched_groups, self],
                 watch=self._watch,
             )
             self.relay_by(relays, shares)
@@ -495,14 +493,14 @@ class RelayedGroup(WorkerGroup):
             raise
 
     def relay_by(self, relays: WorkerGroup, shares: Sequence[Sequence[int]]) -> None:
-        """Have calls go by `relays`, each of which has the ranks of its share."""
+        """Send calls through `relays`, each of which calls the ranks of its share."""
         self._relays, self._shares = relays, shares
         self.started += [*relays.started, *self._introduce(shares)]
 
     def _introduce(self, shares: Sequence[Sequence[int]]) -> list[Call]:
-        """Tell relays of the processes of ranks: of each share those that are given."""
-        whole = ([self.processes[rank] for rank in share] for share in self._shares)
-        relays = zip(self._relays.processes, whole, strict=True)
+        """Tell each relay the actors of the given ranks of its share."""
+        shares_of_relays = ([self.processes[rank] for rank in share] for share in self._shares)
+        relays = zip(self._relays.processes, shares_of_relays, strict=True)
         self._watched_relays = [replace(relay, share=tuple(share)) for relay, share in relays]
         actors = [{rank: self.processes[rank].actor for rank in share} for share in shares]
         return self._relays.call_each("introduce", [(self.role, of_share) for of_share in actors])
@@ -544,12 +542,12 @@ class RelayedGroup(WorkerGroup):
 
 
 def group_kind(world_size: int, relays_from: int | None) -> type[WorkerGroup]:
-    """The class for a group of so many ranks; None: it never has relays."""
+    """The class for a group of `world_size` ranks: with relays from `relays_from` ranks on; None: never."""
     return RelayedGroup if relays_from is not None and world_size >= relays_from else WorkerGroup
 
 
 def shares_of(nodes: Sequence[str], most: int) -> list[list[int]]:
-    """The ranks of each relay, by the nodes of all ranks: as even as can be, at most so many."""
+    """The ranks of each relay, given the node of each rank: shares as even as possible, of at most `most` ranks of one node."""
     shares = []
     for node in dict.fromkeys(nodes):
         ranks = [rank for rank, of_rank in enumerate(nodes) if of_rank == node]

@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-_SAID_AFTER = 3.0  # seconds without the devices after which it is said that they are waited for
+_SAID_AFTER = 3.0  # seconds of waiting for the devices after which a message says so
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ResourcePool:
         Args:
             use_gpu: None: GPUs if the cluster has any, else process slots.
             timeout: seconds to wait until the cluster can give them.
-            say: is told, once, when they are waited for; and who is missing where many processes come up.
+            say: gets a message, once, when the pool waits for devices, and later messages about processes that have not come up.
 
         Raises:
             ValueError: a size below 1, or the cluster cannot give the devices; says what it has.
@@ -81,7 +81,7 @@ class ResourcePool:
 
     @property
     def setup_seconds(self) -> float:
-        """In which processes on all of its nodes come up: they read one Python installation, often from one file server."""
+        """Time limit for processes on all nodes to come up: they read one Python installation, often from one file server."""
         return 120.0 + 20.0 * (self.nnodes - 1)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class ResourcePool:
         self, nnodes: int, devices_per_node: int, timeout: float, say: Callable[[str], None]
     ) -> list[PlacementGroup]:
         bundle = {"GPU": 1, "CPU": 1} if self.use_gpu else {"CPU": 1}
-        # A hint only (Ray has no better): a node of the pool per machine where machines are larger than that.
+        # Ray offers no more than a hint: one node of the pool per machine, also where machines are larger.
         machines = sorted(
             (
                 node

@@ -27,13 +27,13 @@ _DEAD = 4  # ActorTableData.ActorState.DEAD
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank knows of itself and its group; the first argument of every worker class.
+    """A rank's identity within its group; the first argument of every worker class.
 
     `master_addr` and `master_port` are where the ranks of the group meet, or, where a rank has several `parts`, its parts;
-    `part` is the number of this process among these. What is called on a rank comes to its part 0.
+    `part` is the number of this process among these. Calls of a rank go to its part 0.
     `device_ids` are the GPUs that CUDA_VISIBLE_DEVICES shows in this process, in order; empty without GPUs.
     `scratch` is a folder of this rank alone, in memory where the machine has such a file system; it is removed
-    with all that is in it when the rank has ended, however that was.
+    with its contents when the rank has ended, however it ended.
     """
 
     rank: int
@@ -66,7 +66,7 @@ def meet(info: RankInfo, timeout_s: float) -> TCPStore:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What a process reports once it is set up.
+    """The facts that a process reports once it is set up.
 
     `mark` is the `NAME=value` that all its descendants carry (see guard.py); `port` is reserved for its
     group's rendezvous, on request.
@@ -84,8 +84,8 @@ class ProcessFacts:
 class RankProcess:
     """One process as the controller sees it; `pid` is 0, `mark` and `scratch` empty until it has reported.
 
-    `part`: which of its rank's processes it is, where a rank has several. `share`: the ranks that it calls, if it is a relay
-    (see relay.py).
+    `part`: its number among its rank's processes, where a rank has several. `share`: the ranks that it calls, if it is a relay
+    (group.py).
     """
 
     actor: ActorHandle
@@ -145,10 +145,10 @@ class RankError(Exception):
 
 
 class RelayedErrors(Exception):
-    """What a relay (see relay.py) has instead of answers; passed on as it is.
+    """The errors of a relay's ranks (group.py), raised instead of their answers and passed on unchanged.
 
-    `errors` are those of its ranks, by rank: `RankError` of a rank that raised, another of one that cannot be reached;
-    `silent` are ranks that have not answered yet.
+    `errors` by rank: a `RankError` where a rank raised, another exception where it cannot be reached; `silent`: ranks that have not
+    answered yet.
     """
 
     def __init__(self, errors: dict[int, Exception], silent: list[int]) -> None:
@@ -157,26 +157,26 @@ class RelayedErrors(Exception):
 
 
 def rank_error(error: ray.exceptions.RayTaskError) -> RankError:
-    """What a call has raised, as its rank has told it."""
+    """The exception of a call, as its rank reported it."""
     if isinstance(error.cause, RankError):
         return error.cause
-    # Raised by Ray around our method: a result that cannot be pickled, an argument that was lost, ...
+    # Raised by Ray itself: a result that cannot be pickled, an argument that was lost, ...
     return RankError(type(error.cause).__name__, str(error.cause), str(error), time.time(), "")
 
 
 class RunFailure(RuntimeError):
-    """A process of a run, or of Ray, does not do what it should.
+    """A process of a run, or of Ray, failed.
 
     Attributes:
-        report: the file that says more, where there is one.
-        headline: who did what, in a line; empty: the message is as short.
+        report: path of the failure's report, where there is one.
+        headline: process and cause in one line; empty where the message is one line anyway.
     """
 
     report: Path | None = None
     headline: str = ""
 
     def name_report(self, path: Path) -> None:
-        """Add the report's path to the message, and below what its log had to say once more who it was."""
+        """Add the report's path to the message, and repeat the headline in its last line, below the end of the log."""
         self.report = path
         last = [f"the run ended: {self.headline}"] if self.headline else []
         self.args = ("\n".join([str(self), f"stacks and logs of all processes: {path}", *last]),)
@@ -194,7 +194,7 @@ class RankFailure(RunFailure):
 
 
 class WorkerLost(RankFailure):
-    """A process on which nobody can count any more."""
+    """A process is of no further use: it died or hangs."""
 
 
 class WorkerDied(WorkerLost):
@@ -276,7 +276,7 @@ def sent(value: Any) -> Any:
 
 
 def received(value: Any) -> Any:
-    """What `sent` was given; a table's columns lie in `data`."""
+    """The inverse of `sent`; a table's columns are views of `data`."""
     if not isinstance(value, SentTable):
         return value
     with pa.ipc.open_stream(pa.py_buffer(value.data)) as reader:

@@ -18,7 +18,7 @@ from megarl.cluster.ranks import RankFailure, RankProcess, RunFailure, Watched
 from megarl.util.files import whole_file
 
 _ANSWER_SECONDS = 1.0  # for a process to write its stacks
-_REST_SECONDS = 0.1  # without another line they are whole
+_REST_SECONDS = 0.1  # without another line, after which they count as complete
 # Files whose functions wait for other ranks (torch 2.13, megatron-core 0.19).
 _WAITING = re.compile(
     r"torch/distributed/|p2p_communication\.py|param_and_grad_buffer\.py"
@@ -45,7 +45,7 @@ class ProcessStacks:
 
 @dataclass(frozen=True)
 class RankStacks:
-    """What a rank's machine tells of it; `processes` is empty where none lives."""
+    """A rank's processes and the end of its log, as its machine reports them; `processes` is empty where none lives."""
 
     processes: tuple[ProcessStacks, ...]
     log_tail: str
@@ -58,13 +58,13 @@ class RankStacks:
 
     @property
     def is_called(self) -> bool:
-        """Whether its own process works on a call, or does not tell."""
+        """Whether its own process works on a call, or wrote no stacks."""
         own = self.processes[:1]
         return any(not one.text or _CALLED.search(one.text) for one in own)
 
 
 def stacks_of(processes: Sequence[RankProcess], seconds: float = 15.0) -> list[RankStacks | None]:
-    """The stacks of ranks and of what they started, in their order; None: their machine did not answer in time."""
+    """The stacks of ranks and of the processes that they started, in order; None: the rank's machine did not answer in time."""
     here = ray.get_runtime_context().get_node_id()
     nodes: dict[str, list[tuple[int, str, str]]] = {}
     for process in processes:
@@ -83,7 +83,7 @@ def stacks_of(processes: Sequence[RankProcess], seconds: float = 15.0) -> list[R
 
 def stacks_here(ranks: Sequence[tuple[int, str, str]]) -> list[RankStacks]:
     """The stacks of ranks of this machine, each given as (process id, mark, log)."""
-    # A rank's processes share its log, and are asked one after the other; the ranks all at once.
+    # A rank's processes share its log, so they write one after the other; ranks write at the same time.
     with ThreadPoolExecutor(max_workers=max(1, len(ranks))) as pool:
         return list(pool.map(lambda rank: _stacks_of_rank(*rank), ranks))
 
@@ -103,21 +103,21 @@ def _stacks_of_process(pid: int) -> ProcessStacks | None:
         return None
     try:
         title = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
-        text = _ask(pid) if state not in ("T", "t") and _answers(pid) else ""
+        text = _written_stacks(pid) if state not in ("T", "t") and _handles_sigusr1(pid) else ""
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return None
     return ProcessStacks(pid, title[:200], state, text)
 
 
-def _answers(pid: int) -> bool:
+def _handles_sigusr1(pid: int) -> bool:
     """Whether the process has a handler of SIGUSR1, which would kill it otherwise."""
     with open(f"/proc/{pid}/status") as lines:
         caught = next(line for line in lines if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def _ask(pid: int) -> str:
-    """What the process writes to its log when it is asked for its stacks."""
+def _written_stacks(pid: int) -> str:
+    """The stacks that a process writes to its log at SIGUSR1."""
     log_path = os.readlink(f"/proc/{pid}/fd/2")
     if not os.path.isfile(log_path):
         return ""
@@ -138,7 +138,7 @@ def write_report(
 ) -> Path:
     """Write `<run_dir>/failures/<UTC time>.txt`, and name it in the failure's message.
 
-    It has the failure and the `facts` (such as step and phase), where the controller is, and for each rank of `groups`
+    The file has the failure and the `facts` (such as step and phase), the controller's stack, and for each rank of `groups`
     the stacks of its processes and the last lines of its log.
     """
     processes = [process for group in groups for process in group.watched]
@@ -147,7 +147,7 @@ def write_report(
     parts.append(_section("the controller", "".join(traceback.format_stack()[:-2])))
     parts += [_rank_part(process, stacks) for process, stacks in zip(processes, found, strict=True)]
     folder = run_dir / FOLDER
-    path = _free(folder, time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
+    path = _unused_path(folder, time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
     with whole_file(path) as temporary:
         temporary.write_text("\n".join(parts), encoding="utf-8", errors="backslashreplace")
     failure.name_report(path)
@@ -185,7 +185,7 @@ def _section(title: str, text: str) -> str:
     return f"{_LINE}\n{title}\n{_LINE}\n{text}\n"
 
 
-def _free(folder: Path, name: str) -> Path:
+def _unused_path(folder: Path, name: str) -> Path:
     """A path for `name` that no other report of the same second has."""
     number = 1
     while (path := folder / (f"{name}.txt" if number == 1 else f"{name}-{number}.txt")).exists():

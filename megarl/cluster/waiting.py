@@ -45,12 +45,13 @@ from megarl.cluster.report import stacks_of
 from megarl.cluster.watch import Hang, Watch
 
 _POLL_SECONDS = 0.25
-# A look at what is ready goes over all that is pending: one for each of a thousand ranks' answers would be a million. So
-# the first answer is waited with for others, the longer the more are pending (streams cost more); for the last one nothing waits.
+# Each check for answers goes over all pending calls: a check for each of a thousand ranks' answers would take a million steps. So
+# after the first answer others are awaited for a moment, the longer the more calls are pending (streams cost more).
 _GATHER_SECONDS, _GATHER_SECONDS_EACH, _GATHER_SECONDS_STREAM = 0.02, 2e-4, 1e-3
-# After a first exception a death is still taken for its cause: gloo notices a closed connection at once, Ray an end 20 ms later.
+# Within this time after a first exception a death counts as its cause: gloo notices a closed connection at once, Ray a death 20 ms
+# later.
 GRACE_SECONDS = 1.5
-# The same where the exception is of a lost connection: a rank whose SGLang scheduler was killed has to notice that itself first.
+# The same after an exception about a lost connection: a rank whose SGLang scheduler was killed has to notice that itself first.
 _LOST_PEER_SECONDS = 10.0
 # How long to wait for the guard's word on how a process ended.
 _EXIT_LINE_SECONDS = 2.0
@@ -73,7 +74,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's answer: one of those that its relay (see relay.py) returns together."""
+    """A rank's answer, one of those that its relay (group.py) returns together."""
 
     ref: ray.ObjectRef
     index: int
@@ -92,9 +93,9 @@ def wait(
     Args:
         refs: what `call` and `call_each` of these groups returned; none: only whether all is well now.
         timeout: seconds; None waits for ever (deaths still end it).
-        watch: looks for processes that hang; None: nobody does.
+        watch: looks for processes that hang; None: no such check.
         spare: one of the groups, whose processes may be dead unless `refs` are calls of them.
-        missing: is told again and again who has not answered yet.
+        missing: called again and again with the processes that have not answered yet.
 
     Raises:
         WorkerDied: a process of `groups` died, or did before.
@@ -115,13 +116,13 @@ def wait(
         if not pending:
             return [results[ref.ref][ref.index] if isinstance(ref, Part) else results[ref] for ref in refs]
         if deadline is not None and time.monotonic() >= deadline:
-            raise _silence(timeout, pending, len(refs), processes)
+            raise _timeout_error(timeout, pending, len(refs), processes)
 
 
 def _results(
     ready: Sequence[ray.ObjectRef], pending: list[Source], processes: Processes
 ) -> dict[ray.ObjectRef, Any]:
-    """Of calls that have ended: asked of Ray at once, and one by one if any raised."""
+    """Results of calls that have ended: fetched together, and one by one if any raised."""
     try:
         return dict(zip(ready, ray.get(list(ready)), strict=True))
     except ray.exceptions.RayError:
@@ -140,7 +141,7 @@ def stream(
     watch: Watch | None = None,
     spare: Watched | None = None,
 ) -> Iterator[Any]:
-    """What the streams of `stream_each` yield, as it comes, from any rank, until all have ended.
+    """The values of the streams of `stream_each`, from any rank, as they come, until all streams have ended.
 
     Processes are watched while this waits for the next value, not while the caller works on the last one.
 
@@ -158,7 +159,7 @@ def stream(
     pending, lost = list(streams), []
     came, looked = time.monotonic(), -math.inf
     while True:
-        # A look at thousands of processes takes milliseconds, values come many times as often as it is due.
+        # A check of thousands of processes takes milliseconds, and values come far more often than a check is due.
         if time.monotonic() - looked >= _POLL_SECONDS or not pending:
             looked, losses = time.monotonic(), _losses(processes, pending, watch)
             for failure in losses:
@@ -169,6 +170,7 @@ def stream(
             pending = [source for source in pending if _actor_id(source) in processes]
         if not pending:
             break
+        # Take the next value of every stream that has one; streams without a next value have ended.
         ready, _ = _next_ready(pending, None)
         ready = [source for source in ready if _actor_id(source) in processes]
         next_refs = [(source, next(source, None)) for source in ready]
@@ -197,13 +199,13 @@ def stream(
             del value
             came = time.monotonic()
         if timeout is not None and time.monotonic() - came >= timeout:
-            raise _silence(timeout, pending, len(streams), processes)
+            raise _timeout_error(timeout, pending, len(streams), processes)
     if lost:
         raise lost[0]
 
 
 def _all_values(refs: Sequence[ray.ObjectRef]) -> list[Any]:
-    """Asked of Ray at once, which is cheaper by half; none if any is an error."""
+    """All values, fetched together, which costs half as much; empty if any is an error."""
     try:
         return ray.get(list(refs))
     except ray.exceptions.RayError:
@@ -230,7 +232,7 @@ def _rank_of(process: RankProcess) -> tuple[str, int]:
 
 
 def _without_rank(processes: Processes, lost: RankProcess) -> Processes:
-    """What is left when one process is lost: its rank is of no use without it."""
+    """The remaining processes when one is lost: its rank is of no use without it."""
     return {key: process for key, process in processes.items() if _rank_of(process) != _rank_of(lost)}
 
 
@@ -241,21 +243,21 @@ def _refuse_deaths(processes: Processes) -> None:
 
 
 def _refuse_hangs(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> None:
-    hang = _look(processes, pending, watch)
+    hang = _find_hang(processes, pending, watch)
     if hang is not None:
         raise _hung(hang)
 
 
 def _losses(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> list[WorkerLost]:
-    """Who died or hangs, at the moment."""
+    """Processes that are dead or hang at the moment."""
     dead = [process for process in processes.values() if process.is_dead]
     if dead:
         return [_died(process, None, []) for process in dead]
-    hang = _look(processes, pending, watch)
+    hang = _find_hang(processes, pending, watch)
     return [_hung(hang)] if hang is not None else []
 
 
-def _look(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> Hang | None:
+def _find_hang(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> Hang | None:
     if watch is None:
         return None
     ranks = {_rank_of(process) for process in _waited_for(pending, processes)}
@@ -264,13 +266,13 @@ def _look(processes: Processes, pending: Sequence[Source], watch: Watch | None) 
 
 
 def _waited_for(pending: Sequence[Source], processes: Processes) -> list[RankProcess]:
-    """The ranks that are called; of a relay, all that it calls, since it alone knows who has answered."""
+    """The ranks of pending calls; for a relay all ranks of its share, since it alone knows which have answered."""
     called = [processes[key] for key in dict.fromkeys(_actor_id(source) for source in pending)]
     return [rank for process in called for rank in process.share or (process,)]
 
 
 def _hung(hang: Hang) -> WorkerHung:
-    """Names the rank that the others wait for, if its stacks tell."""
+    """The error for a hang; it names the rank that the others wait for, if the stacks show which one."""
     stacks = stacks_of(hang.processes)
     at_fault = [
         process
@@ -286,7 +288,9 @@ def _hung(hang: Hang) -> WorkerHung:
     return WorkerHung(first, hang.cause, tail[0] if tail is not None else "", named)
 
 
-def _silence(timeout: float, pending: Sequence[Source], num_calls: int, processes: Processes) -> WaitTimeout:
+def _timeout_error(
+    timeout: float, pending: Sequence[Source], num_calls: int, processes: Processes
+) -> WaitTimeout:
     silent = _waited_for(pending, processes)
     if any(processes[_actor_id(ref)].share for ref in pending):
         found = zip(silent, stacks_of(silent), strict=True)
@@ -296,7 +300,7 @@ def _silence(timeout: float, pending: Sequence[Source], num_calls: int, processe
 
 
 def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Source], list[Source]]:
-    """(ready, still pending) after about _POLL_SECONDS; when one is ready, all that are a moment later."""
+    """(ready, still pending) after at most _POLL_SECONDS; once one call is ready, others get a moment to become ready, too."""
     if not pending:
         return [], []
     seconds = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
@@ -307,7 +311,7 @@ def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Sou
 
 
 def _root_cause(source: Source, error: Exception, pending: list[Source], processes: Processes) -> Exception:
-    """What to report when `source` ended in `error`: looks a little longer for what may have caused it."""
+    """The exception to report when `source` ended in `error`: waits a little longer for a death or error that may have caused it."""
     errors, silent = _errors_of(source, error, processes)
     deadline = time.monotonic() + (_LOST_PEER_SECONDS if _LOST_PEER.search(str(error)) else GRACE_SECONDS)
     while time.monotonic() < deadline and not any(process.is_dead for process in processes.values()):
@@ -326,7 +330,7 @@ def _root_cause(source: Source, error: Exception, pending: list[Source], process
         if isinstance(error, ray.exceptions.RayTaskError | RankError)
     }
     lines = {key: f"{processes[key]} raised {str(report).splitlines()[0]}" for key, report in reports.items()}
-    # Ray's books first, then what looks like a death although Ray is not sure yet (an unreachable process).
+    # Deaths that Ray has recorded come first, then processes that cannot be reached although Ray is not sure yet.
     dead = [key for key, process in processes.items() if process.is_dead]
     dead += [key for key in errors if key not in reports and key not in dead]
     if dead:
@@ -341,7 +345,7 @@ def _root_cause(source: Source, error: Exception, pending: list[Source], process
 
 
 def _missing(pending: Sequence[RankProcess], role: str) -> list[str]:
-    """Who did not come to a collective of `role`: those that have neither raised nor are in one."""
+    """The ranks that did not come to a collective of `role`: they have neither raised nor are in one."""
     candidates = [process for process in pending if process.role == role]
     found = zip(candidates, stacks_of(candidates), strict=True)
     missing = [process for process, stacks in found if stacks is None or not stacks.waits_for_others]
@@ -351,7 +355,7 @@ def _missing(pending: Sequence[RankProcess], role: str) -> list[str]:
 def _errors_of(
     source: Source, error: Exception, processes: Processes
 ) -> tuple[dict[Any, Exception], list[RankProcess]]:
-    """What ended a call, by process, and who has not answered it: where a relay was called, these are its ranks."""
+    """The errors that ended a call, by process, and the processes that have not answered; for a relay's call both are about its ranks."""
     called = processes[_actor_id(source)]
     cause = getattr(error, "cause", None)
     if not isinstance(cause, RelayedErrors):
@@ -371,11 +375,11 @@ def _died(process: RankProcess, error: Exception | None, others: Sequence[str]) 
             cause = "its machine does not answer"
         else:
             tail, cause = found
-    return WorkerDied(process, cause or _words_of_ray(process, error), tail, others)
+    return WorkerDied(process, cause or _reason_of_ray(process, error), tail, others)
 
 
-def _words_of_ray(process: RankProcess, error: Exception | None) -> str:
-    """Why Ray says the process is dead; for processes that died before they had a guard."""
+def _reason_of_ray(process: RankProcess, error: Exception | None) -> str:
+    """Ray's own reason for a death; for processes that died before they had a guard."""
     if error is None:
         try:
             ray.get(process.actor.__ray_ready__.remote(), timeout=_NODE_SECONDS)
@@ -396,10 +400,10 @@ def _actor_id(source: Source) -> Any:
 
 
 class Missing:
-    """To be told again and again who is still waited for; `say` gets a line each `every` seconds."""
+    """Called again and again with the processes that have not answered; passes a line to `say` each `every` seconds."""
 
     def __init__(self, say: Callable[[str], None], what: str, of: int, every: float = 20.0) -> None:
-        """`what`: what is waited for, as in "to come up"; `of`: how many processes were at the beginning."""
+        """`what`: the event that is awaited, as in "to come up"; `of`: the number of processes at the beginning."""
         self._say, self._what, self._of, self._every = say, what, of, every
         self._begun = self._said = time.monotonic()
 

@@ -53,18 +53,18 @@ _BYTES_OF_UNIT = 1 << 20
 _RANK_MARK = re.compile(rb"\0(" + MARK_PREFIX.encode() + rb"RANK=[^\0]*)\0")
 STUCK_SECONDS = 8.0
 _LOOK_SECONDS = 1.0
-_BEGIN_SECONDS = 0.1  # between looks until all servers were seen, so that none ends before
+_BEGIN_SECONDS = 0.1  # between checks until all servers were seen, so that none ends unseen
 _SERVERS = ("gcs_server", "raylet")
 _RAY, _OURS = (f"{Path(package.__file__).parent}{os.sep}" for package in (ray, megarl))
 
 
 @dataclass(frozen=True)
 class Signs:
-    """What a machine tells of all processes of one rank.
+    """Signs of life of one rank: the state of all of its processes.
 
     Attributes:
-        stopped: those that are, such as "sglang::scheduler (process 12)".
-        work: units of work (see IDLE_WORK) since they began, the mean of all of them.
+        stopped: the stopped processes, such as "sglang::scheduler (process 12)".
+        work: units of work (see IDLE_WORK) since the processes began, as the mean over them.
     """
 
     stopped: tuple[str, ...]
@@ -73,14 +73,14 @@ class Signs:
 
 @dataclass(frozen=True)
 class Hang:
-    """What is wrong: `processes` are the ranks that hang, `cause` says why they are thought to."""
+    """A hang: `processes` are the ranks that hang, `cause` says how it was noticed."""
 
     processes: tuple[RankProcess, ...]
     cause: str
 
 
 def signs_of_life(ranks: dict[int, str]) -> dict[str, Signs]:
-    """The signs of each rank of this machine, by its mark; none of ranks without a living process.
+    """The signs of life of this machine's ranks, by mark; ranks without a living process are left out.
 
     Args:
         ranks: process id -> mark.
@@ -94,7 +94,7 @@ def signs_of_life(ranks: dict[int, str]) -> dict[str, Signs]:
             with open(f"/proc/{name}/stat") as file:
                 title, _, rest = file.read().partition("(")[2].rpartition(")")
             fields = rest.split()
-            # A rank sets its mark itself, so that its descendants have it, but what they fork without exec.
+            # A rank sets its mark itself, so its descendants have it in /proc, except for processes that are forked without exec.
             mark = ranks.get(int(name)) or ranks.get(int(fields[2])) or _mark_of(name)
             if fields[0] in ("Z", "X") or mark not in ranks.values():
                 continue
@@ -123,26 +123,26 @@ def _work(pid: str, fields: list[str]) -> float:
 
 
 class Watch:
-    """Looks at the ranks' processes from time to time, and counts for how long they are stopped or idle."""
+    """Checks the ranks' processes from time to time, and counts for how long they are stopped or idle."""
 
     def __init__(self, idle_timeout: float | None = 60.0, cluster: Cluster | None = None) -> None:
         """
         Args:
             idle_timeout: seconds without work after which a call counts as hung; None: never.
-            cluster: whose servers are looked at, too.
+            cluster: its servers are checked, too.
         """
         self.idle_timeout, self.cluster = idle_timeout, cluster
         self._server_stopped = 0.0  # seconds
         self._last = 0.0  # look, by time.monotonic
-        self._asked: dict[str, ray.ObjectRef] = {}  # by node, what was asked and not yet answered
-        self._work: dict[str, float] = {}  # by mark, when it began to idle
+        self._asked: dict[str, ray.ObjectRef] = {}  # by node, questions that are not answered yet
+        self._work: dict[str, float] = {}  # by mark, units of work when it began to idle
         self._stopped: dict[str, float] = {}  # seconds, by mark
         self._idle: dict[str, float] = {}
 
     def look(self, processes: Sequence[RankProcess], called: Collection[str]) -> Hang | None:
-        """To be called often while `called` (marks) are waited for; looks where it is due.
+        """Check if it is due; to be called often while the ranks with the marks `called` are waited for.
 
-        Returns: who hangs, if anybody does.
+        Returns: the ranks that hang, if any do.
 
         Raises:
             RayFailed: a server of Ray has ended, or is stopped.
@@ -169,7 +169,7 @@ class Watch:
             raise RayFailed(f"{stopped} has been stopped for more than {STOPPED_SECONDS:g} s")
 
     def _ask(self, processes: Sequence[RankProcess]) -> dict[str, Signs]:
-        """The signs of this node's ranks now, and of other nodes' that have answered what they were asked before."""
+        """Current signs of this node's ranks, and those of other nodes that have answered the last question; asks them again."""
         here = ray.get_runtime_context().get_node_id()
         ranks: dict[str, dict[int, str]] = {}
         for process in processes:
@@ -228,10 +228,10 @@ def ending_when_stuck(exit_code: int, servers: Mapping[str, int] | None = None) 
 
     Args:
         exit_code: of this process, if it has to end.
-        servers: process ids by name; None: those that this process starts meanwhile.
+        servers: process ids by name; None: the servers that this process starts within the block.
     """
     over = threading.Event()
-    # Those of an earlier cluster, which may be about to end, are not of this one.
+    # Servers of an earlier cluster, which may be about to end, do not belong to this one.
     before = {child.pid for child in psutil.Process().children()}
     watcher = threading.Thread(
         target=_watch, args=(exit_code, before, servers, over), name="ray-watch", daemon=True
@@ -252,7 +252,7 @@ def _watch(exit_code: int, before: set[int], known: Mapping[str, int] | None, ov
         if not complete:
             servers |= _servers(before)
             complete = len(servers) == len(_SERVERS)
-        # This process may have been stopped itself: a long time since the last look counts as a short one.
+        # This process may have been stopped itself, so a long time since the last check counts as a short one.
         now = time.monotonic()
         passed, last = min(now - last, 2 * _LOOK_SECONDS), now
         states = {name: process_state(pid) for name, pid in servers.items()}

@@ -43,7 +43,7 @@ from megarl.util.spans import Facts, Span, Spans, facts_of_call
 
 _MARK_NAME = f"{MARK_PREFIX}RANK"
 _SHARED_MEMORY = "/dev/shm"
-PROCESSES_OF_A_GPU = 3  # that compute at a time at most: a rank, an engine's owner and its scheduler
+PROCESSES_OF_A_GPU = 3  # that compute at the same time, at most: a rank, an engine's owner and its scheduler
 FILE_SYSTEM = Path("/")
 
 
@@ -59,10 +59,10 @@ class Worker:
         self._around: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def setup(self, name: str, log_path: str, env: dict[str, str], needs_port: bool) -> ProcessFacts:
-        """Prepares the process; after it nothing that is printed, also by C code, misses the log.
+        """Prepare the process. From here on all output, also of C code, goes to the log.
 
-        `env` is put into the environment here, before anything heavy is imported; it is also what children get. Over it
-        comes what NCCL needs and nobody has set.
+        `env` becomes part of the environment, also of child processes, before anything heavy is imported. Settings of NCCL that are
+        still missing are added.
         """
         self._log_path = log_path
         type(self).__name__ = name  # Ray derives the process title from it, anew after every call
@@ -77,6 +77,7 @@ class Worker:
         if env.get("CUDA_VISIBLE_DEVICES"):
             num_gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
             os.environ.update(use_cores(env, num_gpus))
+        # The guard starts before the scratch folder exists, so that the folder is removed however this process ends.
         token = secrets.token_hex(8)
         os.environ[_MARK_NAME] = token
         mark = f"{_MARK_NAME}={token}"
@@ -101,7 +102,7 @@ class Worker:
         """Imports "module:Class" and makes the user's object.
 
         Args:
-            around: "module:function", whose value for the name of a method is a context manager that it runs in.
+            around: "module:function"; called with a method's name it returns the context manager in which the method runs.
 
         Raises:
             RankError: the import or the constructor raised.
@@ -127,7 +128,7 @@ class Worker:
             return getattr(self._user, method)(*args, **kwargs)
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """What a generator method of the user's object yields, as it comes. Raises as `invoke` does."""
+        """The values of a generator method of the user's object, as they come. Raises as `invoke` does."""
         self._require_start()
         args = [received(arg) for arg in args]
         with self._reporting(), self._noted(method, args, kwargs) as facts:
@@ -137,7 +138,7 @@ class Worker:
                 yield sent(value)
 
     def take_spans(self) -> list[Span]:
-        """What this process has done since it was asked last, on its own clock."""
+        """Spans since the last call, on this process's own clock."""
         return self._spans.take()
 
     @contextmanager
@@ -166,7 +167,7 @@ class Worker:
 
 
 def _imported(path: str) -> Any:
-    """What "module:name" names."""
+    """Import the object that "module:name" names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -189,7 +190,7 @@ def _unbuffered(descriptor: int) -> io.TextIOWrapper:
 
 
 def rank_environment(gpu_ids: tuple[str, ...], single_machine: bool) -> dict[str, str]:
-    """What every rank needs in its environment before torch is imported."""
+    """The variables that every rank needs in its environment before torch is imported."""
     # An empty list hides the GPUs of a machine from ranks that were asked to do without.
     env = {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
     # Megatron's overlap of communication and computation relies on one hardware queue.
@@ -199,7 +200,7 @@ def rank_environment(gpu_ids: tuple[str, ...], single_machine: bool) -> dict[str
         # Transformer Engine was made for (attention/dot_product_attention/utils.py reads this).
         env["NVTE_FLASH_ATTN_V4"] = "0"
     else:
-        # One thread a rank: the ranks are more than the cores already.
+        # One thread a rank: there are more ranks than cores already.
         env["OMP_NUM_THREADS"] = "1"
     if single_machine:
         env["GLOO_SOCKET_IFNAME"] = "lo"
@@ -208,32 +209,32 @@ def rank_environment(gpu_ids: tuple[str, ...], single_machine: bool) -> dict[str
 
 @dataclass(frozen=True)
 class Cores:
-    """`cpus`: that a process may use. `threads`: of torch's operations on them."""
+    """The cores of a process: `cpus` that it may use, and `threads` of torch's operations on them."""
 
     cpus: frozenset[int]
     threads: int
 
 
 def use_cores(env: Mapping[str, str], num_gpus: int) -> dict[str, str]:
-    """Bind this process, if it has GPUs, to the cores beside them.
+    """Bind this process, if it has GPUs, to the cores near them.
 
     Args:
-        env: of the process: CUDA_VISIBLE_DEVICES, and OMP_NUM_THREADS where that is given already.
-        num_gpus: of the machine.
+        env: the process's environment: CUDA_VISIBLE_DEVICES, and OMP_NUM_THREADS where it is set already.
+        num_gpus: number of the machine's GPUs.
 
-    Returns: what to add to its environment.
+    Returns: variables to add to its environment.
     """
     if not env.get("CUDA_VISIBLE_DEVICES"):
         return {}
-    found = cores_beside(
+    found = cores_near(
         env["CUDA_VISIBLE_DEVICES"].split(","), num_gpus, frozenset(os.sched_getaffinity(0)), FILE_SYSTEM
     )
     os.sched_setaffinity(0, found.cpus)  # of this thread and those that it starts
     return {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(found.threads)}
 
 
-def cores_beside(gpu_ids: Sequence[str], num_gpus: int, allowed: frozenset[int], root: Path) -> Cores:
-    """Of the `allowed` cores those of the NUMA node that has all GPUs of `gpu_ids`, or all where there is none.
+def cores_near(gpu_ids: Sequence[str], num_gpus: int, allowed: frozenset[int], root: Path) -> Cores:
+    """The `allowed` cores of the NUMA node that has all GPUs of `gpu_ids`; all allowed cores where there is no such node.
 
     Args:
         gpu_ids: numbers, in the order of bus addresses as nvidia-smi has them, or UUIDs.
@@ -242,11 +243,11 @@ def cores_beside(gpu_ids: Sequence[str], num_gpus: int, allowed: frozenset[int],
     nodes = _nodes(root)
     own = {nodes.get(gpu) for gpu in gpu_ids}
     (node,) = own if len(own) == 1 else (None,)
-    beside = allowed & _cpus_of(root, node) if node is not None else frozenset()
-    if not beside:
+    near = allowed & _cpus_of(root, node) if node is not None else frozenset()
+    if not near:
         return Cores(allowed, _share(allowed, num_gpus))
     neighbours = {address for address, (_, other) in _gpus(root).items() if other == node}
-    return Cores(beside, _share(beside, len(neighbours)))
+    return Cores(near, _share(near, len(neighbours)))
 
 
 def _share(cpus: frozenset[int], num_gpus: int) -> int:
@@ -254,7 +255,7 @@ def _share(cpus: frozenset[int], num_gpus: int) -> int:
 
 
 def _nodes(root: Path) -> dict[str, int | None]:
-    """By number and by UUID, the NUMA node of each GPU; None: Linux does not know it."""
+    """The NUMA node of each GPU, by its number and by its UUID; None: unknown to Linux."""
     found: dict[str, int | None] = {}
     for number, (uuid, node) in enumerate(_gpus(root).values()):
         found |= {str(number): node, uuid: node}
@@ -262,7 +263,7 @@ def _nodes(root: Path) -> dict[str, int | None]:
 
 
 def _gpus(root: Path) -> dict[str, tuple[str, int | None]]:
-    """(UUID, NUMA node) by bus address, in the order of these."""
+    """(UUID, NUMA node) by bus address, in the order of bus addresses."""
     found = {}
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         uuid = re.search(r"^GPU UUID:\s*(\S+)", (folder / "information").read_text(), re.MULTILINE)
@@ -273,7 +274,7 @@ def _gpus(root: Path) -> dict[str, tuple[str, int | None]]:
 
 
 def _cpus_of(root: Path, node: int) -> frozenset[int]:
-    """A list such as "0-3,8-11"."""
+    """The cores of a NUMA node, from a list such as "0-3,8-11"."""
     cpus: set[int] = set()
     for part in (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip().split(","):
         first, _, last = part.partition("-")

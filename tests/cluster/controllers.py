@@ -88,7 +88,7 @@ def calls(run_dir: str, what: str) -> None:
             if what == "pool":
                 ResourcePool("more", 1, 1, timeout=30).close()
             else:  # which gets no device, and is waited for
-                _group("more", pool, 1, run_dir, gpu_fraction=1.0, beside=run.groups, watch=run.watch)
+                _group("more", pool, 1, run_dir, gpu_fraction=1.0, watched_groups=run.groups, watch=run.watch)
 
 
 def stop(run_dir: str) -> None:

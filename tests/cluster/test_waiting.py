@@ -55,7 +55,7 @@ def test_a_death_ends_the_start_of_another_group(start_group):
     killer.start()
     begin = time.monotonic()
     with pytest.raises(WorkerDied, match="actor rank 0"):
-        start_group("critic", 1, gpu_fraction=1.0, beside=[actor])
+        start_group("critic", 1, gpu_fraction=1.0, watched_groups=[actor])
     assert 1 <= time.monotonic() - begin < 15
 
 

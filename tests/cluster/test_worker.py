@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import worker as affinity
-from megarl.cluster.worker import Cores, cores_beside, use_cores
+from megarl.cluster.worker import Cores, cores_near, use_cores
 
 CPUS = ("0-47,96-143", "48-95,144-191")  # of a server with two sockets and two threads a core
 ALL = frozenset(range(192))
@@ -34,22 +34,22 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_rank_has_the_cores_of_its_gpus_socket(root: Path) -> None:
-    assert cores_beside(["3"], 8, ALL, root) == Cores(FIRST, 96 // 12)
-    assert cores_beside(["4"], 8, ALL, root) == Cores(ALL - FIRST, 8)
-    assert cores_beside(["GPU-D1-uuid"], 8, ALL, root).cpus == ALL - FIRST
-    assert cores_beside(["0", "1", "2"], 8, ALL, root).cpus == FIRST  # an engine of several GPUs
-    assert cores_beside(["3"], 8, frozenset(range(40, 60)), root) == Cores(frozenset(range(40, 48)), 1)
+    assert cores_near(["3"], 8, ALL, root) == Cores(FIRST, 96 // 12)
+    assert cores_near(["4"], 8, ALL, root) == Cores(ALL - FIRST, 8)
+    assert cores_near(["GPU-D1-uuid"], 8, ALL, root).cpus == ALL - FIRST
+    assert cores_near(["0", "1", "2"], 8, ALL, root).cpus == FIRST  # an engine of several GPUs
+    assert cores_near(["3"], 8, frozenset(range(40, 60)), root) == Cores(frozenset(range(40, 48)), 1)
 
 
 def test_what_has_no_one_socket_is_bound_to_none(root: Path, tmp_path: Path) -> None:
     everywhere = Cores(ALL, 192 // 24)
-    assert cores_beside(["3", "4"], 8, ALL, root) == everywhere
-    assert cores_beside(["MIG-5"], 8, ALL, root) == everywhere
-    assert cores_beside(["0"], 8, ALL, tmp_path / "of another machine") == everywhere
+    assert cores_near(["3", "4"], 8, ALL, root) == everywhere
+    assert cores_near(["MIG-5"], 8, ALL, root) == everywhere
+    assert cores_near(["0"], 8, ALL, tmp_path / "of another machine") == everywhere
     only = frozenset({50})  # the process was given no core beside its GPU
-    assert cores_beside(["0"], 8, only, root) == Cores(only, 1)
+    assert cores_near(["0"], 8, only, root) == Cores(only, 1)
     (root / "sys/bus/pci/devices/0000:1b:00.0/numa_node").write_text("-1\n")  # as virtual machines say
-    assert cores_beside(["0"], 8, ALL, root) == everywhere
+    assert cores_near(["0"], 8, ALL, root) == everywhere
 
 
 def test_a_process_is_bound_and_told_how_many_threads_it_has(

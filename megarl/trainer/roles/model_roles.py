@@ -94,7 +94,7 @@ def _start_model(
         len(pool),
         kwargs,
         run.log_dir,
-        beside=run.groups,
+        watched_groups=run.groups,
         watch=run.watch,
         around=NAMED,
         fork_server=run.fork_servers.get(MODEL),

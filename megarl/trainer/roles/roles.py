@@ -269,7 +269,7 @@ def start_engines(
             devices_per_rank=tp,
             parts=nodes,
             device_order=device_order,
-            beside=run.groups,
+            watched_groups=run.groups,
             watch=run.watch,
             fork_server=run.fork_servers.get(kinds.ENGINE),
         )

@@ -44,7 +44,7 @@ SIDES = ("left", "right", "middle")
 
 
 class Continuation:
-    """The token ids of observations, for one chat template."""
+    """Observations as token ids that continue a conversation, for one chat template."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any] | None = None
@@ -52,7 +52,7 @@ class Continuation:
         self._tokenizer, self._kwargs = tokenizer, template_kwargs
 
     def after_turn(self, observation: Observation, ended: bool, last_id: int | None = None) -> list[int]:
-        """What follows the policy's turn: the observation, and for messages the opening of its next turn.
+        """The token ids that follow the policy's turn: the observation, and for messages the opening of its next turn.
 
         Args:
             ended: whether the turn's last token is an end token of the model. Then the template's own (which may be
@@ -108,7 +108,7 @@ def shorten(observation: Observation, most: int, side: str) -> Observation:
     """An observation whose texts have at most `most` characters each, and a mark where some were left out.
 
     Args:
-        side: what is kept: "left" the beginning, "right" the end, "middle" half of each.
+        side: the part that is kept: "left" the beginning, "right" the end, "middle" half of each.
     """
     if isinstance(observation, str):
         return _shorten_text(observation, most, side)
@@ -139,7 +139,7 @@ class TurnLimits:
     Attributes:
         max_assistant_turns, max_user_turns: turns of the policy, and of the environment; None: as tokens allow.
         max_characters: of a text of the environment; longer ones are shortened.
-        keep_side: what is kept of them, see `shorten`.
+        keep_side: the part of long texts that is kept, see `shorten`.
         step_timeout: seconds that one call of the environment may take.
     """
 
@@ -151,7 +151,7 @@ class TurnLimits:
 
 
 class EnvironmentFailed(Exception):
-    """A call of an environment raised, took too long, or returned what it must not."""
+    """A call of an environment raised, took too long, or returned an invalid value."""
 
 
 class Player:
@@ -175,7 +175,7 @@ class Player:
     async def play(
         self, task: Task, prompt_ids: Sequence[int], sampling: SamplingParams, weight_version: int
     ) -> Generation:
-        """One trajectory, to its end. What the engine raises is raised; what the environment raises is recorded."""
+        """Play one trajectory to its end. Exceptions of the engine are raised; those of the environment are recorded."""
         keywords = self._template_kwargs if task.template_kwargs is None else task.template_kwargs
         continuation = Continuation(self._tokenizer, keywords)
         draft = _Draft(task.uid, list(prompt_ids), len(prompt_ids) + sampling.max_new_tokens)
@@ -210,6 +210,7 @@ class Player:
     ) -> None:
         limits = self._limits
         while True:
+            # The policy's turn: the request is everything so far.
             number = draft.num_turns
             uid = draft.uid if number == 0 else f"{draft.uid}#{number}"
             asked = replace(sampling, max_new_tokens=draft.room)
@@ -225,6 +226,7 @@ class Player:
                 return
             if draft.num_turns == limits.max_assistant_turns or number == limits.max_user_turns:
                 return
+            # The environment's words end the trajectory where they leave no room for another token of the policy.
             said = self._shorten(result.observation)
             ended_by = None if ids[-1] in self._stop_token_ids else ids[-1]
             said_ids = _rendered(partial(continuation.after_turn, said, ended_by is not None, ended_by))
@@ -257,11 +259,11 @@ class Player:
 
 @dataclass
 class _Draft:
-    """A trajectory in the making."""
+    """A trajectory in progress."""
 
     uid: str
     prompt_ids: list[int]
-    most_tokens: int  # of prompt and response
+    most_tokens: int  # most tokens of prompt and response together
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -269,7 +271,9 @@ class _Draft:
     finish_reason: str = "stop"
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
-    versions: tuple[int, int] | None = None  # of the weights that chose the first token, and the last one
+    versions: tuple[int, int] | None = (
+        None  # versions of the weights that chose the first token and the last one
+    )
 
     @property
     def room(self) -> int:

@@ -333,7 +333,7 @@ class Receiver:
         )
 
 
-def register_verification() -> None:
+def install_verification_hook() -> None:
     """Called in each scheduler process before SGLang runs."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

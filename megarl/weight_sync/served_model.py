@@ -123,7 +123,7 @@ def overlap(boxes: Sequence[Box]) -> bool:
     return False
 
 
-def register_adapters() -> None:
+def install_adapter_hook() -> None:
     """Called in each scheduler process before SGLang runs."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

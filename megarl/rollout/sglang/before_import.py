@@ -22,8 +22,8 @@ from pathlib import Path
 from megarl.rollout.sglang import models as sglang_models
 from megarl.util.memory import without_collection
 
-# With expandable segments torch's allocator maps memory by itself, beneath torch_memory_saver, whose regions then release
-# nothing: it refuses the first name, and does not know the second (torch_memory_saver 0.0.10).
+# With expandable segments torch's allocator maps memory itself, so that regions of torch_memory_saver release nothing. The saver
+# refuses the first name, and does not know the second (torch_memory_saver 0.0.10).
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SCHEDULER = "megarl.rollout.sglang.process"  # imported in the scheduler's process alone: it imports SGLang
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -36,7 +36,7 @@ def sglang_environment(
 
     Args:
         threads: CPU threads of each TP rank.
-        nodes: of the engine; with several who starts its processes says which interface they use.
+        nodes: number of the engine's nodes; with several, the caller chooses the network interface.
     """
     common = {"SGLANG_EXTERNAL_MODEL_PACKAGE": sglang_models.__name__}
     if nodes > 1:
@@ -65,12 +65,12 @@ def prepare_schedulers(environment: MutableMapping[str, str], packages: Path) ->
     """Change the environment of an engine's owner on GPUs before it starts schedulers, which inherit it.
 
     Args:
-        packages: the folder that torch is installed in.
+        packages: the folder in which torch is installed.
     """
     for name in _ALLOCATOR:
         environment.pop(name, None)
-    # torch_memory_saver is preloaded into the schedulers and needs libcudart before torch brings its own; where ld.so finds none it
-    # leaves the saver out, with a line on standard error, and nothing is ever released.
+    # torch_memory_saver is preloaded into the schedulers and needs libcudart before torch loads its own. Where ld.so finds none, it
+    # skips the saver with a line on standard error, and no memory is ever released.
     folders = sorted({str(path.parent) for path in packages.glob("nvidia/*/lib/libcudart.so.*")})
     known = [folder for folder in environment.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
     if folders:
@@ -80,8 +80,8 @@ def prepare_schedulers(environment: MutableMapping[str, str], packages: Path) ->
 class SchedulerMain:
     """A scheduler's main function, for multiprocessing to pickle.
 
-    It pickles its target before its arguments, whose classes are SGLang's: what this does when it is unpickled comes before
-    the import of SGLang.
+    multiprocessing pickles the target before the arguments, whose classes are SGLang's: so the code that unpickles this object runs
+    before the import of SGLang.
     """
 
     def __reduce__(self) -> tuple:
@@ -102,15 +102,15 @@ class SchedulerMain:
 
 def _begin() -> SchedulerMain:
     die_with_parent()
-    gc.disable()  # as `without_collection`, which ends it
+    gc.disable()  # until `__call__`, which imports under `without_collection`
     return SchedulerMain()
 
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when the one that started it ends, however it ends.
 
-    SGLang asks for the same, but only after seconds of imports: an owner that died before that
-    leaves a scheduler behind. Whether it has died already is known as soon as multiprocessing has said whose child this is.
+    SGLang asks for the same, but only after seconds of imports: an owner that dies before that
+    leaves a scheduler behind. An owner that has died already is noticed as soon as multiprocessing has set the parent process.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
@@ -120,8 +120,8 @@ def die_with_parent() -> None:
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """Processes that are spawned meanwhile do not import this one's main module, nor what that imports: for an engine's owner all of
-    Ray (Python's multiprocessing/spawn.py, get_preparation_data)."""
+    """Processes that are spawned within the block do not import this one's main module and its imports, which for an engine's owner
+    are all of Ray (Python's multiprocessing/spawn.py, get_preparation_data)."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -132,10 +132,10 @@ def without_main() -> Iterator[None]:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """Processes that are started meanwhile by multiprocessing's own functions are copies of this one.
+    """Processes that multiprocessing's own functions start within the block are copies (forks) of this one.
 
-    Only the calling thread is copied. Locks that others hold at that moment stay taken in the copy: Python and the C library see to
-    theirs; Ray's are not used there.
+    Only the calling thread is copied. Locks that other threads hold at that moment stay taken in the copy: Python and the C library
+    reset their own; Ray's are not used there.
     """
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("fork", force=True)
@@ -146,13 +146,14 @@ def forked() -> Iterator[None]:
 
 
 def let_go_of_sockets() -> None:
-    """Let the owner's connections end with the owner: who is at their other ends (Ray's raylet) would else think that it lives on
-    here. Their numbers stay taken, since the owner's objects, copied too, may close them at any time."""
+    """Drop the copies of the owner's sockets, so that its connections end with it: Ray's raylet would otherwise take this process for
+    the owner. The file descriptors are kept open on /dev/null, since the owner's objects, which are copied too, may close them
+    at any time."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for number in (int(name) for name in os.listdir("/proc/self/fd")):
         try:
             is_socket = stat.S_ISSOCK(os.fstat(number).st_mode)
-        except OSError:  # the listing's own, which is closed by now
+        except OSError:  # the descriptor of the listing itself, which is closed by now
             continue
         if is_socket:
             os.dup2(nothing, number, inheritable=False)
@@ -160,7 +161,7 @@ def let_go_of_sockets() -> None:
 
 
 def _share_title() -> None:
-    """Ray has written this process's title over where the package setproctitle, which SGLang calls, would look for it (Ray 2.60)."""
+    """Let SGLang set process titles by Ray's function: Ray has overwritten the memory in which setproctitle would look (Ray 2.60)."""
     ray = sys.modules.get("ray")
     if ray is not None:
         import setproctitle

@@ -2,20 +2,20 @@
 
 Guarantees, each asserted by a test:
 
-- nothing is served before a whole, verified version is held, nor after one that failed;
+- nothing is served before a complete, verified version is held, nor after one that failed;
 - each generation carries the version that SGLang itself says it was served by;
-- with adapters, every request is answered by these and the weights beside them;
+- with adapters, every request is answered by weights and adapters together;
 - an end token is part of its response, with its log-prob;
-- requests that SGLang answers by dying (empty prompt, unknown token id) are refused here;
+- requests of which SGLang would die (empty prompt, unknown token id) are refused here;
 - the noise of a response depends on (seed, uid) only, so a resumed run repeats it;
-- requests that run when the weights change, or their memory goes, are interrupted, and go on afterwards from the token where they
-  were, with the weights that are served then; each token's log-prob is that of the weights that chose it;
-- with `deterministic` its tokens and log-probs do not depend on other requests, on the cache or on time, bit by bit;
+- requests that run when the weights change or their memory is released are interrupted, and continue afterwards after their last
+  token, with the new weights; each token's log-prob is that of the weights that chose it;
+- with `deterministic` the bits of its tokens and log-probs do not depend on other requests, on the cache or on time;
 - SGLang's processes end when this one does, however it ends;
 - this process ends, with an error in its log, within a second of one of SGLang's.
 
 The process that calls `start` is SGLang's parent; since it ends with SGLang, give each engine a process of its
-own, with the environment of `sglang_environment` (environment.py). All calls come from one thread that lives as long as the
+own, with the environment of `sglang_environment` (before_import.py). All calls come from one thread that lives as long as the
 engine, best the main one: only there can SGLang's signal that a start failed be caught and the start be
 repeated.
 """
@@ -43,7 +43,7 @@ from megarl.rollout.engine import (
 from megarl.rollout.sglang import memory as engine_memory
 from megarl.rollout.sglang.requests import Response, ask, check_prompt, request_seed
 from megarl.rollout.sglang.start import read_model, start_owned
-from megarl.weight_sync import served_model as adapters
+from megarl.weight_sync import served_model
 from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
 
 __all__ = ["SGLangEngine", "request_seed"]
@@ -67,7 +67,7 @@ class SGLangEngine:
         self._inboxes: list[Path] = []
         self._session = self._session_held = ""
         self._last_answer = 0.0
-        self._gate = Gate()  # requests are inside while SGLang works on them
+        self._gate = Gate()  # holds a request while SGLang works on it
         self._ends: frozenset[int] = frozenset()
 
     @property
@@ -134,7 +134,7 @@ class SGLangEngine:
                     response.rest,
                     uid,
                     self.config.stop_token_ids,
-                    adapters.ADAPTER_NAME if self.config.adapters is not None else None,
+                    served_model.ADAPTER_NAME if self.config.adapters is not None else None,
                 )
                 self._last_answer = time.monotonic()
                 generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
@@ -163,7 +163,7 @@ class SGLangEngine:
     ) -> Iterator[list[Answer]]:
         timeout = self.config.request_timeout
         try:
-            # A long answer, or a trajectory of several turns, may take longer than that.
+            # A long answer, or a trajectory of several turns, may take longer than the timeout: each sign of life restarts it.
             yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_sign, apart)
         except NothingCompleted:
             self._version = None
@@ -183,7 +183,7 @@ class SGLangEngine:
         self.interrupt()
         held = self._version
         if self.config.adapters is not None and self._session_held != self._session:
-            held = None  # over a new connection the weights come before adapters alone
+            held = None  # over a new connection the first version has all weights
         self._version, self._update = None, _Update(version, held)
         self._control("begin_weight_update", BeginWeightUpdateReqInput())
         return held
@@ -197,7 +197,7 @@ class SGLangEngine:
     def receive_weights(self, complete: bool = True) -> None:
         update = self._require_update()
         if not self._inboxes:
-            self._close_update()  # as after any version that did not come: the next one may begin
+            self._close_update()  # as after any version that did not arrive: the next one may begin
             raise WeightSyncError(f"version {update.version}: no trainer is connected, call connect first")
         if not complete and update.held is None:
             self._close_update()
@@ -219,7 +219,7 @@ class SGLangEngine:
         self._close_update()
         if not update.results:
             raise WeightSyncError(f"version {update.version} did not come")
-        self.flush_cache()  # what it holds was computed by the old weights
+        self.flush_cache()  # its keys and values are those of the old weights
         self._set_version(update.version)
         self._version, self._session_held = update.version, self._session
         self._let_in()
@@ -278,7 +278,7 @@ class SGLangEngine:
             self._engine = None
 
     def _let_in(self) -> None:
-        """What was interrupted goes on as soon as there are weights and a cache."""
+        """Let interrupted requests go on, if there are weights and a cache."""
         if self._version is not None and "kv_cache" not in self._released:
             self._gate.open()
 
@@ -303,8 +303,8 @@ class SGLangEngine:
 
         nothing = [MultiprocessingSerializer.serialize({}) for _ in range(self.config.tensor_parallel_size)]
         request = LoadLoRAAdapterFromTensorsReqInput(
-            lora_name=adapters.ADAPTER_NAME,
-            config_dict=adapters.empty_adapter(served),
+            lora_name=served_model.ADAPTER_NAME,
+            config_dict=served_model.empty_adapter(served),
             serialized_named_tensors=nothing,
         )
         loading = self._engine.tokenizer_manager.load_lora_adapter_from_tensors(request, None)
@@ -360,7 +360,7 @@ class SGLangEngine:
 
 
 class _Update:
-    """A version on its way, and what the receivers answered, by TP rank."""
+    """An update in progress: its version, and the receivers' answers by TP rank."""
 
     def __init__(self, version: int, held: int | None) -> None:
         self.version, self.held = version, held
@@ -383,7 +383,12 @@ class _Update:
 
 
 class SGLangPart:
-    """Owns the TP ranks of node `config.node`, which is not the first."""
+    """Owns the TP ranks of an engine on node `config.node`, which is not the first.
+
+    Requests come to the first node's process (`SGLangEngine`) and from there, over the ranks' own group, to all TP ranks.
+    So there is nothing to call here: this process starts its node's ranks, is their parent, and ends with them, like the first
+    node's. If a rank is lost, those of all nodes end, since they wait for each other.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         assert 0 < config.node < config.nodes, config

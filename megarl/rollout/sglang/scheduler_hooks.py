@@ -22,11 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FEW_TOKENS = 16  # that are still to be computed: another batch would cost more than it saves
+FEW_TOKENS = 16  # so few remaining prompt tokens are not worth another batch
 _TIME = struct.Struct("d")  # in the machine's own form, which is written and read at once
 
 
-def register_prefix_sharing() -> None:
+def install_prefix_sharing_hook() -> None:
     """Called in each scheduler process before SGLang runs."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -38,8 +38,8 @@ def register_prefix_sharing() -> None:
 def one_goes_first(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's own, which adds a request to the batch at hand and says whether others may follow.
 
-    What is neither added nor an end of the batch stays in the queue: so SGLang itself passes over requests whose adapter has no
-    place yet.
+    A request that is neither added nor ends the batch stays in the queue: in this way SGLang itself passes over requests whose adapter
+    has no slot yet.
     """
     if waits_for_another(adder, request):
         from sglang.srt.managers.schedule_policy import AddReqResult
@@ -49,7 +49,7 @@ def one_goes_first(original: Callable[..., Any], adder: Any, request: Any, *args
 
 
 def waits_for_another(adder: Any, request: Any) -> bool:
-    """Whether the batch has a request with the same prompt, whose keys and values are worth waiting for.
+    """Whether the batch has a request with the same prompt, so that it pays to wait for its keys and values.
 
     request.prefix_indices: cache slots of the tokens that need not be computed.
     """
@@ -81,7 +81,7 @@ class Heartbeat:
         return _TIME.unpack_from(self._memory)[0]
 
 
-def register_heartbeat(path: Path) -> None:
+def install_heartbeat_hook(path: Path) -> None:
     """Called in the first rank's scheduler process before SGLang runs."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

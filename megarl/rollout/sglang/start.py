@@ -21,13 +21,13 @@ from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.sglang.before_import import prepare_schedulers
 from megarl.util.memory import without_collection
 from megarl.util.packages import KNOWN
-from megarl.weight_sync import served_model as adapters
+from megarl.weight_sync import served_model
 from megarl.weight_sync.receiver import LOADER
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_TOKENS = 65536
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
-# By model type: fields that SGLang 0.5.21 reads and transformers 5 does not write, whose code knows no other values.
+# By model type: fields that SGLang 0.5.21 reads and transformers 5 does not write, since its code has no other values.
 _IMPLIED = {
     model_type: {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     for model_type in ("deepseek_v3", "kimi_k2")
@@ -35,9 +35,9 @@ _IMPLIED = {
 
 
 def check_version(allow_unknown: bool) -> None:
-    """Check that the installed SGLang is one that megarl was tried with.
+    """Check that the installed SGLang is of a version that megarl was tried with.
 
-    megarl reads and writes SGLang's own parameters and plugs into its parts, which any version may rename.
+    megarl reads and writes SGLang's own parameters and replaces some of its functions, which any version may rename.
 
     Raises:
         ValueError: it is another one, and `allow_unknown` is not set.
@@ -64,7 +64,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "ep_size": config.expert_parallel_size,
         **_node_arguments(config),
         "json_model_override_args": json.dumps(config_overrides(config, model)),
-        "disable_shared_experts_fusion": True,  # else devices differ in where they lie
+        "disable_shared_experts_fusion": True,  # else their place in memory would depend on the device
         "dtype": config.dtype,
         "context_length": config.context_length,
         "max_running_requests": config.max_num_seqs,
@@ -73,19 +73,23 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "custom_weight_loader": [LOADER],
         "enable_memory_saver": config.enable_memory_saver,
         "sampling_backend": "pytorch",  # the one that takes a seed for each request
-        "enable_deterministic_inference": config.deterministic,  # on a CPU see `batch_invariant`
+        "enable_deterministic_inference": config.deterministic,  # on a CPU: sglang_cpu/batch_invariant.py
         "sleep_on_idle": True,  # else an idle scheduler polls, and takes a core from the trainer
         "host": "127.0.0.1",
         # A start on a GPU may compile kernels for minutes, which SGLang tells as a warning.
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
-        **(adapters.adapter_arguments(config.adapters, config.device) if config.adapters is not None else {}),
+        **(
+            served_model.adapter_arguments(config.adapters, config.device)
+            if config.adapters is not None
+            else {}
+        ),
     }
 
 
 def _node_arguments(config: EngineConfig) -> dict[str, Any]:
-    """Of an engine on several nodes."""
+    """The arguments of an engine on several nodes."""
     if config.nodes == 1:
         return {}
     assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
@@ -93,14 +97,14 @@ def _node_arguments(config: EngineConfig) -> dict[str, Any]:
 
 
 def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
-    """What differs between a CPU and a GPU."""
+    """The arguments that differ between a CPU and a GPU."""
     if config.device == "cuda":
         return {
             "device": "cuda",
             "mem_fraction_static": config.gpu_memory_utilization,
             "max_total_tokens": config.max_total_tokens,
             "base_gpu_id": config.first_device,
-            "moe_runner_backend": "triton",  # of others some put an expert's up before its gate, or permute rows
+            "moe_runner_backend": "triton",  # others swap an expert's up and gate projections, or permute rows
             **(_float8_arguments() if config.fp8_block is not None else {}),
         }
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
@@ -116,8 +120,10 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
 
 
 def _float8_arguments() -> dict[str, Any]:
-    """On Blackwell SGLang's choice for products in float8, DeepGEMM, packs scales into integers of another shape as soon as weights are
-    loaded, which no sync could fill (layers/quantization/fp8_utils.py, requant_weight_ue8m0); Triton's keep them in float32.
+    """The arguments of an engine in float8: Triton's kernels on Blackwell.
+
+    SGLang's choice there, DeepGEMM, packs scales into integers of another shape as soon as weights are loaded, which no sync could
+    fill (layers/quantization/fp8_utils.py, requant_weight_ue8m0). Triton's kernels keep scales in float32.
     """
     import torch
 
@@ -171,7 +177,8 @@ def start_sglang(arguments: dict[str, Any], timeout: float) -> Any:
 
 
 def start_owned(config: EngineConfig, model: dict[str, Any], closing: threading.Event) -> Any:
-    """Start SGLang's processes on this node, once more if that fails; this one ends when they do, unless `closing` is set.
+    """Start SGLang's processes on this node, a second time if that fails. From then on this process ends when they do, unless `closing`
+    is set.
 
     Args:
         model: the model's config (`read_model`).
@@ -199,7 +206,7 @@ def start_owned(config: EngineConfig, model: dict[str, Any], closing: threading.
 def unlink_shared_memory(pids: Sequence[int]) -> None:
     """Remove the names of SGLang's shared memory, once all processes (`pids`) have opened them.
 
-    What has no name is freed when the last process that maps it ends, however it ends. SGLang leaves names
+    Memory without a name is freed when the last process that maps it ends, however it ends. SGLang leaves names
     behind whenever a scheduler is killed, and that is how its schedulers end (0.5.21).
     """
     for pid in pids:
@@ -224,7 +231,7 @@ def end_with_children(pids: Sequence[int], closing: threading.Event, first_rank:
     """
     sentinels = {child.sentinel: child for child in multiprocessing.active_children() if child.pid in pids}
 
-    # An exit without `shutdown` is one, too: SGLang's own exit handler, which runs after this, ends them.
+    # At an exit without `shutdown`, too: SGLang's own exit handler, which runs after this one, ends the schedulers.
     atexit.register(closing.set)
 
     def watch() -> None:
@@ -265,7 +272,7 @@ def read_model(config: EngineConfig) -> dict[str, Any]:
 
 
 def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the model's config that SGLang is told beside config.json, or in place of what is there."""
+    """Fields of the model's config that SGLang gets in addition to config.json, or in place of its fields."""
     implied = _IMPLIED.get(model.get("model_type", ""), {})
     told = {name: value for name, value in implied.items() if name not in model}
     if config.fp8_block is not None:
@@ -276,19 +283,19 @@ def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
             "weight_block_size": list(config.fp8_block),
         }
     elif config.load_format == "dummy" and "quantization_config" in model:
-        told["quantization_config"] = None  # what is synced is of another type than what lies in the folder
+        told["quantization_config"] = None  # synced weights have another type than those of the folder
     return told
 
 
 def _divisions(model: dict[str, Any], tp: int, ep: int) -> Iterator[tuple[str, int, str, int]]:
-    """What has to divide what: (key, its value, config field, its value)."""
-    whole = ("tensor_parallel_size", tp)
-    yield *whole, "num_attention_heads", model["num_attention_heads"]
+    """The divisions that must have no remainder: (key, its value, config field, its value)."""
+    by_tp = ("tensor_parallel_size", tp)
+    yield *by_tp, "num_attention_heads", model["num_attention_heads"]
     experts = next(
         (name for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in model), None
     )
     if experts is None or model.get("first_k_dense_replace"):
-        yield *whole, "intermediate_size", model["intermediate_size"]
+        yield *by_tp, "intermediate_size", model["intermediate_size"]
     if experts is None:
         if ep > 1:
             yield "expert_parallel_size", ep, "number of experts", 1
@@ -297,10 +304,10 @@ def _divisions(model: dict[str, Any], tp: int, ep: int) -> Iterator[tuple[str, i
     yield "expert_parallel_size", ep, experts, model[experts]
     yield "tensor_parallel_size / expert_parallel_size", tp // ep, "moe_intermediate_size", width
     if model.get("n_shared_experts"):
-        yield *whole, "n_shared_experts * moe_intermediate_size", model["n_shared_experts"] * width
+        yield *by_tp, "n_shared_experts * moe_intermediate_size", model["n_shared_experts"] * width
 
 
 def _key_value_heads(model: dict[str, Any]) -> int:
-    """Heads of the KV cache that are cut or repeated; latent attention has none: its queries' heads are cut."""
+    """Number of heads of the KV cache, which TP ranks divide or repeat; latent attention has none, so its query heads count."""
     heads = model["num_attention_heads"]
     return heads if "kv_lora_rank" in model else model.get("num_key_value_heads") or heads

@@ -1,6 +1,6 @@
-"""A job: a recipe, and what of a cluster it runs on; checked against each other.
+"""A job: a recipe and the machines that it runs on, checked against each other; and files of environment variables.
 
-Guarantee: a job has the nodes and the devices that its recipe is made for, whichever of the two says how many.
+Guarantee: a job has the nodes and the devices that its recipe is made for, whichever of the two gives their number.
 """
 
 import re
@@ -29,15 +29,15 @@ _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run, and on what.
+    """A command of megarl, its recipe, and the machines that run it.
 
     Attributes:
-        command: of megarl: train, sft, rm, dpo or eval.
-        recipe: the file; that of `recipe:NAME` is part of this installation of megarl.
-        overrides: the user's, and those that the launch options add.
+        command: megarl's command: train, sft, rm, dpo or eval.
+        recipe: the recipe's file; `recipe:NAME` is a file of this installation of megarl.
+        overrides: overrides of the user, and those that the launch options add.
         run_folder: trainer.default_local_dir as the recipe has it.
-        checkpoint_url: trainer.checkpoint_url, which has what another start goes on from, whatever became of the run folder.
-        saves: whether the run writes checkpoints that another start goes on from.
+        checkpoint_url: trainer.checkpoint_url, from which another start can continue even if the run folder is lost.
+        saves: whether the run writes checkpoints from which another start continues.
         launch: with name, nodes and gpus_per_node filled in.
     """
 
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def devices(self) -> int:
-        """Of each node."""
+        """Devices of each node."""
         assert self.launch.gpus_per_node is not None
         return self.launch.gpus_per_node
 
@@ -66,7 +66,7 @@ class Job:
         return None if self.launch.time is None else seconds_of(self.launch.time)
 
     def recipe_text(self) -> str:
-        """The recipe with its bases and the overrides in one YAML document, which stands for all of them."""
+        """The recipe as one YAML document, including its bases and the overrides."""
         tree = read_file(self.recipe)
         for override in self.overrides:
             tree = merge(tree, parse_override(override))
@@ -91,9 +91,9 @@ def make_job(
     """The job that a recipe, a job's file and the command's options describe.
 
     Args:
-        overrides: of the recipe, `key=value` each.
-        job_file: YAML with the keys of LaunchConfig; None: there is none.
-        options: `key=value` each with the same keys; they win over the file.
+        overrides: overrides of the recipe, `key=value` each.
+        job_file: YAML with keys of LaunchConfig; None: no file.
+        options: `key=value` each with keys of LaunchConfig; they take precedence over the file.
 
     Raises:
         ValueError: the recipe or the description is not valid, or they contradict each other; names both.
@@ -101,6 +101,7 @@ def make_job(
     launch = load_config(LaunchConfig, job_file, options)
     config, origins = load_with_origins(SCHEMAS[command], recipe, overrides)
     overrides = list(overrides)
+    # The job's file and the recipe may both give a size. A size that only the job gives becomes an override of the recipe.
     sizes = {}
     for name, key in _SIZES.items():
         asked, has = getattr(launch, name), getattr(config.trainer, key)
@@ -152,11 +153,11 @@ def seconds_of(time: str) -> int:
 
 
 def read_variables(path: str | Path) -> dict[str, str]:
-    """The variables of a file; empty lines and lines that begin with # are left out.
+    """The variables of a file with lines `NAME=value`, without quotes or expansion; empty lines and lines that begin with # are skipped.
 
     Raises:
-        ValueError: no such file, or, all in one message: lines that are no `NAME=value`, values in quotes, which would be part
-            of them, names that stand twice.
+        ValueError: no such file; or, all in one message: lines that are not `NAME=value`, values in quotes, which would become part
+            of the value, names that occur twice.
     """
     path = Path(path)
     if not path.is_file():
@@ -181,7 +182,7 @@ def read_variables(path: str | Path) -> dict[str, str]:
 
 
 def _layout_problems(config: TrainConfig | TuningConfig | EvalConfig) -> list[str]:
-    """What cannot be run on so many devices; files and models are where the job runs, perhaps not here."""
+    """Problems with values and layouts. Files and models are not checked: they are on the machines that run the job."""
     problems = list(value_problems(config))
     config = resolve(config)
     if isinstance(config, TrainConfig):

@@ -31,7 +31,8 @@ WORK_DIR = "/workspace"  # of the image
 _CPUS_PER_DEVICE, _GIB_PER_DEVICE = 8, 64
 _RECIPE_VOLUME, _SHARED_MEMORY_VOLUME = "recipe", "shared-memory"
 _SHARED_MEMORY = "/dev/shm"
-# As Ray has them without an operator, but below the ephemeral range (32768 on), where others may be given them first.
+# Ray's own defaults without an operator, except that all are below the ephemeral range (from 32768), in which another process may
+# get a port first.
 _RAY_START = {
     "node-manager-port": "6380",
     "object-manager-port": "6381",
@@ -44,7 +45,7 @@ def manifest(job: Job) -> list[dict[str, Any]]:
     """The ConfigMap with the recipe, and the RayJob or RayCluster.
 
     Raises:
-        ValueError: what the job lacks, or has that Kubernetes does not take; the run folder is on no volume.
+        ValueError: the job lacks something, or has a value that Kubernetes refuses; or the run folder is on no volume.
     """
     _check(job)
     kuberay = job.launch.kuberay
@@ -70,7 +71,7 @@ def manifest_text(job: Job) -> str:
 
 
 def entrypoint(job: Job) -> str:
-    """The command of the run: plain words, since shells of two pods read them."""
+    """The command of the run, in words without quotes, since the shells of two pods parse it."""
     return f"megarl {job.command} {RECIPE_FOLDER}/{_RECIPE_FILE} trainer.ray_address=auto"
 
 
@@ -107,7 +108,7 @@ def _ray_cluster(job: Job) -> dict[str, Any]:
 def _cluster_spec(job: Job) -> dict[str, Any]:
     return {
         "rayVersion": RAY_VERSION,
-        # Whoever can talk to a Ray cluster can run code in its pods: the operator makes a token and gives it to them.
+        # Everybody who reaches a Ray cluster can run code in its pods, so the operator makes a token for its pods.
         "authOptions": {"mode": "token"},
         "enableInTreeAutoscaling": False,
         "headGroupSpec": head_group(job),
@@ -153,7 +154,7 @@ def _check(job: Job) -> None:
 
 
 def _check_names(kuberay: KubeRayConfig) -> None:
-    """The server takes a RayJob whatever these are, and refuses its pods later, of which the command hears nothing."""
+    """Check names here: the server accepts a RayJob with wrong ones, and refuses its pods later, which the command does not notice."""
     names = {"service_account": [kuberay.service_account], "priority": [kuberay.priority]}
     for key, values in (names | {"secret": kuberay.secret, "pull_secret": kuberay.pull_secret}).items():
         for value in values:
@@ -168,7 +169,7 @@ def _check_names(kuberay: KubeRayConfig) -> None:
 
 
 def work_dir(job: Job) -> str:
-    """The folder in the pods that the recipe's relative paths count from."""
+    """The folder in the pods to which the recipe's relative paths refer."""
     return job.launch.work_dir or WORK_DIR
 
 
@@ -198,7 +199,7 @@ def pod_mounts(job: Job) -> list[tuple[str, str, bool]]:
 
 
 def head_group(job: Job) -> dict[str, Any]:
-    """The head: Ray's servers, the controller and the processes of rewards; none of Ray's devices."""
+    """The head: Ray's servers, the controller and the processes of rewards, but no devices."""
     kuberay = job.launch.kuberay
     resources = _resources(kuberay.head_cpus, kuberay.head_memory)
     return {
@@ -220,6 +221,7 @@ def worker_group(job: Job) -> dict[str, Any]:
         resources["limits"][kuberay.rdma_resource] = resources["requests"][kuberay.rdma_resource] = cards
     # Without GPUs a device is one of Ray's CPUs, whatever number of cores the pod has.
     slots = str(cpus if gpus else job.devices)
+    # The pod itself, and its extra rights and tolerations for the hardware that it has.
     template = _pod(job, "ray-worker", resources, shared_memory=kuberay.shared_memory)
     container = template["spec"]["containers"][0]
     if kuberay.rdma_resource is not None:  # RDMA pins memory
@@ -270,7 +272,7 @@ def _pod(
             "runAsUser": user,
             "runAsGroup": user,
             "fsGroup": user,
-            # Claims have many files: their owners are changed only where the top folder's is another.
+            # Claims have many files: their owners are changed only where the top folder has another owner.
             "fsGroupChangePolicy": "OnRootMismatch",
         },
         "containers": [container],
@@ -299,7 +301,7 @@ def _volumes(job: Job, shared_memory: str) -> tuple[list[dict[str, Any]], list[d
     }
     for claim, target, read_only in pod_mounts(job):
         source = {"persistentVolumeClaim": {"claimName": claim}}
-        # A label of 63 characters; claims that differ only behind its end, or in a dot, still have a volume each.
+        # A label has at most 63 characters; claims that differ only after its end, or in a dot, still get a volume each.
         name = label = f"claim-{claim.replace('.', '-')}"[:60].rstrip("-")
         while volumes.setdefault(name, source) != source:
             name = f"{label}-{len(volumes)}"
@@ -308,14 +310,14 @@ def _volumes(job: Job, shared_memory: str) -> tuple[list[dict[str, Any]], list[d
 
 
 def recipe_name(job: Job) -> str:
-    """Of the ConfigMap that has the recipe."""
+    """The name of the ConfigMap with the recipe."""
     return f"{job.launch.name}-recipe"
 
 
 def _variables(job: Job) -> dict[str, str]:
-    """The user's over those that a run needs."""
+    """Environment variables of the pods: those that a run needs, and the user's, which take precedence."""
     own = {
-        # Ray runs its workers at nice 15, behind everything else in the pod: here they are what the pod is for.
+        # By default Ray runs its workers at nice 15, behind everything else in the pod; here they are the purpose of the pod.
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
@@ -323,6 +325,6 @@ def _variables(job: Job) -> dict[str, str]:
 
 
 def _resources(cpus: int, memory: str) -> dict[str, dict[str, str]]:
-    """Requests and limits are the same: a pod that the node takes memory from would take the run with it."""
+    """Equal requests and limits: if a node reclaimed memory from a pod, the run would end with the pod."""
     amounts = {"cpu": str(cpus), "memory": memory}
     return {"requests": dict(amounts), "limits": dict(amounts)}

@@ -1,4 +1,4 @@
-"""The arguments with which sbatch is given launch/slurm/train.sbatch for a job."""
+"""The arguments of sbatch that run a job by launch/slurm/train.sbatch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ROOT = shipped()
 
 
 def sbatch_arguments(job: Job) -> list[str]:
-    """What comes after `sbatch`: its options, the script, the script's options, the recipe.
+    """The arguments of `sbatch`: its options, the script, the script's options, the recipe.
 
     Raises:
-        ValueError: what the job lacks, or what of it does not fit together.
+        ValueError: the job lacks something, or its parts do not fit together.
     """
     _check(job)
     launch, slurm = job.launch, job.launch.slurm

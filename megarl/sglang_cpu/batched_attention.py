@@ -35,8 +35,8 @@ ROOM = 64  # columns for the tokens to come
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of similar length. `rows` [n]: where they are in the batch, or all of it; `slots` [n, padded]: where their
-    keys and values lie in the cache; `mask` [n, 1, 1, padded]: added to the scores, -inf on padding."""
+    """Sequences of similar length. `rows` [n]: their rows in the batch, or a slice for all of it; `slots` [n, padded]: cache slots of
+    their keys and values; `mask` [n, 1, 1, padded]: added to the scores, -inf on padding."""
 
     rows: torch.Tensor | slice
     slots: torch.Tensor
@@ -44,21 +44,21 @@ class Group:
 
 
 def padded_length(length: int) -> int:
-    """Keys that a sequence of `length` tokens is given, those of padding included."""
+    """Number of keys for a sequence of `length` tokens, padding included."""
     step = TILE if length <= SHORT else BLOCK
     return -(-length // step) * step
 
 
 def padded_rows(rows: int, width: int) -> int:
-    """Rows of queries that the kernel is given for `rows`, with heads of `width`: those of padding included."""
+    """Number of query rows for `rows` rows with heads of `width`, padding included."""
     step = 8 if width <= 128 else 16
     return -(-rows // step) * step
 
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Rows in groups in which the shortest sequence (padded) is longer than half of the longest.
+    """Rows in groups, in each of which the shortest sequence (padded) is longer than half of the longest.
 
-    None of up to `SHORT` tokens is with one of more.
+    Sequences of up to `SHORT` tokens are never in a group with longer ones.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     groups: list[list[int]] = []
@@ -98,7 +98,7 @@ def _make_group(
     req_pool_indices: torch.Tensor,
     dtype: torch.dtype,
 ) -> Group:
-    """lengths, req_pool_indices: [n], those of the group."""
+    """lengths, req_pool_indices: [n], of the group's sequences."""
     longest = int(lengths.max())
     padding = torch.arange(padded_length(longest)) >= lengths[:, None]
     slots = torch.zeros(padding.shape, dtype=torch.int64)  # 0: SGLang's own padding, finite and never read
@@ -130,8 +130,8 @@ def attend(
         query: [n, heads, dim]; heads of a group share a key head: they are its "query positions" below.
         keys: [n, padded, key heads, dim]; values: [n, padded, key heads, value dim].
         mask: [n, 1, 1, padded].
-        same_bits: whether it must have those of the token in a prompt. If not, no rows of queries are added: heads of a group
-            are few, and most of the rows would be padding.
+        same_bits: whether the result must have the bits of the token's attention within a prompt. If not, query rows are not padded:
+            a group has few heads, and most rows would be padding.
 
     Returns:
         [n, heads, value dim].
@@ -146,11 +146,11 @@ def attend(
 def attend_prompts(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal attention of the last tokens of sequences of one length, of which the cache may have had equally many first ones.
+    """Causal attention of the new tokens of sequences of one length, whose first tokens, equally many, may have been cached.
 
     Args:
         query: [n, new, heads, dim].
-        keys: [n, length, key heads, dim]; values: [n, length, key heads, value dim]; of the new tokens, too.
+        keys: [n, length, key heads, dim]; values: [n, length, key heads, value dim]; including the new tokens.
 
     Returns:
         [n, new, heads, value dim].
@@ -174,7 +174,7 @@ def attend_prompts(
 def attend_prompt(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """The same of one sequence: query [new, heads, dim], keys and values [length, ...] -> [new, heads, value dim]."""
+    """The same for one sequence: query [new, heads, dim], keys and values [length, ...] -> [new, heads, value dim]."""
     return attend_prompts(query[None], keys[None], values[None], scale)[0]
 
 
@@ -198,14 +198,14 @@ def plan_prompts(
     req_pool_indices: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[list[Group], list[Prefill]]:
-    """How a prefill batch is attended: sequences of one new token as in decode, of others those of equal lengths together.
+    """Plan the attention of a prefill batch: sequences with one new token as in decode, others together with those of equal lengths.
 
     Args:
         lengths, new_tokens: [batch], tokens of each sequence, the new ones included, and of these alone.
         req_to_token, req_pool_indices: as of `make_groups`.
 
     Returns:
-        the first kind, with `rows` among the batch's tokens, and the second, of at most `TOGETHER` tokens or one sequence each.
+        groups of the first kind, whose `rows` count the batch's tokens, and prefills of at most `TOGETHER` tokens or one sequence each.
     """
     first = new_tokens.cumsum(0) - new_tokens
     single = (new_tokens == 1).nonzero().flatten()
@@ -268,13 +268,13 @@ class RunningBatch:
         bytes_per_token: of all layers' keys and values, in float32.
         rows: [n], the sequences' rows in SGLang's table of slots, as of the last step.
         lengths: [n], their tokens then, the new one included.
-        places: [n], where they are among the N that are kept; None: all are there, in this order. What has ended since is
-            attended for nothing, until that is half of it.
-        end: columns that are filled; 0: nothing is kept.
-        slots: [N, columns], of the tokens that were there when the batch began to be kept.
-        newest: [n], of the tokens that came last.
+        places: [n], their indices among the N kept sequences; None: the kept sequences are these, in this order. Sequences that have
+            ended are attended in vain, until they are half of N.
+        end: number of filled columns; 0: nothing is kept.
+        slots: [N, columns], cache slots of the tokens that existed when the batch began to be kept.
+        newest: [n], cache slots of the newest tokens.
         mask: [N, 1, columns + ROOM], -inf before a sequence's beginning; None: all begin at the first column.
-        kept: by a layer's cache, [N, key heads, columns + ROOM, dim] of keys and of values.
+        kept: by a layer's cache, keys and values, each [N, key heads, columns + ROOM, dim].
     """
 
     bytes_per_token: int
@@ -286,10 +286,12 @@ class RunningBatch:
     newest: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    _memory: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of `kept`, for the next batch
+    _memory: dict[int, list[torch.Tensor]] = field(
+        default_factory=dict
+    )  # the memory of `kept`, reused for the next batch
 
     def step(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> bool:
-        """A decode step begins. Returns: whether its sequences are attended here.
+        """Begin a decode step. Returns: whether its sequences are attended here.
 
         Args:
             rows, lengths: as the attributes.
@@ -314,12 +316,12 @@ class RunningBatch:
         return self.slots.shape[1] + ROOM
 
     def forget(self) -> None:
-        """Free what is kept: another batch comes, or the cache is emptied."""
+        """Free all kept keys and values: another batch comes, or the cache is emptied."""
         self.rows = self.lengths = self.places = self.slots = self.newest = self.mask = None
         self.end, self.kept, self._memory = 0, {}, {}
 
     def _stayed(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
-        """Which of the last step's sequences are `rows`, bool [of the last step]; None: there are others among them."""
+        """Which of the last step's sequences are in `rows`, bool [sequences of the last step]; None: `rows` has others."""
         if self.rows is None or len(rows) > len(self.rows):
             return None
         stayed = self.rows == rows if len(rows) == len(self.rows) else torch.isin(self.rows, rows)

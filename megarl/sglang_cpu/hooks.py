@@ -77,7 +77,7 @@ def _present_experts(original, layer, x, topk_output, moe_runner_config):
     """SGLang's plain-torch experts for a rank that holds some of them (expert parallelism).
 
     Its dispatcher marks the experts of other ranks by -1, which its compiled kernels skip and its plain code takes for
-    an index. So each pair of a token and an expert that is here is given to it as a token of its own.
+    an index. So each pair of a token and an expert of this rank is passed as a token of its own.
 
     x: [tokens, hidden]; topk_output.topk_ids, .topk_weights: [tokens, experts of a token].
     """
@@ -109,7 +109,7 @@ def _unpadded_sizes(original, model_config, load_config, tp_size):
 
 
 def _no_nccl() -> str:
-    """What SGLang's search for NCCL answers under a CPU build of torch: it then goes without.
+    """Let SGLang's search for NCCL fail, as it does under a CPU build of torch: SGLang then does without NCCL.
 
     The CUDA build (2.13.0+cu130) brings an NCCL that loads without a device, and SGLang 0.5.21 takes that
     for a GPU: each engine with TP ranks died while it made a communicator for the device "cpu".
@@ -121,8 +121,8 @@ def _unpin_lora() -> None:
     """Let SGLang's LoRA run without pinned memory.
 
     sglang/srt/lora pins its host tensors whatever the device is, and torch without a CUDA device
-    raises on that. Only those modules see other factories: replacing torch.empty or torch.zeros for
-    all gave wrong Hugging Face models.
+    raises on that. Only those modules get other factories: replacing torch.empty or torch.zeros
+    everywhere gave wrong Hugging Face models.
     """
     import torch
 
@@ -172,7 +172,7 @@ class _TorchvisionSchemas(importlib.abc.MetaPathFinder):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `triton` and `sgl_kernel` for SGLang's CPU engine, where nobody else did."""
+    """Finds `triton` and `sgl_kernel` for SGLang's CPU engine, where they are not installed."""
 
     def find_spec(self, fullname, path=None, target=None):
         top = fullname.partition(".")[0]
@@ -192,7 +192,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Placeholder:
-    """Base of the classes that `triton` is asked for: made with any arguments, does nothing."""
+    """Base of the classes that importers take from `triton`: accepts any arguments, does nothing."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -256,7 +256,7 @@ def _fill_sgl_kernel(module) -> None:
 
 
 def _assign_req_to_token_pool(req_pool_indices, req_to_token, start, end, out_cache_loc, pool_len) -> None:
-    """Note for each request which KV cache slots its tokens start..end lie in."""
+    """Record the KV cache slots of each request's tokens start..end."""
     at = 0
     for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
         req_to_token[row, first:last] = out_cache_loc[at : at + last - first].to(req_to_token.dtype)
@@ -272,7 +272,7 @@ def _murmur_hash32(seed, positions, columns):
     import numpy as np
     import torch
 
-    # numpy's: it has the arithmetic of uint32, for which torch (2.13.0) needs two to three passes over int32.
+    # In numpy, which has uint32 arithmetic; torch (2.13.0) needs two to three passes over int32 for it.
     def rotate(x, bits):
         return x << np.uint32(bits) | x >> np.uint32(32 - bits)
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 KEPT_ROTATION = "megarl_rotation"  # attribute of SGLang's layer: (positions, cosines, sines) of the last step
 MAX_KEPT_TOKENS = 1024  # tokens: a step of more is no decode step
 Rotation = tuple[torch.Tensor, torch.Tensor]
-KEPT_LAYERS = "megarl_lean_layers"  # attribute of SGLang's model: what `lean_layers` has found
+KEPT_LAYERS = "megarl_lean_layers"  # attribute of SGLang's model: the result of `lean_layers`
 
 
 def register() -> None:
@@ -51,13 +51,13 @@ def rotate(
     *args: Any,
     **kwargs: Any,
 ) -> Rotation:
-    """Around SGLang's own, which is left what is not float32, or turns neighbours or a part of a head alone.
+    """Around SGLang's own, which still handles other types than float32, and heads that rotate neighbours or a part alone.
 
     Args:
         rotary: SGLang's layer; its table: [positions, dim], the cosines and then the sines.
         positions: [tokens].
         query, key: [tokens, heads * dim].
-        args, kwargs: what else SGLang's takes; None where it is not used.
+        args, kwargs: further arguments of SGLang's; None where they are not used.
     """
     in_float32 = query.dtype == key.dtype == torch.float32
     plain = all(value is None for value in (*args, *kwargs.values()))
@@ -68,13 +68,15 @@ def rotate(
 
 
 def rotates_halves(rotary: Any) -> bool:
-    """Whether SGLang's layer turns the two halves of whole heads by its table in float32."""
-    whole = rotary.is_neox_style and rotary.rotary_dim == rotary.head_size
-    return whole and rotary.cos_sin_cache.dtype == torch.float32 and not hasattr(rotary, "sin_cos_cache")
+    """Whether SGLang's layer rotates the two halves of complete heads, by a table in float32."""
+    all_rotated = rotary.is_neox_style and rotary.rotary_dim == rotary.head_size
+    return (
+        all_rotated and rotary.cos_sin_cache.dtype == torch.float32 and not hasattr(rotary, "sin_cos_cache")
+    )
 
 
 def rotation_of(rotary: Any, positions: torch.Tensor) -> Rotation:
-    """Cosines and sines, both [tokens, 1, dim], those of a head's first half negative: kept for the other layers of a step, which
+    """Cosines and sines, both [tokens, 1, dim], the sines of a head's first half negative. Kept for the other layers of a step, which
     share the rotary layer."""
     kept = getattr(rotary, KEPT_ROTATION, None)
     if kept is not None and torch.equal(kept[0], positions):
@@ -97,7 +99,7 @@ def apply_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
 
 @dataclass(frozen=True)
 class LeanLayer:
-    """SGLang's modules of a decoder layer. Their weights are looked up in each step: a sync may have put others there.
+    """SGLang's modules of a decoder layer. Their weights are looked up in each step, since a sync may have replaced them.
 
     Attributes:
         heads, key_heads, dim: of attention.
@@ -144,7 +146,7 @@ def forward(
 def _attend_as_sglang(
     attention: Any, forward_batch: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Like `BatchedTorchAttention.attend_running`, of any step."""
+    """Like `BatchedTorchAttention.attend_running`, for any step."""
     return attention(query, keys, values, forward_batch)
 
 
@@ -154,9 +156,9 @@ def through_layer(
     """Tokens through a layer.
 
     Args:
-        x: [n, hidden], as the layers before have left it.
-        rotation: of the tokens' positions (`rotation_of`).
-        attend: of queries [n, heads, dim], keys and values [n, key heads, dim], what they find: [n, heads, dim].
+        x: [n, hidden], the output of the layers before.
+        rotation: rotation of the tokens' positions (`rotation_of`).
+        attend: attention: queries [n, heads, dim], keys and values [n, key heads, dim] -> [n, heads, dim].
     """
     n, rotated_size = len(x), (layer.heads + layer.key_heads) * layer.dim
     qkv = functional.linear(normed(x, layer.attention_norm), layer.qkv.weight, layer.qkv.bias)
@@ -174,20 +176,20 @@ def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
 
 
 def activated(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202, equation 6) of [n, 2 * width]: the gate, then what passes it."""
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202, equation 6) of [n, 2 * width]: the gate, then the gated half."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
 def _layers_of(model: Any) -> tuple[LeanLayer, ...] | None:
-    """Its `lean_layers`, found at the first step: adapters are in their places by then."""
+    """Its `lean_layers`, found at the first step, when adapters are in place."""
     if not hasattr(model, KEPT_LAYERS):
         setattr(model, KEPT_LAYERS, lean_layers(model))
     return getattr(model, KEPT_LAYERS)
 
 
 def lean_layers(model: Any) -> tuple[LeanLayer, ...] | None:
-    """The layers of SGLang's Qwen2Model; None: something about it is not what is computed here."""
+    """The layers of SGLang's Qwen2Model; None: `through_layer` does not compute all of its features."""
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from sglang.srt.models.qwen2 import Qwen2DecoderLayer
     from sglang.srt.utils import cpu_has_amx_support
@@ -223,14 +225,14 @@ def _lean(layer: Any) -> LeanLayer:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer is computed by this rank alone, by its weights as they are, in float32."""
+    """Whether this rank alone computes a layer, with plain weights in float32."""
     from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     attention, mlp = layer.self_attn, layer.mlp
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     kinds = (QKVParallelLinear, RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
-    whole = all(
+    plain_linears = all(
         type(linear) is kind  # not an adapter around it
         and type(linear.quant_method) is UnquantizedLinearMethod
         and linear.weight.dtype == torch.float32
@@ -238,7 +240,7 @@ def _is_plain(layer: Any) -> bool:
         for linear, kind in zip(linears, kinds, strict=True)
     )
     return (
-        whole
+        plain_linears
         and all(linear.bias is None for linear in linears[1:])
         and rotates_halves(attention.rotary_emb)
         and attention.attn.sliding_window_size in (None, -1)
@@ -260,7 +262,7 @@ def sample(
     sampling_seed: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Around SGLang's own, which is left what has no seeds.
+    """Around SGLang's own, which still handles requests without seeds.
 
     Args:
         probs: [n, vocabulary], nonnegative; their sums need not be 1.
@@ -274,9 +276,8 @@ def sample(
     up_to = probs.cumsum(-1, dtype=torch.float64)
     drawn = torch.from_numpy(uniforms(sampling_seed.numpy(), positions.numpy()))[:, None] * up_to[:, -1:]
     tokens = torch.searchsorted(up_to, drawn, right=True, out_int32=True).view(-1)
-    return tokens.clamp_(
-        max=probs.shape[-1] - 1
-    )  # beyond are those of NaNs alone: their log-probs tell of them
+    # Only rows with NaNs yield a token beyond the last one; their log-probs show it.
+    return tokens.clamp_(max=probs.shape[-1] - 1)
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -17,16 +17,16 @@ from contextlib import contextmanager
 
 # Parameters of mallopt(3), and what they are set to.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-KEPT_BYTES = 1 << 30  # free memory at the heap's end that is not given back
+KEPT_BYTES = 1 << 30  # free memory at the end of the heap that is not given back
 MAPPED_BYTES = 1 << 28  # a larger block is mapped, and given back when it is freed
 
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Garbage in cycles is not looked for meanwhile, in any thread; also a decorator.
+    """Pause the garbage collector in all threads for the block; also a decorator.
 
-    A plan makes millions of tuples, all to be kept and none in a cycle. The collector would go through all that there are
-    again and again, because so many are new.
+    A plan makes millions of tuples, all of which are kept and none of which is part of a cycle. The collector would go through all of
+    them again and again, because so many are new.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -39,9 +39,9 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Garbage is not collected meanwhile, and what there is at the end is left out of all later collections.
+    """Pause the garbage collector for the block, and exclude all objects that exist at its end from later collections.
 
-    For imports alone: cycles among other objects that end meanwhile would be left out, too, and never be freed.
+    For imports only: garbage in cycles of other objects would be excluded, too, and never be freed.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -54,11 +54,11 @@ def without_collection() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """From now on this process keeps what it frees, until `return_freed_memory`."""
+    """Let this process keep its freed memory from now on, until `return_freed_memory`."""
     libc = _glibc()
     if libc is None:
         return
-    # One heap: those of other threads than the first end at 64 MiB, and are given back whole.
+    # One heap: the heaps of other threads end at 64 MiB, and are given back completely.
     for parameter, value in (
         (_MMAP_THRESHOLD, MAPPED_BYTES),
         (_TRIM_THRESHOLD, KEPT_BYTES),
@@ -68,7 +68,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give the kernel what is free now: what `torch.cuda.empty_cache` does on a GPU."""
+    """Give free memory back to the kernel, as `torch.cuda.empty_cache` does on a GPU."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

@@ -50,7 +50,7 @@ def pinned(file: Path) -> Iterator[str]:
 
 
 def install_command(on_gpus: bool) -> str:
-    """What installs all that `pip install` of megarl does not bring."""
+    """The command that installs the packages that `pip install` of megarl does not bring."""
     if on_gpus:
         return f"install the pins of {requirements('gpu')} as megarl's Dockerfile does"
     python, file = shlex.quote(sys.executable), shlex.quote(str(requirements("cpu")))
@@ -61,7 +61,7 @@ def require(names: Collection[str]) -> None:
     """Check that packages are installed.
 
     Raises:
-        ValueError: names those that are not, what they are for, and the command.
+        ValueError: names the missing packages, their purposes, and the command that installs them.
     """
     missing = [f"{name} ({PURPOSES[name]})" for name in names if installed(name) is None]
     if missing:

@@ -69,7 +69,7 @@ def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kw
 
         on_scheduler_start()
     load_plugins()
-    HookRegistry.apply_hooks()  # in a copy of its owner the plugins are loaded already, and hooks registered here are not applied
+    HookRegistry.apply_hooks()  # in a copy of the owner `load_plugins` does nothing: the owner has called it
     run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 

@@ -81,7 +81,7 @@ class ClusterSetup:
         token: the value of the cluster's mark, which all its processes carry.
         temp_dir: Ray's folder.
         fork_servers: as `Cluster.fork_servers`.
-        processes: those of the fork servers.
+        processes: the processes of the fork servers.
     """
 
     token: str
@@ -191,6 +191,8 @@ def start_cluster(
             "this process is connected to a Ray cluster already: call ray.shutdown() first; a run joins a cluster by its "
             "address (trainer.ray_address)"
         )
+    # From here on a cluster of this process's own. Its servers inherit the mark, and blocked signals of a job's end; fork servers are
+    # paused so that Ray's servers come up in time.
     cluster_setup = cluster_setup or _make_cluster_setup({})
     mark, temp_dir = cluster_setup.mark, cluster_setup.temp_dir
     with (
@@ -222,7 +224,7 @@ def start_cluster(
                 },
             )
         except Exception as error:  # which Ray raises where a server does not come up
-            kill_marked(mark)
+            kill_marked(mark)  # first, since `ray.shutdown` would wait for servers that hang
             ray.shutdown()
             shutil.rmtree(temp_dir, ignore_errors=True)
             raise RayFailed(f"Ray did not start on this machine: {error}") from error

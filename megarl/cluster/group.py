@@ -54,7 +54,7 @@ _EXIT_SECONDS = 1.0
 _KILL_SECONDS = 15.0  # until a node has ended the processes of a rank
 Call = ray.ObjectRef | Part
 """A call of a rank in progress; `wait` returns its result."""
-MOST_RANKS = 16  # of a share; those of one are on one machine
+MOST_RANKS = 16  # of a share, all on one machine
 RELAY = "megarl.cluster.group:Relay"
 _DEVICE_SHARE = 0.01  # in Ray's books
 
@@ -95,14 +95,14 @@ class WorkerGroup:
             worker_class: "package.module:Class", imported in the rank's process only; made as
                 `Class(rank_info, **init_kwargs)`.
             log_dir: rank r writes to `<log_dir>/<role>-rank<r>.log`.
-            gpu_fraction: share of each device that is booked, so that other groups fit beside this one.
+            gpu_fraction: share of each device that is booked, so that other groups fit on it, too.
             env: environment of the ranks, over the one that this room sets.
             devices_per_rank: GPUs (or slots) that each rank uses: an engine with tensor parallelism that starts its own
                 ranks takes several.
-            parts: processes of each rank, which share its devices evenly, in their order; those of one process are on one
+            parts: processes of each rank, which share its devices evenly, in their order; the devices of one process are on one
                 machine. They meet at an address of their own (`RankInfo.master_addr`).
             device_order: the numbers of the pool's devices in the order in which ranks take them; None: 0, 1, ...
-            setup_timeout: seconds until all processes must have reported; None: those of the pool.
+            setup_timeout: seconds until all processes must have reported; None: `setup_seconds` of the pool.
             watched_groups: groups whose deaths are noticed while processes of this one come up; the sequence may grow later.
             watch: finds hangs during that time, as in `wait`.
             around: "package.module:function", imported in the ranks: called with a method's name it returns a context manager, which
@@ -129,6 +129,8 @@ class WorkerGroup:
         self._restarts = [0] * world_size
         self._ports: dict[int, int] = {}  # by number of the process that reserved it
         self._calls: dict[tuple[Any, ...], Any] = {}  # see `_named`
+        # All processes are created before any is awaited, so that they come up at the same time. Constructors start last, when every
+        # process has reported and rank 0's port is known.
         numbers = range(world_size * parts)
         self.processes: list[RankProcess] = [self._create(number) for number in numbers]
         try:
@@ -481,7 +483,7 @@ class RelayedGroup(WorkerGroup):
                 {},
                 self._log_dir,
                 gpu_fraction=_DEVICE_SHARE,
-                device_order=[share[0] for share in shares],  # each beside the first of its ranks
+                device_order=[share[0] for share in shares],  # each on the device of its first rank
                 watched_groups=[*self._watched_groups, self],
                 watch=self._watch,
             )

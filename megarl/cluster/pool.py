@@ -111,6 +111,7 @@ class ResourcePool:
             )
             for i in range(nnodes)
         ]
+        # A short wait without a message, then a long one with a message, then an error that gives everything back.
         begun = time.monotonic()
 
         def are_there(seconds: float) -> bool:

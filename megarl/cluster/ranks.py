@@ -122,7 +122,7 @@ class Watched(Protocol):
 
     @property
     def watched(self) -> Sequence[RankProcess]:
-        """All processes that may not die: those of its ranks, and its relays."""
+        """All processes that may not die: its ranks' processes and its relays."""
         ...
 
 
@@ -214,7 +214,7 @@ class WorkerHung(WorkerLost):
 
 
 class WorkerFailed(RankFailure):
-    """A method (or the constructor) of a worker raised; `kind` and `message` are those of its exception."""
+    """A method (or the constructor) of a worker raised; `kind` and `message` describe its exception."""
 
     def __init__(self, process: RankProcess, error: RankError, others: Sequence[str] = ()) -> None:
         self.kind, self.message, self.remote_traceback = error.kind, error.message, error.remote_traceback

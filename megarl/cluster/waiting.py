@@ -5,7 +5,7 @@ Guarantees:
 - `wait` raises within seconds when any process of the watched groups has died, in the calls or not, whether or not others hang;
 - with a `Watch` it also raises when a process is stopped, or when no process that it waits for works any more (watch.py);
 - the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by
-  peer"), these after all others, of which the earliest comes first; where ranks waited in vain for others, the others are named;
+  peer"), these after all other exceptions, and the earliest of them first; where ranks waited in vain for others, the others are named;
 - an exception ends the wait although other ranks still run;
 - `stream` does the same for the values of generator methods, and keeps none of them;
 - in a group that can be spared, a process that is not waited for may be dead, and one that yields a stream may die: the
@@ -162,6 +162,7 @@ def stream(
         # A check of thousands of processes takes milliseconds, and values come far more often than a check is due.
         if time.monotonic() - looked >= _POLL_SECONDS or not pending:
             looked, losses = time.monotonic(), _losses(processes, pending, watch)
+            # A loss outside of the spared group ends the stream; a spared rank only takes its own stream away.
             for failure in losses:
                 if failure.process.actor._actor_id not in spared:
                     raise failure
@@ -191,7 +192,8 @@ def stream(
                     processes = _without_rank(processes, gone)
                     pending = [other for other in pending if _actor_id(other) in processes]
                     continue
-                others = [other for _, other in next_refs]  # whose errors `next` does not give again
+                # The references taken from other streams in this round come first: `next` does not return them again.
+                others = [other for _, other in next_refs]
                 others += [other for other in pending if other is not source]
                 raise _root_cause(source, error, others, processes) from None
             del ref  # the store may free what the caller drops
@@ -213,7 +215,7 @@ def _all_values(refs: Sequence[ray.ObjectRef]) -> list[Any]:
 
 
 def _processes(sources: Sequence[Source], groups: Sequence[Watched], spare: Watched | None) -> Processes:
-    """The processes of `groups`, which must include those of `sources`; of `spare` only those of their ranks."""
+    """The processes of `groups`, which must include all callees of `sources`; of `spare` only the ranks of `sources`."""
     processes = {process.actor._actor_id: process for group in groups for process in group.watched}
     called = {_actor_id(source) for source in sources}
     strangers = called - set(processes)

@@ -55,7 +55,7 @@ class Calculator(Environment):
 
 
 def show(number: Number) -> str:
-    """A number as the policy reads it: whole ones without a point, others with at most 10 significant digits."""
+    """A number as the policy reads it: integers without a point, others with at most 10 significant digits."""
     if isinstance(number, int) or (number.is_integer() and abs(number) < 1e15):
         return str(int(number))
     return f"{number:.10g}"

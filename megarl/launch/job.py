@@ -117,6 +117,7 @@ def make_job(
             overrides.append(f"trainer.{key}={asked}")
     config = load_config(SCHEMAS[command], recipe, overrides)
     file = recipe_path(recipe)
+    # Both are complete now, and are checked together.
     launch = replace(launch, **sizes, name=launch.name or name_of(file.name))
     raise_if_any("recipe", [*_layout_problems(config)])
     raise_if_any("job", [*_job_problems(launch, config)])

@@ -34,6 +34,7 @@ def as_completed(
         NothingCompleted: none ended in time.
         Exception: any exception of a coroutine.
     """
+    # `some`: a coroutine has ended. `enough`: all have ended or one has failed, so that there is nothing to collect for.
     unread = {loop.create_task(coroutine) for coroutine in coroutines}
     done: list[asyncio.Task[Result]] = []
     some, enough = asyncio.Event(), asyncio.Event()
@@ -53,6 +54,7 @@ def as_completed(
             if (rest := given + apart - time.monotonic()) > 0:
                 with suppress(TimeoutError):
                     loop.run_until_complete(asyncio.wait_for(enough.wait(), rest))
+            # Results are taken before they are yielded: the caller may close this generator at the yield.
             given = time.monotonic()
             part, done[:] = list(done), []
             some.clear()

@@ -260,7 +260,7 @@ class RolloutEngine(Protocol):
         """
 
     def receive_weights(self, complete: bool = True) -> None:
-        """Take the version from the trainer ranks, which send it meanwhile; returns when it is in place.
+        """Receive the version, which the trainer ranks send at the same time; returns when it is in place.
 
         Args:
             complete: false: the weights that training does not change are not sent, and stay as they are.

@@ -166,7 +166,7 @@ class Player:
         stop_token_ids: Sequence[int] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`stop_token_ids`: those of the engine that are not the model's end tokens."""
+        """`stop_token_ids`: stop tokens of the engine other than the model's end tokens."""
         self._make, self._limits, self._tokenizer, self._answer = make, limits, tokenizer, answer
         self._stop_token_ids = frozenset(stop_token_ids)
         self._template_kwargs = template_kwargs

@@ -181,7 +181,7 @@ class ChannelStore(Store):
 class PacketChannel:
     """A process group of one trainer rank (end 0) and one engine rank (end 1), which both ends of a control channel make together.
 
-    On GPUs the constructor also makes the communicator: if one end dies meanwhile, the other raises a LinkError, as it does later.
+    On GPUs the constructor also makes the communicator: if one end dies before that is done, the other raises a LinkError, as it does later.
     """
 
     def __init__(self, channel: ControlChannel, end: int, device: str) -> None:

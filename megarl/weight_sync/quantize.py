@@ -99,7 +99,7 @@ def read_values(parameter: torch.Tensor, box: Box, block: Block, out: torch.Tens
     The box may cut blocks, which are counted from the weight's first row and column: the scale of a cut block is that of the complete block.
     """
     rows, columns = (_whole_blocks(*ends, step) for *ends, step in _ends(parameter, box, block))
-    row, column = (first - whole.start for first, whole in zip(box.start, (rows, columns), strict=True))
+    row, column = (first - blocks.start for first, blocks in zip(box.start, (rows, columns), strict=True))
 
     def strip(values: torch.Tensor, scales: torch.Tensor, first: int) -> None:
         spread = scales.repeat_interleave(block[0], 0)[: len(values)].repeat_interleave(block[1], 1)

@@ -7,7 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.cluster.report import stacks_here
+from megarl.cluster import worker
+from megarl.cluster.report import ProcessStacks, RankStacks, stacks_here
+from megarl.util import rendezvous
+from megarl.weight_sync import inbox, links
 
 CODE = """
 import subprocess, time
@@ -49,3 +52,20 @@ def test_stacks_of_a_rank_and_of_what_it_started(tmp_path):
         process.kill()
         process.wait()
     assert stacks_here([rank])[0].processes == ()
+
+
+def stacks_in(file: str | None, function: str) -> RankStacks:
+    """Stacks as faulthandler writes them, of a rank that is in a function."""
+    text = f'Thread 0x1 (most recent call first):\n  File "{file}", line 7 in {function}\n'
+    return RankStacks((ProcessStacks(1, "rank", "S", text),), "")
+
+
+def test_a_rank_in_a_rendezvous_or_a_weight_sync_waits_for_others():
+    for module in (rendezvous, inbox, links):
+        assert stacks_in(module.__file__, "wait").waits_for_others
+    assert not stacks_in(worker.__file__, "invoke").waits_for_others
+
+
+def test_a_rank_is_called_while_it_is_in_the_workers_methods():
+    assert stacks_in(worker.__file__, "invoke").is_called
+    assert not stacks_in(links.__file__, "receive").is_called

@@ -112,7 +112,7 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
-        "mem_fraction_static": 0.1,  # of no effect beside max_total_tokens, but checked
+        "mem_fraction_static": 0.1,  # without effect, since max_total_tokens is given, but checked
         "max_total_tokens": config.max_total_tokens or min(config.max_num_seqs * context, CPU_CACHE_TOKENS),
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,

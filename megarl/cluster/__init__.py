@@ -26,7 +26,7 @@ from megarl.cluster.cluster import (
     abandon_cluster,
     gpus_here,
     open_cluster_setup,
-    ray_words_in,
+    ray_messages_in,
     start_cluster,
     stop_cluster,
 )
@@ -72,7 +72,7 @@ __all__ = [
     "group_kind",
     "open_cluster_setup",
     "rank_environment",
-    "ray_words_in",
+    "ray_messages_in",
     "start_cluster",
     "stop_cluster",
     "stream",

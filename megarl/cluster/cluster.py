@@ -374,7 +374,7 @@ def _loopback_only() -> Iterator[None]:
 
 
 @contextmanager
-def ray_words_in(path: Path) -> Iterator[None]:
+def ray_messages_in(path: Path) -> Iterator[None]:
     """Within the block, append the messages of Ray's servers to `path`, each with its time, instead of printing them.
 
     A driver of Ray 2.60 has a thread that prints messages such as "A worker died or was killed while executing a task" to standard

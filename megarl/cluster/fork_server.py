@@ -103,10 +103,10 @@ def serve(listener: socket.socket, modules: list[str]) -> list[str]:
             continue
         connection, _ = listener.accept()
         with connection:
-            asked = _request(connection)
-            if asked is None:
+            request = _request(connection)
+            if request is None:
                 continue
-            wanted, files = asked
+            wanted, files = request
             if raylet is None:
                 raylet = os.pidfd_open(wanted["parent"])
                 waited.append(raylet)

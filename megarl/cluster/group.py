@@ -43,7 +43,7 @@ from megarl.cluster.ranks import (
     rank_error,
     sent,
 )
-from megarl.cluster.waiting import GRACE_SECONDS, Missing, Part, wait
+from megarl.cluster.waiting import GRACE_SECONDS, MissingReporter, RelayedAnswer, wait
 from megarl.cluster.watch import Watch
 from megarl.cluster.worker import Worker, rank_environment
 
@@ -52,7 +52,7 @@ from megarl.cluster.worker import Worker, rank_environment
 DEVICE_SHARE = 0.125
 _EXIT_SECONDS = 1.0
 _KILL_SECONDS = 15.0  # until a node has ended the processes of a rank
-Call = ray.ObjectRef | Part
+Call = ray.ObjectRef | RelayedAnswer
 """A call of a rank in progress; `wait` returns its result."""
 MOST_RANKS = 16  # of a share, all on one machine
 RELAY = "megarl.cluster.group:Relay"
@@ -310,7 +310,10 @@ class WorkerGroup:
             name = _title(self.role, process.rank, process.part)
             needs_port = number == self._meeting(number)
             refs.append(process.actor.setup.remote(name, process.log_path, merged, needs_port))
-        missing, groups = Missing(self._pool.say, "to come up", len(refs)), [*self._watched_groups, self]
+        missing, groups = (
+            MissingReporter(self._pool.say, "to come up", len(refs)),
+            [*self._watched_groups, self],
+        )
         facts: list[ProcessFacts] = wait(refs, groups, self._setup_timeout, self._watch, self, missing)
         for number, fact in zip(numbers, facts, strict=True):
             self.processes[number] = replace(
@@ -539,7 +542,7 @@ class RelayedGroup(WorkerGroup):
                 of_ranks = of_ranks[:1]
             # Within lists references stay what they are: it is the ranks that need their values.
             ref = self._relays.call_rank(relay.rank, "pass_on", method, share, of_ranks, kwargs)
-            calls |= {rank: Part(ref, index) for index, rank in enumerate(share)}
+            calls |= {rank: RelayedAnswer(ref, index) for index, rank in enumerate(share)}
         return [calls[rank] for rank in ranks]
 
 

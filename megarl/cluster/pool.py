@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-_SAID_AFTER = 3.0  # seconds of waiting for the devices after which a message says so
+_MESSAGE_AFTER = 3.0  # seconds of waiting for the devices after which a message says so
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,18 @@ class ResourcePool:
         # A short wait without a message, then a long one with a message, then an error that gives everything back.
         begun = time.monotonic()
 
-        def are_there(seconds: float) -> bool:
+        def are_reserved(seconds: float) -> bool:
             """Whether the devices are given within `seconds` of the beginning."""
             # wait(), not ready(): the latter starts a worker process in each bundle.
             return all(
                 placement.wait(max(0.1, begun + seconds - time.monotonic())) for placement in placements
             )
 
-        if are_there(min(_SAID_AFTER, timeout)):
+        if are_reserved(min(_MESSAGE_AFTER, timeout)):
             return placements
-        if timeout > _SAID_AFTER:
+        if timeout > _MESSAGE_AFTER:
             say(f"{self._lacking(nnodes, devices_per_node)}. Waiting for them, {timeout:g} s at most.")
-        if are_there(timeout):
+        if are_reserved(timeout):
             return placements
         message = (
             f"{self._lacking(nnodes, devices_per_node)}, and could not give them within {timeout:g} s. Ask for less "
@@ -135,7 +135,7 @@ class ResourcePool:
             remove_placement_group(placement)
         raise ValueError(message)
 
-    def _lacking(self, nnodes: int, devices_per_node: int) -> str:
+    def _shortage(self, nnodes: int, devices_per_node: int) -> str:
         kind = "GPU" if self.use_gpu else "CPU"
         free = ray.available_resources().get(kind, 0)
         nodes = [node for node in ray.nodes() if node["Alive"]]

@@ -73,7 +73,7 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RelayedAnswer:
     """A rank's answer, one of those that its relay (group.py) returns together."""
 
     ref: ray.ObjectRef
@@ -81,7 +81,7 @@ class Part:
 
 
 def wait(
-    refs: Sequence[ray.ObjectRef | Part],
+    refs: Sequence[ray.ObjectRef | RelayedAnswer],
     groups: Sequence[Watched],
     timeout: float | None = None,
     watch: Watch | None = None,
@@ -103,7 +103,9 @@ def wait(
         WorkerFailed: a call raised.
         WaitTimeout: calls were not answered within `timeout`.
     """
-    pending: list[Source] = list(dict.fromkeys(ref.ref if isinstance(ref, Part) else ref for ref in refs))
+    pending: list[Source] = list(
+        dict.fromkeys(ref.ref if isinstance(ref, RelayedAnswer) else ref for ref in refs)
+    )
     processes = _processes(pending, groups, spare)
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[ray.ObjectRef, Any] = {}
@@ -114,7 +116,10 @@ def wait(
         _refuse_hangs(processes, pending, watch)
         missing(_waited_for(pending, processes))
         if not pending:
-            return [results[ref.ref][ref.index] if isinstance(ref, Part) else results[ref] for ref in refs]
+            return [
+                results[ref.ref][ref.index] if isinstance(ref, RelayedAnswer) else results[ref]
+                for ref in refs
+            ]
         if deadline is not None and time.monotonic() >= deadline:
             raise _timeout_error(timeout, pending, len(refs), processes)
 
@@ -401,7 +406,7 @@ def _actor_id(source: Source) -> Any:
     return ref.task_id().actor_id()
 
 
-class Missing:
+class MissingReporter:
     """Called again and again with the processes that have not answered; passes a line to `say` each `every` seconds."""
 
     def __init__(self, say: Callable[[str], None], what: str, of: int, every: float = 20.0) -> None:

@@ -59,7 +59,7 @@ _RAY, _OURS = (f"{Path(package.__file__).parent}{os.sep}" for package in (ray, m
 
 
 @dataclass(frozen=True)
-class Signs:
+class SignsOfLife:
     """Signs of life of one rank: the state of all of its processes.
 
     Attributes:
@@ -79,7 +79,7 @@ class Hang:
     cause: str
 
 
-def signs_of_life(ranks: dict[int, str]) -> dict[str, Signs]:
+def signs_of_life(ranks: dict[int, str]) -> dict[str, SignsOfLife]:
     """The signs of life of this machine's ranks, by mark; ranks without a living process are left out.
 
     Args:
@@ -103,7 +103,9 @@ def signs_of_life(ranks: dict[int, str]) -> dict[str, Signs]:
             continue
         if fields[0] in ("T", "t"):
             stopped.setdefault(mark, []).append(f"{title} (process {name})")
-    return {mark: Signs(tuple(stopped.get(mark, ())), sum(each) / len(each)) for mark, each in work.items()}
+    return {
+        mark: SignsOfLife(tuple(stopped.get(mark, ())), sum(each) / len(each)) for mark, each in work.items()
+    }
 
 
 def _mark_of(pid: str) -> str | None:
@@ -168,7 +170,7 @@ class Watch:
         if self._server_stopped >= STOPPED_SECONDS:
             raise RayFailed(f"{stopped} has been stopped for more than {STOPPED_SECONDS:g} s")
 
-    def _ask(self, processes: Sequence[RankProcess]) -> dict[str, Signs]:
+    def _ask(self, processes: Sequence[RankProcess]) -> dict[str, SignsOfLife]:
         """Current signs of this node's ranks, and those of other nodes that have answered the last question; asks them again."""
         here = ray.get_runtime_context().get_node_id()
         ranks: dict[str, dict[int, str]] = {}
@@ -184,7 +186,7 @@ class Watch:
             self._asked[node] = submit(node, signs_of_life, of_node)
         return signs
 
-    def _count(self, signs: dict[str, Signs], called: Collection[str], passed: float) -> None:
+    def _count(self, signs: dict[str, SignsOfLife], called: Collection[str], passed: float) -> None:
         for mark, sign in signs.items():
             self._stopped[mark] = self._stopped.get(mark, 0.0) + passed if sign.stopped else 0.0
             idle = self._idle.get(mark, 0.0) + passed
@@ -195,7 +197,7 @@ class Watch:
                 self._idle[mark] = idle
 
     def _judge(
-        self, processes: Sequence[RankProcess], called: Collection[str], signs: dict[str, Signs]
+        self, processes: Sequence[RankProcess], called: Collection[str], signs: dict[str, SignsOfLife]
     ) -> Hang | None:
         stopped = [
             process

@@ -104,17 +104,17 @@ def make_job(
     # The job's file and the recipe may both give a size. A size that only the job gives becomes an override of the recipe.
     sizes = {}
     for name, key in _SIZES.items():
-        asked, has = getattr(launch, name), getattr(config.trainer, key)
-        said = origins.get(f"trainer.{key}")
-        if asked is not None and asked != has and said is not None:
+        given, in_recipe = getattr(launch, name), getattr(config.trainer, key)
+        origin = origins.get(f"trainer.{key}")
+        if given is not None and given != in_recipe and origin is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag} {asked} and trainer.{key}={has} ({said}) contradict each other: leave {flag} out, or say "
-                f"trainer.{key}={asked} behind the recipe"
+                f"{flag} {given} and trainer.{key}={in_recipe} ({origin}) contradict each other: leave {flag} out, or say "
+                f"trainer.{key}={given} behind the recipe"
             )
-        sizes[name] = has if asked is None else asked
-        if sizes[name] != has:
-            overrides.append(f"trainer.{key}={asked}")
+        sizes[name] = in_recipe if given is None else given
+        if sizes[name] != in_recipe:
+            overrides.append(f"trainer.{key}={given}")
     config = load_config(SCHEMAS[command], recipe, overrides)
     file = recipe_path(recipe)
     # Both are complete now, and are checked together.

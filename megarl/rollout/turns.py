@@ -200,8 +200,8 @@ class Player:
         observation = await self._call("reset", environment.reset, task)
         if observation is None:
             return
-        said = self._shorten(observation)
-        draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, said))
+        shortened = self._shorten(observation)
+        draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, shortened))
         if draft.room < 1:
             raise EnvironmentFailed("reset: what it says leaves no room for a response")
 
@@ -213,8 +213,8 @@ class Player:
             # The policy's turn: the request is everything so far.
             number = draft.num_turns
             uid = draft.uid if number == 0 else f"{draft.uid}#{number}"
-            asked = replace(sampling, max_new_tokens=draft.room)
-            generation = await self._answer(uid, [*draft.prompt_ids, *draft.ids], asked)
+            request_sampling = replace(sampling, max_new_tokens=draft.room)
+            generation = await self._answer(uid, [*draft.prompt_ids, *draft.ids], request_sampling)
             draft.add_turn(generation)
             ids = list(generation.response_ids)
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -227,13 +227,15 @@ class Player:
             if draft.num_turns == limits.max_assistant_turns or number == limits.max_user_turns:
                 return
             # The environment's words end the trajectory where they leave no room for another token of the policy.
-            said = self._shorten(result.observation)
+            shortened = self._shorten(result.observation)
             ended_by = None if ids[-1] in self._stop_token_ids else ids[-1]
-            said_ids = _rendered(partial(continuation.after_turn, said, ended_by is not None, ended_by))
-            if len(said_ids) >= draft.room:
+            observation_ids = _rendered(
+                partial(continuation.after_turn, shortened, ended_by is not None, ended_by)
+            )
+            if len(observation_ids) >= draft.room:
                 draft.finish_reason = "length"
                 return
-            draft.add_observation(said_ids)
+            draft.add_observation(observation_ids)
 
     def _shorten(self, observation: Observation) -> Observation:
         _check_observation(observation)
@@ -315,11 +317,11 @@ class _Draft:
         for name, value in result.numbers.items():
             self.numbers[name] = self.numbers.get(name, 0.0) + float(value)
 
-    def generation(self, asked: Sequence[int], weight_version: int, error: str | None) -> Generation:
+    def generation(self, request_ids: Sequence[int], weight_version: int, error: str | None) -> Generation:
         """The trajectory; after an error all of it is masked.
 
         Args:
-            asked: the request's prompt.
+            request_ids: the prompt of the request.
             weight_version: when it began; counts if the policy has had no turn.
         """
         first, last = self.versions or (weight_version, weight_version)
@@ -338,7 +340,7 @@ class _Draft:
             num_turns=self.num_turns,
             environment_score=self.score,
             environment_notes=json.dumps({"numbers": numbers, "error": error}),
-            prompt_ids=None if self.prompt_ids == list(asked) else self.prompt_ids,
+            prompt_ids=None if self.prompt_ids == list(request_ids) else self.prompt_ids,
             last_weight_version=last,
         )
 

@@ -158,8 +158,8 @@ class Receiver:
         LinkError: a trainer rank is gone, silent, or at another version.
     """
 
-    def __init__(self, model: torch.nn.Module, told: InboxFile, session: str) -> None:
-        self.session, self._model, self._share = session, model, told.share
+    def __init__(self, model: torch.nn.Module, instructions: InboxFile, session: str) -> None:
+        self.session, self._model, self._share = session, model, instructions.share
         self._bound_to: tuple = ()
         self._views: list[list[list[torch.Tensor]]] = []  # by bucket, packet, slice
         self._slot: AdapterSlot | None = None  # where adapters are sent separately from the weights
@@ -168,7 +168,7 @@ class Receiver:
         self._checksums: dict[tuple[int, int], torch.Tensor] = {}
         self._read_again = False
         device = next(model.parameters()).device.type
-        self._inbox = Inbox(told.share, told.addresses, device, told.timeout)
+        self._inbox = Inbox(instructions.share, instructions.addresses, device, instructions.timeout)
 
     @property
     def buffer_bytes(self) -> int:
@@ -348,7 +348,7 @@ def verify_after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) ->
     receiver = getattr(updater.tp_worker.model_runner.model, RECEIVER, None)
     problem = receiver.verify_again() if receiver is not None else None
     problems = [answer["problem"] for answer in every_rank({"problem": problem}, updater.tp_cpu_group)]
-    told = [f"{problem} (TP rank {rank})" for rank, problem in enumerate(problems) if problem is not None]
-    if result.success and told:
-        return type(result)(success=False, message="; ".join(told))
+    messages = [f"{problem} (TP rank {rank})" for rank, problem in enumerate(problems) if problem is not None]
+    if result.success and messages:
+        return type(result)(success=False, message="; ".join(messages))
     return result

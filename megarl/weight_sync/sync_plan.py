@@ -143,7 +143,10 @@ class SyncPlan:
             ValueError: `transport` cannot connect a trainer rank with an engine rank that it sends to.
         """
         num_sources, num_targets = self.parallel.world, self.engines.num_ranks
-        sources, targets = _Ends(num_sources, len(self.buckets)), _Ends(num_targets, len(self.buckets))
+        sources, targets = (
+            _ShareBuilder(num_sources, len(self.buckets)),
+            _ShareBuilder(num_targets, len(self.buckets)),
+        )
         transports: dict[tuple[int, int], str] = {}
         for bucket, copies in enumerate(self.buckets):
             routes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
@@ -264,7 +267,7 @@ class SyncPlan:
         return mapped if self.transport == SHARED else P2P
 
 
-class _Ends:
+class _ShareBuilder:
     """The packets of all ranks of one side, collected one by one."""
 
     def __init__(self, num_ranks: int, num_buckets: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megarl.cluster import WaitTimeout, WorkerDied, WorkerFailed, wait
 from megarl.cluster.pool import ResourcePool
 from megarl.cluster.ranks import RankProcess
-from megarl.cluster.waiting import Missing
+from megarl.cluster.waiting import MissingReporter
 from tests.cluster.processes import alive, alive_after, carrying, guards_of
 
 
@@ -225,7 +225,7 @@ def process(rank: int) -> RankProcess:
 
 def test_who_is_missing_is_said_with_their_machines():
     said: list[str] = []
-    missing = Missing(said.append, "to come up", 16, every=0.0)
+    missing = MissingReporter(said.append, "to come up", 16, every=0.0)
     missing([])
     assert said == []
     missing([process(3), process(5)])
@@ -239,7 +239,7 @@ def test_who_is_missing_is_said_with_their_machines():
 
 def test_nothing_is_said_of_what_is_quick():
     said: list[str] = []
-    Missing(said.append, "to come up", 16, every=1e6)([process(1)])
+    MissingReporter(said.append, "to come up", 16, every=1e6)([process(1)])
     assert said == []
 
 

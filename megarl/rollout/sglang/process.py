@@ -34,7 +34,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from megarl.rollout.sglang import memory as engine_memory
 from megarl.rollout.sglang import scheduler_hooks
 from megarl.rollout.sglang.before_import import SchedulerMain, forked, without_main
-from megarl.rollout.sglang.requests import SentTogether
+from megarl.rollout.sglang.requests import BatchingSocket
 from megarl.util.rendezvous import open_store
 from megarl.util.signals import outlive_job_signals
 from megarl.weight_sync import receiver, served_model
@@ -190,7 +190,7 @@ class TokenEngine(Engine):
         if self.tokenizer_manager is not None:  # of the first node alone
             self.tokenizer_manager.signal_handler_class = _NoDraining
             socket = self.tokenizer_manager.send_to_scheduler
-            self.tokenizer_manager.send_to_scheduler = SentTogether(socket, self.loop)
+            self.tokenizer_manager.send_to_scheduler = BatchingSocket(socket, self.loop)
             self.heartbeat = scheduler_hooks.Heartbeat(heartbeat_file(self.port_args))
 
     @classmethod

@@ -144,7 +144,7 @@ class Response:
         return None
 
 
-class SentTogether:
+class BatchingSocket:
     """SGLang's socket to its schedulers, which sends all messages of one pass of the event loop together.
 
     They are parts of one ZeroMQ message: SGLang receives each part as a message of its own, but ZeroMQ delivers none before all have

@@ -274,17 +274,17 @@ def read_model(config: EngineConfig) -> dict[str, Any]:
 def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
     """Fields of the model's config that SGLang gets in addition to config.json, or in place of its fields."""
     implied = _IMPLIED.get(model.get("model_type", ""), {})
-    told = {name: value for name, value in implied.items() if name not in model}
+    overrides = {name: value for name, value in implied.items() if name not in model}
     if config.fp8_block is not None:
-        told["quantization_config"] = {
+        overrides["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": list(config.fp8_block),
         }
     elif config.load_format == "dummy" and "quantization_config" in model:
-        told["quantization_config"] = None  # synced weights have another type than those of the folder
-    return told
+        overrides["quantization_config"] = None  # synced weights have another type than those of the folder
+    return overrides
 
 
 def _divisions(model: dict[str, Any], tp: int, ep: int) -> Iterator[tuple[str, int, str, int]]:

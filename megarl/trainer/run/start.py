@@ -18,7 +18,7 @@ from megarl.cluster import (
     Watch,
     abandon_cluster,
     ending_when_stuck,
-    ray_words_in,
+    ray_messages_in,
     start_cluster,
     stop_cluster,
 )
@@ -138,7 +138,7 @@ def open_engine_run(
     run = Run(folder, Console(), phase_timeout=limits.phase)
     run.say(f"run folder: {folder}")
     with ExitStack() as stack:
-        stack.enter_context(ray_words_in(run.log_dir / "ray.log"))
+        stack.enter_context(ray_messages_in(run.log_dir / "ray.log"))
         if address is None:  # also while the servers start
             stack.enter_context(ending_when_stuck(REQUEUE))
         cluster = start_cluster(address, num_devices, folder, cluster_setup=cluster_setup)

@@ -5,7 +5,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from megarl.rollout.sglang.requests import SentTogether
+from megarl.rollout.sglang.requests import BatchingSocket
 
 MANY, TIMES = 64, 30
 
@@ -38,7 +38,7 @@ def test_what_ready_tasks_send_comes_at_once(ends):
     messages = [bytes([number]) * 4096 for number in range(MANY)]
 
     async def send_all():
-        together = SentTogether(sender, asyncio.get_running_loop())
+        together = BatchingSocket(sender, asyncio.get_running_loop())
 
         async def send(message):
             await together.send(message)
@@ -57,7 +57,7 @@ def test_an_object_is_sent_as_it_was(ends):
     sender, receiver = ends
 
     async def send_then_change():
-        together, thing = SentTogether(sender, asyncio.get_running_loop()), {"rid": "a"}
+        together, thing = BatchingSocket(sender, asyncio.get_running_loop()), {"rid": "a"}
         sent = together.send_pyobj(thing)
         thing["rid"] = None
         await sent
@@ -76,7 +76,7 @@ def test_nothing_waits_while_no_task_runs(ends):
         asyncio.set_event_loop(loop)
         failed = []
         loop.set_exception_handler(lambda loop, context: failed.append(context))
-        together = SentTogether(sender, loop)
+        together = BatchingSocket(sender, loop)
         loop.call_soon(loop.stop)
         loop.call_soon(together.send, b"request")
         loop.run_forever()

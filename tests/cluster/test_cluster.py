@@ -1,4 +1,4 @@
-"""What Ray's servers say goes into a file; Ray itself is not started."""
+"""Messages of Ray's servers go into a file, not between the lines that a run prints."""
 
 import ray._private.worker
 

@@ -1,4 +1,4 @@
-"""What an error of a rank says, and in which order."""
+"""Messages of errors that name a rank, and the rendezvous of a group at its own address alone."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where processes are, asked from outside."""
+"""Stacks of processes, taken from outside, and the conclusions that are drawn from them."""
 
 import os
 import signal

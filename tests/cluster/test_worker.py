@@ -1,4 +1,4 @@
-"""Ranks use the cores beside their GPUs: read from a tree of files as an NVIDIA driver and Linux have them."""
+"""Ranks use the cores near their GPUs, read from a tree of files as an NVIDIA driver and Linux have them."""
 
 import os
 from pathlib import Path

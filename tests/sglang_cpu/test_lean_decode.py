@@ -1,4 +1,4 @@
-"""The turned queries and keys against transformers' own, and against SGLang's formula to the bit."""
+"""Rotary embedding, Qwen2's layers and sampling: against Hugging Face's, SGLang's formulas, and a real engine."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Plans are made without the collector, which goes on after them as it was."""
+"""Pauses of the garbage collector, and freed memory that is kept, in processes of their own."""
 
 import gc
 import json

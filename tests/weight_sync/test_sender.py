@@ -1,4 +1,4 @@
-"""The memory of a sync on the trainer's side, over connections that come and go."""
+"""The memory of a weight sync on the trainer's side: kept over connections, and freed between syncs where it does not last."""
 
 import os
 import threading

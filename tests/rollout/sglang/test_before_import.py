@@ -1,4 +1,4 @@
-"""What an engine's processes are started with on GPUs."""
+"""The environment of engines, and the first lines of schedulers: as copies and as new processes."""
 
 import os
 import subprocess

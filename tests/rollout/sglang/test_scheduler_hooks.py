@@ -1,4 +1,4 @@
-"""Which requests wait for another with their prompt. What an engine then computes is in test_sglang_engine.py."""
+"""Requests with the same prompt wait for the first of them; the time of the last step is read by another process."""
 
 import time
 from types import SimpleNamespace

@@ -8,7 +8,7 @@ It knows nothing of models, ranks or configuration.
 
 Each patch says why it is there. They were written against megatron-core 0.19.2 and torch 2.13.0, whose CPU
 build lacks the CUDA symbols altogether, while its CUDA build raises on first use where there is no device:
-so everything that would initialise CUDA is replaced, not only what is missing.
+so everything that would initialise CUDA is replaced, not only the missing symbols.
 """
 
 import contextlib

@@ -424,7 +424,7 @@ class Relay:
         Args:
             args: of each rank, or of all if there is one.
 
-        Returns: what the ranks do, in their order.
+        Returns: the ranks' results, in their order.
 
         Raises:
             RelayedErrors: a rank raised, or died.
@@ -540,7 +540,7 @@ class RelayedGroup(WorkerGroup):
             of_ranks = [args[rank] for rank in share]
             if all(one is of_ranks[0] for one in of_ranks):
                 of_ranks = of_ranks[:1]
-            # Within lists references stay what they are: it is the ranks that need their values.
+            # Within lists references are not resolved: the ranks need their values, not the relay.
             ref = self._relays.call_rank(relay.rank, "pass_on", method, share, of_ranks, kwargs)
             calls |= {rank: RelayedAnswer(ref, index) for index, rank in enumerate(share)}
         return [calls[rank] for rank in ranks]

@@ -19,7 +19,7 @@ Guarantees:
 A guard carries no mark itself: it must outlive the processes that others kill, to get to the end of this list.
 
 Why not leave it to Ray (2.60): the raylet kills the process group of a worker that ended, but not children with
-a session of their own, and nobody does it once the raylet itself was killed; the raylet's own agents sometimes
+a session of their own, and no process does it once the raylet itself was killed; the raylet's own agents sometimes
 outlive it. PR_SET_PDEATHSIG reaches only direct children and follows the thread, not the process, that started
 them.
 """

@@ -64,7 +64,7 @@ def reserve_port() -> socket.socket:
 
 
 def log_tail(path: str) -> tuple[str, str]:
-    """(the last TAIL_LINES lines of a rank's log, without Python's warnings, and what its guard wrote about its end or "")."""
+    """(the last TAIL_LINES lines of a rank's log, without Python's warnings, and its guard's line about its end, or "")."""
     if not Path(path).exists():
         return "", ""
     with open(path, "rb") as file:

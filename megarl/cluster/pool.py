@@ -64,7 +64,7 @@ class ResourcePool:
             say: gets a message, once, when the pool waits for devices, and later messages about processes that have not come up.
 
         Raises:
-            ValueError: a size below 1, or the cluster cannot give the devices; says what it has.
+            ValueError: a size below 1, or the cluster cannot give the devices; lists the cluster's devices by node.
         """
         if nnodes < 1 or devices_per_node < 1:
             raise ValueError(

@@ -31,7 +31,7 @@ _LINE = "=" * 100
 
 @dataclass(frozen=True)
 class ProcessStacks:
-    """One process; `state` as /proc tells it (R, S, D, T), `text` what faulthandler wrote, "" if it wrote nothing."""
+    """One process; `state` as /proc tells it (R, S, D, T), `text` the output of faulthandler, "" if there was none."""
 
     pid: int
     title: str

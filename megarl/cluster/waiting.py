@@ -91,7 +91,7 @@ def wait(
     """Results of `refs`, in their order, while watching all processes of `groups`.
 
     Args:
-        refs: what `call` and `call_each` of these groups returned; none: only whether all is well now.
+        refs: calls, as `call` and `call_each` of these groups return them; empty: only check that all processes are well.
         timeout: seconds; None waits for ever (deaths still end it).
         watch: looks for processes that hang; None: no such check.
         spare: one of the groups, whose processes may be dead unless `refs` are calls of them.
@@ -201,7 +201,7 @@ def stream(
                 others = [other for _, other in next_refs]
                 others += [other for other in pending if other is not source]
                 raise _root_cause(source, error, others, processes) from None
-            del ref  # the store may free what the caller drops
+            del ref  # so that the store may free the value when the caller drops it
             yield received(value)
             del value
             came = time.monotonic()

@@ -21,7 +21,7 @@ from megarl.config.schema.launch import LaunchConfig
 
 SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d):(?P<seconds>\d\d)|(?P<only>\d+)")
-# Each of Kubernetes' labels and of Slurm's job names; 47: what KubeRay leaves of 63 for what it appends.
+# Valid as a Kubernetes label and as a Slurm job name; at most 47 characters, since KubeRay appends to them and a label has 63.
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 _SIZES = {"nodes": "nnodes", "gpus_per_node": "n_gpus_per_node"}
 _LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")

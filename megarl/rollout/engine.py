@@ -152,7 +152,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's probability depends on what occurred in the response."""
+        """Whether a token's probability depends on earlier tokens of the response."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
@@ -191,7 +191,7 @@ class RolloutEngine(Protocol):
         """Start the engine's processes.
 
         Raises:
-            ValueError: the model or the configuration cannot be served; says what would be right.
+            ValueError: the model or the configuration cannot be served; says which values would be right.
             EngineError: the processes did not come up.
         """
 
@@ -220,7 +220,7 @@ class RolloutEngine(Protocol):
         """
 
     def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Raises what `generate` would at once."""
+        """Check one request; raises the exceptions of `generate`."""
 
     async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """One response, for coroutines that `as_completed` runs."""

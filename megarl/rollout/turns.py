@@ -368,7 +368,7 @@ async def _in_thread(function: Callable[..., Result], *args: Any) -> Result:
     ended: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
 
     def settle(outcome: tuple[Any, Exception | None]) -> None:
-        if not ended.done():  # else nobody waits any more
+        if not ended.done():  # after a timeout nothing waits for the result
             ended.set_result(outcome)
 
     def run() -> None:
@@ -378,7 +378,7 @@ async def _in_thread(function: Callable[..., Result], *args: Any) -> Result:
             outcome = None, error
         except BaseException as error:  # as it is, it would end the process
             outcome = None, RuntimeError(repr(error))
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nothing waits for the result
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, name="environment", daemon=True).start()

@@ -254,7 +254,7 @@ def _attention(
 
 
 def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Zeros after what `x` has in dimension `dim` (2 or 3 of 4), which becomes `size`."""
+    """`x` padded with zeros at the end of dimension `dim` (2 or 3 of 4), which becomes `size`."""
     if x.shape[dim] == size:
         return x
     return torch.nn.functional.pad(x, (0, 0, 0, size - x.shape[2]) if dim == 2 else (0, size - x.shape[3]))

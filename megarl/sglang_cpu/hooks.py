@@ -1,4 +1,4 @@
-"""The entry points of this room: what SGLang's wheel lacks on a machine without a GPU, supplied without editing SGLang.
+"""The entry points of this room: they supply the parts that SGLang's wheel lacks on a machine without a GPU, without editing SGLang.
 
 Seen with sglang 0.5.21, torch 2.13.0, torchvision 0.28.0. setup.py names two entry points, which run in every process, SGLang's
 spawned schedulers included:

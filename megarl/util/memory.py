@@ -15,7 +15,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Parameters of mallopt(3), and what they are set to.
+# Parameters of mallopt(3), and their values.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 KEPT_BYTES = 1 << 30  # free memory at the end of the heap that is not given back
 MAPPED_BYTES = 1 << 28  # a larger block is mapped, and given back when it is freed

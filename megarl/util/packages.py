@@ -1,6 +1,6 @@
 """The packages that megarl runs on (tried versions, purposes, the command that installs them), and the folders that come with megarl.
 
-`pip install` of megarl brings what its metadata names. Megatron-core and SGLang come apart (setup.py says why).
+`pip install` of megarl brings the packages of its metadata. Megatron-core and SGLang are installed separately (setup.py says why).
 """
 
 import re

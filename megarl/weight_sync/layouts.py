@@ -110,9 +110,9 @@ def sglang_layout(
 
 
 def hf_layout(config: ModelConfig, head: str = "lm", mtp: bool = False) -> Layout:
-    """A Hugging Face checkpoint: one holder of every whole tensor under its own name.
+    """A Hugging Face checkpoint: a single holder of every complete tensor, under its own name.
 
-    mtp: with the multi-token prediction layers; what they repeat of the model is a replica of it, under another name.
+    mtp: with the multi-token prediction layers; tensors of the model that they repeat are replicas under another name.
     """
 
     def pieces() -> Sequence[Piece]:

@@ -180,7 +180,7 @@ def multilinear(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes in row-major order, uint8; what is not contiguous in blocks of whole rows.
+    """The bytes in row-major order, uint8; of tensors that are not contiguous in blocks of complete rows.
 
     A block's bytes are a multiple of 4, the last one's excepted.
     """

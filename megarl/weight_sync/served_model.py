@@ -191,7 +191,7 @@ def has_slot(model: torch.nn.Module) -> bool:
 
 def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All memory for adapters: "<layer>.lora_A" -> A by slot [slots, stacked * rank, in], "<layer>.lora_B" -> B [slots, out,
-    rank]. None of it is part of what SGLang releases with the weights."""
+    rank]. SGLang does not release it with the weights."""
     manager, found = getattr(model, _MANAGER, None), {}
     for layers in manager.lora_modules if manager is not None else ():
         for name, layer in layers.items():

@@ -3,7 +3,7 @@
 Guarantees, each asserted by a test:
 
 - nothing is served before a complete, verified version is held, nor after one that failed;
-- each generation carries the version that SGLang itself says it was served by;
+- each generation carries the version of its weights that SGLang itself reports;
 - with adapters, every request is answered by weights and adapters together;
 - an end token is part of its response, with its log-prob;
 - requests of which SGLang would die (empty prompt, unknown token id) are refused here;
@@ -49,7 +49,7 @@ from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
 __all__ = ["SGLangEngine", "request_seed"]
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
-# A request that was not yet with SGLang's scheduler when it was told to abort all is told so again.
+# The command to abort all requests is repeated, since it misses requests that had not reached SGLang's scheduler.
 ABORT_RETRY_SECONDS = 0.5
 
 
@@ -256,7 +256,7 @@ class SGLangEngine:
         return states[0][engine_memory.KEY]
 
     def flush_cache(self) -> None:
-        # SGLang answers a request a moment before it counts it as done, so it is asked until it has come to rest.
+        # SGLang answers a request a moment before it counts it as done, so the flush is repeated until no request counts as running.
         # Its own waiting (timeout_s) goes on only when its idle sleep of a second ends (0.5.21).
         deadline = time.monotonic() + self.config.request_timeout
         while True:
@@ -338,12 +338,12 @@ class SGLangEngine:
         if not success:
             raise EngineError(f"SGLang refused {method}: {message}")
 
-    def _memory(self, what: str, tags: Sequence[str]) -> None:
+    def _memory(self, action: str, tags: Sequence[str]) -> None:
         from sglang.srt.managers import io_struct
 
-        request = getattr(io_struct, f"{what.title()}MemoryOccupationReqInput")(tags=list(tags))
-        method = getattr(self._engine.tokenizer_manager, f"{what}_memory_occupation")
-        self._call(method(request, None), f"{what}_memory_occupation")
+        request = getattr(io_struct, f"{action.title()}MemoryOccupationReqInput")(tags=list(tags))
+        method = getattr(self._engine.tokenizer_manager, f"{action}_memory_occupation")
+        self._call(method(request, None), f"{action}_memory_occupation")
 
     def _call(self, awaitable: Awaitable[Answer], what: str) -> Answer:
         """Wait for SGLang's answer.

@@ -17,7 +17,7 @@ from megarl.weight_sync.receiver import RECEIVER
 from megarl.weight_sync.served_model import buffers_of
 
 KEY = "megarl_memory"
-DEVICE, PROCESS = "device_used", "process_used"  # what the driver says
+DEVICE, PROCESS = "device_used", "process_used"  # the driver's figures
 _POOLS = "sglang.srt.mem_cache."
 _MIB = 1 << 20
 
@@ -105,7 +105,7 @@ def unreleased(
 
 
 def _model_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and what SGLang derives from them and keeps as plain attributes (DeepSeek's `w_kc`)."""
+    """Parameters, buffers, and derived tensors that SGLang keeps as plain attributes (DeepSeek's `w_kc`)."""
     yield from model.parameters()
     yield from model.buffers()
     for module in model.modules():

@@ -166,7 +166,7 @@ class BatchingSocket:
         return sent
 
     def send_pyobj(self, message: Any, flags: int = 0, protocol: int | None = None) -> asyncio.Future:
-        """Pickled at once: SGLang changes what it has sent."""
+        """Pickled at once: SGLang changes objects that it has sent."""
         return self.send(pickle.dumps(message, protocol), flags)
 
     def _flush(self) -> None:

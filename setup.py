@@ -14,7 +14,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SHIPPED = ("launch", "recipes", "requirements")  # megarl/util/shipped.py finds them
+SHIPPED = ("launch", "recipes", "requirements")  # megarl/util/packages.py finds them
 
 
 class BuildWithShipped(build_py):

@@ -14,12 +14,12 @@ import pyarrow as pa
 import ray
 
 from megarl.cluster import ResourcePool, WorkerGroup, wait
+from megarl.cluster.group import RELAY, RelayedGroup, shares_of
 from megarl.cluster.ranks import RankInfo
-from megarl.cluster.relay import RELAY, RelayedGroup, shares_of
 from megarl.data.trajectories import Generation, build_trajectories, list_lengths, take
 from megarl.layout.grid import ParallelLayout, coords_of
 from megarl.rollout.engine import SyncReport
-from megarl.weight_sync.sender import Sent
+from megarl.weight_sync.sender import SendReport
 
 ENGINE_RANKS = 8
 
@@ -89,8 +89,8 @@ class Ranks(Movable):
     def __init__(self, info: RankInfo, layout: ParallelLayout) -> None:
         self.layout = layout
 
-    def send_weights(self, version: int, known: Any, merged: bool, whole: bool) -> Sent:
-        return Sent(version)
+    def send_weights(self, version: int, known: Any, merged: bool, complete: bool) -> SendReport:
+        return SendReport(version)
 
     def compute_both_log_probs(self, table: pa.Table, shares: list, ref_shares: list) -> Any:
         policy = self._columns(table, shares, ["old_log_probs"])
@@ -129,7 +129,7 @@ class Engines(Movable):
         held, self.version = self.version, version
         return held
 
-    def receive_weights(self, whole: bool) -> None:
+    def receive_weights(self, complete: bool) -> None:
         pass
 
     def finish_update(self) -> SyncReport:

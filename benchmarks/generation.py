@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 from megarl.examples.arithmetic import arithmetic_texts
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.rollout.engine import EngineConfig, SamplingParams
+from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.environment import sglang_environment
 
 START_SECONDS = 300
 USUAL, DETERMINISTIC, HUGGING_FACE = "sglang", "sglang, deterministic", "transformers"

@@ -2,7 +2,7 @@
 
     python benchmarks/imports.py --out FILE
 
-Each line is the median of processes that import nothing else (`megarl.util.imports.without_collection` is what megarl's own use).
+Each line is the median of processes that import nothing else (`megarl.util.memory.without_collection` is what megarl's own use).
 """
 
 import argparse
@@ -19,8 +19,8 @@ from facts import REPOSITORY, environment
 MODULES = ("megarl.trainer.workers.model", "sglang.srt.managers.scheduler")
 CHILD = """
 import contextlib, importlib, json, resource, sys
-import megarl.util.imports
-with megarl.util.imports.without_collection() if sys.argv[2] == "paused" else contextlib.nullcontext():
+import megarl.util.memory
+with megarl.util.memory.without_collection() if sys.argv[2] == "paused" else contextlib.nullcontext():
     importlib.import_module("torch")
     importlib.import_module(sys.argv[1])
 used = resource.getrusage(resource.RUSAGE_SELF)

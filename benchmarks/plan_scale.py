@@ -24,7 +24,7 @@ from megarl.layout import Plan, make_plan, place_engines
 from megarl.layout.grid import ParallelLayout
 from megarl.models import keeps_float32, read_model_config
 from megarl.plan.sync import pool_places
-from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
 
 MODEL = str(Path(__file__).resolve().parent.parent / "recipes/models/deepseek-v3")
 WORLD, PER_NODE, ENGINE = 512, 8, 32

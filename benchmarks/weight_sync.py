@@ -33,7 +33,7 @@ from rich.table import Table
 from weight_sync_cases import CASES, DTYPE, Case, lora_of, model_of, sync_plan
 from weight_sync_ranks import TIMEOUT, Ranks, answers, call, full_gather
 
-from megarl.weight_sync.model_layouts import hf_layout
+from megarl.weight_sync.layouts import hf_layout
 from megarl.weight_sync.receiver import InboxFile
 
 ADAPTERS = "adapters"

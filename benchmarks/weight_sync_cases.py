@@ -10,7 +10,7 @@ from megarl.layout import RankPlace, place_engines
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.models.config import MoEConfig
-from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
 from megarl.weight_sync.sync_plan import SyncPlan
 
 DTYPE = torch.float32

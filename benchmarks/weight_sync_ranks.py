@@ -14,11 +14,16 @@ from weight_sync_cases import DTYPE, Case, lora_of, model_of
 
 from megarl.layout import Layout, Piece
 from megarl.models.lora import logical_adapters, scaling
-from megarl.weight_sync.adapter_slot import remember_manager
-from megarl.weight_sync.adapters import megatron_adapters, served_adapters
-from megarl.weight_sync.model_layouts import hf_layout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import (
+    hf_layout,
+    megatron_adapters,
+    megatron_layout,
+    served_adapters,
+    sglang_layout,
+)
 from megarl.weight_sync.receiver import Receiver
 from megarl.weight_sync.sender import Outbox
+from megarl.weight_sync.served_model import remember_manager
 
 TIMEOUT = 300.0
 
@@ -49,8 +54,8 @@ def values(tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=DTYPE)
 
 
-def shapes_of(whole: Layout) -> dict[str, tuple[int, ...]]:
-    return {piece.tensor: piece.box.size for piece in whole.pieces(0)}
+def shapes_of(complete: Layout) -> dict[str, tuple[int, ...]]:
+    return {piece.tensor: piece.box.size for piece in complete.pieces(0)}
 
 
 def each_piece(
@@ -137,8 +142,8 @@ def train_rank(
             outboxes[way] = Outbox(share, folder, "127.0.0.1", "cpu", TIMEOUT)
             pipe.send(outboxes[way].address)
         elif kind == "send":
-            way, version, whole = argument
-            sent = outboxes[way].send(version, parameters, whole=whole)
+            way, version, complete = argument
+            sent = outboxes[way].send(version, parameters, complete=complete)
             pipe.send((sent.bytes_sent, sent.buffer_bytes))
         elif kind == "full":
             gatherer = Gatherer(full_gather(case, bucket_bytes), rank, parameters, argument)
@@ -169,8 +174,8 @@ def engine_rank(
             receivers[way] = Receiver(served.model if adapted else model, told, way)
             pipe.send("ready")
         elif kind == "receive":
-            way, version, whole = argument
-            received = receivers[way].receive(version, whole)
+            way, version, complete = argument
+            received = receivers[way].receive(version, complete)
             pipe.send((received.bytes_written, received.buffer_bytes))
         elif kind == "full":
             load = loader(full_gather(case, bucket_bytes), rank, parameters, argument)

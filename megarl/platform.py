@@ -2,12 +2,13 @@
 the `torch.cuda` semantics that megatron-core expects, on the CPU.
 
 Promises: above this module the same code runs on gloo and on NCCL; where a CUDA device exists nothing is
-touched, but that megatron-core's fused functions are compiled for any number of tokens. `install()` comes before the first import of megatron-core (importing `megarl.megatron` sees to it).
+changed, except that megatron-core's fused functions are compiled for any number of tokens. `install()` comes before the first import
+of megatron-core (importing `megarl.megatron` ensures that).
 It knows nothing of models, ranks or configuration.
 
 Each patch says why it is there. They were written against megatron-core 0.19.2 and torch 2.13.0, whose CPU
 build lacks the CUDA symbols altogether, while its CUDA build raises on first use where there is no device:
-so everything that would initialise CUDA is replaced, not only what is missing.
+so everything that would initialise CUDA is replaced, not only the missing symbols.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from megarl.util.freed_memory import return_freed_memory
+from megarl.util.memory import return_freed_memory
 
 CPU = torch.device("cpu")
 
@@ -73,7 +74,7 @@ def resolve_dtype(name: str | None) -> torch.dtype:
 
 @functools.cache
 def install() -> None:
-    """Give `torch.cuda` CPU semantics and import megatron-core under them; where CUDA exists import it as it is.
+    """Give `torch.cuda` CPU semantics and import megatron-core under them; where CUDA exists import it unchanged.
 
     Calls after the first do nothing. Asserts that megatron-core is not imported yet: its modules bind
     `torch.compile` and `torch.cuda` names while they are imported.
@@ -295,8 +296,8 @@ def _patch_collectives() -> None:
 
 @contextlib.contextmanager
 def compiling_for_any_size() -> Iterator[None]:
-    """`torch.compile` for sizes that are not known. Micro-batches have different numbers of tokens: megatron-core's fusions, which take
-    `torch.compile` as it is when its module `jit` is imported, would be compiled for the first number and again for others."""
+    """Let `torch.compile` compile for any size within the block. Micro-batches have different numbers of tokens: megatron-core's fusions,
+    which bind `torch.compile` when its module `jit` is imported, would be compiled for the first number and again for others."""
     original = torch.compile
     torch.compile = functools.partial(original, dynamic=True)
     try:
@@ -334,7 +335,7 @@ def _stub_triton_kernels() -> None:
 def _patch_megatron() -> None:
     """Import megatron-core's training modules without compiling, and its own direct uses of CUDA."""
     _stub_triton_kernels()
-    # Its imports warn about each GPU library that a machine without a GPU does not have.
+    # The imports warn about each GPU library that is missing on a machine without a GPU.
     with _without_compile(), warnings.catch_warnings(action="ignore"):
         import megatron.core.jit
 

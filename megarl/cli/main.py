@@ -177,12 +177,12 @@ def _train(options: argparse.Namespace) -> None:
     if not config.trainer.rollout_only and config.trainer.train_only is None:
         _run_supervised("ppo", config)
         return
-    from megarl.trainer.run.process_kinds import premises_of
+    from megarl.trainer.run.process_kinds import cluster_setup_of
 
-    with premises_of(config) as premises:
+    with cluster_setup_of(config) as cluster_setup:
         from megarl.trainer.loops.offline import generate_only, learn_only
 
-        (generate_only if config.trainer.rollout_only else learn_only)(config, premises)
+        (generate_only if config.trainer.rollout_only else learn_only)(config, cluster_setup)
 
 
 def _sft(options: argparse.Namespace) -> None:
@@ -199,22 +199,23 @@ def _dpo(options: argparse.Namespace) -> None:
 
 def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
     """`train` of a module of trainer/."""
-    from megarl.trainer.run.process_kinds import premises_of
+    from megarl.trainer.run.process_kinds import cluster_setup_of
 
-    with premises_of(config) as premises:  # the run's processes make their imports while this one does
+    # The run's processes make their imports while this one does.
+    with cluster_setup_of(config) as cluster_setup:
         from megarl.trainer.run.supervision import supervised
 
-        supervised(config, import_module(f"megarl.trainer.loops.{module}").train, premises)
+        supervised(config, import_module(f"megarl.trainer.loops.{module}").train, cluster_setup)
 
 
 def _eval(options: argparse.Namespace) -> None:
     config = _configured(EvalConfig, options)
-    from megarl.trainer.run.process_kinds import premises_of
+    from megarl.trainer.run.process_kinds import cluster_setup_of
 
-    with premises_of(config) as premises:
+    with cluster_setup_of(config) as cluster_setup:
         from megarl.trainer.loops.evaluate import evaluate, print_scores
 
-        print_scores(evaluate(config, premises), config.trainer.default_local_dir)
+        print_scores(evaluate(config, cluster_setup), config.trainer.default_local_dir)
 
 
 def _make_task(options: argparse.Namespace) -> None:

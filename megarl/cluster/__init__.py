@@ -7,30 +7,34 @@ What the room promises:
 - arguments that are `ObjectRef`s are resolved from the shared object store without a copy;
 - `wait` and `stream` raise within seconds when any process of any group they watch dies, also when the others hang, and
   name role, rank, host, cause and the last lines of that process's own log;
-- with a `Watch` they do so too when a process is stopped, or nobody works any more on what is waited for;
-- a report tells of a failure all that there is: the stacks of all processes, on all machines, and the ends of their logs;
-- nothing outlives the controller: neither workers nor what the workers started, even after `kill -9`.
+- with a `Watch` they do so too when a process is stopped, or when no process that is waited for works any more;
+- a report tells everything there is about a failure: the stacks of all processes, on all machines, and the ends of their logs;
+- nothing outlives the controller: neither workers nor the processes that workers started, even after `kill -9`.
 
 It knows nothing of models, algorithms or torch: a worker class is named by its import path and is imported
 in its own process only.
 
-Files: `cluster` starts or joins Ray, `pool` reserves devices, `worker` is the rank's process, `group` the
-controller's handle on all ranks of a role, `relay` calls many of them through a few, `failure` waits and explains, `missing` says who is still waited for, `errors` is what it raises, `watch` finds
-who hangs, `stuck` ends a controller that waits for a server of Ray that is gone, `stacks` tells where everybody is,
-`report` writes it down, `ray_log` keeps what Ray's servers say, `spans` collects what all processes did and when, `guard` cleans up after the dead, `nursery` makes their processes from one that has the imports done, `hosts` does small jobs on a given machine.
+Files: `cluster` starts or joins Ray, `fork_server` makes processes whose imports are done, `pool` reserves devices, `worker` is the
+rank's process, `ranks` describes a rank and names its errors, `group` is the controller's handle on all ranks of a role, directly or
+through relays, `waiting` waits for calls and explains failures, `watch` finds hangs, `report` writes a failure's report, `spans`
+collects the spans of all processes, `guard` cleans up after dead processes, `hosts` does small jobs on a given machine.
 """
 
 from megarl.cluster.cluster import (
     Cluster,
-    Premises,
+    ClusterSetup,
     abandon_cluster,
     gpus_here,
-    open_premises,
+    open_cluster_setup,
+    ray_messages_in,
     start_cluster,
     stop_cluster,
 )
-from megarl.cluster.environment import rank_environment
-from megarl.cluster.failures.errors import (
+from megarl.cluster.fork_server import ProcessKind
+from megarl.cluster.group import WorkerGroup, group_kind
+from megarl.cluster.pool import Device, ResourcePool
+from megarl.cluster.ranks import (
+    RankInfo,
     RayFailed,
     RunFailure,
     WaitTimeout,
@@ -39,23 +43,17 @@ from megarl.cluster.failures.errors import (
     WorkerHung,
     WorkerLost,
 )
-from megarl.cluster.failures.failure import stream, wait
-from megarl.cluster.failures.ray_log import ray_words_in
-from megarl.cluster.failures.report import write_report
-from megarl.cluster.failures.stuck import ending_when_stuck
-from megarl.cluster.failures.watch import Watch
-from megarl.cluster.fork_server import Kind
-from megarl.cluster.group import WorkerGroup
-from megarl.cluster.pool import Device, ResourcePool
-from megarl.cluster.ranks import RankInfo
-from megarl.cluster.relay import group_kind
+from megarl.cluster.report import write_report
 from megarl.cluster.spans import SpanCollector
+from megarl.cluster.waiting import stream, wait
+from megarl.cluster.watch import Watch, ending_when_stuck
+from megarl.cluster.worker import rank_environment
 
 __all__ = [
     "Cluster",
+    "ClusterSetup",
     "Device",
-    "Kind",
-    "Premises",
+    "ProcessKind",
     "RankInfo",
     "RayFailed",
     "ResourcePool",
@@ -72,9 +70,9 @@ __all__ = [
     "ending_when_stuck",
     "gpus_here",
     "group_kind",
-    "open_premises",
+    "open_cluster_setup",
     "rank_environment",
-    "ray_words_in",
+    "ray_messages_in",
     "start_cluster",
     "stop_cluster",
     "stream",

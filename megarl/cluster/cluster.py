@@ -5,6 +5,8 @@ of memory in all), listens on the loopback interface only and ends with the proc
 that ends.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import secrets
@@ -13,14 +15,17 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import ray
+import ray._private.worker
 from ray._private import ray_constants
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray._private.authentication.authentication_token_setup import (
@@ -28,11 +33,10 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
-from megarl.cluster.failures.errors import RayFailed
-from megarl.cluster.fork_server import Kind, start_nursery
+from megarl.cluster.fork_server import ProcessKind, start_fork_server
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX, kill_marked, process_state, remove_scratch
 from megarl.cluster.hosts import start_guard
-from megarl.cluster.ranks import RankProcess
+from megarl.cluster.ranks import RankProcess, RayFailed
 from megarl.util.signals import job_signals_blocked
 
 _MIB = 2**20
@@ -45,16 +49,16 @@ _MARK_NAME = f"{MARK_PREFIX}CLUSTER"
 class Cluster:
     """A cluster that this process is connected to. `mark` and `temp_dir` are None if it only joined it.
 
-    `servers`: the process ids, by their names, of the servers that it cannot do without: this machine's raylet, and the GCS server
-    if that runs on this machine, too. One on another machine may be started again there (Ray's fault tolerance): Ray waits 60 s
-    for it, and so does a run. `nurseries`: the socket of each one, by the name of its kind (nursery.py).
+    `servers`: process ids by name of the servers that the cluster depends on: this machine's raylet, and the GCS server
+    if that runs on this machine, too. A GCS server on another machine may be started again there (Ray's fault tolerance): Ray waits
+    60 s for it, and so does a run. `fork_servers`: the socket of each fork server, by the name of its process kind (fork_server.py).
     """
 
     address: str
     mark: str | None
     temp_dir: str | None
     servers: dict[str, int] = field(default_factory=dict)
-    nurseries: dict[str, str] = field(default_factory=dict)
+    fork_servers: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_broken(self) -> bool:
@@ -62,7 +66,7 @@ class Cluster:
         return self.server_in(None) is not None or self.server_in("T") is not None
 
     def server_in(self, state: str | None) -> str | None:
-        """A server whose process is in `state` (T: stopped, None: gone), such as "Ray's raylet (process 12)"; None: none is."""
+        """The first server whose process is in `state` (T: stopped, None: gone), such as "Ray's raylet (process 12)"; None: there is none."""
         for name, pid in self.servers.items():
             if process_state(pid) == state:
                 return f"Ray's {name} (process {pid})"
@@ -70,19 +74,19 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Premises:
-    """What there is of a cluster on this machine before Ray.
+class ClusterSetup:
+    """The parts of a cluster on this machine that exist before Ray: a folder, a mark, and fork servers.
 
     Attributes:
         token: the value of the cluster's mark, which all its processes carry.
         temp_dir: Ray's folder.
-        nurseries: as `Cluster.nurseries`.
-        processes: the nurseries'.
+        fork_servers: as `Cluster.fork_servers`.
+        processes: the processes of the fork servers.
     """
 
     token: str
     temp_dir: str
-    nurseries: dict[str, str]
+    fork_servers: dict[str, str]
     processes: list[subprocess.Popen] = field(default_factory=list)
 
     @property
@@ -91,23 +95,24 @@ class Premises:
 
     @property
     def variables(self) -> dict[str, str]:
-        """That its processes are started with."""
+        """The environment variables with which its processes are started."""
         return {_MARK_NAME: self.token, "RAY_USAGE_STATS_ENABLED": "0"} | KEEP_ENVIRON
 
 
 @contextmanager
-def open_premises(kinds: Mapping[str, Kind]) -> Iterator[Premises]:
-    """For one cluster on this machine, whose processes may make their imports while the controller makes its own and reads data.
+def open_cluster_setup(kinds: Mapping[str, ProcessKind]) -> Iterator[ClusterSetup]:
+    """The setup of one cluster on this machine, whose fork servers make their imports while the controller makes its own.
 
     Args:
-        kinds: of processes that will be started, by names of the caller's. Where there are GPUs they have no nurseries.
+        kinds: the process kinds that will be started, by names that the caller chooses. Where there are GPUs they get no fork
+            servers.
     """
-    premises = _make_premises(kinds)
+    cluster_setup = _make_cluster_setup(kinds)
     try:
-        yield premises
+        yield cluster_setup
     finally:
-        _clear(premises.mark, premises.temp_dir)
-        for process in premises.processes:
+        _clear(cluster_setup.mark, cluster_setup.temp_dir)
+        for process in cluster_setup.processes:
             process.wait()
 
 
@@ -118,25 +123,25 @@ def gpus_here() -> int:
     return found if visible is None else min(found, len(visible))
 
 
-def _make_premises(kinds: Mapping[str, Kind]) -> Premises:
+def _make_cluster_setup(kinds: Mapping[str, ProcessKind]) -> ClusterSetup:
     # Not in run_dir: the path of a Unix socket has at most 107 characters.
     temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
     if NvidiaGPUAcceleratorManager.get_current_node_num_accelerators():
         kinds = {}
     paths = {
-        kind: f"{temp_dir}/nursery-{number}" for number, kind in enumerate(dict.fromkeys(kinds.values()))
+        kind: f"{temp_dir}/fork-server-{number}" for number, kind in enumerate(dict.fromkeys(kinds.values()))
     }
-    nurseries = {name: paths[kind] for name, kind in kinds.items()}
-    premises = Premises(secrets.token_hex(8), temp_dir, nurseries)
-    with _environment(premises.variables), job_signals_blocked():
-        start_guard(premises.mark, parent=0, directories=[temp_dir])
-        premises.processes.extend(start_nursery(path, kind) for kind, path in paths.items())
-    return premises
+    fork_servers = {name: paths[kind] for name, kind in kinds.items()}
+    cluster_setup = ClusterSetup(secrets.token_hex(8), temp_dir, fork_servers)
+    with _environment(cluster_setup.variables), job_signals_blocked():
+        start_guard(cluster_setup.mark, parent=0, directories=[temp_dir])
+        cluster_setup.processes.extend(start_fork_server(path, kind) for kind, path in paths.items())
+    return cluster_setup
 
 
 @contextmanager
 def _paused(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
-    """Stopped meanwhile: Ray 2.60 gives its servers 30 s to start, which take seconds of a core."""
+    """Stop processes within the block: Ray 2.60 gives its servers 30 s to start, and they need seconds of a core."""
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     try:
@@ -156,7 +161,7 @@ def start_cluster(
     num_devices: int,
     run_dir: str | Path,
     num_gpus: int | None = None,
-    premises: Premises | None = None,
+    cluster_setup: ClusterSetup | None = None,
 ) -> Cluster:
     """Connects this process to Ray as its controller.
 
@@ -165,7 +170,7 @@ def start_cluster(
         num_devices: process slots that a machine without GPUs offers, whatever number of cores it has.
         run_dir: the run's directory; it is created.
         num_gpus: GPUs of this machine that Ray may use; None: all that it finds. Only with `address=None`.
-        premises: of a cluster on this machine; None: they are made now. Only with `address=None`.
+        cluster_setup: the setup of a cluster on this machine; None: it is made now. Only with `address=None`.
 
     Raises:
         ValueError: `num_devices` < 1, or this process is to start a cluster and is connected to one already.
@@ -186,14 +191,16 @@ def start_cluster(
             "this process is connected to a Ray cluster already: call ray.shutdown() first; a run joins a cluster by its "
             "address (trainer.ray_address)"
         )
-    premises = premises or _make_premises({})
-    mark, temp_dir = premises.mark, premises.temp_dir
+    # From here on a cluster of this process's own. Its servers inherit the mark, and blocked signals of a job's end; fork servers are
+    # paused so that Ray's servers come up in time.
+    cluster_setup = cluster_setup or _make_cluster_setup({})
+    mark, temp_dir = cluster_setup.mark, cluster_setup.temp_dir
     with (
         _loopback_only(),
-        _environment(premises.variables),
+        _environment(cluster_setup.variables),
         job_signals_blocked(),
         _own_handlers(),
-        _paused(premises.processes),
+        _paused(cluster_setup.processes),
     ):
         try:
             context = ray.init(
@@ -217,7 +224,7 @@ def start_cluster(
                 },
             )
         except Exception as error:  # which Ray raises where a server does not come up
-            kill_marked(mark)
+            kill_marked(mark)  # first, since `ray.shutdown` would wait for servers that hang
             ray.shutdown()
             shutil.rmtree(temp_dir, ignore_errors=True)
             raise RayFailed(f"Ray did not start on this machine: {error}") from error
@@ -226,7 +233,7 @@ def start_cluster(
         for name, processes in ray._private.worker._global_node.all_processes.items()
         if name in (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
     }
-    return Cluster(context.address_info["gcs_address"], mark, temp_dir, servers, premises.nurseries)
+    return Cluster(context.address_info["gcs_address"], mark, temp_dir, servers, cluster_setup.fork_servers)
 
 
 def stop_cluster(cluster: Cluster) -> None:
@@ -243,10 +250,10 @@ def stop_cluster(cluster: Cluster) -> None:
 
 
 def abandon_cluster(cluster: Cluster, ranks: Sequence[RankProcess] = ()) -> None:
-    """End a cluster that this process has started, and all that runs on it, without a word to its servers.
+    """End a cluster that this process has started, with all of its processes, without asking its servers.
 
-    For one whose servers are gone or stopped: they would be waited for. Of a cluster that it has joined, it ends those of its own
-    `ranks` that are on this machine. Their raylets end all others, once they have missed the GCS server for 60 s.
+    For a cluster whose servers are gone or stopped, for which Ray would wait. In a cluster that this process has only joined, it ends
+    the run's own `ranks` on this machine. The raylets of other machines end theirs, once they have missed the GCS server for 60 s.
     """
     if cluster.mark is not None and cluster.temp_dir is not None:
         kill_marked(cluster.mark)
@@ -317,7 +324,7 @@ def object_store_bytes(available_memory: int, free_shared_memory: int) -> int:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables for the processes started meanwhile, and puts everything back."""
+    """Set variables for the processes that are started within the block, and restore the old values after it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -332,10 +339,10 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Puts back what this process does at SIGTERM, if it does anything: Ray 2.60 takes that over, and exits with status 15.
+    """Restore this process's own handler of SIGTERM, if it has one: Ray 2.60 replaces it by one that exits with status 15.
 
-    One that comes meanwhile is answered as before, too. (Blocked signals do not help where there are other threads: the
-    kernel gives it to one of those, and Python runs the handler in the main one.)
+    A signal that comes within the block is handled by the own handler, too. (To block the signal does not help where there are other
+    threads: the kernel delivers it to one of those, and Python runs the handler in the main one.)
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -364,3 +371,24 @@ def _loopback_only() -> Iterator[None]:
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def ray_messages_in(path: Path) -> Iterator[None]:
+    """Within the block, append the messages of Ray's servers to `path`, each with its time, instead of printing them.
+
+    A driver of Ray 2.60 has a thread that prints messages such as "A worker died or was killed while executing a task" to standard
+    output, whatever `log_to_driver` says. It prints them by `print_to_stdstream`, which is replaced here.
+    """
+    printed = ray._private.worker.print_to_stdstream
+
+    def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{time.ctime()} {data['pid']}: {line.rstrip()}\n" for line in data["lines"])
+
+    ray._private.worker.print_to_stdstream = write
+    try:
+        yield
+    finally:
+        ray._private.worker.print_to_stdstream = printed

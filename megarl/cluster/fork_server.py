@@ -1,17 +1,17 @@
-"""Processes of ranks that have their imports done when they begin: copies (fork) of one that made them once.
+"""Fork servers: a process makes the imports of ranks once, and each rank's process is a copy (fork) of it.
 
-A rank's process spends most of its start on imports: torch and Megatron, or SGLang. On a laptop they cost each of its ranks seconds of
-its few cores, and hundreds of MiB. So a cluster on this machine has a nursery for each kind of process that a run will have (`Kind`): a
-process that imports what they would, while the controller makes its own imports and reads data, and then waits to be copied.
+A rank's process spends most of its start on imports: torch and Megatron, or SGLang. On a laptop they cost each rank seconds of
+its few cores, and hundreds of MiB. So a cluster on this machine has a fork server for each kind of process that a run will have
+(`ProcessKind`). It makes the imports of that kind while the controller makes its own imports and reads data, and then waits to be copied.
 
-Ray starts its workers by a command of its own, whose interpreter a `runtime_env` may replace (`py_executable`). The one that ranks with a
-nursery have is this file, run as a script: it asks the nursery for a copy, which then does what Ray's command says, with its
-arguments, environment, folder and files. Ray (2.60) takes any process for its worker that registers with the token that it gave
-to the command. A nursery that is not there, or does not come up in time, costs time and nothing else: the script becomes the
-process that Ray meant.
+Ray starts its workers by a command of its own, whose interpreter a `runtime_env` may replace (`py_executable`). Ranks with a fork server
+get this file, run as a script, for an interpreter: it asks the fork server for a copy, which then runs Ray's command with the
+script's arguments, environment, folder and files. Ray (2.60) accepts any process as its worker that registers with the token that it
+gave to the command. A fork server that is missing, or does not come up in time, costs time and nothing else: the script then becomes
+the process that Ray asked for.
 
-What a copy must not have from its nursery is not imported there: Ray itself reads its settings when it is imported. And CUDA does not
-survive a copy of a process that uses it: a machine with GPUs has no nurseries.
+A fork server must not import anything that a copy must not inherit: Ray itself reads its settings when it is imported. CUDA does not
+survive a fork of a process that uses it, so a machine with GPUs has no fork servers.
 
 This file needs the standard library only.
 """
@@ -37,34 +37,34 @@ _OOM_SCORE = "/proc/self/oom_score_adj"  # Ray's workers are those that the kern
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Processes that make the same imports.
+class ProcessKind:
+    """A kind of process, whose members make the same imports.
 
     Attributes:
-        modules: what they import; Ray is not among it.
-        env: what their environment must have before.
+        modules: the modules that they import; not Ray.
+        env: variables that their environment must have before the imports.
     """
 
     modules: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
 
 
-def start_nursery(path: str, kind: Kind) -> subprocess.Popen:
-    """Start a nursery, which has a copy's environment and the searched folders of this process.
+def start_fork_server(path: str, kind: ProcessKind) -> subprocess.Popen:
+    """Start a fork server, with the environment of its copies and the `sys.path` of this process.
 
     It carries the cluster's mark, so that it ends with this process at the latest (see cluster.py).
 
     Args:
-        path: of the socket on which it answers, in a folder of the cluster; what it prints is in a file beside it.
+        path: its socket, in a folder of the cluster; its output goes into a file next to it.
 
-    Returns: its process, which the caller ends, and waits for.
+    Returns: its process, which the caller ends and waits for.
     """
     with open(f"{path}.log", "w") as log, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
-        listener.listen(128)  # from now on who asks is heard
+        listener.listen(128)  # from now on requests are kept
         task = json.dumps([listener.fileno(), sys.path, kind.modules])
         return subprocess.Popen(
-            # -P: this file's folder is none in which modules are looked for.
+            # -P: no modules are imported from the folder of this file.
             [sys.executable, "-P", __file__, "--serve", path, task],
             pass_fds=[listener.fileno()],
             env=os.environ | dict(kind.env),
@@ -75,19 +75,21 @@ def start_nursery(path: str, kind: Kind) -> subprocess.Popen:
 
 
 def interpreter(path: str) -> str:
-    """What Ray shall start instead of Python, for a copy from the nursery at `path`."""
+    """The command that Ray starts instead of Python, to get a copy from the fork server at `path`."""
     return shlex.join([sys.executable, "-S", "-I", __file__, path])
 
 
 def serve(listener: socket.socket, modules: list[str]) -> list[str]:
-    """Make the imports, then copies of this process as they are asked for, until the first asker's parent (Ray's raylet) has ended.
+    """Make the imports, then a copy of this process for each request, until the parent of the first asker (Ray's raylet) has ended.
 
-    Returns: in a copy alone, the arguments of the command that it shall be.
+    Returns: only in a copy: the arguments of the command that it runs.
     """
     _import(modules)
+    # `select` waits for three things: a request, the end of a copy (by a pipe that the signal's arrival writes to), and the end of
+    # Ray's raylet, which is known from the first request on.
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # so that `waker` is told
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that Python writes to `waker`
     signal.set_wakeup_fd(waker)
     waited, raylet = [listener.fileno(), woken], None
     while True:
@@ -101,14 +103,15 @@ def serve(listener: socket.socket, modules: list[str]) -> list[str]:
             continue
         connection, _ = listener.accept()
         with connection:
-            asked = _request(connection)
-            if asked is None:
+            request = _request(connection)
+            if request is None:
                 continue
-            wanted, files = asked
+            wanted, files = request
             if raylet is None:
                 raylet = os.pidfd_open(wanted["parent"])
                 waited.append(raylet)
             if os.fork() == 0:
+                # The copy must not hold the server's files: an open listener would keep requests that nobody answers.
                 for number in (listener.detach(), woken, waker, raylet, connection.detach()):
                     os.close(number)
                 _become(wanted, files)
@@ -121,7 +124,7 @@ def serve(listener: socket.socket, modules: list[str]) -> list[str]:
 def _import(modules: list[str]) -> None:
     import gc
 
-    gc.disable()  # see megarl/util/imports.py
+    gc.disable()  # see megarl/util/memory.py
     for name in modules:
         import_module(name)
     gc.freeze()  # a collection in a copy would write to all of it
@@ -139,7 +142,7 @@ def _reap() -> None:
 
 
 def _request(connection: socket.socket) -> tuple[dict, list[int]] | None:
-    """What is asked for, and the files of the asker's streams; None: it has not waited."""
+    """The request, and the files of the asker's standard streams; None: the asker did not wait for an answer."""
     try:
         connection.sendall(_READY)
         head, files, _, _ = socket.recv_fds(connection, _LENGTH, _STREAMS)
@@ -162,7 +165,7 @@ def _receive(connection: socket.socket, length: int) -> bytes:
 
 
 def _become(wanted: dict, files: list[int]) -> None:
-    """In a copy: be what the asker would have been."""
+    """In a copy: take over the asker's streams, environment, folder, signal mask and process group."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if wanted["leads"]:  # Ray ends a worker's process group after it
@@ -181,7 +184,7 @@ def _become(wanted: dict, files: list[int]) -> None:
 
 
 def ask(path: str, arguments: list[str]) -> bool:
-    """Whether the nursery at `path` has made a copy that is `python *arguments` from now on, in place of this process."""
+    """Whether the fork server at `path` has made a copy that runs `python *arguments` in place of this process."""
     with open(_OOM_SCORE) as file:
         score = file.read()
     wanted = {
@@ -202,11 +205,11 @@ def ask(path: str, arguments: list[str]) -> bool:
                 return False
         except OSError:
             return False
-        # From here on there may be a copy: what goes wrong is an error.
+        # From here on there may be a copy: a failure is an error, not a reason to run the command here.
         socket.send_fds(connection, [len(text).to_bytes(_LENGTH, "little")], range(_STREAMS))
         connection.sendall(text)
         if connection.recv(1) != _READY:
-            raise ConnectionError(f"the nursery at {path} has ended while it made a process")
+            raise ConnectionError(f"the fork server at {path} has ended while it made a process")
     return True
 
 

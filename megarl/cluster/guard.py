@@ -1,4 +1,4 @@
-"""A small process that waits for another one to end and kills what it leaves behind.
+"""A small process that waits for another one to end and kills the processes that it leaves behind.
 
 Run as a script (standard library only, 7 MiB, asleep until something ends):
 
@@ -13,13 +13,13 @@ Guarantees:
 - If the parent of `pid` ends first (the raylet is gone), `pid` gets `GRACE_SECONDS` to end by itself and is
   then killed.
 - One line beginning with `ENDED` says on stdout how `pid` ended; the controller shows it to the user.
-- The directories are removed once nothing that could write into them is left, and with them the shared memory that files in them
-  name (`remove_scratch`).
+- The directories are removed once no process is left that could write into them, and with them the shared memory that files in
+  them name (`remove_scratch`).
 
-A guard carries no mark itself: it must outlive what others kill, or it would not get to the end of this list.
+A guard carries no mark itself: it must outlive the processes that others kill, to get to the end of this list.
 
 Why not leave it to Ray (2.60): the raylet kills the process group of a worker that ended, but not children with
-a session of their own, and nobody does it once the raylet itself was killed; the raylet's own agents sometimes
+a session of their own, and no process does it once the raylet itself was killed; the raylet's own agents sometimes
 outlive it. PR_SET_PDEATHSIG reaches only direct children and follows the thread, not the process, that started
 them.
 """
@@ -36,10 +36,10 @@ import sys
 import time
 
 MARK_PREFIX = "MEGARL_"  # of the names of all marks
-# Without it setproctitle, which Ray and SGLang call, writes titles over what /proc/<pid>/environ shows.
+# Without it setproctitle, which Ray and SGLang call, overwrites the memory that /proc/<pid>/environ shows.
 KEEP_ENVIRON = {"SPT_NOENV": "1"}
 ENDED = "[guard] process ended: "
-# Ends the names of files in a scratch folder that have, line by line, patterns of what is its processes' in SHARED_MEMORY.
+# Suffix of files in a scratch folder whose lines are patterns of its processes' files in SHARED_MEMORY.
 NAMES = ".shared-memory"
 SHARED_MEMORY = "/dev/shm/"
 GRACE_SECONDS = 3.0
@@ -114,7 +114,7 @@ def main(pid: int, parent: int, mark: str, directories: list[str]) -> None:
 
 
 def remove_scratch(directory: str) -> None:
-    """Remove a folder whose processes have ended, and the shared memory that they left names of; others may do so, too."""
+    """Remove a folder whose processes have ended, and the shared memory that its files name; other processes may do so at the same time."""
     for file in glob.glob(f"{glob.escape(directory)}/*{NAMES}"):
         try:
             with open(file) as lines:

@@ -18,7 +18,7 @@ from megarl.cluster import guard
 
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
-# As Python's `warnings` writes them: libraries' words to programmers, which tell nothing of an end.
+# Lines of Python's `warnings`: advice to programmers that does not explain why a process ended.
 _WARNING = re.compile(r"\S+\.py:\d+: \w*Warning: ")
 # Outside Linux's ephemeral ports (32768-60999) and Ray's worker ports (10002-19999): from either, some other
 # process may take the port between the choice and its use seconds later.
@@ -64,7 +64,7 @@ def reserve_port() -> socket.socket:
 
 
 def log_tail(path: str) -> tuple[str, str]:
-    """(the last TAIL_LINES lines of a rank's log, without Python's warnings, and what its guard wrote about its end or "")."""
+    """(the last TAIL_LINES lines of a rank's log, without Python's warnings, and its guard's line about its end, or "")."""
     if not Path(path).exists():
         return "", ""
     with open(path, "rb") as file:
@@ -96,12 +96,12 @@ def on_node(node_id: str, seconds: float, function: Callable[..., Any], *args: A
         return function(*args)
     try:
         return ray.get(submit(node_id, function, *args), timeout=seconds)
-    except ray.exceptions.RayError:  # the node may be as dead as the process that we ask about
+    except ray.exceptions.RayError:  # the node may be as dead as the process in question
         return None
 
 
 def submit(node_id: str, function: Callable[..., Any], *args: Any) -> ray.ObjectRef:
-    """Begin `function(*args)` on a node of the cluster."""
+    """Start `function(*args)` on a node of the cluster."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return _call.options(scheduling_strategy=strategy).remote(function, *args)
 

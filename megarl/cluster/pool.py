@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-_SAID_AFTER = 3.0  # seconds without the devices after which it is said that they are waited for
+_MESSAGE_AFTER = 3.0  # seconds of waiting for the devices after which a message says so
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class ResourcePool:
         Args:
             use_gpu: None: GPUs if the cluster has any, else process slots.
             timeout: seconds to wait until the cluster can give them.
-            say: is told, once, when they are waited for; and who is missing where many processes come up.
+            say: gets a message, once, when the pool waits for devices, and later messages about processes that have not come up.
 
         Raises:
-            ValueError: a size below 1, or the cluster cannot give the devices; says what it has.
+            ValueError: a size below 1, or the cluster cannot give the devices; lists the cluster's devices by node.
         """
         if nnodes < 1 or devices_per_node < 1:
             raise ValueError(
@@ -81,7 +81,7 @@ class ResourcePool:
 
     @property
     def setup_seconds(self) -> float:
-        """In which processes on all of its nodes come up: they read one Python installation, often from one file server."""
+        """Time limit for processes on all nodes to come up: they read one Python installation, often from one file server."""
         return 120.0 + 20.0 * (self.nnodes - 1)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class ResourcePool:
         self, nnodes: int, devices_per_node: int, timeout: float, say: Callable[[str], None]
     ) -> list[PlacementGroup]:
         bundle = {"GPU": 1, "CPU": 1} if self.use_gpu else {"CPU": 1}
-        # A hint only (Ray has no better): a node of the pool per machine where machines are larger than that.
+        # Ray offers no more than a hint: one node of the pool per machine, also where machines are larger.
         machines = sorted(
             (
                 node
@@ -111,20 +111,21 @@ class ResourcePool:
             )
             for i in range(nnodes)
         ]
+        # A short wait without a message, then a long one with a message, then an error that gives everything back.
         begun = time.monotonic()
 
-        def are_there(seconds: float) -> bool:
+        def are_reserved(seconds: float) -> bool:
             """Whether the devices are given within `seconds` of the beginning."""
             # wait(), not ready(): the latter starts a worker process in each bundle.
             return all(
                 placement.wait(max(0.1, begun + seconds - time.monotonic())) for placement in placements
             )
 
-        if are_there(min(_SAID_AFTER, timeout)):
+        if are_reserved(min(_MESSAGE_AFTER, timeout)):
             return placements
-        if timeout > _SAID_AFTER:
+        if timeout > _MESSAGE_AFTER:
             say(f"{self._lacking(nnodes, devices_per_node)}. Waiting for them, {timeout:g} s at most.")
-        if are_there(timeout):
+        if are_reserved(timeout):
             return placements
         message = (
             f"{self._lacking(nnodes, devices_per_node)}, and could not give them within {timeout:g} s. Ask for less "
@@ -134,7 +135,7 @@ class ResourcePool:
             remove_placement_group(placement)
         raise ValueError(message)
 
-    def _lacking(self, nnodes: int, devices_per_node: int) -> str:
+    def _shortage(self, nnodes: int, devices_per_node: int) -> str:
         kind = "GPU" if self.use_gpu else "CPU"
         free = ray.available_resources().get(kind, 0)
         nodes = [node for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,4 @@
-"""The spans of all processes, on the controller's clock. No process is waited for: asked now, they have answered the next time."""
+"""The spans of all processes, on the controller's clock. It never waits for a process: a request of one round is answered by the next."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CLOCK_ROUNDS = 5
 
 
 class SpanCollector:
-    """Asks processes for their spans, one call at a time each, and takes what has come."""
+    """Requests the spans of processes, one call at a time for each, and collects the answers."""
 
     def __init__(self) -> None:
         self._asked: dict[str, tuple[RankProcess, ray.ObjectRef]] = {}  # by mark
         self._ahead: dict[str, int] = {ray.get_runtime_context().get_node_id(): 0}  # by node, ns
 
     def ask(self, groups: Collection[WorkerGroup]) -> None:
-        """Ask all processes that have answered the last time; a dead one is not asked."""
+        """Request spans from all living processes that have answered the last request."""
         processes = [process for group in groups for process in group.processes]
         self._compare_clocks({process.node_id for process in processes} - self._ahead.keys())
         for process in processes:
@@ -36,7 +36,7 @@ class SpanCollector:
                 self._asked[process.mark] = process, process.actor.take_spans.remote()
 
     def answers(self, seconds: float = 0.0) -> Iterator[tuple[RankProcess, list[Span]]]:
-        """What was asked for and has come, or comes within so many seconds; nothing of processes that have died since."""
+        """Answers that have come, or come within `seconds`; none from processes that have died since."""
         refs = {ref: mark for mark, (_, ref) in self._asked.items()}
         if not refs:
             return
@@ -45,13 +45,13 @@ class SpanCollector:
             process, _ = self._asked.pop(refs[ref])
             try:
                 spans = ray.get(ref)
-            except ray.exceptions.RayError:  # it died; whoever waits for it says so
+            except ray.exceptions.RayError:  # it died, which the next wait reports
                 continue
             ahead = self._ahead.get(process.node_id, 0)
             yield process, [span._replace(begin=span.begin - ahead, end=span.end - ahead) for span in spans]
 
     def _compare_clocks(self, nodes: Collection[str]) -> None:
-        """Learn how far the clocks of new nodes are ahead; one that does not answer counts as right."""
+        """Learn how far the clocks of new nodes are ahead; a node that does not answer counts as synchronous."""
         if nodes:  # all at once, since the first question starts a process on each node, which takes a second
             first = [submit(node, time.time_ns) for node in nodes]
             ray.wait(first, num_returns=len(first), timeout=_CLOCK_SECONDS)

@@ -1,41 +1,50 @@
-"""The process of one rank: what happens in it before the user's class is imported, and how it is called.
+"""The process of one rank: its environment, its cores, its log, and how methods of the user's class are called in it.
 
-Ray 2.60 runs the methods of a plain actor in the main thread of its process; as soon as an actor has concurrency
-groups or max_concurrency > 1 they move to other threads, where signal handlers cannot be installed (SGLang
-does). So there is no watching thread or method in here: the controller learns of a death from Ray's own books,
-see failure.py.
+Ray 2.60 runs the methods of a plain actor in the main thread of its process. As soon as an actor has concurrency groups or
+max_concurrency > 1 they move to other threads, where signal handlers, such as SGLang's, cannot be installed. So this process has no
+watching thread or method: the controller learns of a death from Ray's own records (waiting.py).
+
+A rank with GPUs runs on the cores near its GPUs. Copies between a GPU and memory of the other socket cross the link between
+sockets, at half the speed or less, and memory is allocated on the socket of the core that touches it first. Ray (2.60,
+`set_omp_num_threads_if_unset`) would leave each rank one thread, since ranks book a fraction of a core. No driver is asked: the
+numbers and NUMA nodes of GPUs are read from the files of the NVIDIA driver and of Linux. Where these files are missing, such as in some
+containers, ranks are not bound to cores.
 """
+
+from __future__ import annotations
 
 import faulthandler
 import importlib
 import inspect
 import io
 import os
+import re
 import secrets
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
-from megarl.cluster.affinity import use_cores
 from megarl.cluster.guard import KEEP_ENVIRON, MARK_PREFIX
 from megarl.cluster.hosts import log_tail, reserve_port, start_guard
-from megarl.cluster.ranks import ProcessFacts, RankError, RankInfo, RelayedErrors
-from megarl.cluster.tables import received, sent
+from megarl.cluster.ranks import ProcessFacts, RankError, RankInfo, RelayedErrors, received, sent
 from megarl.util import nccl
-from megarl.util.imports import without_collection
+from megarl.util.memory import without_collection
 from megarl.util.signals import outlive_job_signals
 from megarl.util.spans import Facts, Span, Spans, facts_of_call
 
 _MARK_NAME = f"{MARK_PREFIX}RANK"
 _SHARED_MEMORY = "/dev/shm"
+PROCESSES_OF_A_GPU = 3  # that compute at the same time, at most: a rank, an engine's owner and its scheduler
+FILE_SYSTEM = Path("/")
 
 
 class Worker:
@@ -50,10 +59,10 @@ class Worker:
         self._around: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def setup(self, name: str, log_path: str, env: dict[str, str], needs_port: bool) -> ProcessFacts:
-        """Prepares the process; after it nothing that is printed, also by C code, misses the log.
+        """Prepare the process. From here on all output, also of C code, goes to the log.
 
-        `env` is put into the environment here, before anything heavy is imported; it is also what children get. Over it
-        comes what NCCL needs and nobody has set.
+        `env` becomes part of the environment, also of child processes, before anything heavy is imported. Settings of NCCL that are
+        still missing are added.
         """
         self._log_path = log_path
         type(self).__name__ = name  # Ray derives the process title from it, anew after every call
@@ -68,6 +77,7 @@ class Worker:
         if env.get("CUDA_VISIBLE_DEVICES"):
             num_gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
             os.environ.update(use_cores(env, num_gpus))
+        # The guard starts before the scratch folder exists, so that the folder is removed however this process ends.
         token = secrets.token_hex(8)
         os.environ[_MARK_NAME] = token
         mark = f"{_MARK_NAME}={token}"
@@ -92,7 +102,7 @@ class Worker:
         """Imports "module:Class" and makes the user's object.
 
         Args:
-            around: "module:function", whose value for the name of a method is a context manager that it runs in.
+            around: "module:function"; called with a method's name it returns the context manager in which the method runs.
 
         Raises:
             RankError: the import or the constructor raised.
@@ -118,7 +128,7 @@ class Worker:
             return getattr(self._user, method)(*args, **kwargs)
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """What a generator method of the user's object yields, as it comes. Raises as `invoke` does."""
+        """The values of a generator method of the user's object, as they come. Raises as `invoke` does."""
         self._require_start()
         args = [received(arg) for arg in args]
         with self._reporting(), self._noted(method, args, kwargs) as facts:
@@ -128,7 +138,7 @@ class Worker:
                 yield sent(value)
 
     def take_spans(self) -> list[Span]:
-        """What this process has done since it was asked last, on its own clock."""
+        """Spans since the last call, on this process's own clock."""
         return self._spans.take()
 
     @contextmanager
@@ -157,7 +167,7 @@ class Worker:
 
 
 def _imported(path: str) -> Any:
-    """What "module:name" names."""
+    """Import the object that "module:name" names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -177,3 +187,96 @@ def _redirect_output(log_path: str) -> None:
 def _unbuffered(descriptor: int) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+
+
+def rank_environment(gpu_ids: tuple[str, ...], single_machine: bool) -> dict[str, str]:
+    """The variables that every rank needs in its environment before torch is imported."""
+    # An empty list hides the GPUs of a machine from ranks that were asked to do without.
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
+    # Megatron's overlap of communication and computation relies on one hardware queue.
+    env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if gpu_ids:
+        # Transformer Engine 2.18 would choose flash-attn-4 where it is installed. SGLang brings another version of it than the one that
+        # Transformer Engine was made for (attention/dot_product_attention/utils.py reads this).
+        env["NVTE_FLASH_ATTN_V4"] = "0"
+    else:
+        # One thread a rank: there are more ranks than cores already.
+        env["OMP_NUM_THREADS"] = "1"
+    if single_machine:
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env | nccl.asked_for(os.environ)
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The cores of a process: `cpus` that it may use, and `threads` of torch's operations on them."""
+
+    cpus: frozenset[int]
+    threads: int
+
+
+def use_cores(env: Mapping[str, str], num_gpus: int) -> dict[str, str]:
+    """Bind this process, if it has GPUs, to the cores near them.
+
+    Args:
+        env: the process's environment: CUDA_VISIBLE_DEVICES, and OMP_NUM_THREADS where it is set already.
+        num_gpus: number of the machine's GPUs.
+
+    Returns: variables to add to its environment.
+    """
+    if not env.get("CUDA_VISIBLE_DEVICES"):
+        return {}
+    found = cores_near(
+        env["CUDA_VISIBLE_DEVICES"].split(","), num_gpus, frozenset(os.sched_getaffinity(0)), FILE_SYSTEM
+    )
+    os.sched_setaffinity(0, found.cpus)  # of this thread and those that it starts
+    return {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(found.threads)}
+
+
+def cores_near(gpu_ids: Sequence[str], num_gpus: int, allowed: frozenset[int], root: Path) -> Cores:
+    """The `allowed` cores of the NUMA node that has all GPUs of `gpu_ids`; all allowed cores where there is no such node.
+
+    Args:
+        gpu_ids: numbers, in the order of bus addresses as nvidia-smi has them, or UUIDs.
+        root: of the file system.
+    """
+    nodes = _nodes(root)
+    own = {nodes.get(gpu) for gpu in gpu_ids}
+    (node,) = own if len(own) == 1 else (None,)
+    near = allowed & _cpus_of(root, node) if node is not None else frozenset()
+    if not near:
+        return Cores(allowed, _share(allowed, num_gpus))
+    neighbours = {address for address, (_, other) in _gpus(root).items() if other == node}
+    return Cores(near, _share(near, len(neighbours)))
+
+
+def _share(cpus: frozenset[int], num_gpus: int) -> int:
+    return max(1, len(cpus) // (PROCESSES_OF_A_GPU * max(1, num_gpus)))
+
+
+def _nodes(root: Path) -> dict[str, int | None]:
+    """The NUMA node of each GPU, by its number and by its UUID; None: unknown to Linux."""
+    found: dict[str, int | None] = {}
+    for number, (uuid, node) in enumerate(_gpus(root).values()):
+        found |= {str(number): node, uuid: node}
+    return found
+
+
+def _gpus(root: Path) -> dict[str, tuple[str, int | None]]:
+    """(UUID, NUMA node) by bus address, in the order of bus addresses."""
+    found = {}
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
+        uuid = re.search(r"^GPU UUID:\s*(\S+)", (folder / "information").read_text(), re.MULTILINE)
+        place = root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node"
+        node = int(place.read_text()) if place.exists() else -1
+        found[folder.name] = (uuid[1] if uuid is not None else "", node if node >= 0 else None)
+    return found
+
+
+def _cpus_of(root: Path, node: int) -> frozenset[int]:
+    """The cores of a NUMA node, from a list such as "0-3,8-11"."""
+    cpus: set[int] = set()
+    for part in (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1)) if first else set()
+    return frozenset(cpus)

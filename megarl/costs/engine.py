@@ -25,7 +25,7 @@ from megarl.models import (
     sglang_pieces,
 )
 from megarl.models.lora import adapted_weights, sglang_adapter_padding, sglang_adapters
-from megarl.weight_sync.model_layouts import EngineLayout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.quantize import Block, dtype_in_fp8, with_scales
 
 _ROTARY_MARGIN = 256  # tokens that the rotary table has more than the context

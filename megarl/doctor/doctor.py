@@ -37,7 +37,7 @@ from megarl.trainer.run.start import open_engine_run
 from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs
 from megarl.trainer.stages.saved_trajectories import count_steps
 from megarl.util.packages import PURPOSES
-from megarl.weight_sync.model_layouts import logical_tensors
+from megarl.weight_sync.layouts import logical_tensors
 
 PROBE = "megarl.doctor.probe:ProbeWorker"
 PROBE_BYTES = 32 << 20

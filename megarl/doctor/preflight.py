@@ -18,8 +18,8 @@ from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import tokenizer_files
 from megarl.doctor.facts import gpus_here
 from megarl.doctor.preflight_data import data_problems
+from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS
-from megarl.environments.find import find_environment
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.weight_files import check_model_files
 from megarl.trainer.roles.adapters import adapter_problems

@@ -8,8 +8,7 @@ from datetime import timedelta
 import torch
 
 from megarl import platform
-from megarl.cluster.ranks import RankInfo
-from megarl.cluster.rendezvous import meet
+from megarl.cluster.ranks import RankInfo, meet
 
 
 class ProbeWorker:

@@ -1,8 +1,8 @@
 """A calculator: the policy writes a calculation between double angle brackets and is told its value.
 
 A turn with `<<3+4>>` is answered by a message "7" (the last such call of the turn counts); a turn without one ends the
-trajectory. What may stand in a call: decimal numbers, + - * / // % **, brackets. A call that cannot be computed is
-answered by "error: ..." and why.
+trajectory. A call may contain decimal numbers, + - * / // % ** and brackets. A call that cannot be computed is
+answered by "error: ..." and the reason.
 
 Numbers of the trajectory: `calculator_calls` and `calculator_errors`.
 """
@@ -16,7 +16,7 @@ from megarl.environments.environment import Environment, StepResult, Turn, regis
 
 CALL = re.compile(r"<<(.*?)>>", re.DOTALL)
 MAX_CHARACTERS = 200
-MAX_BITS = 256  # of a whole number, and what bounds the work of a power
+MAX_BITS = 256  # of an integer; bounds the cost of a power, too
 
 Number = int | float
 
@@ -36,7 +36,7 @@ class Calculator(Environment):
     """See above.
 
     Args:
-        role: of the message with the value; one that the model's chat template knows.
+        role: role of the message with the value; the model's chat template must know it.
     """
 
     def __init__(self, role: str = "tool") -> None:
@@ -55,14 +55,14 @@ class Calculator(Environment):
 
 
 def show(number: Number) -> str:
-    """A number as the policy reads it: whole ones without a point, others with at most 10 significant digits."""
+    """A number as the policy reads it: integers without a point, others with at most 10 significant digits."""
     if isinstance(number, int) or (number.is_integer() and abs(number) < 1e15):
         return str(int(number))
     return f"{number:.10g}"
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression; nothing of it is executed but the operators above.
+    """The value of an arithmetic expression, of which only the operators above are executed.
 
     Raises:
         ValueError: too long, no arithmetic, division by zero, or too large a number.

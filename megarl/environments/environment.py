@@ -28,24 +28,24 @@ from typing import Any
 from megarl.util.plugins import Registry
 
 Message = Mapping[str, Any]
-"""A chat message: role, content and whatever else the model's template reads."""
+"""A chat message: role, content and further keys that the model's template reads."""
 
 Observation = str | Sequence[Message]
-"""What the policy is told. Messages go through the chat template, and open the assistant's next turn. A text is put
-after what the policy wrote as it is: for environments that stop it inside a turn (`rollout.stop_token_ids`)."""
+"""The environment's words to the policy. Messages go through the chat template, and open the assistant's next turn. A text is
+appended unchanged to the policy's text: for environments that stop the policy inside a turn (`rollout.stop_token_ids`)."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a trajectory is about.
+    """The task of a trajectory.
 
     Attributes:
         uid: the trajectory's: "<prompt uid>/<sample number>".
         prompt: its text, without special tokens.
         messages: its chat messages; None without data.return_raw_input_ids=true.
-        extra_info: that of the data's row.
-        template_kwargs: what the chat template is given for this chat besides the messages, such as the row's `tools`; None:
-            as `data.apply_chat_template_kwargs` says.
+        extra_info: the field of that name in the data's row.
+        template_kwargs: further arguments of the chat template for this chat, such as the row's `tools`; None: those of
+            `data.apply_chat_template_kwargs`.
     """
 
     uid: str
@@ -59,7 +59,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy wrote.
+    """A turn of the policy.
 
     Attributes:
         number: 0 for the first.
@@ -79,9 +79,9 @@ class StepResult:
     """An environment's answer to a turn.
 
     Attributes:
-        observation: what the policy is told before its next turn; None ends the trajectory, as `done` does.
-        score: the trajectory's, in place of the reward's; the last one that is given counts.
-        numbers: become metrics, added up over the turns.
+        observation: the words to the policy before its next turn; None ends the trajectory, as `done` does.
+        score: score of the trajectory, in place of the reward's; the last given score counts.
+        numbers: metrics, added up over the turns.
     """
 
     observation: Observation | None = None

@@ -21,7 +21,7 @@ from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.rollout.engine import EngineConfig, SamplingParams
-from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.layouts import EngineLayout
 from megarl.weight_sync.receiver import InboxFile
 from megarl.weight_sync.sender import Outbox
 from megarl.weight_sync.sync_plan import SyncPlan

@@ -221,7 +221,7 @@ def _flash(device: str) -> Iterator[Pair]:
 
 def _checksum(device: str) -> Iterator[Pair]:
     """Bit for bit: both ends of a sync compare them."""
-    from megarl.weight_sync.checksum import checksum
+    from megarl.weight_sync.packets import checksum
 
     for dtype in (torch.bfloat16, torch.float32, torch.uint8):
         values = torch.arange(33 * 19).reshape(33, 19).to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.util.shipped import shipped
+from megarl.util.packages import shipped
 
 QWEN_HALF: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 896, "num_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,

@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl import __version__
 from megarl.gpu_test.steps import Machine, Step
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.util.files import whole_file
 
 PASSED, FAILED, IMPOSSIBLE = "passed", "failed", "impossible"

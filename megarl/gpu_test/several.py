@@ -20,7 +20,7 @@ import psutil
 from megarl.examples.arithmetic import write_arithmetic
 from megarl.gpu_test.models import TINY, make_model
 from megarl.gpu_test.runner import Check
-from megarl.util.shipped import shipped
+from megarl.util.packages import shipped
 
 NUM_STEPS = 6
 POLL_SECONDS = 0.2

@@ -20,7 +20,7 @@ from megarl.gpu_test.runner import Check
 from megarl.layout import Layout, RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.layouts import EngineLayout
 from megarl.weight_sync.packets import IPC
 from megarl.weight_sync.receiver import InboxFile, Receiver
 from megarl.weight_sync.sender import Outbox

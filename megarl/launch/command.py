@@ -13,8 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 
-from megarl.launch.environment import read_variables
-from megarl.launch.job import Job, make_job
+from megarl.launch.job import Job, make_job, read_variables
 from megarl.launch.kuberay import manifest_text
 from megarl.launch.skypilot import TOKEN, secret_names, sky_arguments, task_text
 from megarl.launch.slurm import prepare_logs, sbatch_arguments
@@ -23,16 +22,16 @@ Runner = Callable[[argparse.Namespace], int | None]
 
 
 def launch(options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
-    """Run or submit a job; with --dry-run print what that would be. Returns the exit code.
+    """Run or submit a job; with --dry-run only print the command. Returns the exit code.
 
     Args:
-        options: of `megarl launch`; what was given of the keys of LaunchConfig is in `options.launch`.
-        runners: by command, what runs it here.
+        options: options of `megarl launch`; `options.launch` has the given keys of LaunchConfig.
+        runners: by command, the function that runs it on this machine.
 
     Raises:
-        ValueError: what the job lacks, or what contradicts itself.
+        ValueError: the job lacks something, or contradicts itself.
     """
-    # Text is quoted as JSON, so that YAML reads it as the text that it is.
+    # Texts are quoted as JSON, so that YAML reads them as texts.
     given = [f"{key}={json.dumps(value)}" for key, value in (options.launch or {}).items()]
     job = make_job(options.command, options.recipe, options.overrides, options.job, given)
     started_again = {
@@ -89,7 +88,9 @@ def _skypilot(job: Job, options: argparse.Namespace, runners: Mapping[str, Runne
         print(text, end="")
         return 0
     _need("sky", "run this where SkyPilot is installed, or write the task with --dry-run")
-    variables = {TOKEN: secrets.token_hex(32)} | os.environ  # of this run alone, unless there is one
+    variables = {
+        TOKEN: secrets.token_hex(32)
+    } | os.environ  # a token for this run alone, unless the environment has one
     missing = [name for name in secret_names(job) if name not in variables]
     if missing:
         raise ValueError(f"skypilot.secret: not in this command's environment: {', '.join(missing)}")

@@ -1,6 +1,6 @@
-"""A job: a recipe, and what of a cluster it runs on; checked against each other.
+"""A job: a recipe and the machines that it runs on, checked against each other; and files of environment variables.
 
-Guarantee: a job has the nodes and the devices that its recipe is made for, whichever of the two says how many.
+Guarantee: a job has the nodes and the devices that its recipe is made for, whichever of the two gives their number.
 """
 
 import re
@@ -20,24 +20,24 @@ from megarl.config.loading.recipes import recipe_path
 from megarl.config.schema.launch import LaunchConfig
 
 SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
-
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d):(?P<seconds>\d\d)|(?P<only>\d+)")
-# Each of Kubernetes' labels and of Slurm's job names; 47: what KubeRay leaves of 63 for what it appends.
+# Valid as a Kubernetes label and as a Slurm job name; at most 47 characters, since KubeRay appends to them and a label has 63.
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 _SIZES = {"nodes": "nnodes", "gpus_per_node": "n_gpus_per_node"}
+_LINE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run, and on what.
+    """A command of megarl, its recipe, and the machines that run it.
 
     Attributes:
-        command: of megarl: train, sft, rm, dpo or eval.
-        recipe: the file; that of `recipe:NAME` is part of this installation of megarl.
-        overrides: the user's, and those that the launch options add.
+        command: megarl's command: train, sft, rm, dpo or eval.
+        recipe: the recipe's file; `recipe:NAME` is a file of this installation of megarl.
+        overrides: overrides of the user, and those that the launch options add.
         run_folder: trainer.default_local_dir as the recipe has it.
-        checkpoint_url: trainer.checkpoint_url, which has what another start goes on from, whatever became of the run folder.
-        saves: whether the run writes checkpoints that another start goes on from.
+        checkpoint_url: trainer.checkpoint_url, from which another start can continue even if the run folder is lost.
+        saves: whether the run writes checkpoints from which another start continues.
         launch: with name, nodes and gpus_per_node filled in.
     """
 
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def devices(self) -> int:
-        """Of each node."""
+        """Devices of each node."""
         assert self.launch.gpus_per_node is not None
         return self.launch.gpus_per_node
 
@@ -66,11 +66,23 @@ class Job:
         return None if self.launch.time is None else seconds_of(self.launch.time)
 
     def recipe_text(self) -> str:
-        """The recipe with its bases and the overrides in one YAML document, which stands for all of them."""
+        """The recipe as one YAML document, including its bases and the overrides."""
         tree = read_file(self.recipe)
         for override in self.overrides:
             tree = merge(tree, parse_override(override))
         return yaml.dump(plain(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+class BlockTextDumper(YamlDumper):
+    """Writes texts of several lines as block scalars, line by line."""
+
+
+def _block_text(dumper: BlockTextDumper, value: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+BlockTextDumper.add_representer(str, _block_text)
 
 
 def make_job(
@@ -79,9 +91,9 @@ def make_job(
     """The job that a recipe, a job's file and the command's options describe.
 
     Args:
-        overrides: of the recipe, `key=value` each.
-        job_file: YAML with the keys of LaunchConfig; None: there is none.
-        options: `key=value` each with the same keys; they win over the file.
+        overrides: overrides of the recipe, `key=value` each.
+        job_file: YAML with keys of LaunchConfig; None: no file.
+        options: `key=value` each with keys of LaunchConfig; they take precedence over the file.
 
     Raises:
         ValueError: the recipe or the description is not valid, or they contradict each other; names both.
@@ -89,21 +101,23 @@ def make_job(
     launch = load_config(LaunchConfig, job_file, options)
     config, origins = load_with_origins(SCHEMAS[command], recipe, overrides)
     overrides = list(overrides)
+    # The job's file and the recipe may both give a size. A size that only the job gives becomes an override of the recipe.
     sizes = {}
     for name, key in _SIZES.items():
-        asked, has = getattr(launch, name), getattr(config.trainer, key)
-        said = origins.get(f"trainer.{key}")
-        if asked is not None and asked != has and said is not None:
+        given, in_recipe = getattr(launch, name), getattr(config.trainer, key)
+        origin = origins.get(f"trainer.{key}")
+        if given is not None and given != in_recipe and origin is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag} {asked} and trainer.{key}={has} ({said}) contradict each other: leave {flag} out, or say "
-                f"trainer.{key}={asked} behind the recipe"
+                f"{flag} {given} and trainer.{key}={in_recipe} ({origin}) contradict each other: leave {flag} out, or say "
+                f"trainer.{key}={given} behind the recipe"
             )
-        sizes[name] = has if asked is None else asked
-        if sizes[name] != has:
-            overrides.append(f"trainer.{key}={asked}")
+        sizes[name] = in_recipe if given is None else given
+        if sizes[name] != in_recipe:
+            overrides.append(f"trainer.{key}={given}")
     config = load_config(SCHEMAS[command], recipe, overrides)
     file = recipe_path(recipe)
+    # Both are complete now, and are checked together.
     launch = replace(launch, **sizes, name=launch.name or name_of(file.name))
     raise_if_any("recipe", [*_layout_problems(config)])
     raise_if_any("job", [*_job_problems(launch, config)])
@@ -139,8 +153,37 @@ def seconds_of(time: str) -> int:
     return seconds
 
 
+def read_variables(path: str | Path) -> dict[str, str]:
+    """The variables of a file with lines `NAME=value`, without quotes or expansion; empty lines and lines that begin with # are skipped.
+
+    Raises:
+        ValueError: no such file; or, all in one message: lines that are not `NAME=value`, values in quotes, which would become part
+            of the value, names that occur twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"env_file: {path} does not exist (working directory {Path.cwd()})")
+    variables: dict[str, str] = {}
+    problems = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        found = _LINE.fullmatch(line)
+        if found is None:
+            problems.append(f"line {number}: expected NAME=value, found {line!r}")
+            continue
+        name, value = found.groups()
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+            problems.append(f"line {number}: {name}: the quotes would be part of the value; leave them out")
+        elif name in variables:
+            problems.append(f"line {number}: {name} stands twice")
+        variables[name] = value
+    raise_if_any(f"env_file {path}", problems)
+    return variables
+
+
 def _layout_problems(config: TrainConfig | TuningConfig | EvalConfig) -> list[str]:
-    """What cannot be run on so many devices; files and models are where the job runs, perhaps not here."""
+    """Problems with values and layouts. Files and models are not checked: they are on the machines that run the job."""
     problems = list(value_problems(config))
     config = resolve(config)
     if isinstance(config, TrainConfig):

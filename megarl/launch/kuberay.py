@@ -1,10 +1,12 @@
-"""Manifests for KubeRay: a RayJob, which is cluster and run, or a RayCluster alone.
+"""Manifests for KubeRay: a RayJob, which is cluster and run, or a RayCluster alone, and their pods.
+
+The head has no device; the workers have all of them.
 
 Guarantees:
 - a run is started once in a cluster: Ray is given it under one submission id, however often its submitter is started. Should
   a former cluster still have pods, a run folder has one writer (megarl/checkpoints);
 - a job that fails is started again, in a new cluster, `retries` times, and goes on from its newest checkpoint;
-- all of the recipe is in the manifest: what is started again is the same, whatever became of the file.
+- the whole recipe is in the manifest: a job that is started again is the same, whatever became of the file.
 """
 
 from __future__ import annotations
@@ -15,18 +17,8 @@ from typing import Any
 
 import yaml
 
-from megarl.config.loading.document import YamlDumper
 from megarl.config.schema.launch import KubeRayConfig
-from megarl.launch.job import Job
-from megarl.launch.pods import (
-    RECIPE_FOLDER,
-    head_group,
-    pod_mounts,
-    recipe_name,
-    submitter_pod,
-    work_dir,
-    worker_group,
-)
+from megarl.launch.job import BlockTextDumper, Job, read_variables
 
 RAY_VERSION = "2.60.0"  # of the image
 _RECIPE_FILE = "recipe.yaml"
@@ -34,25 +26,26 @@ _SUBMITTER_RETRIES = 2  # each finds the run by its id, and only shows its outpu
 _QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?([KMGTP]i|[kMGTP])?")
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _DEVICE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
-
-
-class _Dumper(YamlDumper):
-    """Texts of several lines as they are."""
-
-
-def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in value else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _text)
+RECIPE_FOLDER = "/etc/megarl"
+WORK_DIR = "/workspace"  # of the image
+_CPUS_PER_DEVICE, _GIB_PER_DEVICE = 8, 64
+_RECIPE_VOLUME, _SHARED_MEMORY_VOLUME = "recipe", "shared-memory"
+_SHARED_MEMORY = "/dev/shm"
+# Ray's own defaults without an operator, except that all are below the ephemeral range (from 32768), in which another process may
+# get a port first.
+_RAY_START = {
+    "node-manager-port": "6380",
+    "object-manager-port": "6381",
+    "min-worker-port": "10002",
+    "max-worker-port": "19999",
+}
 
 
 def manifest(job: Job) -> list[dict[str, Any]]:
     """The ConfigMap with the recipe, and the RayJob or RayCluster.
 
     Raises:
-        ValueError: what the job lacks, or has that Kubernetes does not take; the run folder is on no volume.
+        ValueError: the job lacks something, or has a value that Kubernetes refuses; or the run folder is on no volume.
     """
     _check(job)
     kuberay = job.launch.kuberay
@@ -68,12 +61,17 @@ def manifest(job: Job) -> list[dict[str, Any]]:
 def manifest_text(job: Job) -> str:
     """The manifest as YAML."""
     return yaml.dump_all(
-        manifest(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, explicit_start=True, width=110
+        manifest(job),
+        Dumper=BlockTextDumper,
+        sort_keys=False,
+        allow_unicode=True,
+        explicit_start=True,
+        width=110,
     )
 
 
 def entrypoint(job: Job) -> str:
-    """The command of the run: plain words, since shells of two pods read them."""
+    """The command of the run, in words without quotes, since the shells of two pods parse it."""
     return f"megarl {job.command} {RECIPE_FOLDER}/{_RECIPE_FILE} trainer.ray_address=auto"
 
 
@@ -110,7 +108,7 @@ def _ray_cluster(job: Job) -> dict[str, Any]:
 def _cluster_spec(job: Job) -> dict[str, Any]:
     return {
         "rayVersion": RAY_VERSION,
-        # Whoever can talk to a Ray cluster can run code in its pods: the operator makes a token and gives it to them.
+        # Everybody who reaches a Ray cluster can run code in its pods, so the operator makes a token for its pods.
         "authOptions": {"mode": "token"},
         "enableInTreeAutoscaling": False,
         "headGroupSpec": head_group(job),
@@ -156,7 +154,7 @@ def _check(job: Job) -> None:
 
 
 def _check_names(kuberay: KubeRayConfig) -> None:
-    """The server takes a RayJob whatever these are, and refuses its pods later, of which the command hears nothing."""
+    """Check names here: the server accepts a RayJob with wrong ones, and refuses its pods later, which the command does not notice."""
     names = {"service_account": [kuberay.service_account], "priority": [kuberay.priority]}
     for key, values in (names | {"secret": kuberay.secret, "pull_secret": kuberay.pull_secret}).items():
         for value in values:
@@ -168,3 +166,165 @@ def _check_names(kuberay: KubeRayConfig) -> None:
         value = getattr(kuberay, key)
         if value is not None and not _DEVICE.fullmatch(value):
             raise ValueError(f"kuberay.{key}: expected a name such as {example}, found {value!r}")
+
+
+def work_dir(job: Job) -> str:
+    """The folder in the pods to which the recipe's relative paths refer."""
+    return job.launch.work_dir or WORK_DIR
+
+
+def pod_mounts(job: Job) -> list[tuple[str, str, bool]]:
+    """(claim, where in the pods, whether it is read only) of each volume.
+
+    Raises:
+        ValueError: an entry that is not CLAIM:TARGET or CLAIM:TARGET:ro; two for one target; a target that is megarl's own.
+    """
+    mounts = []
+    for text in job.launch.kuberay.mount:
+        found = re.fullmatch(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?):(/[^:]*?)/?(:ro)?", text)
+        if found is None:
+            raise ValueError(
+                f"kuberay.mount: expected CLAIM:TARGET or CLAIM:TARGET:ro, with the name of a PersistentVolumeClaim and an "
+                f"absolute path, found {text!r}"
+            )
+        mounts.append((found[1], found[3], found[4] is not None))
+    targets = [target for _, target, _ in mounts]
+    double = {target for target in targets if targets.count(target) > 1}
+    if double:
+        raise ValueError(f"kuberay.mount: {', '.join(sorted(double))} is the target of several claims")
+    own = {RECIPE_FOLDER: "the recipe", _SHARED_MEMORY: "shared memory"}
+    for target in own.keys() & set(targets):
+        raise ValueError(f"kuberay.mount: {target} has {own[target]} in the pods: choose another target")
+    return mounts
+
+
+def head_group(job: Job) -> dict[str, Any]:
+    """The head: Ray's servers, the controller and the processes of rewards, but no devices."""
+    kuberay = job.launch.kuberay
+    resources = _resources(kuberay.head_cpus, kuberay.head_memory)
+    return {
+        "rayStartParams": {**_RAY_START, "num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
+        "template": _pod(job, "ray-head", resources, shared_memory="8Gi"),
+    }
+
+
+def worker_group(job: Job) -> dict[str, Any]:
+    """The workers: `job.nodes` pods of `job.devices` devices each, no more and no fewer."""
+    kuberay = job.launch.kuberay
+    cpus = kuberay.cpus_per_node or _CPUS_PER_DEVICE * job.devices
+    resources = _resources(cpus, kuberay.memory_per_node or f"{_GIB_PER_DEVICE * job.devices}Gi")
+    gpus = 0 if job.launch.cpu else job.devices
+    if gpus:
+        resources["limits"][kuberay.gpu_resource] = resources["requests"][kuberay.gpu_resource] = str(gpus)
+    if kuberay.rdma_resource is not None:
+        cards = str(kuberay.rdma_per_node)
+        resources["limits"][kuberay.rdma_resource] = resources["requests"][kuberay.rdma_resource] = cards
+    # Without GPUs a device is one of Ray's CPUs, whatever number of cores the pod has.
+    slots = str(cpus if gpus else job.devices)
+    # The pod itself, and its extra rights and tolerations for the hardware that it has.
+    template = _pod(job, "ray-worker", resources, shared_memory=kuberay.shared_memory)
+    container = template["spec"]["containers"][0]
+    if kuberay.rdma_resource is not None:  # RDMA pins memory
+        container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]
+    if gpus:
+        template["spec"]["tolerations"] = [
+            {"key": kuberay.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+        ]
+    return {
+        "groupName": "workers",
+        "replicas": job.nodes,
+        "minReplicas": job.nodes,
+        "maxReplicas": job.nodes,
+        "numOfHosts": 1,
+        "rayStartParams": {**_RAY_START, "num-cpus": slots, "num-gpus": str(gpus)},
+        "template": template,
+    }
+
+
+def submitter_pod(job: Job) -> dict[str, Any]:
+    """The pod that hands the run to the cluster and shows its output."""
+    template = _pod(job, "ray-job-submitter", _resources(1, "1Gi"), shared_memory=None)
+    template["spec"]["restartPolicy"] = "Never"
+    return template
+
+
+def _pod(
+    job: Job, name: str, resources: dict[str, dict[str, str]], shared_memory: str | None
+) -> dict[str, Any]:
+    """A pod of one container; without shared memory it has no volumes either."""
+    launch, user = job.launch, job.launch.kuberay.user
+    container: dict[str, Any] = {
+        "name": name,
+        "image": launch.image,
+        "env": [{"name": key, "value": value} for key, value in _variables(job).items()],
+        "resources": resources,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    if launch.kuberay.secret:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in launch.kuberay.secret]
+    spec: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": user,
+            "runAsGroup": user,
+            "fsGroup": user,
+            # Claims have many files: their owners are changed only where the top folder has another owner.
+            "fsGroupChangePolicy": "OnRootMismatch",
+        },
+        "containers": [container],
+    }
+    if launch.kuberay.pull_secret:
+        spec["imagePullSecrets"] = [{"name": secret} for secret in launch.kuberay.pull_secret]
+    if launch.kuberay.service_account is not None:
+        spec["serviceAccountName"] = launch.kuberay.service_account
+    if launch.kuberay.priority is not None:
+        spec["priorityClassName"] = launch.kuberay.priority
+    if shared_memory is not None:
+        container["workingDir"] = work_dir(job)
+        container["volumeMounts"], spec["volumes"] = _volumes(job, shared_memory)
+    return {"spec": spec}
+
+
+def _volumes(job: Job, shared_memory: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A container's mounts and its pod's volumes. A claim that is mounted twice is one volume."""
+    mounts: list[dict[str, Any]] = [
+        {"name": _RECIPE_VOLUME, "mountPath": RECIPE_FOLDER, "readOnly": True},
+        {"name": _SHARED_MEMORY_VOLUME, "mountPath": _SHARED_MEMORY},
+    ]
+    volumes: dict[str, dict[str, Any]] = {
+        _RECIPE_VOLUME: {"configMap": {"name": recipe_name(job)}},
+        _SHARED_MEMORY_VOLUME: {"emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
+    }
+    for claim, target, read_only in pod_mounts(job):
+        source = {"persistentVolumeClaim": {"claimName": claim}}
+        # A label has at most 63 characters; claims that differ only after its end, or in a dot, still get a volume each.
+        name = label = f"claim-{claim.replace('.', '-')}"[:60].rstrip("-")
+        while volumes.setdefault(name, source) != source:
+            name = f"{label}-{len(volumes)}"
+        mounts.append({"name": name, "mountPath": target} | ({"readOnly": True} if read_only else {}))
+    return mounts, [{"name": name, **source} for name, source in volumes.items()]
+
+
+def recipe_name(job: Job) -> str:
+    """The name of the ConfigMap with the recipe."""
+    return f"{job.launch.name}-recipe"
+
+
+def _variables(job: Job) -> dict[str, str]:
+    """Environment variables of the pods: those that a run needs, and the user's, which take precedence."""
+    own = {
+        # By default Ray runs its workers at nice 15, behind everything else in the pod; here they are the purpose of the pod.
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    return own | ({} if job.launch.env_file is None else read_variables(job.launch.env_file))
+
+
+def _resources(cpus: int, memory: str) -> dict[str, dict[str, str]]:
+    """Equal requests and limits: if a node reclaimed memory from a pod, the run would end with the pod."""
+    amounts = {"cpu": str(cpus), "memory": memory}
+    return {"requests": dict(amounts), "limits": dict(amounts)}

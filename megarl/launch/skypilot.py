@@ -1,9 +1,9 @@
-"""A task for SkyPilot: the machines, what is mounted on them, and what each of them runs (launch/skypilot/node.sh).
+"""A task for SkyPilot: the machines, their volumes, and the script that each of them runs (launch/skypilot/node.sh).
 
 Guarantees:
-- all of the recipe is in the task: what is started again is the same, whatever became of the file;
-- the run folder is on a volume, or its checkpoints are copied to a bucket: another start, on other machines, goes on from there;
-- no secret is in the task: the names alone are, the values are handed to `sky` beside it.
+- the whole recipe is in the task: a job that is started again is the same, whatever became of the file;
+- the run folder is on a volume, or its checkpoints are copied to a bucket, so that another start, on other machines, continues from there;
+- the task has no secrets: it has only their names, and `sky` gets the values separately.
 
 Fields and their meaning are those of skypilot 0.14.1.
 """
@@ -17,9 +17,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.loading.document import YamlDumper
-from megarl.launch.environment import read_variables
-from megarl.launch.job import Job
+from megarl.launch.job import BlockTextDumper, Job, read_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "RAY_AUTH_TOKEN"  # of the run's own Ray cluster
@@ -27,30 +25,18 @@ _REQUEUE = 75  # megarl's exit code for: start me again
 _IMAGE_ROOT, _IMAGE_WORK_DIR = "/opt/megarl", "/workspace"  # of the image
 _RECIPE = "/tmp/megarl-recipe.yaml"
 _END = "END_OF_RECIPE"
-# What each of the keys names, as a pattern and in words.
+# The values of each key, as a pattern and in words.
 _SOURCES = {
     "mount": (r"[A-Za-z0-9][-\w.]*", "the name of a volume of SkyPilot's"),
     "bucket": (r"[a-z0-9]+://[^:\s]+", "an address such as s3://bucket/folder"),
 }
 
 
-class _Dumper(YamlDumper):
-    """Texts of several lines as they are."""
-
-
-def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in value else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-
-_Dumper.add_representer(str, _text)
-
-
 def task(job: Job) -> dict[str, Any]:
     """The task.
 
     Raises:
-        ValueError: what the job lacks, or has that SkyPilot does not take; the run folder is on no volume.
+        ValueError: the job lacks something, or has a value that SkyPilot refuses; or the run folder is on no volume.
     """
     _check(job)
     launch, sky = job.launch, job.launch.skypilot
@@ -74,12 +60,12 @@ def task(job: Job) -> dict[str, Any]:
 def task_text(job: Job) -> str:
     """The task as YAML."""
     return yaml.dump(
-        task(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, explicit_start=True, width=110
+        task(job), Dumper=BlockTextDumper, sort_keys=False, allow_unicode=True, explicit_start=True, width=110
     )
 
 
 def sky_arguments(job: Job, path: str) -> list[str]:
-    """What comes after `sky` to launch the task in the file `path`; the secrets' values are in the environment."""
+    """The arguments of `sky` that launch the task in the file `path`; the values of secrets are in the environment."""
     secrets = [word for name in secret_names(job) for word in ("--secret", name)]
     if job.launch.skypilot.kind == "cluster":
         return ["launch", "--cluster", str(job.launch.name), *secrets, path]
@@ -87,7 +73,7 @@ def sky_arguments(job: Job, path: str) -> list[str]:
 
 
 def secret_names(job: Job) -> list[str]:
-    """Environment variables whose values `sky` is handed; Ray's token first."""
+    """Names of the environment variables whose values `sky` gets; Ray's token first."""
     return [TOKEN, *job.launch.skypilot.secret]
 
 
@@ -122,7 +108,7 @@ def _resources(job: Job) -> dict[str, Any]:
 
 
 def _run(job: Job) -> str:
-    """The script of each node. Its last command's exit code is the node's: SkyPilot adds lines of its own behind it."""
+    """The script of each node. The exit code of its last command is the node's; SkyPilot adds lines of its own after it."""
     launch = job.launch
     script = "launch/skypilot/node.sh" if launch.image is None else f"{_IMAGE_ROOT}/launch/skypilot/node.sh"
     options = ["--nodes", str(job.nodes), "--devices", str(job.devices)]

@@ -1,4 +1,4 @@
-"""The arguments with which sbatch is given launch/slurm/train.sbatch for a job."""
+"""The arguments of sbatch that run a job by launch/slurm/train.sbatch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import re
 import sys
 from pathlib import Path
 
-from megarl.launch.environment import read_variables
-from megarl.launch.job import Job
-from megarl.util.shipped import shipped
+from megarl.launch.job import Job, read_variables
+from megarl.util.packages import shipped
 
 ROOT = shipped()
 
 
 def sbatch_arguments(job: Job) -> list[str]:
-    """What comes after `sbatch`: its options, the script, the script's options, the recipe.
+    """The arguments of `sbatch`: its options, the script, the script's options, the recipe.
 
     Raises:
-        ValueError: what the job lacks, or what of it does not fit together.
+        ValueError: the job lacks something, or its parts do not fit together.
     """
     _check(job)
     launch, slurm = job.launch, job.launch.slurm

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from megarl.layout.layouts import Layout, RankPlace
 from megarl.layout.plan import Plan, make_plan
-from megarl.util.gc_pause import collection_paused
+from megarl.util.memory import collection_paused
 
 
 @collection_paused()

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from megarl.layout.boxes import Box
 from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
 from megarl.layout.layouts import Holdings, Layout
-from megarl.util.gc_pause import collection_paused
+from megarl.util.memory import collection_paused
 
 LINKS = ("local", "intra_node", "inter_node")
 

@@ -37,7 +37,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.plan.inputs import PlanInputs, model_use, precision
 from megarl.trainer.roles.lora_sync import served_adapters
-from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.layouts import EngineLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

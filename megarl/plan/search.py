@@ -25,7 +25,7 @@ from megarl.plan.inputs import PlanInputs, model_use, precision
 from megarl.plan.job import peer_seconds, sync_estimate
 from megarl.plan.memory import MemoryPlan, engine_owners, plan_memory
 from megarl.plan.seconds import PhaseTime, flops_of, generate, model_parts, step_phases, step_seconds
-from megarl.util.gc_pause import collection_paused
+from megarl.util.memory import collection_paused
 
 RECOMPUTE = (None, "selective", "full")
 OFFLOAD = (None, False)  # where engines share the devices: leaves them, stays on them

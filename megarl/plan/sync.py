@@ -30,7 +30,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.layout.placement import bytes_there
 from megarl.layout.plan import LINKS, most_in_flight
 from megarl.models import ModelConfig, logical_tensors, read_model_config
-from megarl.weight_sync.model_layouts import EngineLayout, best_device_order, hf_layout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, best_device_order, hf_layout, sglang_layout
 from megarl.weight_sync.quantize import with_scales
 from megarl.weight_sync.sync_plan import SyncPlan
 

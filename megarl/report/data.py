@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from megarl.cluster.failures.report import FOLDER as FAILURES
+from megarl.cluster.report import FOLDER as FAILURES
 from megarl.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from megarl.data.trajectories import list_lengths, read_trajectories
 from megarl.report.timeline import RecordedTimeline, read_timeline

@@ -1,4 +1,4 @@
-"""Coroutines that run together, and their results as they come: for callers that are no coroutines."""
+"""Runs coroutines together and returns their results as they come, for callers that are not coroutines."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class NothingCompleted(Exception):
-    """No coroutine has ended in time."""
+    """No coroutine ended in time."""
 
 
 def as_completed(
@@ -20,20 +20,21 @@ def as_completed(
     last_sign: Callable[[], float] = lambda: 0.0,
     apart: float = 0.0,
 ) -> Iterator[list[Result]]:
-    """Run all coroutines on a loop; each time that some have ended, the results of all that have.
+    """Run all coroutines on a loop; yield the results of those that have ended, each time that some have.
 
     The loop runs while the next results are waited for, not while the caller works on the last ones. Coroutines
     that still run when one raises, or when this generator is closed, are cancelled and waited for.
 
     Args:
-        timeout: seconds in which at least one must end, or give a sign of life.
-        last_sign: when it last did, by `time.monotonic`.
-        apart: seconds between two of the lists, at least; but the last one comes when all have ended.
+        timeout: seconds within which at least one coroutine must end, or a sign of life come.
+        last_sign: the time of the last sign of life, by `time.monotonic`.
+        apart: least seconds between two lists; the last list comes as soon as all have ended.
 
     Raises:
-        NothingCompleted: none did.
-        Exception: what a coroutine raises.
+        NothingCompleted: none ended in time.
+        Exception: any exception of a coroutine.
     """
+    # `some`: a coroutine has ended. `enough`: all have ended or one has failed, so that there is nothing to collect for.
     unread = {loop.create_task(coroutine) for coroutine in coroutines}
     done: list[asyncio.Task[Result]] = []
     some, enough = asyncio.Event(), asyncio.Event()
@@ -53,6 +54,7 @@ def as_completed(
             if (rest := given + apart - time.monotonic()) > 0:
                 with suppress(TimeoutError):
                     loop.run_until_complete(asyncio.wait_for(enough.wait(), rest))
+            # Results are taken before they are yielded: the caller may close this generator at the yield.
             given = time.monotonic()
             part, done[:] = list(done), []
             some.clear()
@@ -79,7 +81,7 @@ def _run_until(
 
 
 class Flight(Generic[Result]):
-    """Coroutines that go on from call to call: the loop runs while results are waited for; what they wait for goes on meanwhile."""
+    """Coroutines that continue from call to call. The loop runs only while a call waits for results; the engine works all the time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -88,11 +90,11 @@ class Flight(Generic[Result]):
         self._some = asyncio.Event()
 
     def __len__(self) -> int:
-        """Those whose results were not taken yet."""
+        """The number of coroutines whose results were not taken yet."""
         return len(self._tasks)
 
     def add(self, coroutines: Sequence[Coroutine[Any, Any, Result]]) -> None:
-        """Start them; they come to their first wait before this returns."""
+        """Start coroutines, and run them to their first wait."""
         for coroutine in coroutines:
             task = self._loop.create_task(coroutine)
             self._tasks.add(task)
@@ -100,7 +102,7 @@ class Flight(Generic[Result]):
         self._loop.run_until_complete(asyncio.sleep(0))
 
     def take(self, seconds: float) -> list[Result]:
-        """The results of all that have ended since the last time, at the latest after so many seconds; raises what one raises."""
+        """Results of all coroutines that have ended since the last call; waits at most `seconds` for the first. Raises their exceptions."""
         if self._tasks:
             with suppress(TimeoutError):
                 self._loop.run_until_complete(asyncio.wait_for(self._some.wait(), seconds))
@@ -110,7 +112,7 @@ class Flight(Generic[Result]):
         return [task.result() for task in ended]
 
     def cancel(self) -> None:
-        """End all of them; what they would have given is lost."""
+        """Cancel all coroutines; their results are lost."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -124,7 +126,7 @@ class Flight(Generic[Result]):
 
 
 class Gate:
-    """Lets coroutines in while it is open, and knows when none is in."""
+    """A gate that coroutines pass while it is open; it counts those that are inside."""
 
     def __init__(self) -> None:
         self._opened, self._left = asyncio.Event(), asyncio.Event()
@@ -139,7 +141,7 @@ class Gate:
         self._opened.set()
 
     def close(self) -> None:
-        """Nobody comes in any more; who is inside stays."""
+        """Let no more coroutines in; those inside stay."""
         self._opened.clear()
 
     async def opened(self) -> None:
@@ -148,7 +150,7 @@ class Gate:
 
     @asynccontextmanager
     async def passed(self) -> AsyncIterator[None]:
-        """Be inside; waits until it is open."""
+        """Wait until the gate is open, and be inside for the block."""
         await self.opened()
         self.inside += 1
         self._left.clear()
@@ -160,7 +162,7 @@ class Gate:
                 self._left.set()
 
     async def left(self, seconds: float) -> bool:
-        """Wait until nobody is inside, at most so many seconds; whether it is so."""
+        """Wait until no coroutine is inside, at most `seconds`; returns whether none is."""
         if self.inside:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._left.wait(), seconds)

@@ -1,8 +1,8 @@
-"""What every rollout engine does, whatever serves the tokens.
+"""The interface of rollout engines, whatever serves the tokens.
 
 An engine holds a copy of the policy in its own layout. It answers prompts with trajectories, and takes new
 weights in versions: `begin_update`, `receive_weights`, `finish_update`. Between the first
-and the last of these it holds no valid weights, and `generate` refuses; so it does before the first version
+and the last of these calls it holds no valid weights, and `generate` refuses; so it does before the first version
 and after a version that failed.
 """
 
@@ -42,12 +42,12 @@ class WeightSyncError(EngineError):
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Low-rank adapters that an engine serves beside the weights.
+    """Low-rank adapters that an engine serves on top of the weights.
 
     Attributes:
-        rank: of each.
-        scaling: what their outputs are multiplied with.
-        layers: the last parts of the names of the layers that may have one, by Hugging Face's names ("q_proj").
+        rank: rank of each adapter.
+        scaling: factor of their outputs.
+        layers: the last parts of Hugging Face's names of the layers that may have one ("q_proj").
     """
 
     rank: int
@@ -82,9 +82,9 @@ class EngineConfig:
         start_timeout: seconds for one start; a start that fails or takes longer is repeated once.
         allow_unknown_version: start an SGLang of a version that megarl was not tried with.
         stop_token_ids: tokens that end a response, and are part of it, besides the model's end tokens.
-        adapters: what it serves beside the weights, which come without them; None: nothing.
-        deterministic: a response depends on weights, prompt and seed only, bit by bit; neither on the requests beside it nor on
-            what the cache holds. On a CPU in float32 only.
+        adapters: adapters that it serves on top of unmerged weights; None: none.
+        deterministic: the bits of a response depend on weights, prompt and seed only, neither on other requests nor on the contents of
+            the cache. On a CPU in float32 only.
         request_timeout: seconds within which an engine with requests must compute its next tokens, and calls end.
     """
 
@@ -129,10 +129,10 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_k: -1: all tokens.
         min_p: tokens of less than this part of the most probable one's probability are left out.
-        repetition_penalty: what occurred in the response (in SGLang not in the prompt) has its logit divided (or, if negative,
-            multiplied) by it.
-        frequency_penalty, presence_penalty: taken from a token's logit, for each time and once, if it occurred in
-            the response.
+        repetition_penalty: divides the logits (multiplies negative ones) of tokens that occurred in the response (in SGLang not those of
+            the prompt).
+        frequency_penalty, presence_penalty: subtracted from a token's logit for each of its occurrences in the response, and once if
+            there are any.
         max_new_tokens: most tokens of a response, its end token included.
 
     A generation's log-probs are those of the distribution after temperature and penalties, and before top_p, top_k
@@ -152,18 +152,18 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's probability depends on what occurred in the response."""
+        """Whether a token's probability depends on earlier tokens of the response."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one weight update took.
+    """The figures of one weight update.
 
     Attributes:
         bytes_written: by TP rank, bytes written into the engine's parameters.
-        bytes_kept: by TP rank, bytes that had not changed since the version before, and were not sent.
-        buffer_bytes: by TP rank, memory that the receiver has for what arrives.
+        bytes_kept: by TP rank, bytes that had not changed since the last version and were not sent.
+        buffer_bytes: by TP rank, the receiver's memory for packets.
         phase_seconds: by phase ("wait" for packets, "write", "verify"), by TP rank, seconds in the receiver.
         seconds: from `begin_update` to `finish_update`, in the engine's process.
     """
@@ -191,7 +191,7 @@ class RolloutEngine(Protocol):
         """Start the engine's processes.
 
         Raises:
-            ValueError: the model or the configuration cannot be served; says what would be right.
+            ValueError: the model or the configuration cannot be served; says which values would be right.
             EngineError: the processes did not come up.
         """
 
@@ -213,13 +213,14 @@ class RolloutEngine(Protocol):
         sampling: SamplingParams,
         apart: float = 0.0,
     ) -> Iterator[list[Generation]]:
-        """As `generate`, but as they finish: each time all that have since the last, at least one. `apart` as of `as_completed`.
+        """As `generate`, but yields responses as they finish: each time all that finished since the last time, at least one. `apart` as in
+        `as_completed`.
 
         All requests are in flight at once; those that are when the iterator is closed are aborted.
         """
 
     def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Raises what `generate` would at once."""
+        """Check one request; raises the exceptions of `generate`."""
 
     async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         """One response, for coroutines that `as_completed` runs."""
@@ -227,31 +228,29 @@ class RolloutEngine(Protocol):
     def as_completed(
         self, coroutines: Sequence[Coroutine[Any, Any, Result]], apart: float = 0.0
     ) -> Iterator[list[Result]]:
-        """Run coroutines together on the engine's loop; each time the results of all that ended since the last.
+        """Run coroutines together on the engine's loop; yields each time the results of all that ended since the last time.
 
         Args:
-            apart: seconds between two times, at least; but the last one comes when all have ended.
+            apart: least seconds between two lists; the last list comes as soon as all have ended.
 
         Raises:
             EngineError: none ended, and the engine gave no sign of life (`last_sign`), for `request_timeout`.
         """
 
     def flight(self) -> Flight:
-        """For coroutines that call `answer`, and go on from call to call. While the weights change, or memory is released, no
-        request runs; afterwards they go on by themselves.
+        """A `Flight` for coroutines that call `answer` and continue from call to call. While the weights change, or memory is released,
+        no request runs; afterwards requests continue by themselves.
         """
 
     def interrupt(self) -> None:
-        """End what runs; requests keep the tokens that they have, and go on after the next `finish_update` or `resume_memory`.
+        """Interrupt all requests; they keep their tokens and continue after the next `finish_update` or `resume_memory`.
 
         Raises:
             EngineError: it was not done within `request_timeout`; the engine is of no further use.
         """
 
     def connect(self, inboxes: Sequence[Path]) -> None:
-        """Say where weights come from: one `InboxFile` for each TP rank, on the node of that rank. Ends a connection that
-        was there.
-        """
+        """Set the source of weights: one `InboxFile` for each TP rank, on the node of that rank. Ends an earlier connection."""
 
     def begin_update(self, version: int) -> int | None:
         """Announce a version; from here on the engine holds no valid weights.
@@ -260,11 +259,11 @@ class RolloutEngine(Protocol):
             connection.
         """
 
-    def receive_weights(self, whole: bool = True) -> None:
-        """Take the version from the trainer ranks, which send it meanwhile; returns when it is in place.
+    def receive_weights(self, complete: bool = True) -> None:
+        """Receive the version, which the trainer ranks send at the same time; returns when it is in place.
 
         Args:
-            whole: false: what training leaves alone does not come, and stays as it is.
+            complete: false: the weights that training does not change are not sent, and stay as they are.
 
         Raises:
             WeightSyncError: a slice did not arrive as it was sent, a trainer rank is gone, or none was ever connected.
@@ -272,10 +271,10 @@ class RolloutEngine(Protocol):
         """
 
     def finish_update(self) -> SyncReport:
-        """Drop what was cached of the old weights, and serve the version.
+        """Drop the cache of the old weights, and serve the version.
 
         Raises:
-            WeightSyncError: it did not come.
+            WeightSyncError: the version did not arrive.
         """
 
     def release_memory(self, tags: Sequence[str]) -> None:
@@ -294,8 +293,8 @@ class RolloutEngine(Protocol):
         """
 
     def memory(self) -> list[dict[str, int]]:
-        """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers", by the tensors; on a GPU also "device_used", what
-        is not free of it, whoever has it, and "process_used", what the rank's process has, where the driver tells that.
+        """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers" by their tensors; on a GPU also "device_used", used by
+        all processes, and "process_used", used by the rank's process, where the driver tells.
         """
 
     def flush_cache(self) -> None:

@@ -2,14 +2,17 @@
 
 Guarantees, each asserted by a test:
 
-- what is asked for a turn is token by token what the response will hold: prompt, what was generated, what the
-  environment said; nothing that was generated is tokenised again;
+- the request of a turn is, token by token, the beginning of the final response: prompt, generated tokens and the environment's
+  words;
+- generated tokens are never tokenised again: a policy may write the same text by other tokens than a tokenizer would, and would then
+  be trained on tokens that it never chose. So only the new part of the conversation is rendered: the chat template is given a
+  stand-in for the past, and the text after the stand-in is tokenised by itself;
 - tokens that the policy did not choose are false in `response_mask` and 0 in the log-probs, and a response ends with
   one that it did choose;
 - all turns together, the environment's words included, have at most `max_new_tokens` tokens;
 - the noise of turn k depends on (seed, uid, k) only; that of the first turn is that of a single one;
 - an environment that raises, or takes longer than its limit, costs its trajectory: the error is recorded, the whole
-  response masked. Others go on meanwhile.
+  response masked. Other trajectories go on.
 """
 
 import asyncio
@@ -23,9 +26,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megarl.data.tokenizer import encode_texts, render_text
 from megarl.environments.environment import Environment, Observation, StepResult, Task, Turn
 from megarl.rollout.engine import Generation, SamplingParams
-from megarl.rollout.observations import Continuation, shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +36,100 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Answer = Callable[[str, Sequence[int], SamplingParams], Awaitable[Generation]]
 """(uid, token ids, sampling) -> the response: `RolloutEngine.answer`."""
-
 MAX_THREADS = 64  # of environments that are no coroutines, at a time
+_STAND_IN = "0f6d3c9aQ"  # occurs in no template, and none changes it
+_QUESTION = {"role": "user", "content": _STAND_IN + "?"}
+_ANSWER = {"role": "assistant", "content": _STAND_IN}
+SIDES = ("left", "right", "middle")
+
+
+class Continuation:
+    """Observations as token ids that continue a conversation, for one chat template."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tokenizer, self._kwargs = tokenizer, template_kwargs
+
+    def after_turn(self, observation: Observation, ended: bool, last_id: int | None = None) -> list[int]:
+        """The token ids that follow the policy's turn: the observation, and for messages the opening of its next turn.
+
+        Args:
+            ended: whether the turn's last token is an end token of the model. Then the template's own (which may be
+                another one) is left out; otherwise the template ends the turn.
+            last_id: that token. Where a template ends turns with the role token of the next message (GLM-4.5), it may be the
+                observation's own first token, which is not written twice.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        if isinstance(observation, str):
+            return self._encode(observation)
+        past = [{"role": "user", "content": "?"}, _ANSWER]
+        ids = self._encode(self._after_stand_in([*past, *observation], True))
+        end = self._encode(self._after_stand_in(past, False))[:1]
+        special = {*end, last_id} & {*self._tokenizer.all_special_ids}
+        return ids[1:] if ended and special.intersection(ids[:1]) else ids
+
+    def after_prompt(self, prompt_ids: Sequence[int], observation: Observation) -> list[int]:
+        """A prompt, which ends with the opening of the assistant's turn, and the observation before that (a text:
+        after it).
+
+        Raises:
+            ValueError: the template refuses the messages, or the prompt does not end so.
+        """
+        if isinstance(observation, str):
+            return [*prompt_ids, *self._encode(observation)]
+        before = self._render([_QUESTION], False)
+        opened = self._render([_QUESTION], True)
+        after = self._render([_QUESTION, *observation], True)
+        if not opened.startswith(before) or not after.startswith(before):
+            raise ValueError("the chat template writes a message otherwise when another one follows it")
+        opening = self._encode(opened[len(before) :])
+        start = len(prompt_ids) - len(opening)
+        if list(prompt_ids[start:]) != opening:
+            raise ValueError("the prompt does not end with the opening of the assistant's turn")
+        return [*prompt_ids[:start], *self._encode(after[len(before) :])]
+
+    def _after_stand_in(self, messages: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
+        text = self._render(messages, open_turn)
+        if text.count(_STAND_IN) != 1:
+            raise ValueError("the chat template does not write the assistant's text as it is, once")
+        return text.partition(_STAND_IN)[2]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
+        return render_text(self._tokenizer, messages, open_turn, self._kwargs)
+
+    def _encode(self, text: str) -> list[int]:
+        return encode_texts(self._tokenizer, [text])[0]
+
+
+def shorten(observation: Observation, most: int, side: str) -> Observation:
+    """An observation whose texts have at most `most` characters each, and a mark where some were left out.
+
+    Args:
+        side: the part that is kept: "left" the beginning, "right" the end, "middle" half of each.
+    """
+    if isinstance(observation, str):
+        return _shorten_text(observation, most, side)
+    return [
+        {**message, "content": _shorten_text(message["content"], most, side)}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in observation
+    ]
+
+
+def _shorten_text(text: str, most: int, side: str) -> str:
+    assert side in SIDES, side
+    if len(text) <= most:
+        return text
+    if side == "left":
+        return text[:most] + "...(truncated)"
+    if side == "right":
+        return "(truncated)..." + text[len(text) - most :]
+    half = most // 2
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]
 
 
 @dataclass(frozen=True)
@@ -44,7 +139,7 @@ class TurnLimits:
     Attributes:
         max_assistant_turns, max_user_turns: turns of the policy, and of the environment; None: as tokens allow.
         max_characters: of a text of the environment; longer ones are shortened.
-        keep_side: what is kept of them, see `shorten`.
+        keep_side: the part of long texts that is kept, see `shorten`.
         step_timeout: seconds that one call of the environment may take.
     """
 
@@ -56,7 +151,7 @@ class TurnLimits:
 
 
 class EnvironmentFailed(Exception):
-    """A call of an environment raised, took too long, or returned what it must not."""
+    """A call of an environment raised, took too long, or returned an invalid value."""
 
 
 class Player:
@@ -71,7 +166,7 @@ class Player:
         stop_token_ids: Sequence[int] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`stop_token_ids`: those of the engine that are not the model's end tokens."""
+        """`stop_token_ids`: stop tokens of the engine other than the model's end tokens."""
         self._make, self._limits, self._tokenizer, self._answer = make, limits, tokenizer, answer
         self._stop_token_ids = frozenset(stop_token_ids)
         self._template_kwargs = template_kwargs
@@ -80,7 +175,7 @@ class Player:
     async def play(
         self, task: Task, prompt_ids: Sequence[int], sampling: SamplingParams, weight_version: int
     ) -> Generation:
-        """One trajectory, to its end. What the engine raises is raised; what the environment raises is recorded."""
+        """Play one trajectory to its end. Exceptions of the engine are raised; those of the environment are recorded."""
         keywords = self._template_kwargs if task.template_kwargs is None else task.template_kwargs
         continuation = Continuation(self._tokenizer, keywords)
         draft = _Draft(task.uid, list(prompt_ids), len(prompt_ids) + sampling.max_new_tokens)
@@ -105,8 +200,8 @@ class Player:
         observation = await self._call("reset", environment.reset, task)
         if observation is None:
             return
-        said = self._shorten(observation)
-        draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, said))
+        shortened = self._shorten(observation)
+        draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, shortened))
         if draft.room < 1:
             raise EnvironmentFailed("reset: what it says leaves no room for a response")
 
@@ -115,10 +210,11 @@ class Player:
     ) -> None:
         limits = self._limits
         while True:
+            # The policy's turn: the request is everything so far.
             number = draft.num_turns
             uid = draft.uid if number == 0 else f"{draft.uid}#{number}"
-            asked = replace(sampling, max_new_tokens=draft.room)
-            generation = await self._answer(uid, [*draft.prompt_ids, *draft.ids], asked)
+            request_sampling = replace(sampling, max_new_tokens=draft.room)
+            generation = await self._answer(uid, [*draft.prompt_ids, *draft.ids], request_sampling)
             draft.add_turn(generation)
             ids = list(generation.response_ids)
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -130,13 +226,16 @@ class Player:
                 return
             if draft.num_turns == limits.max_assistant_turns or number == limits.max_user_turns:
                 return
-            said = self._shorten(result.observation)
+            # The environment's words end the trajectory where they leave no room for another token of the policy.
+            shortened = self._shorten(result.observation)
             ended_by = None if ids[-1] in self._stop_token_ids else ids[-1]
-            said_ids = _rendered(partial(continuation.after_turn, said, ended_by is not None, ended_by))
-            if len(said_ids) >= draft.room:
+            observation_ids = _rendered(
+                partial(continuation.after_turn, shortened, ended_by is not None, ended_by)
+            )
+            if len(observation_ids) >= draft.room:
                 draft.finish_reason = "length"
                 return
-            draft.add_observation(said_ids)
+            draft.add_observation(observation_ids)
 
     def _shorten(self, observation: Observation) -> Observation:
         _check_observation(observation)
@@ -162,11 +261,11 @@ class Player:
 
 @dataclass
 class _Draft:
-    """A trajectory in the making."""
+    """A trajectory in progress."""
 
     uid: str
     prompt_ids: list[int]
-    most_tokens: int  # of prompt and response
+    most_tokens: int  # most tokens of prompt and response together
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -174,7 +273,9 @@ class _Draft:
     finish_reason: str = "stop"
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
-    versions: tuple[int, int] | None = None  # of the weights that chose the first token, and the last one
+    versions: tuple[int, int] | None = (
+        None  # versions of the weights that chose the first token and the last one
+    )
 
     @property
     def room(self) -> int:
@@ -216,11 +317,11 @@ class _Draft:
         for name, value in result.numbers.items():
             self.numbers[name] = self.numbers.get(name, 0.0) + float(value)
 
-    def generation(self, asked: Sequence[int], weight_version: int, error: str | None) -> Generation:
+    def generation(self, request_ids: Sequence[int], weight_version: int, error: str | None) -> Generation:
         """The trajectory; after an error all of it is masked.
 
         Args:
-            asked: the request's prompt.
+            request_ids: the prompt of the request.
             weight_version: when it began; counts if the policy has had no turn.
         """
         first, last = self.versions or (weight_version, weight_version)
@@ -239,7 +340,7 @@ class _Draft:
             num_turns=self.num_turns,
             environment_score=self.score,
             environment_notes=json.dumps({"numbers": numbers, "error": error}),
-            prompt_ids=None if self.prompt_ids == list(asked) else self.prompt_ids,
+            prompt_ids=None if self.prompt_ids == list(request_ids) else self.prompt_ids,
             last_weight_version=last,
         )
 
@@ -267,7 +368,7 @@ async def _in_thread(function: Callable[..., Result], *args: Any) -> Result:
     ended: asyncio.Future[tuple[Any, Exception | None]] = loop.create_future()
 
     def settle(outcome: tuple[Any, Exception | None]) -> None:
-        if not ended.done():  # else nobody waits any more
+        if not ended.done():  # after a timeout nothing waits for the result
             ended.set_result(outcome)
 
     def run() -> None:
@@ -277,7 +378,7 @@ async def _in_thread(function: Callable[..., Result], *args: Any) -> Result:
             outcome = None, error
         except BaseException as error:  # as it is, it would end the process
             outcome = None, RuntimeError(repr(error))
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nothing waits for the result
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, name="environment", daemon=True).start()

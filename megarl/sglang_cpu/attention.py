@@ -1,8 +1,8 @@
-"""Plugs `batched_attention` into SGLang's CPU engine.
+"""An attention backend for SGLang's CPU engine, by the functions of batched_attention.py.
 
-Takes the place of `torch_native` in SGLang's registry, so that whatever SGLang decides by that name
-still holds. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Sliding
-windows and cross attention are SGLang's own (sglang 0.5.21).
+It takes the place of `torch_native` in SGLang's registry, so that SGLang's decisions by that name
+still hold. Latent attention (DeepSeek) is attention to one key head here, in prefill and decode. Sliding
+windows and cross attention are left to SGLang (sglang 0.5.21).
 """
 
 import torch
@@ -16,13 +16,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from megarl.sglang_cpu.batched_attention import (
     Group,
     Prefill,
+    RunningBatch,
     attend,
     attend_prompts,
     make_groups,
     plan_prompts,
     take_slots,
 )
-from megarl.sglang_cpu.running_batch import RunningBatch
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
@@ -32,7 +32,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         self._groups: list[Group] | None = None  # of a decode batch
         self._plan: tuple[list[Group], list[Prefill]] | None = None  # of a prefill batch
         self._running: RunningBatch | None = None
-        self._runs_on = False  # whether the sequences of this step are attended by `_running`
+        self._runs_on = False  # whether `_running` attends this step's sequences
 
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -51,11 +51,11 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
 
     @property
     def runs_on(self) -> bool:
-        """Whether this step's sequences were those of the last one, and their keys and values are kept in order."""
+        """Whether this step has the sequences of the last one, whose keys and values are kept in order."""
         return self._runs_on
 
     def attend_running(self, layer, forward_batch, query, keys, values) -> torch.Tensor:
-        """Attention of a step that runs on, in a layer, in float32.
+        """Attention of a layer in float32, in a step that runs on.
 
         Args:
             layer, forward_batch: SGLang's RadixAttention and batch.
@@ -70,12 +70,12 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         return self._running.attend(query, *caches, layer.scaling, (keys, values))
 
     def forget(self) -> None:
-        """Free what was kept of a decode batch."""
+        """Free the keys and values that were kept of a decode batch."""
         if self._running is not None:
             self._running.forget()
 
     def _bytes_per_token(self) -> int:
-        """Of the keys and values of all layers, in float32."""
+        """Bytes of a token's keys and values in all layers, in float32."""
         pool = self.token_to_kv_pool
         caches = pool.get_key_buffer(pool.start_layer), pool.get_value_buffer(pool.start_layer)
         return pool.layer_num * 4 * sum(cache[0].numel() for cache in caches)
@@ -156,7 +156,7 @@ def _forget_running(result, scheduler, *args, **kwargs):
 
 
 def register() -> None:
-    """Have SGLang's `torch_native` be this backend, in this process."""
+    """Make this backend SGLang's `torch_native` in this process."""
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_running, HookType.AFTER
     )

@@ -1,16 +1,16 @@
-"""Matrix products on a CPU that give a row the same bits, whichever and however many other rows there are.
+"""Matrix products on a CPU in which the bits of a row do not depend on the other rows.
 
-A request's numbers must not depend on which others run beside it or on what of its prompt lies in the cache: that is a
-matter of timing. In float32 what SGLang computes for a token on a CPU is made row by row, but for four things: matrix products, attention
-(`batched_attention` sees to it), sums over more than two ranks, and sigmoids.
+A request's results must not depend on which other requests run at the same time or on how much of its prompt is cached, since both
+are matters of timing. In float32 SGLang's operations on a CPU treat each token by itself, with four exceptions: matrix products,
+attention (batched_attention.py handles it), sums over more than two ranks, and sigmoids.
 
-MKL's products take other kernels, which add up in another order, when there are few rows: up to 15 of them, by the
-sizes of the weight. From 16 rows on a row's bits are the same for any number of rows, and wherever it is among them (MKL 2024.2,
-AVX-512, one thread; tried up to 4096 rows with 1 to 18992 columns of up to 11008 terms). So products of fewer rows get rows of zeros.
-`enable` tries it, and attention, on the machine at hand.
+For up to 15 rows MKL uses other kernels, which sum in another order; which ones depends on the sizes of the weight. From 16 rows on a
+row's bits are the same for any number of rows and any position among them (MKL 2024.2, AVX-512, one thread; tried up to 4096 rows with
+1 to 18992 columns of up to 11008 terms). So products of fewer rows are padded with rows of zeros. `enable` checks this, and attention,
+on the machine at hand.
 
-SGLang's own switch (`enable_deterministic_inference`) turns it on: on a GPU it puts other kernels in place of
-torch's, here these (0.5.21).
+SGLang's own switch (`enable_deterministic_inference`) turns it on: on a GPU the switch replaces torch's kernels, here it replaces
+them by these (0.5.21).
 """
 
 import warnings
@@ -32,13 +32,13 @@ _TRIED_ROWS = (1, 5, 15, 17, 64, 200)
 
 
 class Overrides:
-    """The operators that `enable` has put in place of torch's in this process; None: it was not called."""
+    """The operators by which `enable` has replaced torch's in this process; None: it was not called."""
 
     library: torch.library.Library | None = None  # torch takes them back when it is freed
 
 
 def register() -> None:
-    """Have SGLang's switch do this; called in each of its processes on a CPU."""
+    """Connect SGLang's switch to `enable`; called in each of its processes on a CPU."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -53,10 +53,10 @@ def register() -> None:
 
 
 def enable() -> None:
-    """Make what this process computes for a row independent of the other rows.
+    """Make the results of a row in this process independent of the other rows.
 
     Raises:
-        RuntimeError: it is not, on this machine.
+        RuntimeError: on this machine they are not.
     """
     if Overrides.library is None:
         Overrides.library = override_operators()
@@ -65,7 +65,7 @@ def enable() -> None:
 
 
 def obstacle() -> str | None:
-    """Why this machine's CPU cannot do it; None: it can. Tried as in an engine's process, with one thread."""
+    """Why this machine's CPU cannot be deterministic; None: it can. Checked as in an engine's process, with one thread."""
     threads, library = torch.get_num_threads(), None
     torch.set_num_threads(1)
     try:
@@ -82,7 +82,7 @@ def obstacle() -> str | None:
 
 
 def override_operators() -> torch.library.Library:
-    """Pad products of few rows, and sigmoids; lasts as long as what is returned."""
+    """Override torch's products and sigmoids by padded ones, for as long as the returned library exists."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
@@ -99,18 +99,18 @@ def override_operators() -> torch.library.Library:
 
 
 def _torch_kernel(name: str) -> Callable[..., torch.Tensor]:
-    """What torch itself computes an operator by on a CPU."""
+    """torch's own CPU kernel of an operator."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     return partial(torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed, keys)
 
 
 def _is_small(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch rounds a @ b by the number of rows: there are few, or one column, for which it calls gemv."""
+    """Whether torch's rounding of a @ b depends on the number of rows: few rows, or one column, for which it calls gemv."""
     return a.shape[-2] < MIN_ROWS or b.shape[-1] == 1
 
 
 def _is_weighted(beta: float, alpha: float) -> bool:
-    """Whether a sum is to be made in steps: MKL rounds products with a factor by their rows, up to 47 of them."""
+    """Whether a sum must be computed in steps: MKL's rounding of scaled products depends on the rows, for up to 47 of them."""
     return alpha != 1 or beta not in (0, 1)
 
 
@@ -187,13 +187,13 @@ def _padded_sigmoid(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """x: [..., n, m] -> [..., rows, columns], zeros after what there is."""
+    """x: [..., n, m] -> [..., rows, columns], padded with zeros at the end."""
     more = (rows - x.shape[-2], columns - x.shape[-1])
     return torch.nn.functional.pad(x, (0, more[1], 0, more[0])) if any(more) else x
 
 
 def check_products() -> None:
-    """Try on this machine what the module says of matrix products.
+    """Check the module's claim about matrix products on this machine.
 
     Raises:
         RuntimeError: a row's bits depend on the number of rows.
@@ -202,17 +202,17 @@ def check_products() -> None:
     for terms, columns in _TRIED_SIZES:
         x = torch.randn(max(_TRIED_ROWS), terms, generator=generator)
         weight = torch.randn(columns, terms, generator=generator)
-        whole = x @ weight.t()
+        full = x @ weight.t()
         for rows in _TRIED_ROWS:
             for first in (0, len(x) - rows):
-                if not torch.equal(x[first : first + rows] @ weight.t(), whole[first : first + rows]):
+                if not torch.equal(x[first : first + rows] @ weight.t(), full[first : first + rows]):
                     raise _refusal(
                         f"matrix products ({terms} terms, {columns} columns) round {rows} rows otherwise than {len(x)}"
                     )
 
 
 def check_attention() -> None:
-    """Try on this machine what `batched_attention` says.
+    """Check the claims of batched_attention.py on this machine.
 
     Raises:
         RuntimeError: a token's bits depend on the length of the prompt, or on the part of it that was cached.
@@ -220,10 +220,10 @@ def check_attention() -> None:
     generator = torch.Generator().manual_seed(0)
     for width in _TRIED_WIDTHS:
         query, keys, values = torch.randn(3, 300, 2, width, generator=generator).unbind()
-        whole = attend_prompt(query, keys, values, None)
+        full = attend_prompt(query, keys, values, None)
         for cached, length in ((0, 97), (0, 150), (1, 190), (1, 256), (250, 300), (96, 97), (299, 300)):
             found = attend_prompt(query[cached:length], keys[:length], values[:length], None)
-            if not torch.equal(found, whole[cached:length]):
+            if not torch.equal(found, full[cached:length]):
                 raise _refusal(
                     f"attention (heads of {width}) rounds tokens {cached} to {length} otherwise alone than among 300"
                 )
@@ -236,7 +236,7 @@ def _refusal(reason: str) -> RuntimeError:
 
 
 def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-reduce in place, the ranks' parts added in the order of their ranks.
+    """All-reduce in place that adds the ranks' parts in the order of their ranks.
 
     gloo adds each section of the tensor in another order, so that an element's bits depend on where it is: with more than two
     ranks, since two can be added in either order.
@@ -250,7 +250,7 @@ def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def _all_reduce(original: Callable[..., torch.Tensor], group: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Around SGLang's own."""
+    """Around SGLang's own all-reduce."""
     if Overrides.library is None or group.world_size <= 2 or not tensor.is_cpu:
         return original(group, tensor)
     return sum_in_order(tensor, group.device_group)

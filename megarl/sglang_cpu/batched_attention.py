@@ -1,12 +1,12 @@
-"""Attention on a CPU: decode for a whole batch at a time, and numbers that no other sequence has a part in.
+"""Attention on a CPU for a whole batch at a time, as functions of tensors; attention.py plugs them into SGLang.
 
 SGLang's `torch_native` backend attends one sequence after the other, in Python, in each layer: about 0.1 ms each,
 which is most of a decode step on a small model (sglang 0.5.21). Here the sequences of a batch are
 padded to one tensor, gathered from the KV cache by one index, and attended by one call. Sequences
-of very different lengths go in groups, so that less than half of what is gathered is padding.
+of very different lengths go in groups, so that less than half of the gathered keys are padding.
 
-In float32 a token's attention has the same bits however it is computed: as part of a prompt, after a part of it that was
-cached, or as the next token, beside any others. torch's kernel takes its products from MKL, whose rounding depends on their
+In float32 a token's attention has the same bits however it is computed: as part of a prompt, after a cached part of it,
+or as the next token, beside any other sequences. torch's kernel takes its products from MKL, whose rounding depends on their
 sizes, so these are chosen by the token's own position alone, or such that they make no difference (torch 2.13.0,
 MKL 2024.2):
 
@@ -14,10 +14,14 @@ MKL 2024.2):
   decode do not where an engine may differ in bits (`same_bits`);
 - tokens at positions below 192 see up to 192 keys at once, later ones multiples of 512, which is the kernel's own block.
 
-The functions here know tensors only; `sglang_attention` plugs them into SGLang.
+`RunningBatch` is for engines that may differ in bits. While the same sequences run, each step adds one token to their keys and
+values. From a batch's second step on these are kept outside of SGLang's cache, in the order in which attention reads them, and attended
+by two batched products, instead of gathering the KV cache anew at each step. Sequences end at the same column, so that a step writes
+one column; shorter ones begin later. A token's sums thus depend, in their last bits, on the lengths of the other sequences.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,12 +29,14 @@ TILE = 16  # keys
 SHORT = 192  # sums of products of up to this many terms are not cut: MKL does from 193 on with AVX2, from 385 with AVX-512
 BLOCK = 512  # keys that torch's kernel takes at a time
 TOGETHER = 4096  # tokens of equally long prompts whose keys and values are copied at a time
+MAX_BYTES = 1 << 28  # of all layers; a larger batch is gathered
+ROOM = 64  # columns for the tokens to come
 
 
 @dataclass(frozen=True)
 class Group:
-    """Sequences of similar length. `rows` [n]: where they are in the batch, or all of it; `slots` [n, padded]: where their
-    keys and values lie in the cache; `mask` [n, 1, 1, padded]: added to the scores, -inf on padding."""
+    """Sequences of similar length. `rows` [n]: their rows in the batch, or a slice for all of it; `slots` [n, padded]: cache slots of
+    their keys and values; `mask` [n, 1, 1, padded]: added to the scores, -inf on padding."""
 
     rows: torch.Tensor | slice
     slots: torch.Tensor
@@ -38,21 +44,21 @@ class Group:
 
 
 def padded_length(length: int) -> int:
-    """Keys that a sequence of `length` tokens is given, those of padding included."""
+    """Number of keys for a sequence of `length` tokens, padding included."""
     step = TILE if length <= SHORT else BLOCK
     return -(-length // step) * step
 
 
 def padded_rows(rows: int, width: int) -> int:
-    """Rows of queries that the kernel is given for `rows`, with heads of `width`: those of padding included."""
+    """Number of query rows for `rows` rows with heads of `width`, padding included."""
     step = 8 if width <= 128 else 16
     return -(-rows // step) * step
 
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Rows in groups in which the shortest sequence (padded) is longer than half of the longest.
+    """Rows in groups, in each of which the shortest sequence (padded) is longer than half of the longest.
 
-    None of up to `SHORT` tokens is with one of more.
+    Sequences of up to `SHORT` tokens are never in a group with longer ones.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     groups: list[list[int]] = []
@@ -92,7 +98,7 @@ def _make_group(
     req_pool_indices: torch.Tensor,
     dtype: torch.dtype,
 ) -> Group:
-    """lengths, req_pool_indices: [n], those of the group."""
+    """lengths, req_pool_indices: [n], of the group's sequences."""
     longest = int(lengths.max())
     padding = torch.arange(padded_length(longest)) >= lengths[:, None]
     slots = torch.zeros(padding.shape, dtype=torch.int64)  # 0: SGLang's own padding, finite and never read
@@ -124,8 +130,8 @@ def attend(
         query: [n, heads, dim]; heads of a group share a key head: they are its "query positions" below.
         keys: [n, padded, key heads, dim]; values: [n, padded, key heads, value dim].
         mask: [n, 1, 1, padded].
-        same_bits: whether it must have those of the token in a prompt. If not, no rows of queries are added: heads of a group
-            are few, and most of the rows would be padding.
+        same_bits: whether the result must have the bits of the token's attention within a prompt. If not, query rows are not padded:
+            a group has few heads, and most rows would be padding.
 
     Returns:
         [n, heads, value dim].
@@ -140,11 +146,11 @@ def attend(
 def attend_prompts(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Causal attention of the last tokens of sequences of one length, of which the cache may have had equally many first ones.
+    """Causal attention of the new tokens of sequences of one length, whose first tokens, equally many, may have been cached.
 
     Args:
         query: [n, new, heads, dim].
-        keys: [n, length, key heads, dim]; values: [n, length, key heads, value dim]; of the new tokens, too.
+        keys: [n, length, key heads, dim]; values: [n, length, key heads, value dim]; including the new tokens.
 
     Returns:
         [n, new, heads, value dim].
@@ -168,7 +174,7 @@ def attend_prompts(
 def attend_prompt(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """The same of one sequence: query [new, heads, dim], keys and values [length, ...] -> [new, heads, value dim]."""
+    """The same for one sequence: query [new, heads, dim], keys and values [length, ...] -> [new, heads, value dim]."""
     return attend_prompts(query[None], keys[None], values[None], scale)[0]
 
 
@@ -192,14 +198,14 @@ def plan_prompts(
     req_pool_indices: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[list[Group], list[Prefill]]:
-    """How a prefill batch is attended: sequences of one new token as in decode, of others those of equal lengths together.
+    """Plan the attention of a prefill batch: sequences with one new token as in decode, others together with those of equal lengths.
 
     Args:
         lengths, new_tokens: [batch], tokens of each sequence, the new ones included, and of these alone.
         req_to_token, req_pool_indices: as of `make_groups`.
 
     Returns:
-        the first kind, with `rows` among the batch's tokens, and the second, of at most `TOGETHER` tokens or one sequence each.
+        groups of the first kind, whose `rows` count the batch's tokens, and prefills of at most `TOGETHER` tokens or one sequence each.
     """
     first = new_tokens.cumsum(0) - new_tokens
     single = (new_tokens == 1).nonzero().flatten()
@@ -248,7 +254,148 @@ def _attention(
 
 
 def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Zeros after what `x` has in dimension `dim` (2 or 3 of 4), which becomes `size`."""
+    """`x` padded with zeros at the end of dimension `dim` (2 or 3 of 4), which becomes `size`."""
     if x.shape[dim] == size:
         return x
     return torch.nn.functional.pad(x, (0, 0, 0, size - x.shape[2]) if dim == 2 else (0, size - x.shape[3]))
+
+
+@dataclass
+class RunningBatch:
+    """The sequences of a decode batch, and their keys and values. One for all layers of a model.
+
+    Attributes:
+        bytes_per_token: of all layers' keys and values, in float32.
+        rows: [n], the sequences' rows in SGLang's table of slots, as of the last step.
+        lengths: [n], their tokens then, the new one included.
+        places: [n], their indices among the N kept sequences; None: the kept sequences are these, in this order. Sequences that have
+            ended are attended in vain, until they are half of N.
+        end: number of filled columns; 0: nothing is kept.
+        slots: [N, columns], cache slots of the tokens that existed when the batch began to be kept.
+        newest: [n], cache slots of the newest tokens.
+        mask: [N, 1, columns + ROOM], -inf before a sequence's beginning; None: all begin at the first column.
+        kept: by a layer's cache, keys and values, each [N, key heads, columns + ROOM, dim].
+    """
+
+    bytes_per_token: int
+    rows: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    end: int = 0
+    slots: torch.Tensor | None = None
+    newest: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _memory: dict[int, list[torch.Tensor]] = field(
+        default_factory=dict
+    )  # the memory of `kept`, reused for the next batch
+
+    def step(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> bool:
+        """Begin a decode step. Returns: whether its sequences are attended here.
+
+        Args:
+            rows, lengths: as the attributes.
+            req_to_token: [requests, context], cache slot of each token of each request.
+        """
+        stayed = self._stayed(rows, lengths)
+        self.rows, self.lengths = rows.clone(), lengths.clone()
+        if stayed is None:
+            self.end, self.kept = 0, {}
+            return False
+        if self.end and len(rows) < len(stayed):
+            places = torch.arange(len(stayed)) if self.places is None else self.places
+            self.places = places[stayed]
+        if not 0 < self.end < self.capacity or 2 * len(rows) <= len(self.slots):
+            return self._begin(req_to_token)
+        self.end += 1
+        self.newest = req_to_token[rows, lengths - 1]
+        return True
+
+    @property
+    def capacity(self) -> int:
+        return self.slots.shape[1] + ROOM
+
+    def forget(self) -> None:
+        """Free all kept keys and values: another batch comes, or the cache is emptied."""
+        self.rows = self.lengths = self.places = self.slots = self.newest = self.mask = None
+        self.end, self.kept, self._memory = 0, {}, {}
+
+    def _stayed(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        """Which of the last step's sequences are in `rows`, bool [sequences of the last step]; None: `rows` has others."""
+        if self.rows is None or len(rows) > len(self.rows):
+            return None
+        stayed = self.rows == rows if len(rows) == len(self.rows) else torch.isin(self.rows, rows)
+        same = torch.equal(self.rows[stayed], rows) and torch.equal(self.lengths[stayed] + 1, lengths)
+        return stayed if same else None
+
+    def _begin(self, req_to_token: torch.Tensor) -> bool:
+        longest = int(self.lengths.max())
+        self.end, self.kept, self.places = 0, {}, None
+        columns = len(self.rows) * (longest + ROOM)
+        if columns * self.bytes_per_token > MAX_BYTES:
+            return False
+        if len(self.rows) * longest > 2 * int(self.lengths.sum()):
+            return False  # most of it would be padding
+        column = torch.arange(longest) - (longest - self.lengths[:, None])
+        self.slots = req_to_token[self.rows[:, None], column.clamp(min=0)].to(torch.int64)
+        self.end, self.mask = longest, None
+        if int(self.lengths.min()) < longest:
+            hidden = torch.nn.functional.pad(column < 0, (0, ROOM), value=False)
+            self.mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]
+        return True
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attention of the new token of each sequence, in a layer; its keys and values are in the cache.
+
+        Args:
+            query: [n, heads, dim], float32; heads of a group share a key head.
+            keys: [slots, key heads, dim]; values: [slots, key heads, value dim]: the layer's cache.
+            new: keys and values of the new tokens, [n, key heads, dim]; None: they are looked up there.
+
+        Returns:
+            [n, heads, value dim].
+        """
+        k, v = self._with_new_token((keys, values), new)
+        (kept, num_kv), (heads, dim) = k.shape[:2], query.shape[1:]
+        query = query * (dim**-0.5 if scale is None else scale)
+        if self.places is not None:
+            query = query.new_zeros(kept, heads, dim).index_copy_(0, self.places, query)
+        query = query.view(kept * num_kv, heads // num_kv, dim)
+        scores = torch.bmm(query, k.flatten(0, 1)[:, : self.end].transpose(1, 2))
+        if self.mask is not None:
+            scores.view(kept, heads, self.end).add_(self.mask[:, :, : self.end])
+        out = torch.bmm(scores.softmax(-1), v.flatten(0, 1)[:, : self.end]).view(kept, heads, -1)
+        return out if self.places is None else out.index_select(0, self.places)
+
+    def _with_new_token(
+        self, caches: tuple[torch.Tensor, torch.Tensor], new: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """The layer's keys and values, filled up to `end`."""
+        layer = caches[0].data_ptr()
+        found = self.kept.get(layer)
+        if found is None:
+            memory = self._memory.setdefault(layer, [torch.empty(0), torch.empty(0)])
+            found = self.kept[layer] = [self._gathered(*pair) for pair in zip(caches, memory, strict=True)]
+            return found
+        for newest, kept in zip(new or [cache[self.newest] for cache in caches], found, strict=True):
+            if self.places is None:
+                kept[:, :, self.end - 1] = newest
+            else:
+                kept[:, :, self.end - 1].index_copy_(0, self.places, newest.to(kept.dtype))
+        return found
+
+    def _gathered(self, cache: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        assert self.end == self.slots.shape[1], (self.end, self.slots.shape)
+        shape = (len(self.slots), cache.shape[1], self.capacity, cache.shape[2])
+        if memory.numel() < math.prod(shape):
+            memory.resize_(math.prod(shape))
+        kept = memory[: math.prod(shape)].view(shape)
+        kept[:, :, : self.end] = take_slots(cache, self.slots).transpose(1, 2)
+        return kept

@@ -1,4 +1,4 @@
-"""Weights in float8 blocks on a CPU without SGLang's compiled kernels: multiplied out, then used as any others.
+"""Weights in float8 blocks on a CPU without SGLang's compiled kernels: dequantised, then used like any others.
 
 SGLang 0.5.21 asserts AMX kernels for them. Here a layer's weights are dequantised each time they are used, which is
 slow and exact: the answers are those of a model with the dequantised weights. (On a GPU the activations are
@@ -17,7 +17,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import cpu_has_amx_support
 
-    if cpu_has_amx_support():  # of SGLang's compiled kernels, not of the CPU alone
+    if cpu_has_amx_support():  # true only with SGLang's compiled kernels
         return
     for target, replacement in {
         f"{FP8}.dispatch_w8a8_block_fp8_linear": _choose_linear,
@@ -52,7 +52,7 @@ def _linear(input, weight, block_size, weight_scale, input_scale=None, bias=None
 
 
 def _apply_experts(self, layer, dispatch_output):
-    """As SGLang's `UnquantizedFusedMoEMethod.forward_cpu` for the layer's experts, multiplied out."""
+    """As SGLang's `UnquantizedFusedMoEMethod.forward_cpu`, with the layer's experts dequantised."""
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
@@ -70,10 +70,10 @@ def _apply_experts(self, layer, dispatch_output):
 
 
 def _absorbed(weight, scales, block_size):
-    """The weight that latent attention's absorbed projections are made of, and its scale.
+    """The weight from which latent attention's absorbed projections are made, and its scale.
 
-    SGLang quantises it again, by one scale for all of it, and multiplies in bfloat16. On GPUs, and here, it is
-    multiplied out: `post_load_weights` then takes it as a weight that never was quantised.
+    SGLang quantises it again, with a single scale, and multiplies in bfloat16. On GPUs, and here, it is
+    dequantised: `post_load_weights` then takes it for a weight that was never quantised.
     """
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 

@@ -1,10 +1,12 @@
-"""What SGLang's wheel lacks on a machine without a GPU, supplied without editing SGLang.
+"""The entry points of this room: they supply the parts that SGLang's wheel lacks on a machine without a GPU, without editing SGLang.
 
-Seen with sglang 0.5.21, torch 2.13.0, torchvision 0.28.0, in every process through two entry points of
-setup.py, so that SGLang's spawned schedulers get it too:
+Seen with sglang 0.5.21, torch 2.13.0, torchvision 0.28.0. setup.py names two entry points, which run in every process, SGLang's
+spawned schedulers included:
 
 * `on_torch_import` (torch.backends) runs at the end of `import torch`;
 * `on_sglang_start` (sglang.srt.plugins) runs when SGLang loads its plugins, before its models.
+
+`on_scheduler_start` is called by the schedulers of engines that megarl starts, and by no other process.
 
 Guarantees: a module or operator that is really installed always wins, since the stand-ins are
 asked last; nothing of SGLang's is touched unless SGLANG_USE_CPU_ENGINE=1, SGLang's own switch for its
@@ -27,10 +29,11 @@ def on_torch_import() -> None:
 
 
 def on_sglang_start() -> None:
-    """Give SGLang's CPU engine what it lacks or does otherwise than its GPU engine.
+    """Let SGLang's CPU engine work as its GPU engine does.
 
-    That is: the GPU's weight layout, expert parallelism, weights in float8, memory that can be freed, numbers that
-    do not depend on other requests, no NCCL and no pinned memory. Called by SGLang in each of its processes (engine, schedulers, detokenizer) before it builds a model.
+    It gets the GPU's weight layout, expert parallelism, weights in float8, memory that can be freed, and numbers that do not depend
+    on other requests; it does without NCCL and pinned memory. SGLang calls this in each of its processes (engine, schedulers,
+    detokenizer) before it builds a model.
     """
     if os.environ.get(SWITCH) != "1":
         return
@@ -59,11 +62,22 @@ def on_sglang_start() -> None:
     _unpin_lora()
 
 
+def on_scheduler_start() -> None:
+    """Speed up the CPU engines that megarl starts; called in each of their schedulers before SGLang loads its plugins.
+
+    Not part of `on_sglang_start`: engines that other programs start on this machine stay SGLang's own.
+    """
+    from megarl.sglang_cpu import attention, lean_decode
+
+    attention.register()
+    lean_decode.register()
+
+
 def _present_experts(original, layer, x, topk_output, moe_runner_config):
     """SGLang's plain-torch experts for a rank that holds some of them (expert parallelism).
 
     Its dispatcher marks the experts of other ranks by -1, which its compiled kernels skip and its plain code takes for
-    an index. So each pair of a token and an expert that is here is given to it as a token of its own.
+    an index. So each pair of a token and an expert of this rank is passed as a token of its own.
 
     x: [tokens, hidden]; topk_output.topk_ids, .topk_weights: [tokens, experts of a token].
     """
@@ -95,7 +109,7 @@ def _unpadded_sizes(original, model_config, load_config, tp_size):
 
 
 def _no_nccl() -> str:
-    """What SGLang's search for NCCL answers under a CPU build of torch: it then goes without.
+    """Let SGLang's search for NCCL fail, as it does under a CPU build of torch: SGLang then does without NCCL.
 
     The CUDA build (2.13.0+cu130) brings an NCCL that loads without a device, and SGLang 0.5.21 takes that
     for a GPU: each engine with TP ranks died while it made a communicator for the device "cpu".
@@ -107,8 +121,8 @@ def _unpin_lora() -> None:
     """Let SGLang's LoRA run without pinned memory.
 
     sglang/srt/lora pins its host tensors whatever the device is, and torch without a CUDA device
-    raises on that. Only those modules see other factories: replacing torch.empty or torch.zeros for
-    all gave wrong Hugging Face models.
+    raises on that. Only those modules get other factories: replacing torch.empty or torch.zeros
+    everywhere gave wrong Hugging Face models.
     """
     import torch
 
@@ -158,7 +172,7 @@ class _TorchvisionSchemas(importlib.abc.MetaPathFinder):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `triton` and `sgl_kernel` for SGLang's CPU engine, where nobody else did."""
+    """Finds `triton` and `sgl_kernel` for SGLang's CPU engine, where they are not installed."""
 
     def find_spec(self, fullname, path=None, target=None):
         top = fullname.partition(".")[0]
@@ -178,7 +192,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Placeholder:
-    """Base of the classes that `triton` is asked for: made with any arguments, does nothing."""
+    """Base of the classes that importers take from `triton`: accepts any arguments, does nothing."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -242,7 +256,7 @@ def _fill_sgl_kernel(module) -> None:
 
 
 def _assign_req_to_token_pool(req_pool_indices, req_to_token, start, end, out_cache_loc, pool_len) -> None:
-    """Note for each request which KV cache slots its tokens start..end lie in."""
+    """Record the KV cache slots of each request's tokens start..end."""
     at = 0
     for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
         req_to_token[row, first:last] = out_cache_loc[at : at + last - first].to(req_to_token.dtype)
@@ -258,7 +272,7 @@ def _murmur_hash32(seed, positions, columns):
     import numpy as np
     import torch
 
-    # numpy's: it has the arithmetic of uint32, for which torch (2.13.0) needs two to three passes over int32.
+    # In numpy, which has uint32 arithmetic; torch (2.13.0) needs two to three passes over int32 for it.
     def rotate(x, bits):
         return x << np.uint32(bits) | x >> np.uint32(32 - bits)
 

@@ -1,10 +1,10 @@
-"""SGLang's memory saver on a CPU: what is released is free for other processes, and comes back when it is resumed.
+"""SGLang's memory saver on a CPU: released memory is free for other processes, and comes back when it is resumed.
 
-On a GPU SGLang allocates weights and KV cache in regions of torch_memory_saver, which takes the physical memory from
-under the tensors and leaves their addresses. It has no CPU version, and without it SGLang's
+On a GPU SGLang allocates weights and KV cache in regions of torch_memory_saver, which frees the physical memory of
+tensors and keeps their addresses. It has no CPU version, and without it SGLang's
 `release_memory_occupation` answers and frees nothing (0.5.21). `CpuMemorySaver` does the same on a CPU, through the
-same calls: the pages under all that was allocated within a region go back to the operating system when it is paused,
-but for the two at the ends of each tensor, and are zeros when they are next touched.
+same calls: when a region is paused, the pages of all tensors that were allocated within it go back to the operating system, except for
+the two at the ends of each tensor, and are zeros when they are next touched.
 
 As on a GPU, SGLang itself carries the model's buffers (rope caches) over, weights have to be synced again, and
 nothing may use a region that is paused: `SGLangEngine` refuses every call that would.
@@ -47,7 +47,7 @@ class CpuMemorySaver:
 
     @contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """What is allocated within belongs to `tag`."""
+        """Memory that is allocated within the block belongs to `tag`."""
         if enable_cpu_backup:
             raise NotImplementedError("released weights come back by a sync, not from a backup")
         with _Recorder(self._regions.setdefault(tag, weakref.WeakSet())):
@@ -79,12 +79,12 @@ class CpuMemorySaver:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Memory that is allocated within stays."""
+        """Memory that is allocated within the block is never released."""
         yield
 
 
 def _free_pages(address: int, num_bytes: int) -> None:
-    """Give back the whole pages of a range of this process's memory."""
+    """Give back the complete pages of a range of this process's memory."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if length <= 0:
@@ -106,7 +106,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         given = {_storage(value)._cdata for value in tree_leaves((args, kwargs)) if _is_memory(value)}
         for value in tree_leaves(result):
-            # What lies in the memory of an argument (a view, an update in place) was not allocated here.
+            # A result in the memory of an argument (a view, an update in place) was not allocated here.
             if _is_memory(value) and _storage(value)._cdata not in given:
                 self.storages.add(_storage(value))
         return result

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config import TrainConfig
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 
 ROLE = "rollout"
 MODULE = "megarl.shadow.engine_process"

@@ -18,15 +18,14 @@ from megarl.config import TrainConfig
 from megarl.layout.boxes import Box
 from megarl.models import ModelConfig, logical_tensors, sglang_keeps_float32, sglang_padding
 from megarl.rollout.engine import EngineConfig
-from megarl.rollout.sglang.model import read_model
-from megarl.rollout.sglang.start import server_arguments
+from megarl.rollout.sglang.start import read_model, server_arguments
 from megarl.shadow import collectives
 from megarl.shadow.mode import FakeMode, Shadow
 from megarl.trainer.roles.engine_config import gpu_engine
-from megarl.weight_sync.binding import RefusedError, check_complete, named_weights, place, weights_of
-from megarl.weight_sync.model_layouts import EngineLayout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.packets import Slice
 from megarl.weight_sync.quantize import dtype_in_fp8, with_scales
+from megarl.weight_sync.served_model import RefusedError, check_complete, named_weights, place, weights_of
 
 ROLE = "rollout"
 MAX_PROBLEMS = 20

@@ -31,8 +31,8 @@ from megarl.trainer.roles.lora_sync import served_adapters
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.model import ModelWorker
 from megarl.weight_sync.links import Token
-from megarl.weight_sync.packets import IPC, Packet, Parcel, Slice, SyncShare, aligned
-from megarl.weight_sync.sender import Outbox, Sent
+from megarl.weight_sync.packets import IPC, Packet, PacketSpec, Slice, SyncShare, aligned
+from megarl.weight_sync.sender import Outbox, SendReport
 
 ENGINE = 0  # the rank that everything goes to
 WHOLE_BUCKETS = (
@@ -124,7 +124,7 @@ class _ToNobody(Outbox):
 
     def _hand_over(self, token: Token, packet: Packet, used: int) -> None: ...
 
-    def _wait_taken(self, version: int, bucket: int, sent: Sent) -> None: ...
+    def _wait_taken(self, version: int, bucket: int, sent: SendReport) -> None: ...
 
 
 def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: Tracker) -> int:
@@ -149,7 +149,7 @@ def send(config: TrainConfig, model: ModelConfig, worker: ActorWorker, tracker: 
     return sent.bytes_sent
 
 
-def _buckets(slices: Sequence[Slice], limit: int) -> tuple[tuple[Parcel, ...], ...]:
+def _buckets(slices: Sequence[Slice], limit: int) -> tuple[tuple[PacketSpec, ...], ...]:
     """Slices in their order as packets of at most `limit` bytes; of slices after the first few only new kinds."""
     buckets, current, size, seen = [], [], 0, set()
     for item in slices:
@@ -164,7 +164,7 @@ def _buckets(slices: Sequence[Slice], limit: int) -> tuple[tuple[Parcel, ...], .
         size += aligned(item.nbytes)
     if current:
         buckets.append(tuple(current))
-    return tuple((Parcel(ENGINE, 0, bucket),) for bucket in buckets)
+    return tuple((PacketSpec(ENGINE, 0, bucket),) for bucket in buckets)
 
 
 def release_and_resume(worker: ModelWorker, tracker: Tracker) -> Released:

@@ -1,1 +1,1 @@
-"""What any room may need: files that are whole or not there, plugins, signals, spans, packages."""
+"""Things that any room may need: files that are complete or absent, plugins, signals, spans, packages."""

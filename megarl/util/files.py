@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, JSON that is what it should be, and errors that say which file is wrong."""
+"""Files that are written completely or not at all, checked JSON, and errors that name the file that is wrong."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """A path beside `path` to write to: it takes the place of `path` if the block ends without an error.
+    """A temporary path next to `path`, to write to. It replaces `path` if the block ends without an error.
 
     Raises:
         OSError: as `naming`; `path` is then as it was before.
@@ -29,18 +29,18 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Name `path` in errors of the file system: a write to a full disk fails without saying of what."""
+    """Name `path` in errors of the file system: the error of a write to a full disk names no file."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # such as a TimeoutError of ours: nothing of the file system's
+        if error.errno is None:  # not from the file system, such as a TimeoutError of megarl's
             raise
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
 
 
 @contextmanager
 def whole_folder(path: str | Path) -> Iterator[Path]:
-    """A new folder beside `path` to fill: it takes the place of `path` if the block ends without an error.
+    """A new folder next to `path`, to fill. It replaces `path` if the block ends without an error.
 
     All files are on the disk by then. An older folder at `path` is moved aside first, then deleted.
 

@@ -1,6 +1,6 @@
-"""The packages that megarl runs on: which versions it was tried with, what they are for, and the command that installs them.
+"""The packages that megarl runs on (tried versions, purposes, the command that installs them), and the folders that come with megarl.
 
-`pip install` of megarl brings what its metadata names. Megatron-core and SGLang come apart (setup.py says why).
+`pip install` of megarl brings the packages of its metadata. Megatron-core and SGLang are installed separately (setup.py says why).
 """
 
 import re
@@ -9,8 +9,6 @@ import sys
 from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from megarl.util.shipped import shipped
 
 PURPOSES = {
     "torch": "tensors, process groups",
@@ -52,7 +50,7 @@ def pinned(file: Path) -> Iterator[str]:
 
 
 def install_command(on_gpus: bool) -> str:
-    """What installs all that `pip install` of megarl does not bring."""
+    """The command that installs the packages that `pip install` of megarl does not bring."""
     if on_gpus:
         return f"install the pins of {requirements('gpu')} as megarl's Dockerfile does"
     python, file = shlex.quote(sys.executable), shlex.quote(str(requirements("cpu")))
@@ -63,7 +61,7 @@ def require(names: Collection[str]) -> None:
     """Check that packages are installed.
 
     Raises:
-        ValueError: names those that are not, what they are for, and the command.
+        ValueError: names the missing packages, their purposes, and the command that installs them.
     """
     missing = [f"{name} ({PURPOSES[name]})" for name in names if installed(name) is None]
     if missing:
@@ -71,3 +69,10 @@ def require(names: Collection[str]) -> None:
             f"not installed: {', '.join(missing)}; without a GPU: {install_command(on_gpus=False)}; on GPUs: "
             f"{install_command(on_gpus=True)}"
         )
+
+
+def shipped() -> Path:
+    """The folder of `recipes`, `launch` and `requirements`: `megarl/share` in an installed wheel, the top level in a clone."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "share"
+    return installed if installed.is_dir() else package.parent

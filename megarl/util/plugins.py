@@ -1,6 +1,6 @@
-"""Registries of what has a name in the configuration, and the user's own Python files that add to them.
+"""Registries of objects that the configuration names, and the user's own Python files that add to them.
 
-A registry belongs to the room whose functions it holds (`megarl.algorithms.advantages` has that of estimators, say);
+A registry belongs to the room whose functions it holds (`megarl.algorithms.advantages` has that of estimators, for example);
 a user adds to it by a decorator in a file that the recipe names in `plugins`.
 """
 
@@ -19,7 +19,7 @@ class Registry(Generic[T]):
     """Functions (or classes) by name. Filled by its decorator while modules are imported, read afterwards."""
 
     def __init__(self, kind: str, key: str) -> None:
-        """`kind`: what its entries are, for messages; `key`: the key of the configuration that names one."""
+        """`kind`: the word for an entry in messages; `key`: the configuration key that names one."""
         self.kind, self.key = kind, key
         self._entries: dict[str, T] = {}
 
@@ -49,7 +49,7 @@ class Registry(Generic[T]):
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Import the user's files, each once a process, so that what they register is known.
+    """Import the user's files, each once a process, so that their entries are registered.
 
     ValueError, with the key and the file: no such file, not a .py file, a file that fails while it is imported.
     """
@@ -58,7 +58,7 @@ def load_plugins(paths: Sequence[str]) -> None:
 
 
 def import_file(path: str, key: str) -> ModuleType:
-    """The module of a .py file; one that was imported before comes back as it is.
+    """The module of a .py file; a file that was imported before is not imported again.
 
     Args:
         key: the key of the configuration that names the file, for messages.

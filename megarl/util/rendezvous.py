@@ -1,4 +1,4 @@
-"""Where processes meet over TCP: a store that one of them serves, at one address, and how they wait for each other there."""
+"""Rendezvous of processes over TCP: a store that one of them serves at one address, and how they wait for each other there."""
 
 import socket
 import time
@@ -13,11 +13,11 @@ _BACKLOG = 1024  # processes that come at once
 def open_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
     """The store of a group's ranks, which rank 0 serves; for `init_process_group(store=...)`.
 
-    It listens at `host` alone. Torch's own (2.13, also for "tcp://127.0.0.1:...") listens on all interfaces: who reaches it can
-    send ranks to a rank of his own, and what ranks tell each other is unpickled.
+    It listens at `host` alone. Torch's own store (2.13, also for "tcp://127.0.0.1:...") listens on all interfaces: anybody who reaches
+    it can direct ranks to a process of their own, and ranks unpickle the messages of others.
 
     Args:
-        timeout: to wait for all ranks, and later for what others put there.
+        timeout: time to wait for all ranks, and later for values that others set.
 
     Raises:
         OSError: on rank 0: the port is taken, or the address is not this machine's.
@@ -39,16 +39,16 @@ def wait_for_all(
     say: Callable[[str], object] = print,
     every: float = 60.0,
 ) -> None:
-    """Returns when all ranks have called this for `what`, once: for what takes them very different times.
+    """Return when all ranks have called this for `what`; for work that takes ranks very different times, once per store.
 
-    A collective would do, but has the timeout of all other ones, and does not know whom it waits for.
+    A collective would do the same, but has the timeout of all other collectives, and cannot name the ranks that are missing.
 
     Args:
         timeout: seconds.
-        say: is told on rank 0 who is missing, each `every` seconds.
+        say: gets a message on rank 0 with the missing ranks, each `every` seconds.
 
     Raises:
-        TimeoutError: names the ranks that have not come.
+        TimeoutError: names the ranks that are missing.
     """
     keys = [f"{what}/{number}" for number in range(world_size)]
     store.set(keys[rank], "here")

@@ -1,7 +1,7 @@
-"""Signals that every process of a job gets when the job shall end, on which the controller alone acts.
+"""Signals that announce the end of a job to all of its processes, to which the controller alone reacts.
 
-Slurm, a cloud's spot machines and systemd send them to all processes of a job. The controller saves what is to be saved,
-for which it needs the others: ranks, engines, rewards and Ray's servers live on until it ends them.
+Slurm, spot machines of clouds and systemd send them to all processes of a job. The controller then saves the run's state, for which it
+needs the other processes: ranks, engines, rewards and Ray's servers live on until it ends them.
 """
 
 import faulthandler
@@ -14,7 +14,7 @@ JOB_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 @contextmanager
 def job_signals_blocked() -> Iterator[None]:
-    """What is started meanwhile by this thread never gets them, nor do its children unless they unblock them."""
+    """Processes that this thread starts within the block never get the signals, nor do their children unless they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
@@ -23,12 +23,12 @@ def job_signals_blocked() -> Iterator[None]:
 
 
 def outlive_job_signals() -> None:
-    """Make this process live on; to be called in its main thread. What it starts gets them as if this was never called.
+    """Let this process survive the signals; to be called in its main thread. Its child processes get them as usual.
 
     At SIGUSR1 it writes the Python stacks of all its threads to stderr, also from within C code.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(signal.SIGTERM, _do_nothing)  # SIG_IGN would be inherited by what it starts
+    signal.signal(signal.SIGTERM, _do_nothing)  # child processes would inherit SIG_IGN
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
 
 

@@ -1,7 +1,7 @@
-"""What a process did, from when to when: noted for some microseconds a span, until somebody takes it.
+"""Spans: what a process did, from when to when. A span costs some microseconds, and is kept until it is collected.
 
-Guarantees: spans of one process lie on one clock that never goes back, and has the time of day of its machine; notes may be
-made in any thread; of a process that nobody asks, only the newest are kept.
+Guarantees: the spans of a process are on one clock that never goes back and shows the machine's time of day; spans may be
+recorded in any thread; of a process whose spans are never collected only the newest are kept.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 Facts = dict[str, int | float | str]
-"""What is told of a span beside its name and time."""
+"""Further facts about a span, besides its name and time."""
 
 MOST = 20_000  # spans that a process keeps: some 10 MB
 
 
 class Span(NamedTuple):
-    """Something that a process did; `begin` and `end` in nanoseconds since the epoch, equal for what takes no time."""
+    """An activity of a process; `begin` and `end` in nanoseconds since the epoch, equal for an event without a duration."""
 
     name: str
     begin: int
@@ -30,11 +30,11 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Those of a process that nobody has taken yet, in the order of their ends."""
+    """Finished spans of a process that are not collected yet, in the order of their ends."""
 
     def __init__(self, most: int = MOST) -> None:
         self._kept: deque[Span] = deque(maxlen=most)
-        # Of the time of day once: when somebody sets it, spans keep their lengths and their order.
+        # The time of day is read once: if it is set later, spans keep their lengths and their order.
         self._epoch = time.time_ns() - time.perf_counter_ns()
 
     def now(self) -> int:
@@ -43,7 +43,7 @@ class Spans:
 
     @contextmanager
     def span(self, name: str, facts: Facts | None = None) -> Iterator[Facts]:
-        """Note the block, however it ends; what is put into the facts that it is given is noted, too."""
+        """Record the block as a span, however it ends; the block may add to the facts that it is given."""
         facts = {} if facts is None else facts
         begin = self.now()
         try:
@@ -52,20 +52,20 @@ class Spans:
             self._kept.append(Span(name, begin, self.now(), facts))
 
     def add(self, name: str, seconds: float = 0.0, facts: Facts | None = None) -> None:
-        """Note what ends now, and began so many seconds ago."""
+        """Record a span that ends now and began `seconds` ago."""
         end = self.now()
         self._kept.append(Span(name, end - int(seconds * 1e9), end, {} if facts is None else facts))
 
     def take(self) -> list[Span]:
-        """All that are there; they are not kept any longer."""
+        """Collect all spans, which are then no longer kept."""
         return [self._kept.popleft() for _ in range(len(self._kept))]
 
 
 def joined(spans: Sequence[Span], gap: int, count: str) -> list[Span]:
-    """Spans that overlap, or follow each other within `gap` nanoseconds, as one, named after the first.
+    """Join spans that overlap, or follow each other within `gap` nanoseconds, into one that is named after the first.
 
     Args:
-        count: the fact that says how many they were.
+        count: name of the fact with the number of joined spans.
     """
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: span.begin):
@@ -79,7 +79,7 @@ def joined(spans: Sequence[Span], gap: int, count: str) -> list[Span]:
 
 
 def busy(spans: Sequence[Span], begin: int, end: int) -> int:
-    """Nanoseconds between `begin` and `end` in which at least one of the spans was."""
+    """Nanoseconds between `begin` and `end` that at least one of the spans covers."""
     total, reached = 0, begin
     for span in sorted(spans, key=lambda span: span.begin):
         first, last = max(span.begin, reached), min(span.end, end)
@@ -99,9 +99,7 @@ def facts_of_call(signature: inspect.Signature, args: Sequence[Any], kwargs: dic
     """
     facts: Facts = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
-        if hasattr(
-            value, "num_rows"
-        ):  # pyarrow is not imported here: a rank has to have its environment first
+        if hasattr(value, "num_rows"):  # a table; this module does not import pyarrow
             facts |= {f"{name}_rows": value.num_rows, f"{name}_bytes": value.get_total_buffer_size()}
         elif isinstance(value, int | float) and math.isfinite(value):  # JSON has no other numbers
             facts[name] = value

@@ -2,10 +2,11 @@
 
 What the room promises:
 
-- what a plan says is what is moved, no more: each slice leaves one trainer rank and reaches the engine ranks that hold it;
+- exactly the slices of the plan are moved: each leaves one trainer rank and reaches the engine ranks that hold it;
 - every slice carries a checksum, which is verified where it arrives;
-- an engine serves nothing but a whole, verified version;
-- two buckets of memory on each side, however large the model is.
+- an engine serves only a complete, verified version;
+- each side needs memory for two buckets, however large the model is.
 
-It executes plans and decides nothing: who sends what to whom comes from `megarl.layout`. It must not know: Ray, RL.
+It executes plans and decides nothing: which rank sends which slice to which rank comes from `megarl.layout`. It must not know: Ray, RL.
+README.md shows how the files work together.
 """

@@ -1,8 +1,8 @@
-"""Where an engine rank finds the packets of a weight sync, bucket by bucket, however they come.
+"""An engine rank's side of the transport: it finds the packets of a weight sync, bucket by bucket, over either transport.
 
-From a trainer rank on the same machine they are read where they were packed: in memory that both processes map (CPU) or
-on the device that both use (CUDA IPC). From others they come into two slots of the engine rank's own, one bucket
-ahead of the one that is being written.
+Packets of a trainer rank on the same machine are read where they were packed: in memory that both processes map (CPU) or
+on the device that both use (CUDA IPC). Packets of other trainer ranks are received into two slots of the engine rank's own, one bucket
+ahead of the bucket that is being written.
 """
 
 import mmap
@@ -15,20 +15,20 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megarl.weight_sync.links import Line, LinkError, Pair, Token
-from megarl.weight_sync.packets import P2P, Address, Parcel, SyncShare
+from megarl.weight_sync.links import ControlChannel, LinkError, PacketChannel, Token
+from megarl.weight_sync.packets import P2P, Address, PacketSpec, SyncShare
 
 RANK = struct.Struct("<q")
-OFFER = struct.Struct("<qqq")  # of slots: how many, bytes of each, whether they last beyond a version
+OFFER = struct.Struct("<qqq")  # of slots: their number, bytes of each, whether they last beyond a version
 
 
-def after_all(version: int, share: SyncShare) -> Token:
-    """What an engine rank says when it has closed slots that do not last."""
+def slots_closed_token(version: int, share: SyncShare) -> Token:
+    """The token by which an engine rank reports that it has closed slots that do not last."""
     return version, len(share.buckets)
 
 
 class Inbox:
-    """The links of one engine rank to all trainer ranks that send to it.
+    """The channels of one engine rank to all trainer ranks that send to it.
 
     Raises:
         LinkError: a trainer rank could not be reached, here or in any method.
@@ -40,22 +40,24 @@ class Inbox:
         self._share, self._closed = share, False
         by_way = sorted(share.transports.items(), key=lambda item: (item[1] == P2P, item[0]))
         self._mapped: dict[int, MappedSource] = {}
-        pairs = {}
+        packet_channels = {}
         for source, transport in by_way:
             if transport == P2P:
-                pairs[source] = Pair(call(addresses[source], share.rank, transport, timeout), 1, device)
+                packet_channels[source] = PacketChannel(
+                    call(addresses[source], share.rank, transport, timeout), 1, device
+                )
             else:
-                line = call(addresses[source], share.rank, transport, timeout)
-                self._mapped[source] = MappedSource(line)
-        self._remote = RemoteSources(share, pairs, device) if pairs else None
+                channel = call(addresses[source], share.rank, transport, timeout)
+                self._mapped[source] = MappedSource(channel)
+        self._remote = RemoteSources(share, packet_channels, device) if packet_channels else None
 
     @property
     def buffer_bytes(self) -> int:
-        """Of memory that this rank has for the packets; what it maps is the trainer's."""
+        """Bytes of this rank's own memory for packets; mapped slots belong to the trainer."""
         return self._remote.buffer_bytes if self._remote is not None else 0
 
     def begin(self, first: int = 0) -> None:
-        """A version is about to come, from bucket `first` on; all its buckets are taken and released, and `end` is called."""
+        """Begin a version at bucket `first`. The caller then takes and releases all buckets, and calls `end`."""
         if self._closed:
             raise LinkError(
                 "the connection was given up after an error: trainer and engine have to be connected anew"
@@ -66,20 +68,20 @@ class Inbox:
             self._remote.begin(first)
 
     def end(self, version: int) -> None:
-        """All buckets were taken; nothing refers to their packets any more."""
+        """End a version: all buckets were taken, and no view of their packets is left."""
         for source in self._mapped.values():
-            source.end(after_all(version, self._share))
+            source.end(slots_closed_token(version, self._share))
         if self._remote is not None:
             self._remote.end()
 
     def take(self, version: int, bucket: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The packets of a bucket as they arrive: which parcel, and its bytes (uint8). Valid until `release`."""
+        """The packets of a bucket as they arrive: (index within the bucket, bytes as uint8). Valid until `release`."""
         token, waiting = (version, bucket), {}
-        for index, parcel in enumerate(self._share.buckets[bucket]):
-            if parcel.peer in self._mapped:
-                yield index, self._mapped[parcel.peer].take(token, parcel)
+        for index, spec in enumerate(self._share.buckets[bucket]):
+            if spec.peer in self._mapped:
+                yield index, self._mapped[spec.peer].take(token, spec)
             else:
-                waiting[parcel.peer] = index
+                waiting[spec.peer] = index
         if waiting:
             assert self._remote is not None
             packets = self._remote.take(bucket)
@@ -88,11 +90,11 @@ class Inbox:
 
     def release(self, version: int, bucket: int) -> None:
         """The packets of a bucket are no longer needed."""
-        for parcel in self._share.buckets[bucket]:
-            if parcel.peer in self._mapped:
-                self._mapped[parcel.peer].release((version, bucket))
+        for spec in self._share.buckets[bucket]:
+            if spec.peer in self._mapped:
+                self._mapped[spec.peer].release((version, bucket))
         if self._remote is not None and any(
-            parcel.peer not in self._mapped for parcel in self._share.buckets[bucket]
+            spec.peer not in self._mapped for spec in self._share.buckets[bucket]
         ):
             self._remote.release()
 
@@ -105,8 +107,8 @@ class Inbox:
         self._mapped, self._remote = {}, None
 
 
-def call(address: Address, target: int, transport: str, timeout: float) -> Line:
-    """Connect to a trainer rank, and say who is there."""
+def call(address: Address, target: int, transport: str, timeout: float) -> ControlChannel:
+    """Connect to a trainer rank, and introduce this engine rank by its number."""
     peer = f"trainer rank {address.rank}"
     place = (address.host, address.port) if transport == P2P else address.socket
     try:
@@ -117,47 +119,47 @@ def call(address: Address, target: int, transport: str, timeout: float) -> Line:
             connection.connect(place)
     except OSError as error:
         raise LinkError(f"{peer} could not be reached at {place}: {error}") from None
-    line = Line(connection, peer, timeout)
-    line.send(RANK.pack(target))
-    return line
+    channel = ControlChannel(connection, peer, timeout)
+    channel.send(RANK.pack(target))
+    return channel
 
 
 class MappedSource:
     """A trainer rank whose slots this process maps."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
         self._slots: list[torch.Tensor] = []
         self._lasting = True
 
     def begin(self) -> None:
-        """Map what the trainer rank offers, unless it is mapped and lasts."""
+        """Map the slots that the trainer rank offers, unless slots that last are mapped already."""
         if self._slots:
             return
-        count, size, lasting = OFFER.unpack(self._line.receive(OFFER.size))
+        count, size, lasting = OFFER.unpack(self._channel.receive(OFFER.size))
         self._lasting = bool(lasting)
         if size >= 0:
-            self._slots = [_map(file, size) for file in self._line.receive_files(count)]
-        else:  # on a device; -size bytes describe how it is opened
-            handles = pickle.loads(self._line.receive(-size))
+            self._slots = [_map(file, size) for file in self._channel.receive_files(count)]
+        else:  # on a device: a pickle of -size bytes says how to open the slots
+            handles = pickle.loads(self._channel.receive(-size))
             self._slots = [open_device_buffer(handle) for handle in handles]
 
     def end(self, token: Token) -> None:
-        """Close slots that do not last, and say so."""
+        """Close slots that do not last, and report it."""
         if not self._lasting:
             self._slots = []
-            self._line.say(token)
+            self._channel.send_token(token)
 
-    def take(self, token: Token, parcel: Parcel) -> torch.Tensor:
-        self._line.expect(token)
+    def take(self, token: Token, spec: PacketSpec) -> torch.Tensor:
+        self._channel.expect_token(token)
         slot = self._slots[token[1] % len(self._slots)]
-        return slot[parcel.start : parcel.start + parcel.nbytes]
+        return slot[spec.start : spec.start + spec.nbytes]
 
     def release(self, token: Token) -> None:
-        self._line.say(token)
+        self._channel.send_token(token)
 
     def close(self) -> None:
-        self._line.close()
+        self._channel.close()
 
 
 def _map(file: int, size: int) -> torch.Tensor:
@@ -166,7 +168,7 @@ def _map(file: int, size: int) -> torch.Tensor:
 
 
 def open_device_buffer(handle: tuple) -> torch.Tensor:
-    """A tensor of another process on a GPU, from what `share_device_buffer` said of it.
+    """Open a tensor of another process on a GPU, from the handle that `share_device_buffer` returned there.
 
     The two processes may count GPUs differently (CUDA_VISIBLE_DEVICES), so the GPU is found by its UUID.
     """
@@ -181,19 +183,19 @@ def open_device_buffer(handle: tuple) -> torch.Tensor:
 
 
 class RemoteSources:
-    """Trainer ranks of other machines; a thread receives one bucket while another is written.
+    """Trainer ranks of other machines: a thread receives one bucket while another is written.
 
-    Its slots are there while a version comes; on a CPU they stay.
+    Its slots exist while a version arrives; on a CPU they last.
     """
 
-    def __init__(self, share: SyncShare, pairs: dict[int, Pair], device: str) -> None:
-        self._pairs, self._device = pairs, device
+    def __init__(self, share: SyncShare, packet_channels: dict[int, PacketChannel], device: str) -> None:
+        self._packet_channels, self._device = packet_channels, device
         self._buckets = [
-            (bucket, [parcel for parcel in parcels if parcel.peer in pairs])
-            for bucket, parcels in enumerate(share.buckets)
+            (bucket, [spec for spec in specs if spec.peer in packet_channels])
+            for bucket, specs in enumerate(share.buckets)
         ]
-        self._buckets = [(bucket, parcels) for bucket, parcels in self._buckets if parcels]
-        self._size = max(sum(parcel.nbytes for parcel in parcels) for _, parcels in self._buckets)
+        self._buckets = [(bucket, specs) for bucket, specs in self._buckets if specs]
+        self._size = max(sum(spec.nbytes for spec in specs) for _, specs in self._buckets)
         self._slots: list[torch.Tensor] = []
         self._arrived: queue.Queue = queue.Queue()
         self._free = threading.Semaphore(0)
@@ -218,7 +220,7 @@ class RemoteSources:
             torch.cuda.empty_cache()
 
     def take(self, bucket: int) -> dict[int, torch.Tensor]:
-        """By trainer rank, the bytes of its packet."""
+        """The bytes of each trainer rank's packet, by trainer rank."""
         found, packets = self._arrived.get()
         if isinstance(packets, Exception):
             raise packets
@@ -231,8 +233,8 @@ class RemoteSources:
     def close(self) -> None:
         self._closed = True
         self._free.release()
-        for pair in self._pairs.values():
-            pair.close()
+        for packet_channel in self._packet_channels.values():
+            packet_channel.close()
 
     def _receive(self, first: int) -> None:
         arrived, free = self._arrived, self._free
@@ -240,16 +242,16 @@ class RemoteSources:
         try:
             if self._device != "cpu":
                 torch.cuda.set_device(self._slots[0].device)  # a thread begins with the first GPU
-            due = [(bucket, parcels) for bucket, parcels in self._buckets if bucket >= first]
-            for index, (bucket, parcels) in enumerate(due):
+            due = [(bucket, specs) for bucket, specs in self._buckets if bucket >= first]
+            for index, (bucket, specs) in enumerate(due):
                 free.acquire()
                 if self._closed:
                     return
                 slot, at, packets = self._slots[index % len(self._slots)], 0, {}
-                for parcel in parcels:
-                    room = slot[at : at + parcel.nbytes]
-                    packets[parcel.peer] = self._pairs[parcel.peer].receive(room)
-                    at += parcel.nbytes
+                for spec in specs:
+                    room = slot[at : at + spec.nbytes]
+                    packets[spec.peer] = self._packet_channels[spec.peer].receive(room)
+                    at += spec.nbytes
                 if self._device != "cpu":
                     torch.cuda.current_stream().synchronize()
                 arrived.put((bucket, packets))

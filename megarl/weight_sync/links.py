@@ -1,11 +1,12 @@
-"""What a trainer rank and an engine rank say to each other while weights travel; the same at both ends.
+"""The transport between one trainer rank and one engine rank while weights travel; the same code at both ends.
 
-Where the packets lie in memory that both ends map, they only exchange `Token`s over a Unix socket: "the packet of this
-bucket is there", "it was taken". Where they do not, packets travel over a process group of the two ranks alone, outside
-of any other group that their processes have: SGLang's own holds no trainer ranks, and a group of all would have to be
-made anew with each engine that starts.
+- Where packets are in memory that both ends map, the ends only exchange `Token`s over a Unix socket (`ControlChannel`): "the packet of
+  this bucket is complete", "it was taken".
+- Where they are not, packets travel over a process group of the two ranks alone (`PacketChannel`), outside of any other group that
+  their processes have: SGLang's own holds no trainer ranks, and a group of all ranks would have to be made anew with each engine
+  that starts.
 
-An end that dies, or that says nothing for too long, is a `LinkError` at the other, which names it.
+If one end dies or is silent for too long, the other end raises a `LinkError` that names it.
 """
 
 import json
@@ -35,28 +36,30 @@ Token = tuple[int, int]
 
 
 class LinkError(RuntimeError):
-    """The rank at the other end is gone, silent, or at something else."""
+    """The rank at the other end is gone, silent, or at another bucket or version."""
 
 
-class Line:
-    """One end of a control connection."""
+class ControlChannel:
+    """One end of a control connection, which carries tokens and open files."""
 
     def __init__(self, connection: socket.socket, peer: str, timeout: float) -> None:
         self.peer, self.timeout = peer, timeout
         self._socket = connection
 
-    def say(self, token: Token) -> None:
+    def send_token(self, token: Token) -> None:
         self.send(_TOKEN.pack(*token))
 
-    def expect(self, token: Token) -> None:
+    def expect_token(self, token: Token) -> None:
         """Wait for the token.
 
         Raises:
-            LinkError: the peer ended, was silent for `timeout` seconds, or said another one.
+            LinkError: the peer ended, was silent for `timeout` seconds, or sent another token.
         """
         found = _TOKEN.unpack(self.receive(_TOKEN.size))
         if found != token:
-            raise LinkError(f"{self.peer} is at {describe(found)} where {describe(token)} was due")
+            raise LinkError(
+                f"{self.peer} is at {describe_token(found)} where {describe_token(token)} was due"
+            )
 
     def send(self, data: bytes) -> None:
         with naming_peer(self.peer, self.timeout):
@@ -76,7 +79,7 @@ class Line:
         return bytes(data)
 
     def send_files(self, descriptors: list[int]) -> None:
-        """Pass open files on; the receiver has them as its own."""
+        """Pass open files to the peer, which gets descriptors of its own."""
         with naming_peer(self.peer, self.timeout):
             socket.send_fds(self._socket, [b"f"], descriptors)
 
@@ -90,19 +93,21 @@ class Line:
         return files
 
     def while_peer_lives(self, work: Callable[[], Result], every: float = 0.1) -> Result:
-        """What `work` returns, which waits for the peer where no timeout reaches: in a thread of its own, that is left to
-        itself if the peer ends or `timeout` passes.
+        """Run `work`, which waits for the peer without a timeout, and return its result.
+
+        It runs in a thread of its own, which is abandoned if the peer ends or `timeout` passes.
 
         Args:
-            every: seconds between two looks at the peer.
+            every: seconds between two checks that the peer is alive.
 
         Raises:
-            LinkError: of the peer; whatever `work` raises.
+            LinkError: the peer ended, or `timeout` passed.
+            Exception: any exception of `work`.
         """
         future: Future[Result] = Future()
         threading.Thread(target=_fulfil, args=(future, work), name="link", daemon=True).start()
         ended, deadline = select.poll(), time.monotonic() + self.timeout
-        # Of what the peer has said before, nothing is read here.
+        # The end of the connection alone: unread tokens of the peer stay unread.
         ended.register(self._socket, select.POLLRDHUP)
         with naming_peer(self.peer, self.timeout):
             while not wait_for([future], every).done:
@@ -123,13 +128,13 @@ def _fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
         future.set_exception(error)
 
 
-def describe(token: Token) -> str:
+def describe_token(token: Token) -> str:
     return f"bucket {token[1]} of version {token[0]}"
 
 
 @contextmanager
 def naming_peer(peer: str, timeout: float) -> Iterator[None]:
-    """Turn what a connection or a process group raises into a LinkError that names the peer."""
+    """Turn exceptions of a connection or a process group into a LinkError that names the peer."""
     try:
         yield
     except TimeoutError:
@@ -143,26 +148,26 @@ def naming_peer(peer: str, timeout: float) -> Iterator[None]:
         raise LinkError(f"{peer} could not be reached within {timeout:g} s, or has died: {first}") from None
 
 
-class LineStore(Store):
-    """How the two ranks of a `Pair` learn of each other: what one sets the other gets, over their line.
+class ChannelStore(Store):
+    """The rendezvous store of a `PacketChannel`'s two ranks: a key that one end sets, the other gets over their control channel.
 
     torch's TCPStore would do, but asks for the names of its clients' addresses: 5 s where no DNS server answers.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, channel: ControlChannel) -> None:
         super().__init__()
-        self._line = line
+        self._channel = channel
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
         self._known[key] = value
-        self._line.send(_SIZES.pack(len(key), len(value)) + key.encode() + value)
+        self._channel.send(_SIZES.pack(len(key), len(value)) + key.encode() + value)
 
     def get(self, key: str) -> bytes:
         while key not in self._known:
-            key_size, value_size = _SIZES.unpack(self._line.receive(_SIZES.size))
-            found = self._line.receive(key_size).decode()
-            self._known[found] = self._line.receive(value_size)
+            key_size, value_size = _SIZES.unpack(self._channel.receive(_SIZES.size))
+            found = self._channel.receive(key_size).decode()
+            self._known[found] = self._channel.receive(value_size)
         return self._known[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -173,41 +178,41 @@ class LineStore(Store):
         return all(key in self._known for key in keys)
 
 
-class Pair:
-    """A process group of one trainer rank (end 0) and one engine rank (end 1), made by both ends of a line at once.
+class PacketChannel:
+    """A process group of one trainer rank (end 0) and one engine rank (end 1), which both ends of a control channel make together.
 
-    On GPUs its communicator is there when this is: an end that dies while it is made is a LinkError at the other, as later.
+    On GPUs the constructor also makes the communicator: if one end dies before that is done, the other raises a LinkError, as it does later.
     """
 
-    def __init__(self, line: Line, end: int, device: str) -> None:
-        self.peer, self.timeout, self._other, self._device = line.peer, line.timeout, 1 - end, device
-        self._line, self._store = line, LineStore(line)
+    def __init__(self, channel: ControlChannel, end: int, device: str) -> None:
+        self.peer, self.timeout, self._other, self._device = channel.peer, channel.timeout, 1 - end, device
+        self._channel, self._store = channel, ChannelStore(channel)
         with naming_peer(self.peer, self.timeout):
             if device != "cpu":
                 agree(self._store, end, self.peer, nccl.settings(os.environ))
-            self._group: ProcessGroup | None = _pair_group(
+            self._group: ProcessGroup | None = _packet_group(
                 self._store, end, device, timedelta(seconds=self.timeout)
             )
         if device != "cpu":
             place = torch.device(device, torch.cuda.current_device())
-            line.while_peer_lives(lambda: self._group.eager_connect_single_device(place))
+            channel.while_peer_lives(lambda: self._group.eager_connect_single_device(place))
 
     def close(self) -> None:
-        """End the group, whatever waits in it, and tell the peer; may be called again."""
+        """End the group, also if an operation waits in it, and the control channel, which the peer notices; may be called again."""
         if self._group is not None:
             self._group.abort()
         self._group = None  # gloo's connections end with it
-        self._line.close()
+        self._channel.close()
 
-    def send(self, tensor: torch.Tensor) -> "Sending":
-        """Begin to send a uint8 tensor; it must not change before the sending is over."""
+    def send(self, tensor: torch.Tensor) -> "Transfer":
+        """Begin to send a uint8 tensor, which must not change before the transfer is complete."""
         with naming_peer(self.peer, self.timeout):
             size = torch.tensor([len(tensor)], device=self._device)
             works = [self._group.send([part], self._other, 0) for part in (size, tensor)]
-        return Sending(self, works, (size, tensor))
+        return Transfer(self, works, (size, tensor))
 
     def receive(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Wait for the next tensor, which is put at the beginning of `buffer`; returns that part of it."""
+        """Wait for the next tensor, write it to the beginning of `buffer`, and return that part."""
         with naming_peer(self.peer, self.timeout):
             size = torch.zeros(1, dtype=torch.int64, device=self._device)
             self.wait(self._group.recv([size], self._other, 0))
@@ -223,25 +228,25 @@ class Pair:
             raise TimeoutError
 
 
-class Sending:
-    """Tensors on their way."""
+class Transfer:
+    """A transfer in progress, and its tensors."""
 
-    def __init__(self, pair: Pair, works: list, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._pair, self._works, self._tensors = pair, works, tensors
+    def __init__(self, packet_channel: PacketChannel, works: list, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._packet_channel, self._works, self._tensors = packet_channel, works, tensors
 
     def wait(self) -> None:
-        """Returns when the tensors may be used again."""
-        with naming_peer(self._pair.peer, self._pair.timeout):
+        """Return when the tensors may be changed again."""
+        with naming_peer(self._packet_channel.peer, self._packet_channel.timeout):
             for work in self._works:
-                self._pair.wait(work)
+                self._packet_channel.wait(work)
         self._tensors = ()
 
 
 def agree(store: Store, end: int, peer: str, here: dict[str, str]) -> None:
-    """Compare what NCCL finds in the environments of both ends.
+    """Compare the NCCL settings in the environments of both ends.
 
     Raises:
-        LinkError: they would make their buffers in different ways.
+        LinkError: the settings differ, so that the ends would make their buffers in different ways.
     """
     store.set(f"environment of end {end}", json.dumps(here).encode())
     there = json.loads(store.get(f"environment of end {1 - end}"))
@@ -251,13 +256,13 @@ def agree(store: Store, end: int, peer: str, here: dict[str, str]) -> None:
         )
 
 
-def _pair_group(store: Store, end: int, device: str, timeout: timedelta) -> ProcessGroup:
+def _packet_group(store: Store, end: int, device: str, timeout: timedelta) -> ProcessGroup:
     if device == "cpu":
         return torch.distributed.ProcessGroupGloo(store, end, 2, timeout)
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    # Who waits finds the error, and makes a LinkError of it. Otherwise torch gives each group a thread that ends the whole process
-    # when something in the group has failed or taken too long (ProcessGroupNCCL.cpp). It asks nothing but the environment.
+    # With this variable the thread that waits gets the error, and raises a LinkError. Without it torch gives each group a thread that
+    # ends the process when an operation of the group has failed or timed out (ProcessGroupNCCL.cpp). It has no other switch.
     with _variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
         return torch.distributed.ProcessGroupNCCL(store, end, 2, options)
 

@@ -1,4 +1,4 @@
-"""Weights in float8 for the engines: blocks that share a scale, quantised where they are sent from.
+"""Weights in float8 for the engines: blocks that share a scale, quantised on the trainer ranks that send them.
 
 The format is that of DeepSeek-V3's checkpoints (arXiv 2412.19437, section 3.3.2), which SGLang serves: e4m3 values,
 for each block of 128 x 128 (or other sizes) the float32 scale amax / 448, and w = value * scale. The scales of a tensor
@@ -43,7 +43,7 @@ def dtype_in_fp8(tensor: str, otherwise: torch.dtype) -> torch.dtype:
 
 
 def with_scales(layout: Layout, shapes: Mapping[str, tuple[int, ...]], block: Block) -> Layout:
-    """The layout of a model in float8: beside each piece of a quantised weight one of the weight's scales.
+    """The layout of a model in float8: each piece of a quantised weight gets a piece of the weight's scales.
 
     Args:
         shapes: of all logical tensors of `layout`.
@@ -96,10 +96,10 @@ def _in_blocks(box: Box, block: Block) -> Box:
 def read_values(parameter: torch.Tensor, box: Box, block: Block, out: torch.Tensor) -> None:
     """Quantise `box` of a weight [rows, columns] into `out` (float8, of the box's size).
 
-    The box may cut blocks, which the weight has from its first row and column on: their scale is that of all of them.
+    The box may cut blocks, which are counted from the weight's first row and column: the scale of a cut block is that of the complete block.
     """
     rows, columns = (_whole_blocks(*ends, step) for *ends, step in _ends(parameter, box, block))
-    row, column = (first - whole.start for first, whole in zip(box.start, (rows, columns), strict=True))
+    row, column = (first - blocks.start for first, blocks in zip(box.start, (rows, columns), strict=True))
 
     def strip(values: torch.Tensor, scales: torch.Tensor, first: int) -> None:
         spread = scales.repeat_interleave(block[0], 0)[: len(values)].repeat_interleave(block[1], 1)
@@ -134,9 +134,9 @@ def _whole_blocks(first: int, count: int, extent: int, step: int) -> slice:
 def _over_strips(
     weight: torch.Tensor, block: Block, use: Callable[[torch.Tensor, torch.Tensor, int], None]
 ) -> None:
-    """Call use(values, scales, first row) for strips of whole blocks: float32 values, scales a block.
+    """Call use(values, scales, first row) for strips of complete blocks: float32 values, one scale a block.
 
-    Strips bound the memory that is taken beside the weight.
+    Strips bound the temporary memory.
     """
     height = max(1, STRIP_ELEMENTS // (weight.shape[1] * block[0])) * block[0]
     for first in range(0, len(weight), height):

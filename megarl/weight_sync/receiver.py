@@ -2,22 +2,24 @@
 
 SGLang calls `receive_weights` as a custom weight loader (`custom_weight_loader`, `load_format`) between
 its `begin_weight_update` and `end_weight_update`, once a version. The tensor it passes is a small JSON, as bytes: the
-version, the session, and by TP rank the file that says what the rank takes from whom (`InboxFile`); it is read once
-a session.
+version, the session, and by TP rank the file that says which slices the rank takes from which trainer ranks (`InboxFile`); it is
+read once a session.
 
 Guarantees, each asserted by a test:
 
-- what counts is what lies in the parameter: each slice is read back from it and its checksum compared; so is each
+- the parameters themselves are verified: each slice is read back from its parameter and its checksum compared; so is each
   slice that was not sent because it has not changed;
 - nothing is skipped: an unknown name, type or place is an error (SGLang's own loaders ignore such names);
 - a version is complete: over its buckets every element of every parameter is written exactly once, but for
-  the padding that the share declares; a version of adapters alone is taken only on top of a whole one, from the same
+  the padding that the share declares; a version of adapters alone is taken only on top of a complete one, from the same
   trainer and into the same memory;
-- what SGLang derives from parameters is derived again from those of the version; scales of its cache, which no version has, are 1;
-- the first version of a session, and any that SGLang then moved, is compared once more when SGLang has ended its update
-  (`after_update`);
-- an error names the tensor and the rank, and reaches the engine's process, with what all other ranks say, through a file
-  beside that of TP rank 0 (`results_path`): an exception would end the scheduler (sglang 0.5.21).
+- tensors that SGLang derives from parameters are derived again from those of the version; scales of its cache, which no version
+  has, are 1;
+- the first version of a session, and any that SGLang moved afterwards, is compared once more when SGLang has ended its update:
+  `end_weight_update` runs every layer's processing of loaded weights after the receiver has compared them. In sglang 0.5.21
+  it leaves megarl's engines as they are; `verify_after_update` checks that;
+- an error names the tensor and the rank, and reaches the engine's process, with the answers of all other ranks, through a file
+  next to that of TP rank 0 (`results_path`): an exception would end the scheduler (sglang 0.5.21).
 """
 
 import json
@@ -27,31 +29,35 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megarl.weight_sync.adapter_slot import Slot, has_slot
-from megarl.weight_sync.binding import (
+from megarl.weight_sync.inbox import Inbox
+from megarl.weight_sync.links import LinkError, Token, describe_token
+from megarl.weight_sync.packets import Address, Packet, SyncShare, checksum
+from megarl.weight_sync.served_model import (
+    AdapterSlot,
     RefusedError,
     check_complete,
+    has_slot,
     named_weights,
     place,
     renew_derived,
     set_cache_scales,
     weights_of,
 )
-from megarl.weight_sync.checksum import checksum
-from megarl.weight_sync.inbox import Inbox
-from megarl.weight_sync.links import LinkError, Token, describe
-from megarl.weight_sync.packets import Address, Packet, SyncShare
 
 LOADER = "megarl.weight_sync.receiver.receive_weights"
 RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to remember
+_END_OF_UPDATE = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update"
+)
 
 
 @dataclass(frozen=True)
 class InboxFile:
-    """What a rank is told when trainer and engine are connected; `write` it where the request says.
+    """A rank's instructions for one connection of trainer and engine; written to the path that the request names.
 
     Attributes:
         timeout: seconds that the rank waits for a trainer rank.
@@ -66,8 +72,8 @@ class InboxFile:
 
 
 @dataclass
-class Received:
-    """What a rank took of a version; `seconds` by what it did: wait, write, verify."""
+class ReceiveReport:
+    """A rank's figures for one received version; `seconds` by phase: wait, write, verify."""
 
     version: int
     bytes_written: int = 0
@@ -76,33 +82,33 @@ class Received:
     seconds: dict[str, float] = field(default_factory=lambda: {"wait": 0.0, "write": 0.0, "verify": 0.0})
 
 
-def request_bytes(version: int, session: str, inboxes: Sequence[Path], whole: bool = True) -> bytes:
-    """What carries a request through SGLang to a rank: a pickle of a uint8 tensor with a name.
+def request_bytes(version: int, session: str, inboxes: Sequence[Path], complete: bool = True) -> bytes:
+    """The message that carries a request through SGLang to a rank: a pickle of a uint8 tensor with a name.
 
     SGLang's own serializer puts tensors into shared memory and sends its name, which ranks on other nodes cannot open (0.5.21).
 
     Args:
-        session: names the connection of trainer and engine; a new one replaces what was there.
+        session: names the connection of trainer and engine; a new one replaces the old one.
         inboxes: each TP rank's file, on the rank's own node.
-        whole: false: what training leaves alone does not come (`SyncShare.frozen`).
+        complete: false: the weights that training does not change are not sent (`SyncShare.frozen`).
     """
     request = {
         "version": version,
         "session": session,
         "inboxes": [str(path) for path in inboxes],
-        "whole": whole,
+        "complete": complete,
     }
     tensor = torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
     return pickle.dumps([("request", tensor)])
 
 
 def results_path(inbox: Path) -> Path:
-    """Where TP rank 0, whose file is `inbox`, puts all ranks' answers: {"ok", "error", "rank"} and the fields of `Received`."""
+    """The file into which TP rank 0, whose inbox file is `inbox`, writes all ranks' answers: {"ok", "error", "rank"} and the fields of `Received`."""
     return inbox.with_name(inbox.name + ".results")
 
 
 def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's entry point: take the version that the request announces."""
+    """SGLang's entry point: receive the version that the request announces."""
     from sglang.srt.runtime_context import get_parallel
 
     ((_, tensor),) = named_tensors
@@ -111,10 +117,10 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
     request = json.loads(bytes(tensor.cpu().numpy()))
     inbox = Path(request["inboxes"][rank])
     result = {"ok": True, "error": "", "rank": rank}
-    # Any exception that left this function would end SGLang's scheduler, and with it the whole engine.
+    # Any exception that left this function would end SGLang's scheduler, and with it the engine.
     try:
         receiver = connected(model, request["session"], inbox)
-        result |= vars(receiver.receive(request["version"], request["whole"]))
+        result |= vars(receiver.receive(request["version"], request["complete"]))
     except Exception as error:
         kind = "" if isinstance(error, RefusedError) else f"{type(error).__name__}: "
         result |= {"ok": False, "error": f"{kind}{error} (TP rank {rank})"}
@@ -126,7 +132,7 @@ def receive_weights(model: torch.nn.Module, named_tensors: list[tuple[str, torch
 
 
 def every_rank(result: dict, group: torch.distributed.ProcessGroup) -> list[dict]:
-    """The results of all TP ranks, on each of them: some may be on other nodes."""
+    """Gather the results of all TP ranks on each of them: some may be on other nodes, where files are not shared."""
     results: list = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(results, result, group=group)
     return results
@@ -152,60 +158,60 @@ class Receiver:
         LinkError: a trainer rank is gone, silent, or at another version.
     """
 
-    def __init__(self, model: torch.nn.Module, told: InboxFile, session: str) -> None:
-        self.session, self._model, self._share = session, model, told.share
+    def __init__(self, model: torch.nn.Module, instructions: InboxFile, session: str) -> None:
+        self.session, self._model, self._share = session, model, instructions.share
         self._bound_to: tuple = ()
-        self._views: list[list[list[torch.Tensor]]] = []  # by bucket, parcel, slice
-        self._slot: Slot | None = None  # of adapters, where these are sent beside the weights
+        self._views: list[list[list[torch.Tensor]]] = []  # by bucket, packet, slice
+        self._slot: AdapterSlot | None = None  # where adapters are sent separately from the weights
         self._holds_frozen = False
-        self._checksums: dict[
-            tuple[int, int], torch.Tensor
-        ] = {}  # by bucket and parcel, of what was written last
+        # By bucket and packet, the checksums of the slices that were written last.
+        self._checksums: dict[tuple[int, int], torch.Tensor] = {}
         self._read_again = False
         device = next(model.parameters()).device.type
-        self._inbox = Inbox(told.share, told.addresses, device, told.timeout)
+        self._inbox = Inbox(instructions.share, instructions.addresses, device, instructions.timeout)
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory for what arrives, on the device."""
+        """Bytes on the device for packets that arrive."""
         return self._inbox.buffer_bytes
 
     def close(self) -> None:
         self._inbox.close()
 
     @torch.no_grad()
-    def receive(self, version: int, whole: bool = True) -> Received:
+    def receive(self, version: int, complete: bool = True) -> ReceiveReport:
         """Write a version into the model's parameters and verify it there.
 
         A version that is refused is taken to its end all the same, so that no trainer rank waits for this one.
 
         Args:
-            whole: false: what training leaves alone does not come; it is there from the last whole version.
+            complete: false: the weights that training does not change are not sent; the engine has them from the last complete
+                version.
         """
-        received = Received(version)
-        refusal = self._bind(whole)
-        first = 0 if whole else self._share.frozen
+        received = ReceiveReport(version)
+        refusal = self._bind(complete)
+        first = 0 if complete else self._share.frozen
         try:
             refusal = self._take(version, first, received, refusal)
             received.buffer_bytes = self._inbox.buffer_bytes
             self._inbox.end(version)
         except LinkError:
             self._holds_frozen = False
-            self.close()  # the trainer ranks shall not wait for this one
+            self.close()  # so that the trainer ranks do not wait for this one
             raise
         self._holds_frozen = refusal is None
         if refusal is not None:
             raise refusal
-        if whole:
+        if complete:
             renew_derived(self._model)
             set_cache_scales(self._model)
         return received
 
     @torch.no_grad()
     def verify_again(self) -> str | None:
-        """After what SGLang did to the parameters at the end of an update: what of the last version is no longer there; None: nothing.
+        """Verify the last version again after SGLang's end of an update; returns the first difference, None if there is none.
 
-        Read are all slices, after the first version of a session and whenever a parameter is another tensor than it was.
+        All slices are read after the first version of a session, and whenever a parameter has become another tensor.
         """
         if not self._holds_frozen:
             return None  # the version was refused
@@ -215,38 +221,38 @@ class Receiver:
         if moved and (refusal := self._find_views()) is not None:
             return f"SGLang's end_weight_update has changed the parameters: {refusal}"
         for (bucket, index), sums in self._checksums.items():
-            parcel = self._share.buckets[bucket][index]
+            spec = self._share.buckets[bucket][index]
             found = torch.stack([checksum(view) for view in self._views[bucket][index]])
             for number in (found != sums).nonzero()[:1]:
-                item = parcel.slices[int(number)]
+                item = spec.slices[int(number)]
                 return f"SGLang's end_weight_update has changed {item.tensor} in {item.local}"
         self._read_again = True
         return None
 
     def _take(
-        self, version: int, first: int, received: Received, refusal: RefusedError | None
+        self, version: int, first: int, received: ReceiveReport, refusal: RefusedError | None
     ) -> RefusedError | None:
-        """Take all packets of a version from bucket `first` on; once there is a refusal they are left alone."""
+        """Take all packets of a version from bucket `first` on; after a refusal they are taken, but not written."""
         self._inbox.begin(first)
-        for bucket, parcels in list(enumerate(self._share.buckets))[first:]:
+        for bucket, specs in list(enumerate(self._share.buckets))[first:]:
             begun = time.perf_counter()
             for index, data in self._inbox.take(version, bucket):
                 received.seconds["wait"] += time.perf_counter() - begun
                 if refusal is None:
-                    packet, views = Packet(data, parcels[index]), self._views[bucket][index]
+                    packet, views = Packet(data, specs[index]), self._views[bucket][index]
                     refusal = self._write(packet, views, (version, bucket), received)
                     self._checksums[bucket, index] = packet.checksums.clone()
                 begun = time.perf_counter()
             self._inbox.release(version, bucket)
         return refusal
 
-    def _bind(self, whole: bool) -> RefusedError | None:
-        """Find every slice's place in the model, unless they are known and it is as it was."""
-        if (refusal := self._bind_adapters(whole)) is not None:
+    def _bind(self, complete: bool) -> RefusedError | None:
+        """Find the place of every slice in the model, unless the places are known and the model's tensors have not moved."""
+        if (refusal := self._bind_adapters(complete)) is not None:
             return refusal
         if self._places() == self._bound_to:
             return None
-        if not whole:
+        if not complete:
             return RefusedError(
                 "adapters came alone, but the weights are not where they were: sync all of them"
             )
@@ -257,11 +263,10 @@ class Receiver:
         adapters = self._slot.tensors if self._slot is not None else {}
         try:
             self._views = [
-                [[place(item, targets) for item in parcel.slices] for parcel in parcels]
-                for parcels in share.buckets
+                [[place(item, targets) for item in spec.slices] for spec in specs] for specs in share.buckets
             ]
-            for parcels in share.buckets:
-                for item in (item for parcel in parcels for item in parcel.slices):
+            for specs in share.buckets:
+                for item in (item for spec in specs for item in spec.slices):
                     written.setdefault(item.local, []).append(item.box)
             check_complete({**weights_of(self._model), **adapters}, written, share.padding)
         except RefusedError as error:
@@ -274,19 +279,19 @@ class Receiver:
         return {**dict(self._model.named_buffers()), **named_weights(self._model), **adapters}
 
     def _places(self) -> tuple:
-        """Where the model's tensors are now."""
+        """The current addresses, shapes and types of the model's tensors."""
         return tuple((name, t.data_ptr(), t.shape, t.dtype) for name, t in self._targets().items())
 
-    def _bind_adapters(self, whole: bool) -> RefusedError | None:
-        """Find the adapters' slot; with a whole version it begins as zeros, which those that no slice fills stay."""
+    def _bind_adapters(self, complete: bool) -> RefusedError | None:
+        """Find the adapters' slot. A complete version begins with zeros in it, so that elements that no slice fills are zero."""
         scaling = self._share.scaling
         if (scaling is not None) != has_slot(self._model):
             here, sent = ("with", "without") if scaling is None else ("without", "with")
             return RefusedError(f"the engine was started {here} adapters, weights come {sent} them")
         if scaling is None:
             return None
-        if whole:
-            self._slot = Slot(self._model)
+        if complete:
+            self._slot = AdapterSlot(self._model)
             for tensor in self._slot.tensors.values():
                 tensor.zero_()
         elif not self._holds_frozen or self._slot is None:
@@ -295,13 +300,13 @@ class Receiver:
         return RefusedError(problem) if problem is not None else None
 
     def _write(
-        self, packet: Packet, views: list[torch.Tensor], token: Token, received: Received
+        self, packet: Packet, views: list[torch.Tensor], token: Token, received: ReceiveReport
     ) -> RefusedError | None:
-        """Write a packet's slices and compare what lies in the parameters then; what is wrong, if anything is."""
-        source, found = packet.parcel.peer, tuple(packet.identity.tolist())
+        """Write a packet's slices and compare the parameters' checksums with those of the packet; returns the first difference."""
+        source, found = packet.spec.peer, tuple(packet.identity.tolist())
         if found != token:
             return RefusedError(
-                f"trainer rank {source} sent {describe(found)} where {describe(token)} was due"
+                f"trainer rank {source} sent {describe_token(found)} where {describe_token(token)} was due"
             )
         arrived = []
         for (item, elements), target in zip(packet.slices(), views, strict=True):
@@ -320,9 +325,30 @@ class Receiver:
         if len(wrong) == 0:
             return None
         index = int(wrong[0])
-        item, sent = packet.parcel.slices[index], int(packet.checksums[index])
+        item, sent = packet.spec.slices[index], int(packet.checksums[index])
         what = "sent it" if packet.sent[index] else "did not send it, as unchanged"
         return RefusedError(
             f"{item.tensor}: checksum {int(arrived[index]):#x} in {item.local}, {sent:#x} on trainer rank {source}, "
             f"which {what}"
         )
+
+
+def install_verification_hook() -> None:
+    """Called in each scheduler process before SGLang runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_END_OF_UPDATE, verify_after_update, HookType.AFTER)
+
+
+def verify_after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's answer to the end of an update, turned into a refusal if any rank finds other weights than it received.
+
+    SGLang sends rank 0's answer, so each rank gathers the findings of all of them.
+    """
+    receiver = getattr(updater.tp_worker.model_runner.model, RECEIVER, None)
+    problem = receiver.verify_again() if receiver is not None else None
+    problems = [answer["problem"] for answer in every_rank({"problem": problem}, updater.tp_cpu_group)]
+    messages = [f"{problem} (TP rank {rank})" for rank, problem in enumerate(problems) if problem is not None]
+    if result.success and messages:
+        return type(result)(success=False, message="; ".join(messages))
+    return result

@@ -1,13 +1,20 @@
-"""What a trainer rank sends in a weight sync: packed bucket by bucket into two slots, handed over as packets.
+"""A trainer rank's side of a weight sync: it packs its share bucket by bucket into two slots and hands them over as packets.
 
 The slots (`Slots`) are the only memory that a sync takes on the trainer's side. Engine ranks on the same machine read them in
-place; to others packets are sent from them. A slot is packed anew when all engine ranks have taken what lay in it. Slots that
-do not last are taken for a version and offered to the engines, which say when they have closed them.
+place; to others packets are sent from them. A slot is packed anew when all engine ranks have taken its packets. On a GPU slots exist
+only during a sync, so that the next phase has the memory: they are taken for a version and offered to the engines, which say
+when they have closed them. On a CPU they last.
+
+The slots belong to the process, not to a connection. torch counts the buffers that an engine opens by CUDA IPC, and only the
+engine counts them down: one that was killed never does, and torch would keep the memory for good though it is unused
+(CudaIPCSentDataLimbo in torch/csrc/CudaIPCTypes.cpp). So the next connection gets the memory of a broken one.
 
 On a CPU a slot is shared memory without a name (memfd), passed on as an open file: nothing is left of it when the
 processes that map it have ended, however they ended.
 """
 
+import mmap
+import os
 import pickle
 import secrets
 import socket
@@ -18,9 +25,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.weight_sync.checksum import checksum
-from megarl.weight_sync.inbox import OFFER, RANK, after_all
-from megarl.weight_sync.links import Line, LinkError, Pair, Sending, Token, naming_peer
+from megarl.weight_sync.inbox import OFFER, RANK, slots_closed_token
+from megarl.weight_sync.links import ControlChannel, LinkError, PacketChannel, Token, Transfer, naming_peer
 from megarl.weight_sync.packets import (
     CONVERT,
     P2P,
@@ -28,25 +34,25 @@ from megarl.weight_sync.packets import (
     SCALE,
     Address,
     Packet,
-    Parcel,
+    PacketSpec,
     SyncShare,
     aligned,
+    checksum,
 )
 from megarl.weight_sync.quantize import read_scales, read_values
-from megarl.weight_sync.slots import Slots
 
 READ = {QUANTISE: read_values, SCALE: read_scales}
 
 
 @dataclass
-class Sent:
-    """What a rank sent of a version.
+class SendReport:
+    """A trainer rank's figures for one sent version.
 
     Attributes:
-        bytes_sent: of slices, those to engine ranks on the same device among them.
-        bytes_unchanged: of slices that did not have to be sent.
-        buffer_bytes: of both slots.
-        seconds: by what it did: pack (with checksums), wait (for engine ranks to take what was packed).
+        bytes_sent: bytes of slices, including those to engine ranks on the same device.
+        bytes_unchanged: bytes of slices that were not sent again.
+        buffer_bytes: bytes of both slots.
+        seconds: by phase: pack (with checksums), wait (for engine ranks to take packets).
     """
 
     version: int
@@ -56,8 +62,49 @@ class Sent:
     seconds: dict[str, float] = field(default_factory=lambda: {"pack": 0.0, "wait": 0.0})
 
 
+class Slots:
+    """The memory into which a trainer rank packs weights: one slot for each bucket that is in flight at a time.
+
+    Attributes:
+        files: descriptors of the slots, which other processes may map (CPU only).
+        lasting: whether the slots stay between two syncs.
+    """
+
+    def __init__(self, device: str, lasting: bool | None = None) -> None:
+        """`lasting`: None: true on a CPU, false on a GPU."""
+        self._device = device
+        self.lasting = device == "cpu" if lasting is None else lasting
+        self._slots: list[torch.Tensor] = []
+        self.files: list[int] = []
+
+    def take(self, number: int, size: int) -> list[torch.Tensor]:
+        """`number` slots of `size` bytes: the existing ones if they have this size. Their previous user must not use them any more."""
+        if [len(slot) for slot in self._slots] != [size] * number:
+            self.close()
+            self._slots = [self._make(size) for _ in range(number)]
+        return list(self._slots)
+
+    def close(self) -> None:
+        """Free the slots; their memory is gone when no process maps it any more."""
+        files, self.files = self.files, []  # swapped at once: a sending thread may call this at the same time
+        for file in files:
+            os.close(file)
+        made, self._slots = len(self._slots), []
+        if self._device != "cpu" and made:
+            torch.cuda.ipc_collect()  # buffers that the engines have closed
+            torch.cuda.empty_cache()
+
+    def _make(self, size: int) -> torch.Tensor:
+        if self._device != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        file = os.memfd_create("megarl-weights")
+        os.ftruncate(file, size)
+        self.files.append(file)
+        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+
+
 class Outbox:
-    """The links of one trainer rank to all engine ranks that it sends to; they are made with the first version."""
+    """The channels of one trainer rank to all engine ranks that it sends to; they are made with the first version."""
 
     def __init__(
         self,
@@ -70,18 +117,18 @@ class Outbox:
     ) -> None:
         """
         Args:
-            folder: private to this process, with a short path; a socket is put there.
+            folder: private to this process, with a short path; its socket is made there.
             host: address of this machine for other ones.
             timeout: seconds to wait for an engine rank.
-            slots: this process's; None: an outbox that is its only one makes them, and gives them up when it closes.
+            slots: the slots of this process; None: the outbox makes its own, and frees them when it closes.
         """
         self._share, self._device, self._timeout = share, device, timeout
         self._own_slots = Slots(device) if slots is None else None
         self._memory = slots if slots is not None else self._own_slots
         self._closed = False
-        self._lines: dict[int, Line] = {}
-        self._pairs: dict[int, Pair] = {}
-        self._sendings: dict[int, list[Sending]] = {}
+        self._channels: dict[int, ControlChannel] = {}
+        self._packet_channels: dict[int, PacketChannel] = {}
+        self._transfers: dict[int, list[Transfer]] = {}
         self._known: dict[int, tuple[int, list[torch.Tensor]]] = {}
         self._slots: list[torch.Tensor] = []
         self._offered = False  # to the engine ranks that map them
@@ -103,7 +150,7 @@ class Outbox:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the slots that are there."""
+        """Bytes of the slots that exist at the moment."""
         return sum(slot.nbytes for slot in self._slots)
 
     def send(
@@ -111,20 +158,20 @@ class Outbox:
         version: int,
         parameters: Mapping[str, torch.Tensor],
         held: Mapping[int, int | None] | None = None,
-        whole: bool = True,
-    ) -> Sent:
+        complete: bool = True,
+    ) -> SendReport:
         """Send this rank's share of a version; returns when all of it has arrived.
 
         Args:
             parameters: this rank's local tensors by name; asked for one at a time.
-            held: the verified version that each engine rank holds (None: none). Slices that are as they were in
+            held: the verified version that each engine rank holds (None: none). Slices that have not changed since
                 that version are not sent again.
-            whole: false: without the buckets that training leaves alone (`SyncShare.frozen`).
+            complete: false: without the buckets whose weights training does not change (`SyncShare.frozen`).
 
         Raises:
             LinkError: names the engine rank that is gone or silent; all links are given up.
         """
-        assert whole or held is None, "checksums are remembered of whole versions"
+        assert complete or held is None, "checksums are remembered for complete versions only"
         if self._closed:
             raise LinkError(
                 "this trainer rank gave up its links: trainer and engines have to be connected anew"
@@ -132,39 +179,40 @@ class Outbox:
         try:
             if not self._slots:
                 self._take_slots()
-            sent = Sent(version, buffer_bytes=self.buffer_bytes)
-            if len(self._lines) + len(self._pairs) < len(self._share.transports):
+            sent = SendReport(version, buffer_bytes=self.buffer_bytes)
+            if len(self._channels) + len(self._packet_channels) < len(self._share.transports):
                 self._connect()
             if not self._offered:
-                for line in self._lines.values():
-                    self._offer_slots(line)
+                for channel in self._channels.values():
+                    self._offer_slots(channel)
                 self._offered = True
             checksums: dict[int, list[torch.Tensor]] = {peer: [] for peer in self._share.transports}
-            num_buckets, first = len(self._share.buckets), 0 if whole else self._share.frozen
+            num_buckets, first = len(self._share.buckets), 0 if complete else self._share.frozen
+            # A slot is packed again when its previous bucket was taken; the last rounds only wait for the buckets still in flight.
             for bucket in range(first, num_buckets + len(self._slots)):
                 if bucket - len(self._slots) >= first:
                     self._wait_taken(version, bucket - len(self._slots), sent)
-                for parcel in self._share.buckets[bucket] if bucket < num_buckets else ():
-                    known = self._known_checksums(parcel.peer, held, len(checksums[parcel.peer]))
-                    packet, used = self._pack((version, bucket), parcel, parameters, known, sent)
-                    checksums[parcel.peer].append(packet.checksums.clone())
+                for spec in self._share.buckets[bucket] if bucket < num_buckets else ():
+                    known = self._known_checksums(spec.peer, held, len(checksums[spec.peer]))
+                    packet, used = self._pack((version, bucket), spec, parameters, known, sent)
+                    checksums[spec.peer].append(packet.checksums.clone())
                     self._hand_over((version, bucket), packet, used)
             if not self._memory.lasting:
-                for line in self._lines.values():
-                    line.expect(after_all(version, self._share))
+                for channel in self._channels.values():
+                    channel.expect_token(slots_closed_token(version, self._share))
                 self._slots, self._offered = [], False
                 self._memory.close()
         except BaseException:
-            self.close()  # the engine ranks shall not wait for what does not come
+            self.close()  # so that the engine ranks do not wait for packets that will not come
             raise
         if held is not None:
             self._known = {peer: (version, of_peer) for peer, of_peer in checksums.items()}
         return sent
 
     def close(self) -> None:
-        """Give up all links; engine ranks that wait notice."""
+        """Close all channels, which engine ranks that wait notice."""
         self._closed = True
-        for link in (*self._lines.values(), *self._pairs.values()):
+        for link in (*self._channels.values(), *self._packet_channels.values()):
             link.close()
         self._near.close()
         self._path.unlink(missing_ok=True)
@@ -172,43 +220,47 @@ class Outbox:
             self._far.close()
         if self._own_slots is not None:
             self._own_slots.close()
-        self._lines, self._pairs, self._sendings, self._slots = {}, {}, {}, []
+        self._channels, self._packet_channels, self._transfers, self._slots = {}, {}, {}, []
 
     def _connect(self) -> None:
-        # First those that map memory, here as there: an order in which nobody waits in a circle.
-        while len(self._lines) < len(self._mapping):
-            rank, line = self._accept(self._near, [peer for peer in self._mapping if peer not in self._lines])
-            self._lines[rank] = line
-        while len(self._pairs) < len(self._remote):
-            rank, line = self._accept(self._far, [peer for peer in self._remote if peer not in self._pairs])
-            self._pairs[rank] = Pair(line, 0, self._device)
+        # Engine ranks that map memory come first, at both ends: in any other order ranks could wait for each other in a circle.
+        while len(self._channels) < len(self._mapping):
+            rank, channel = self._accept(
+                self._near, [peer for peer in self._mapping if peer not in self._channels]
+            )
+            self._channels[rank] = channel
+        while len(self._packet_channels) < len(self._remote):
+            rank, channel = self._accept(
+                self._far, [peer for peer in self._remote if peer not in self._packet_channels]
+            )
+            self._packet_channels[rank] = PacketChannel(channel, 0, self._device)
 
-    def _accept(self, listener: socket.socket, missing: list[int]) -> tuple[int, Line]:
-        """The next engine rank that calls, which is one of `missing`."""
+    def _accept(self, listener: socket.socket, missing: list[int]) -> tuple[int, ControlChannel]:
+        """Accept the next engine rank that connects, which must be one of `missing`."""
         with naming_peer(f"engine rank {missing[0]}", self._timeout):
             listener.settimeout(self._timeout)
             connection, _ = listener.accept()
-        line = Line(connection, "an engine rank", self._timeout)
-        (rank,) = RANK.unpack(line.receive(RANK.size))
+        channel = ControlChannel(connection, "an engine rank", self._timeout)
+        (rank,) = RANK.unpack(channel.receive(RANK.size))
         if rank not in missing:
-            line.close()
+            channel.close()
             raise LinkError(f"engine rank {rank} came where {missing} were due")
-        line.peer = f"engine rank {rank}"
-        return rank, line
+        channel.peer = f"engine rank {rank}"
+        return rank, channel
 
-    def _offer_slots(self, line: Line) -> None:
+    def _offer_slots(self, channel: ControlChannel) -> None:
         lasting = self._memory.lasting
         if self._device == "cpu":
-            line.send(OFFER.pack(len(self._slots), self._share.slot_bytes, lasting))
-            line.send_files(self._memory.files)
+            channel.send(OFFER.pack(len(self._slots), self._share.slot_bytes, lasting))
+            channel.send_files(self._memory.files)
         else:
             handles = pickle.dumps([share_device_buffer(slot) for slot in self._slots])
-            line.send(OFFER.pack(len(self._slots), -len(handles), lasting) + handles)
+            channel.send(OFFER.pack(len(self._slots), -len(handles), lasting) + handles)
 
     def _known_checksums(
         self, peer: int, held: Mapping[int, int | None] | None, index: int
     ) -> torch.Tensor | None:
-        """The checksums of the parcel's slices in the version that the engine rank holds, if they are known."""
+        """Checksums of the packet's slices in the version that the engine rank holds, if they are known."""
         if held is None or peer not in self._known:
             return None
         version, checksums = self._known[peer]
@@ -217,18 +269,18 @@ class Outbox:
     def _pack(
         self,
         token: Token,
-        parcel: Parcel,
+        spec: PacketSpec,
         parameters: Mapping[str, torch.Tensor],
         known: torch.Tensor | None,
-        sent: Sent,
+        sent: SendReport,
     ) -> tuple[Packet, int]:
-        """Pack a parcel into its slot; returns also how many bytes of it are used."""
+        """Pack a packet into its slot; returns it and the number of its bytes that are used."""
         begun = time.perf_counter()
         slot = self._slots[token[1] % len(self._slots)]
-        packet = Packet(slot[parcel.start : parcel.start + parcel.nbytes], parcel)
+        packet = Packet(slot[spec.start : spec.start + spec.nbytes], spec)
         packet.identity.copy_(torch.tensor(token))
         used, followed = fill(packet, parameters, known, self._share.fp8_block)
-        for item, follows in zip(parcel.slices, followed, strict=True):
+        for item, follows in zip(spec.slices, followed, strict=True):
             sent.bytes_sent += item.nbytes if follows else 0
             sent.bytes_unchanged += 0 if follows else item.nbytes
         if self._device != "cpu":
@@ -237,20 +289,22 @@ class Outbox:
         return packet, used
 
     def _hand_over(self, token: Token, packet: Packet, used: int) -> None:
-        peer = packet.parcel.peer
-        if peer in self._pairs:
-            self._sendings.setdefault(token[1], []).append(self._pairs[peer].send(packet.data[:used]))
+        peer = packet.spec.peer
+        if peer in self._packet_channels:
+            self._transfers.setdefault(token[1], []).append(
+                self._packet_channels[peer].send(packet.data[:used])
+            )
         else:
-            self._lines[peer].say(token)
+            self._channels[peer].send_token(token)
 
-    def _wait_taken(self, version: int, bucket: int, sent: Sent) -> None:
-        """Wait until all packets of a bucket were taken."""
+    def _wait_taken(self, version: int, bucket: int, sent: SendReport) -> None:
+        """Wait until the engine ranks have taken all packets of a bucket."""
         begun = time.perf_counter()
-        for parcel in self._share.buckets[bucket]:
-            if parcel.peer in self._lines:
-                self._lines[parcel.peer].expect((version, bucket))
-        for sending in self._sendings.pop(bucket, ()):
-            sending.wait()
+        for spec in self._share.buckets[bucket]:
+            if spec.peer in self._channels:
+                self._channels[spec.peer].expect_token((version, bucket))
+        for transfer in self._transfers.pop(bucket, ()):
+            transfer.wait()
         sent.seconds["wait"] += time.perf_counter() - begun
 
 
@@ -269,19 +323,19 @@ def fill(
     """Read a packet's slices from `parameters`, converted to the types that travel.
 
     Args:
-        known: checksums of the slices [slices]; those that still have them do not follow.
+        known: checksums of the slices in the engine's version [slices]; slices with an equal checksum do not follow.
 
-    Returns: how many bytes of the packet are used, and for each slice whether it follows.
+    Returns: the number of bytes of the packet that are used, and for each slice whether it follows.
     """
     at, found, followed = packet.body, [], []
-    for index, item in enumerate(packet.parcel.slices):
+    for index, item in enumerate(packet.spec.slices):
         part = packet.place(item, at)
         source = parameters[item.local]
         if item.reading == CONVERT:
             part.copy_(source[item.box.slices])
         else:
             READ[item.reading](source, item.box, fp8_block, part)
-        del source  # it may have been made for this slice: gone before the next one is
+        del source  # it may have been made for this slice: freed before the next one is made
         found.append(checksum(part))
         followed.append(known is None or bool(found[-1] != known[index]))
         at += aligned(item.nbytes) if followed[-1] else 0
@@ -291,7 +345,7 @@ def fill(
 
 
 def share_device_buffer(buffer: torch.Tensor) -> tuple:
-    """What another process on the same machine needs to open a tensor on a GPU (`open_device_buffer`).
+    """The handle by which another process on the same machine opens a tensor on a GPU (`open_device_buffer`).
 
     The device's number, which may differ there, is given as the GPU's UUID; it is the argument `place` of torch's
     rebuild function (torch 2.13: `rebuild_cuda_tensor(cls, size, stride, offset, storage_cls, dtype, device, ...)`).

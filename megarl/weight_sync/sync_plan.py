@@ -1,10 +1,11 @@
-"""Megatron shards -> SGLang shards: who sends which slices to whom, in which bucket, and by which transport.
+"""The plan of a weight sync, from Megatron shards to SGLang shards: which slices each rank sends to which rank, in which bucket, by
+which transport.
 
 The controller works the plan out once (`SyncPlan.shares`) and gives each rank its own share. Each trainer rank then
-packs and sends what its share says (`outbox`); the receiver inside each SGLang rank (`megarl.weight_sync.receiver`) copies
+packs and sends the slices of its share (sender.py). The receiver inside each SGLang rank (receiver.py) copies
 the slices into SGLang's own parameters, reads them back, and compares every checksum.
 
-Adapters that are served beside the weights are a plan of their own, whose buckets come after those of the weights: a
+Adapters that are served separately from the weights are a plan of their own, whose buckets come after those of the weights: a
 version after the first begins with them.
 """
 
@@ -19,14 +20,30 @@ from megarl.layout import Copy, Layout, Plan, RankPlace, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, sglang_keeps_float32, sglang_padding
 from megarl.models.lora import logical_adapters, scaling
-from megarl.weight_sync.adapters import megatron_adapters, served_adapters, served_padding
-from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
-from megarl.weight_sync.packets import CONVERT, IPC, P2P, QUANTISE, SCALE, SHARED, Parcel, Slice, SyncShare
+from megarl.weight_sync.layouts import (
+    EngineLayout,
+    megatron_adapters,
+    megatron_layout,
+    served_adapters,
+    served_padding,
+    sglang_layout,
+)
+from megarl.weight_sync.packets import (
+    CONVERT,
+    IPC,
+    P2P,
+    QUANTISE,
+    SCALE,
+    SHARED,
+    PacketSpec,
+    Slice,
+    SyncShare,
+)
 from megarl.weight_sync.quantize import SCALES, Block, dtype_in_fp8, is_quantised, with_scales
 
 AUTO = "auto"
 # A small model's buckets are smaller than they may be, so that there are enough of them for packing, travelling and
-# writing to overlap; but not so small that what each one costs would show.
+# writing to overlap, but not so small that the fixed cost of a bucket would matter.
 OVERLAPPING_BUCKETS = 8
 SMALL_BUCKET = 4 << 20
 
@@ -42,7 +59,7 @@ class SyncPlan:
         device: "cpu" or "cuda": where both ends have their tensors.
         transport: AUTO, or the one that all ranks shall use.
         fp8_block: rows and columns of a block, where the engines hold the model in float8 (None: they do not).
-        adapters: what the engines serve beside the weights, which come as they are without it; None: nothing.
+        adapters: the adapters that the engines serve separately, on top of unmerged weights; None: none.
     """
 
     config: ModelConfig
@@ -59,7 +76,7 @@ class SyncPlan:
 
     @cached_property
     def plan(self) -> Plan:
-        """Of the weights."""
+        """The plan of the weights."""
         source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
         target = sglang_layout(self.config, self.engines, self.target_places)
         if self.fp8_block is not None:
@@ -70,7 +87,7 @@ class SyncPlan:
 
     @cached_property
     def adapter_plan(self) -> Plan:
-        """Of the adapters."""
+        """The plan of the adapters."""
         assert self.adapters is not None
         source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
         target = sglang_layout(self.config, self.engines, self.target_places)
@@ -93,7 +110,7 @@ class SyncPlan:
 
     @cached_property
     def bucket_limit(self) -> int:
-        """The bytes that a rank really sends or receives at a time, at most."""
+        """The most bytes that a rank sends or receives at a time in this sync."""
         model = sum(torch.Size(shape).numel() for shape in logical_tensors(self.config).values())
         share = model * self.dtype.itemsize // self.engines.tp
         return min(self.bucket_bytes, max(SMALL_BUCKET, share // OVERLAPPING_BUCKETS))
@@ -108,7 +125,7 @@ class SyncPlan:
 
     @property
     def frozen(self) -> int:
-        """So many of the first buckets have what training leaves alone."""
+        """The number of first buckets whose weights training does not change."""
         return len(self._weight_buckets) if self.adapters is not None else 0
 
     @cached_property
@@ -120,27 +137,31 @@ class SyncPlan:
         return self.adapter_plan.buckets(self.bucket_limit) if self.adapters is not None else []
 
     def shares(self) -> tuple[list[SyncShare], list[SyncShare]]:
-        """What each trainer rank sends, and what each engine rank takes.
+        """The shares of all trainer ranks, and of all engine ranks.
 
         Raises:
             ValueError: `transport` cannot connect a trainer rank with an engine rank that it sends to.
         """
         num_sources, num_targets = self.parallel.world, self.engines.num_ranks
-        sources, targets = _Ends(num_sources, len(self.buckets)), _Ends(num_targets, len(self.buckets))
+        sources, targets = (
+            _ShareBuilder(num_sources, len(self.buckets)),
+            _ShareBuilder(num_targets, len(self.buckets)),
+        )
         transports: dict[tuple[int, int], str] = {}
         for bucket, copies in enumerate(self.buckets):
             routes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
             for copy in copies:
                 routes[copy.source_rank, copy.target_rank].append(copy)
-            filled = [0] * num_sources
+            filled = [0] * num_sources  # bytes of each source's slot that this bucket's packets take so far
             for source, target in sorted(routes):
                 if (source, target) not in transports:
                     transports[source, target] = self._transport(source, target)
                 leaving, arriving = self._slices(routes[source, target])
-                parcel = Parcel(target, filled[source], leaving)
-                sources.add(source, bucket, parcel)
-                targets.add(target, bucket, Parcel(source, filled[source], arriving))
-                filled[source] += parcel.nbytes
+                spec = PacketSpec(target, filled[source], leaving)
+                sources.add(source, bucket, spec)
+                targets.add(target, bucket, PacketSpec(source, filled[source], arriving))
+                filled[source] += spec.nbytes
+        # Each end learns the transports of its own peers only.
         ways_out, ways_in = defaultdict(dict), defaultdict(dict)
         for (source, target), transport in transports.items():
             ways_out[source][target] = ways_in[target][source] = transport
@@ -158,8 +179,8 @@ class SyncPlan:
         return leaving, arriving
 
     def leaving(self, rank: int) -> list[Slice]:
-        """What one trainer rank sends of a version with all weights, whatever its buckets; nothing is worked out for others."""
-        plans = self._plans(whole=True)
+        """All slices that one trainer rank sends in a complete version, without their buckets and without planning other ranks."""
+        plans = self._plans(complete=True)
         return [item for plan in plans for item in self._slices(plan.copies_from(rank))[0]]
 
     def _padding(self, rank: int) -> dict[str, int]:
@@ -168,22 +189,23 @@ class SyncPlan:
             padding |= served_padding(self.config, self.engines, rank, self.adapters)
         return padding
 
-    def bytes_received(self, whole: bool = True) -> list[int]:
-        """Bytes that each engine rank receives of a version. `whole`: with what training leaves alone."""
+    def bytes_received(self, complete: bool = True) -> list[int]:
+        """Bytes that each engine rank receives in a version. `complete`: including weights that training does not change."""
         return [
-            sum(parts) for parts in zip(*(plan.bytes_received() for plan in self._plans(whole)), strict=True)
+            sum(parts)
+            for parts in zip(*(plan.bytes_received() for plan in self._plans(complete)), strict=True)
         ]
 
-    def account(self, whole: bool = True) -> dict[str, int]:
+    def account(self, complete: bool = True) -> dict[str, int]:
         """Bytes of one sync into all engines: by link, in all, and the most that a rank receives and sends.
 
-        What stays on a device counts as received and as sent, as it passes through a bucket, too.
+        Slices that stay on a device count as received and as sent, since they pass through a bucket, too.
 
         Args:
-            whole: with what training leaves alone.
+            complete: including weights that training does not change.
         """
-        accounts = [plan.account() for plan in self._plans(whole)]
-        received = self.bytes_received(whole)
+        accounts = [plan.account() for plan in self._plans(complete)]
+        received = self.bytes_received(complete)
         sent = [
             sum(sum(by_link.values()) for by_link in of_rank)
             for of_rank in zip(*(account.sent_by_link for account in accounts), strict=True)
@@ -196,14 +218,14 @@ class SyncPlan:
             "bytes_sent_max_per_rank": max(sent),
         }
 
-    def _plans(self, whole: bool) -> list[Plan]:
+    def _plans(self, complete: bool) -> list[Plan]:
         """The plans of a version."""
         if self.adapters is None:
             return [self.plan]
-        return [self.plan, self.adapter_plan] if whole else [self.adapter_plan]
+        return [self.plan, self.adapter_plan] if complete else [self.adapter_plan]
 
     def _slices(self, copies: list[Copy]) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
-        """The slices of a packet, as its source and its target see them."""
+        """The slices of a packet, as its source and as its target see them."""
         leaving, arriving = [], []
         for copy in copies:
             dtype, reading = self._travels(copy.tensor)
@@ -245,14 +267,16 @@ class SyncPlan:
         return mapped if self.transport == SHARED else P2P
 
 
-class _Ends:
-    """The parcels of all ranks of one side, as they are added."""
+class _ShareBuilder:
+    """The packets of all ranks of one side, collected one by one."""
 
     def __init__(self, num_ranks: int, num_buckets: int) -> None:
-        self._buckets: list[list[list[Parcel]]] = [[[] for _ in range(num_buckets)] for _ in range(num_ranks)]
+        self._buckets: list[list[list[PacketSpec]]] = [
+            [[] for _ in range(num_buckets)] for _ in range(num_ranks)
+        ]
 
-    def add(self, rank: int, bucket: int, parcel: Parcel) -> None:
-        self._buckets[rank][bucket].append(parcel)
+    def add(self, rank: int, bucket: int, spec: PacketSpec) -> None:
+        self._buckets[rank][bucket].append(spec)
 
     def share(self, rank: int, transports: dict[int, str], **more: object) -> SyncShare:
-        return SyncShare(rank, transports, tuple(tuple(parcels) for parcels in self._buckets[rank]), **more)
+        return SyncShare(rank, transports, tuple(tuple(specs) for specs in self._buckets[rank]), **more)

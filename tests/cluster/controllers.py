@@ -18,10 +18,10 @@ import ray
 from ray.cluster_utils import Cluster as RayCluster
 
 from megarl.cluster import ResourcePool, RunFailure, WorkerGroup, start_cluster, stop_cluster, wait
+from megarl.cluster.group import RelayedGroup
 from megarl.cluster.guard import KEEP_ENVIRON
 from megarl.cluster.hosts import start_guard
 from megarl.cluster.ranks import RankProcess
-from megarl.cluster.relay import RelayedGroup
 from megarl.trainer.run.preemption import REQUEUE, noting_signals
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_engine_run
@@ -88,7 +88,7 @@ def calls(run_dir: str, what: str) -> None:
             if what == "pool":
                 ResourcePool("more", 1, 1, timeout=30).close()
             else:  # which gets no device, and is waited for
-                _group("more", pool, 1, run_dir, gpu_fraction=1.0, beside=run.groups, watch=run.watch)
+                _group("more", pool, 1, run_dir, gpu_fraction=1.0, watched_groups=run.groups, watch=run.watch)
 
 
 def stop(run_dir: str) -> None:

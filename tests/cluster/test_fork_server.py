@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import Kind, WorkerDied, WorkerFailed, open_premises, wait
-from megarl.cluster.fork_server import interpreter, start_nursery
+from megarl.cluster import ProcessKind, WorkerDied, WorkerFailed, open_cluster_setup, wait
+from megarl.cluster.fork_server import interpreter, start_fork_server
 from megarl.cluster.guard import marked_processes, parent_of
 from tests.cluster.processes import alive_after
 
-KIND = Kind(("wave", "numpy"), (("OMP_NUM_THREADS", "1"),))
+KIND = ProcessKind(("wave", "numpy"), (("OMP_NUM_THREADS", "1"),))
 # A module whose import takes as long as a file is there.
 SLOW = "import os, time\nwhile os.path.exists({path!r}): time.sleep(0.02)\n"
 
 
 @pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """nursery(kind): the socket of one, which is killed at the end of the test."""
+def fork_server(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """fork_server(kind): the socket of one, which is killed at the end of the test."""
     started = []
 
-    def start(kind: Kind = KIND) -> str:
-        path = str(tmp_path / f"nursery-{len(started)}")
-        started.append(start_nursery(path, kind))
+    def start(kind: ProcessKind = KIND) -> str:
+        path = str(tmp_path / f"fork-server-{len(started)}")
+        started.append(start_fork_server(path, kind))
         return path
 
     yield start
@@ -38,7 +38,7 @@ def nursery(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 
 def serving(path: str) -> list[int]:
-    """The nursery at `path` and its copies, but for those that Ray has given a title."""
+    """The fork server at `path` and its copies, but for those that Ray has given a title."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and parent_of(int(folder.name)) is not None:
@@ -68,9 +68,9 @@ def text_of(file: Path, seconds: float = 20.0) -> str:
     return file.read_text()
 
 
-def test_ranks_have_the_imports_and_are_as_others_in_all_else(start_group, nursery):
-    path, env = nursery(), {"MY_VARIABLE": "7"}
-    copies = start_group("copies", 2, env=env, nursery=path)
+def test_ranks_have_the_imports_and_are_as_others_in_all_else(start_group, fork_server):
+    path, env = fork_server(), {"MY_VARIABLE": "7"}
+    copies = start_group("copies", 2, env=env, fork_server=path)
     others = start_group("others", 1, env=env)
     (first, second), (other,) = (wait(group.call("origin", "wave"), [group]) for group in (copies, others))
     assert {first["parent"], second["parent"]} == set(serving(path))
@@ -101,22 +101,22 @@ def test_ranks_have_the_imports_and_are_as_others_in_all_else(start_group, nurse
     assert log.startswith(f"--- copies-rank0: process {copies.pids[0]} on 127.0.0.1")
 
 
-def test_the_death_of_a_copy_is_noticed_and_nothing_of_it_is_left(start_group, nursery):
-    group = start_group("copies", 2, nursery=nursery())
+def test_the_death_of_a_copy_is_noticed_and_nothing_of_it_is_left(start_group, fork_server):
+    group = start_group("copies", 2, fork_server=fork_server())
     os.kill(group.pids[1], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="copies rank 1"):
         wait(group.call("sleep", 60), [group])
     assert not Path(f"/proc/{group.pids[1]}").exists(), "nobody has waited for it"
 
 
-def test_what_a_copy_raises_is_told_as_of_any_rank(start_group, nursery):
+def test_what_a_copy_raises_is_told_as_of_any_rank(start_group, fork_server):
     with pytest.raises(WorkerFailed, match="no weights for rank 0"):
-        start_group("copies", 1, init_kwargs={"fail_rank": 0}, nursery=nursery())
+        start_group("copies", 1, init_kwargs={"fail_rank": 0}, fork_server=fork_server())
 
 
-def test_a_copy_is_restarted_as_a_copy(start_group, nursery):
-    path = nursery()
-    group = start_group("copies", 2, nursery=path)
+def test_a_copy_is_restarted_as_a_copy(start_group, fork_server):
+    path = fork_server()
+    group = start_group("copies", 2, fork_server=path)
     before = group.pids
     wait(group.restart(0), [group])
     origin, _ = wait(group.call("origin", "wave"), [group])
@@ -124,36 +124,43 @@ def test_a_copy_is_restarted_as_a_copy(start_group, nursery):
     assert origin["parent"] in serving(path) and origin["before_start"]
 
 
-def test_without_a_nursery_ranks_make_their_imports_themselves(start_group, nursery):
-    path = nursery(Kind(("no_such_module_of_anybody",), ()))
+def test_without_a_fork_server_ranks_make_their_imports_themselves(start_group, fork_server):
+    path = fork_server(ProcessKind(("no_such_module_of_anybody",), ()))
     assert "no_such_module_of_anybody" in text_of(Path(f"{path}.log"))
     for gone in (path, f"{path}-never-there"):
-        group = start_group("others", 1, nursery=gone)
+        group = start_group("others", 1, fork_server=gone)
         (origin,) = wait(group.call("origin", "wave"), [group])
         assert origin["parent"] not in serving(path) and not origin["before_start"]
         group.shutdown()
 
 
-def test_a_copy_has_the_streams_arguments_and_folder_of_who_asked(nursery, tmp_path):
+def test_a_copy_has_the_streams_arguments_and_folder_of_who_asked(fork_server, tmp_path):
     script = write(
         tmp_path / "script.py", "import os, sys; print(sys.argv[1:], os.getcwd(), sys.stdin.read())"
     )
     with run_by(
-        nursery(), script, "a", "--b=c", cwd="/proc", text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        fork_server(),
+        script,
+        "a",
+        "--b=c",
+        cwd="/proc",
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as asker:
         out, _ = asker.communicate("what is asked", timeout=30)
     assert out == "['a', '--b=c'] /proc what is asked\n" and asker.returncode == 0
 
 
-def test_who_does_not_wait_gets_no_copy(nursery, tmp_path, monkeypatch):
+def test_who_does_not_wait_gets_no_copy(fork_server, tmp_path, monkeypatch):
     """A worker that Ray has given up must not come later: it would be one too many."""
     hold, ran = write(tmp_path / "hold", ""), tmp_path / "ran"
     write(tmp_path / "slow_module.py", SLOW.format(path=str(hold)))
     monkeypatch.syspath_prepend(tmp_path)
     script = write(tmp_path / "script.py", f"import sys; print(sys.argv[1], file=open({str(ran)!r}, 'a'))")
-    path = nursery(Kind(("slow_module",), ()))
+    path = fork_server(ProcessKind(("slow_module",), ()))
     gone = run_by(path, script, "gone")
-    while "nursery" not in Path(f"/proc/{gone.pid}/cmdline").read_text():  # bash has yet to become it
+    while "fork-server" not in Path(f"/proc/{gone.pid}/cmdline").read_text():  # bash has yet to become it
         time.sleep(0.02)
     time.sleep(0.5)
     gone.kill()
@@ -163,11 +170,11 @@ def test_who_does_not_wait_gets_no_copy(nursery, tmp_path, monkeypatch):
     assert text_of(ran) == "waits\n"
 
 
-def test_it_ends_with_the_parent_of_who_asked_first(nursery, tmp_path):
+def test_it_ends_with_the_parent_of_who_asked_first(fork_server, tmp_path):
     """With Ray's raylet: its copies would else live on without one (see guard.py)."""
     done = tmp_path / "done"
     script = write(tmp_path / "script.py", f"print('done', file=open({str(done)!r}, 'w'))")
-    path = nursery()
+    path = fork_server()
     command = f"{interpreter(path)} {script}; sleep 60"  # a parent that lives on
     raylet = subprocess.Popen(["bash", "-c", command], start_new_session=True)
     assert text_of(done) == "done\n"
@@ -180,22 +187,22 @@ def test_it_ends_with_the_parent_of_who_asked_first(nursery, tmp_path):
         time.sleep(0.02)
 
 
-def test_premises_have_a_nursery_for_each_kind_and_end_whole():
-    with open_premises({"one": KIND, "two": KIND, "three": Kind(("wave",), ())}) as premises:
-        one, two, three = (premises.nurseries[name] for name in ("one", "two", "three"))
+def test_a_cluster_setup_has_a_fork_server_for_each_kind_and_leaves_nothing():
+    with open_cluster_setup({"one": KIND, "two": KIND, "three": ProcessKind(("wave",), ())}) as cluster_setup:
+        one, two, three = (cluster_setup.fork_servers[name] for name in ("one", "two", "three"))
         assert one == two != three
         pids = serving(one) + serving(three)
-        assert len(pids) == 2 and set(pids) <= set(marked_processes(premises.mark))
+        assert len(pids) == 2 and set(pids) <= set(marked_processes(cluster_setup.mark))
     assert alive_after(pids, 5) == []
-    assert not Path(premises.temp_dir).exists()
+    assert not Path(cluster_setup.temp_dir).exists()
 
 
-def test_premises_end_with_a_controller_that_is_killed():
+def test_a_cluster_setup_ends_with_a_controller_that_is_killed():
     code = """
         import time
-        from megarl.cluster import Kind, open_premises
-        with open_premises({"kind": Kind(("wave",), ())}) as premises:
-            print(premises.nurseries["kind"], flush=True)
+        from megarl.cluster import ProcessKind, open_cluster_setup
+        with open_cluster_setup({"kind": ProcessKind(("wave",), ())}) as cluster_setup:
+            print(cluster_setup.fork_servers["kind"], flush=True)
             time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]

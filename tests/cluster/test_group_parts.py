@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.cluster import WorkerDied, wait
-from megarl.cluster.failures.failure import stream
 from megarl.cluster.group import _devices_of_processes
+from megarl.cluster.waiting import stream
 from tests.cluster.processes import alive, alive_after
 
 

@@ -12,7 +12,7 @@ from megarl.costs.hardware import SECONDS, TABLE, Assumptions, find_hardware, re
 from megarl.costs.speed import Machine, Passes, bubble, decode_kernels, launches, pass_time, pipeline_seconds
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
-from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.layouts import EngineLayout
 
 MODELS = Path(__file__).resolve().parents[2] / "recipes/models"
 # A GPU with round figures, all of which is reached.

@@ -1,9 +1,9 @@
 import pytest
 
 from megarl.config.schema.rollout import ENVIRONMENTS as NAMES
+from megarl.environments import BUILT_IN, find_environment
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import ENVIRONMENTS, Environment
-from megarl.environments.find import BUILT_IN, find_environment
 from megarl.util.plugins import load_plugins
 
 PLUGIN = """

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.data.trajectories import Generation
 from megarl.gpu_test.engine import GIB, _freed, _same
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from megarl.config import TrainConfig, check_config, load_config
 from megarl.gpu_test.models import config_folder
 from megarl.gpu_test.several import MARK, NUM_STEPS, SETTINGS, _figures, _killed, read_metrics, schedulers
-from megarl.util.shipped import shipped
+from megarl.util.packages import shipped
 
 
 def test_the_runs_keys_fit_the_recipe(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 from megarl.cli.main import RUNNERS, main
 from megarl.config.schema.launch import LaunchConfig
 from megarl.config.schema.options import section_type, walk
-from megarl.launch.environment import read_variables
-from megarl.launch.job import Job, make_job, name_of, seconds_of
+from megarl.launch.job import Job, make_job, name_of, read_variables, seconds_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = str(ROOT / "recipes/deepseek_v3_grpo_lora.yaml")

@@ -15,7 +15,7 @@ from megarl.megatron.build import build_model, local_parameters, wrap_for_traini
 from megarl.megatron.packing import PackedBatch, pack_trajectories
 from megarl.megatron.parallel import ParallelLayout, coords, init_parallel
 from megarl.models import read_model_config
-from megarl.weight_sync.model_layouts import megatron_layout
+from megarl.weight_sync.layouts import megatron_layout
 
 VOCAB = 300
 

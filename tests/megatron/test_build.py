@@ -16,7 +16,7 @@ from megarl.megatron.parallel import coords, init_parallel
 from megarl.megatron.transformer_config import check_layout
 from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.config import MLAConfig, MoEConfig
-from megarl.weight_sync.model_layouts import megatron_layout
+from megarl.weight_sync.layouts import megatron_layout
 from tests.ranks import RankPool
 
 CONFIG = ModelConfig(

@@ -8,7 +8,7 @@ import torch
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron import transformer_config
 from megarl.models import read_model_config
-from megarl.util.shipped import shipped
+from megarl.util.packages import shipped
 
 
 @pytest.mark.parametrize(

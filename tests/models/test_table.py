@@ -14,7 +14,7 @@ from megarl.models import (
     sglang_padding,
 )
 from megarl.models.fields import Fields
-from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
 from tests.models.published import CONFIGS
 
 

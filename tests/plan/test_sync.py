@@ -14,7 +14,7 @@ from megarl.cli.main import main
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, read_model_config
 from megarl.plan.sync import best_places, full_gather, pool_places, report
-from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.layouts import EngineLayout
 from megarl.weight_sync.sync_plan import SyncPlan
 
 MODELS = Path(__file__).resolve().parents[2] / "recipes/models"

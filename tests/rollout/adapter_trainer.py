@@ -16,8 +16,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_layers, adapted_weights, scaling
 from megarl.rollout.engine import AdapterConfig, SyncReport
-from megarl.weight_sync.adapters import megatron_adapters
-from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout
+from megarl.weight_sync.layouts import EngineLayout, megatron_adapters, megatron_layout
 from megarl.weight_sync.receiver import InboxFile
 from megarl.weight_sync.sync_plan import SyncPlan
 from tests.rollout.runner import EngineProcess
@@ -112,15 +111,15 @@ class AdapterTrainer:
             for tensor, box, local, place in self._layout.pieces(rank):
                 tensors[local][place.slices].copy_(adapters[tensor][box.slices])
 
-    def run(self, engine: EngineProcess, version: int, whole: bool = True, **more: Any) -> SyncReport:
+    def run(self, engine: EngineProcess, version: int, complete: bool = True, **more: Any) -> SyncReport:
         """Send a version; raises what the engine refuses."""
         engine.call("begin_update", version)
         sending = [
-            self._threads.submit(outbox.send, version, tensors, whole=whole, **more)
+            self._threads.submit(outbox.send, version, tensors, complete=complete, **more)
             for outbox, tensors in zip(self.outboxes, self.ranks, strict=True)
         ]
         try:
-            engine.call("receive_weights", whole)
+            engine.call("receive_weights", complete)
         finally:
             self.sent = [future.result() for future in sending]
         return engine.call("finish_update")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megarl.weight_sync.adapter_slot import remember_manager
+from megarl.weight_sync.served_model import remember_manager
 
 
 class Manager:

@@ -6,7 +6,7 @@ from megarl.config.schema.models import LoraConfig
 from megarl.costs.engine import cache_bytes, engine_adapter_bytes, engine_weight_bytes, rotary_bytes
 from megarl.models import read_model_config
 from megarl.rollout.engine import EngineConfig
-from megarl.weight_sync.model_layouts import EngineLayout
+from megarl.weight_sync.layouts import EngineLayout
 from tests.rollout.runner import EngineProcess
 
 SMALL = 1024  # bytes

@@ -21,7 +21,7 @@ class EngineProcess:
     """Starts an owner; `call` runs a method of its engine there."""
 
     def __init__(self, config: EngineConfig, log: Path) -> None:
-        from megarl.rollout.sglang.environment import sglang_environment
+        from megarl.rollout.sglang.before_import import sglang_environment
 
         # All owners are forked from one process that has imported SGLang, which takes a core for 6 s.
         context = multiprocessing.get_context("forkserver")
@@ -96,8 +96,7 @@ def _own(config: EngineConfig, connection, log: str, environment: dict[str, str]
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
-    from megarl.rollout.sglang.engine import SGLangEngine
-    from megarl.rollout.sglang.part import SGLangPart
+    from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
 
     engine = SGLangEngine(config) if config.node == 0 else SGLangPart(config)
     while True:

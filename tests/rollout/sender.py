@@ -9,7 +9,7 @@ import torch
 
 from megarl.layout.boxes import Box
 from megarl.weight_sync.links import Token
-from megarl.weight_sync.packets import P2P, SHARED, Packet, Parcel, Slice, SyncShare
+from megarl.weight_sync.packets import P2P, SHARED, Packet, PacketSpec, Slice, SyncShare
 from megarl.weight_sync.receiver import InboxFile
 from megarl.weight_sync.sender import Outbox
 from tests.rollout.manifests import Slices, rank_slices
@@ -43,22 +43,22 @@ class Sender:
     ) -> None:
         """`frozen`: so many of the first buckets have what training leaves alone; the others adapters of `scaling`."""
         self.parameters: dict[str, torch.Tensor] = {}
-        leaving: list[list[Parcel]] = [[] for _ in range(num_buckets)]
+        leaving: list[list[PacketSpec]] = [[] for _ in range(num_buckets)]
         targets = []
         for rank, of_rank in enumerate(slices):
-            arriving: list[list[Parcel]] = [[] for _ in range(num_buckets)]
+            arriving: list[list[PacketSpec]] = [[] for _ in range(num_buckets)]
             for bucket in range(num_buckets):
                 here, there = self._slices(f"{rank}/{bucket}/", of_rank.entries[bucket::num_buckets])
                 if here:
-                    start = sum(parcel.nbytes for parcel in leaving[bucket])
-                    leaving[bucket].append(Parcel(rank, start, here))
-                    arriving[bucket].append(Parcel(0, start, there))
-            buckets = tuple(tuple(parcels) for parcels in arriving)
+                    start = sum(spec.nbytes for spec in leaving[bucket])
+                    leaving[bucket].append(PacketSpec(rank, start, here))
+                    arriving[bucket].append(PacketSpec(0, start, there))
+            buckets = tuple(tuple(specs) for specs in arriving)
             targets.append(
                 SyncShare(rank, {0: transport}, buckets, of_rank.padding, frozen=frozen, scaling=scaling)
             )
         transports = dict.fromkeys(range(len(slices)), transport)
-        share = SyncShare(0, transports, tuple(tuple(parcels) for parcels in leaving), {}, frozen=frozen)
+        share = SyncShare(0, transports, tuple(tuple(specs) for specs in leaving), {}, frozen=frozen)
         folder.mkdir(exist_ok=True)
         self._short = TemporaryDirectory()  # a test's own folder may be too long for a socket's path
         self.outbox = TamperingOutbox(share, self._short.name, "127.0.0.1", "cpu", timeout)
@@ -77,9 +77,11 @@ class Sender:
             there.append(Slice(tensor, local, Box(tuple(start), tuple(value.shape)), dtype))
         return tuple(here), tuple(there)
 
-    def send(self, version: int, held: Mapping[int, int | None] | None = None, whole: bool = True) -> Future:
+    def send(
+        self, version: int, held: Mapping[int, int | None] | None = None, complete: bool = True
+    ) -> Future:
         """Begin to send a version; the result is a `Sent`."""
-        return self._thread.submit(self.outbox.send, version, self.parameters, held, whole)
+        return self._thread.submit(self.outbox.send, version, self.parameters, held, complete)
 
     def close(self) -> None:
         self.outbox.close()

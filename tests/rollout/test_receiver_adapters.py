@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.weight_sync.binding import RefusedError, named_weights
 from megarl.weight_sync.links import LinkError
 from megarl.weight_sync.packets import P2P, SHARED
-from megarl.weight_sync.receiver import Received, Receiver
+from megarl.weight_sync.receiver import Receiver, ReceiveReport
+from megarl.weight_sync.served_model import RefusedError, named_weights
 from tests.rollout.manager import Manager
 from tests.rollout.manifests import Slices
 from tests.rollout.sender import Sender
@@ -37,10 +37,10 @@ class Pair:
         self.receiver = Receiver(self.model, self.sender.told[0], "session")
         self._first = sending
 
-    def run(self, version: int, whole: bool) -> Received:
-        sending = self._first if version == 1 else self.sender.send(version, whole=whole)
+    def run(self, version: int, complete: bool) -> ReceiveReport:
+        sending = self._first if version == 1 else self.sender.send(version, complete=complete)
         try:
-            return self.receiver.receive(version, whole)
+            return self.receiver.receive(version, complete)
         finally:
             sending.exception()
 
@@ -70,15 +70,15 @@ def pair(tmp_path: Path) -> Iterator[Callable[..., Pair]]:
 @pytest.mark.parametrize("transport", [SHARED, P2P])
 def test_adapters_come_alone_after_a_whole_version(pair: Callable[..., Pair], transport: str) -> None:
     one = pair(transport)
-    assert one.run(1, whole=True).bytes_written == ADAPTER_BYTES + 4 * 24 + 2 * 4
+    assert one.run(1, complete=True).bytes_written == ADAPTER_BYTES + 4 * 24 + 2 * 4
     assert torch.equal(one.slot[0], A) and torch.equal(one.slot[1], B) and torch.equal(one.model.bias, BIAS)
     other = one.manager.lora_modules[1]["1.o"]
     assert not other.A_buffer.any() and not other.B_buffer.any()
     for version in (2, 3):
         one.add(7)
-        assert one.run(version, whole=False).bytes_written == ADAPTER_BYTES
+        assert one.run(version, complete=False).bytes_written == ADAPTER_BYTES
         assert torch.equal(one.slot[0], A + 7 * (version - 1)) and torch.equal(one.model.weight, WEIGHT)
-    one.run(4, whole=True)
+    one.run(4, complete=True)
     assert torch.equal(one.model.weight, WEIGHT + 14) and torch.equal(one.slot[1], B + 14)
 
 
@@ -88,7 +88,7 @@ def test_after_a_flipped_bit_adapters_alone_are_refused(
     pair: Callable[..., Pair], transport: str, position: int
 ) -> None:
     one = pair(transport)
-    one.run(1, whole=True)
+    one.run(1, complete=True)
 
     def flip(token: tuple[int, int], packet: object) -> None:
         if token == (2, 3):
@@ -98,61 +98,61 @@ def test_after_a_flipped_bit_adapters_alone_are_refused(
     with pytest.raises(
         RefusedError, match=r"b: checksum 0x[0-9a-f]+ in 0\.qkv\.lora_B, 0x[0-9a-f]+ on trainer"
     ):
-        one.run(2, whole=False)
+        one.run(2, complete=False)
     with pytest.raises(RefusedError, match="the engine holds no verified weights for them"):
-        one.run(3, whole=False)
-    one.run(4, whole=True)
+        one.run(3, complete=False)
+    one.run(4, complete=True)
     one.add(1)
-    one.run(5, whole=False)
+    one.run(5, complete=False)
     assert torch.equal(one.slot[1], B + 1)
 
 
 def test_a_lost_bucket_is_noticed(pair: Callable[..., Pair]) -> None:
     one = pair()
-    one.run(1, whole=True)
+    one.run(1, complete=True)
     one.sender.outbox.tamper = lambda token, packet: token != (2, 2)
     with pytest.raises(LinkError, match=r"trainer rank 0 is at bucket 3 .* where bucket 2 of version 2"):
-        one.run(2, whole=False)
+        one.run(2, complete=False)
     with pytest.raises(LinkError, match="connected anew"):
-        one.run(3, whole=True)
+        one.run(3, complete=True)
 
 
 def test_another_connection_begins_with_the_weights(pair: Callable[..., Pair], tmp_path: Path) -> None:
     one = pair()
-    one.run(1, whole=True)
+    one.run(1, complete=True)
     sender = Sender(tmp_path / "again", [Slices(SLICES, PADDING)], 4, SHARED, 5.0, 2, 1.5)
-    sending = sender.send(2, whole=False)
+    sending = sender.send(2, complete=False)
     with pytest.raises(RefusedError, match="the engine holds no verified weights for them"):
-        Receiver(one.model, sender.told[0], "another session").receive(2, whole=False)
+        Receiver(one.model, sender.told[0], "another session").receive(2, complete=False)
     sending.result()
     sender.close()
 
 
 def test_weights_that_moved_have_to_come_again(pair: Callable[..., Pair]) -> None:
     one = pair()
-    one.run(1, whole=True)
+    one.run(1, complete=True)
     one.model.weight.data = torch.zeros(4, 6)
     with pytest.raises(RefusedError, match="the weights are not where they were"):
-        one.run(2, whole=False)
-    one.run(3, whole=True)
+        one.run(2, complete=False)
+    one.run(3, complete=True)
     assert torch.equal(one.model.weight, WEIGHT)
 
 
 def test_adapters_that_left_their_slot_or_have_another_scaling_are_refused(pair: Callable[..., Pair]) -> None:
     one = pair()
-    one.run(1, whole=True)
+    one.run(1, complete=True)
     one.manager.fetch_new_loras({None})
     with pytest.raises(RefusedError, match="SGLang took the adapters out of their slot"):
-        one.run(2, whole=False)
-    one.run(3, whole=True)  # puts them back
+        one.run(2, complete=False)
+    one.run(3, complete=True)  # puts them back
     assert torch.equal(one.slot[0], A)
     with pytest.raises(RefusedError, match=r"the engine scales adapters by 1\.5, the trainer by 2"):
-        pair(scaling=2.0).run(1, whole=True)
+        pair(scaling=2.0).run(1, complete=True)
 
 
 def test_an_engine_with_a_slot_takes_no_weights_without_adapters(pair: Callable[..., Pair]) -> None:
     with pytest.raises(RefusedError, match="started with adapters, weights come without them"):
-        pair(scaling=None).run(1, whole=True)
+        pair(scaling=None).run(1, complete=True)
 
 
 def test_layers_that_were_wrapped_have_their_own_names() -> None:

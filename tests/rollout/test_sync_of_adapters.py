@@ -19,8 +19,8 @@ from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights, adapter_pieces, logical_adapters
 from megarl.plan.memory import SLOTS
 from megarl.rollout.engine import EngineConfig, NoValidWeightsError, WeightSyncError
-from megarl.weight_sync.adapter_slot import Slot, buffers_of
 from megarl.weight_sync.packets import P2P
+from megarl.weight_sync.served_model import AdapterSlot, buffers_of
 from tests.ranks import RankPool
 from tests.rollout.adapter_trainer import BUCKET, AdapterTrainer, adapters_of, engine_adapters, peft_model
 from tests.rollout.conftest import TP, Model
@@ -42,12 +42,12 @@ class Served:
     trainer: AdapterTrainer
     folder: Path
 
-    def sync(self, version: int, whole: bool, seed: int | None = None) -> Any:
+    def sync(self, version: int, complete: bool, seed: int | None = None) -> Any:
         """Give the engine the adapters of `seed`; returns PEFT's model."""
         model = peft_model(self.folder, LORA, seed=version if seed is None else seed)
         self.trainer.put(adapters_of(model))
-        report = self.trainer.run(self.engine, version, whole)
-        assert list(report.bytes_written) == self.trainer.sync.bytes_received(whole)
+        report = self.trainer.run(self.engine, version, complete)
+        assert list(report.bytes_written) == self.trainer.sync.bytes_received(complete)
         return model
 
 
@@ -85,17 +85,19 @@ def served(adapted: Served) -> Served:
     adapted.trainer.close()
     adapted.trainer = AdapterTrainer(adapted.folder, LORA, STAGES, TP, adapted.trainer.inboxes[0].parent)
     adapted.engine.call("connect", adapted.trainer.inboxes)
-    adapted.sync(1, whole=True)
+    adapted.sync(1, complete=True)
     return adapted
 
 
 def test_every_version_is_served_as_peft_computes_it(served: Served) -> None:
     """Adapters alone, after the first version: greedy answers, also to prompts whose prefixes were cached before."""
     sync = served.trainer.sync
-    assert 0 < sum(sync.bytes_received(whole=False)) < 0.5 * sum(sync.bytes_received())
+    assert 0 < sum(sync.bytes_received(complete=False)) < 0.5 * sum(sync.bytes_received())
     for version in (2, 3):
-        model = served.sync(version, whole=False)
-        assert sum(one.bytes_sent for one in served.trainer.sent) == sync.account(whole=False)["bytes_total"]
+        model = served.sync(version, complete=False)
+        assert (
+            sum(one.bytes_sent for one in served.trainer.sent) == sync.account(complete=False)["bytes_total"]
+        )
         assert_serves(served.engine, model, version)
         adapted = [hf_greedy(Model(Path(), model), prompt, 16) for prompt in PROMPTS]
         with model.disable_adapter():
@@ -111,8 +113,8 @@ def test_the_last_of_three_hundred_versions_is_served(served: Served) -> None:
         for tensors in served.trainer.ranks:
             for name, tensor in tensors.items():
                 tensor.add_(0.003 if ".lora." in name else 0.0)
-        served.trainer.run(served.engine, version, whole=False)
-    assert_serves(served.engine, served.sync(301, whole=False), 301)
+        served.trainer.run(served.engine, version, complete=False)
+    assert_serves(served.engine, served.sync(301, complete=False), 301)
 
 
 def test_point_to_point_also_begins_with_the_adapters(served: Served, tmp_path: Path) -> None:
@@ -120,13 +122,13 @@ def test_point_to_point_also_begins_with_the_adapters(served: Served, tmp_path: 
     served.engine.call("connect", trainer.inboxes)
     model = peft_model(served.folder, LORA, seed=7)
     trainer.put(adapters_of(model))
-    trainer.run(served.engine, 2, whole=True)
+    trainer.run(served.engine, 2, complete=True)
     for rank in served.engine.call("memory"):
         assert BUCKET < rank["sync_buffers"] < 1.1 * SLOTS * BUCKET  # and the packets' heads
     trainer.put({name: torch.zeros_like(tensor) for name, tensor in adapters_of(model).items()})
-    trainer.run(served.engine, 3, whole=False)
+    trainer.run(served.engine, 3, complete=False)
     trainer.put(adapters_of(model))
-    trainer.run(served.engine, 4, whole=False)
+    trainer.run(served.engine, 4, complete=False)
     assert_serves(served.engine, model, 4)
     trainer.close()
 
@@ -142,14 +144,14 @@ def test_what_did_not_arrive_as_it_was_sent_is_never_served(served: Served) -> N
     with pytest.raises(
         WeightSyncError, match=r"weights of version 2 refused: model.layers.* in model.layers.*lora_[AB]"
     ):
-        trainer.run(engine, 2, whole=False)
+        trainer.run(engine, 2, complete=False)
     with pytest.raises(NoValidWeightsError):
         engine.call("generate", PROMPTS, UIDS, GREEDY)
     trainer.tamper(lambda token, packet: None)
     with pytest.raises(WeightSyncError, match="without the weights that training leaves alone"):
         engine.call("begin_update", 3)
         engine.call("receive_weights", False)
-    assert_serves(engine, served.sync(4, whole=True), 4)
+    assert_serves(engine, served.sync(4, complete=True), 4)
 
 
 def test_weights_whose_memory_was_away_come_again(served: Served) -> None:
@@ -163,7 +165,7 @@ def test_weights_whose_memory_was_away_come_again(served: Served) -> None:
     assert engine.call("begin_update", 2) is None
     with pytest.raises(WeightSyncError, match="without the weights that training leaves alone"):
         engine.call("receive_weights", False)
-    model = served.sync(3, whole=True)
+    model = served.sync(3, complete=True)
     engine.call("resume_memory", ["kv_cache"])
     assert_serves(engine, model, 3)
 
@@ -189,7 +191,7 @@ def test_what_the_engine_was_not_started_for_is_refused(
 
 def test_adapters_that_left_their_slot_are_noticed() -> None:
     manager = Manager(torch.nn.Linear(1, 1))
-    slot = Slot(manager.base_model)
+    slot = AdapterSlot(manager.base_model)
     assert {name: tuple(tensor.shape) for name, tensor in slot.tensors.items()} == {
         "0.qkv.lora_A": (6, 4), "0.qkv.lora_B": (8, 2), "1.o.lora_A": (2, 4), "1.o.lora_B": (4, 2)
     }  # fmt: skip
@@ -264,7 +266,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     for version in (1, 2):
         model = peft_model(folder, LORA, seed=version)
         trainer.put(adapters_of(model))
-        trainer.run(engine, version, whole=version == 1)
+        trainer.run(engine, version, complete=version == 1)
         assert_serves(engine, model, version)
     trainer.close()
     engine.close()

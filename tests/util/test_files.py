@@ -19,7 +19,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.run.logger import RunLogger, read_metrics
 from megarl.util.files import naming, whole_file
-from megarl.weight_sync.model_layouts import megatron_layout
+from megarl.weight_sync.layouts import megatron_layout
 from tests.disks import small_disk
 from tests.weight_sync.shards import empty_shards, make_model
 

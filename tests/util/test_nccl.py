@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from megarl.cluster import rank_environment
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.util import nccl
 
 # What SGLang does to the environment of the process that starts its schedulers, which inherit it.

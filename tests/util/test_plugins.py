@@ -19,8 +19,8 @@ from megarl.config.checks.all import check_config
 from megarl.config.schema.data import SamplerConfig
 from megarl.config.schema.options import walk
 from megarl.data.samplers import SAMPLERS, epoch_order, make_sampler
+from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS, Environment, StepResult, Task, Turn
-from megarl.environments.find import find_environment
 from megarl.rewards import registry
 from megarl.rewards.functions import RewardFunctions, RewardSpec
 from megarl.rewards.registry import REWARDS, load_reward_function, rules_of

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.layout import Layout, Plan
 from megarl.models import ModelConfig, read_model_config
-from megarl.weight_sync.model_layouts import megatron_layout
+from megarl.weight_sync.layouts import megatron_layout
 
 
 @dataclass(frozen=True)

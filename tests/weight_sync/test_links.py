@@ -1,4 +1,4 @@
-"""Two ends of a line, and the pair that they make: over gloo, and with a stand-in for NCCL's groups."""
+"""Two ends of a control channel, and the packet channel that they make: over gloo, and with a stand-in for NCCL's groups."""
 
 import os
 import socket
@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megarl.weight_sync import links
-from megarl.weight_sync.links import Line, LineStore, LinkError, Pair, agree
+from megarl.weight_sync.links import ChannelStore, ControlChannel, LinkError, PacketChannel, agree
 
 PATIENCE = 30.0  # seconds; more than anything here takes
 
 
-def lines(timeout: float = PATIENCE) -> tuple[Line, Line]:
+def lines(timeout: float = PATIENCE) -> tuple[ControlChannel, ControlChannel]:
     here, there = socket.socketpair()
-    return Line(here, "engine rank 3", timeout), Line(there, "trainer rank 5", timeout)
+    return ControlChannel(here, "engine rank 3", timeout), ControlChannel(there, "trainer rank 5", timeout)
 
 
 def beside(work: Callable[[], Any]) -> Callable[[], Any]:
@@ -85,9 +85,11 @@ def on_gpus(monkeypatch) -> Callable[..., Communicators]:
 
 def test_ends_with_other_settings_refuse_each_other_by_name():
     here, there = lines()
-    other = beside(lambda: agree(LineStore(there), 1, there.peer, {"NCCL_CUMEM_ENABLE": "1", "NCCL_X": "2"}))
+    other = beside(
+        lambda: agree(ChannelStore(there), 1, there.peer, {"NCCL_CUMEM_ENABLE": "1", "NCCL_X": "2"})
+    )
     with pytest.raises(LinkError, match=r"engine rank 3 .* NCCL_CUMEM_ENABLE is 1 there and 0 here;"):
-        agree(LineStore(here), 0, here.peer, {"NCCL_CUMEM_ENABLE": "0", "NCCL_X": "2"})
+        agree(ChannelStore(here), 0, here.peer, {"NCCL_CUMEM_ENABLE": "0", "NCCL_X": "2"})
     with pytest.raises(LinkError, match=r"trainer rank 5 .* NCCL_CUMEM_ENABLE is 0 there and 1 here;"):
         other()
 
@@ -98,8 +100,8 @@ def test_a_pair_on_gpus_compares_settings_and_has_its_communicator(on_gpus, monk
     here, there = lines()
     asked = []
     monkeypatch.setattr(links, "agree", lambda store, end, peer, settings: asked.append((end, peer)))
-    other = beside(lambda: Pair(there, 1, "cuda"))
-    pair = Pair(here, 0, "cuda")
+    other = beside(lambda: PacketChannel(there, 1, "cuda"))
+    pair = PacketChannel(here, 0, "cuda")
     other()
     assert sorted(asked) == [(0, "engine rank 3"), (1, "trainer rank 5")]
     # None of them has a thread that ends the process when something fails.
@@ -121,7 +123,7 @@ def test_a_peer_that_dies_while_the_communicator_is_made_is_an_error_at_once(on_
     on_gpus(connect)
     monkeypatch.setattr(links, "agree", lambda *args: None)
     there.send(b"said before")  # an unread word is no sign of life
-    made = beside(lambda: Pair(here, 0, "cuda"))
+    made = beside(lambda: PacketChannel(here, 0, "cuda"))
     assert begun.wait(PATIENCE)
     there.close()
     with pytest.raises(LinkError, match="engine rank 3 closed its connection: it has died or given up"):
@@ -135,7 +137,7 @@ def test_a_peer_that_never_joins_the_communicator_is_an_error_in_time(on_gpus, m
     on_gpus(never.wait)
     monkeypatch.setattr(links, "agree", lambda *args: None)
     with pytest.raises(LinkError, match=r"engine rank 3 said nothing for 0\.3 s"):
-        Pair(here, 0, "cuda")
+        PacketChannel(here, 0, "cuda")
     never.set()
     there.close()
 
@@ -151,14 +153,14 @@ def test_what_the_communicator_raises_names_the_peer(on_gpus, monkeypatch):
     with pytest.raises(
         LinkError, match=r"engine rank 3 could not be reached .*: NCCL error: unhandled system"
     ):
-        Pair(here, 0, "cuda")
+        PacketChannel(here, 0, "cuda")
     there.close()
 
 
 def test_closing_a_pair_ends_what_waits_in_it_here_and_there():
     here, there = lines()
-    other = beside(lambda: Pair(there, 1, "cpu"))
-    pair, peer = Pair(here, 0, "cpu"), other()
+    other = beside(lambda: PacketChannel(there, 1, "cpu"))
+    pair, peer = PacketChannel(here, 0, "cpu"), other()
     waiting = beside(lambda: peer.receive(torch.zeros(4, dtype=torch.uint8)))
     pair.close()
     with pytest.raises(LinkError, match="trainer rank 5"):

@@ -16,7 +16,7 @@ from megarl.layout import RankPlace, make_plan
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import ModelConfig, logical_tensors
 from megarl.models.config import MLAConfig, MoEConfig
-from megarl.weight_sync.model_layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
 
 
 def model(kind: str, layers: int, tied: bool) -> ModelConfig:

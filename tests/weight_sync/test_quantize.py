@@ -6,7 +6,7 @@ import torch
 from megarl.layout import Box
 from megarl.layout.grid import ParallelLayout
 from megarl.models import logical_tensors
-from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
 from megarl.weight_sync.packets import P2P, SHARED
 from megarl.weight_sync.quantize import (
     FP8,

@@ -2,15 +2,18 @@
 
 import threading
 import time
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megarl.layout.boxes import Box
-from megarl.weight_sync.binding import RefusedError, overlap
+from megarl.weight_sync import receiver as after_update
 from megarl.weight_sync.links import LinkError
 from megarl.weight_sync.packets import P2P, SHARED
-from megarl.weight_sync.receiver import Receiver
+from megarl.weight_sync.receiver import RECEIVER, Receiver
+from megarl.weight_sync.served_model import RefusedError, overlap
 from tests.rollout.manifests import Slices
 from tests.rollout.sender import Sender
 
@@ -317,3 +320,37 @@ def test_scales_of_the_cache_are_one_after_a_version(connect):
     receiver.receive(1)
     sending.result()
     assert model.k_scale == 1.0 and torch.equal(model.bias, BIAS)
+
+
+@dataclass
+class Answer:
+    success: bool
+    message: str
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """What another rank finds."""
+    found = {"problem": None}
+    monkeypatch.setattr(after_update, "every_rank", lambda mine, group: [mine, found])
+    return found
+
+
+def updater(problem):
+    model = torch.nn.Module()
+    setattr(model, RECEIVER, SimpleNamespace(verify_again=lambda: problem))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    return SimpleNamespace(tp_worker=worker, tp_cpu_group=None)
+
+
+def test_an_update_that_changed_nothing_is_answered_as_it_was(others):
+    answer = Answer(True, "Success")
+    assert after_update.verify_after_update(answer, updater(None), None) is answer
+
+
+def test_any_rank_that_finds_other_weights_makes_it_a_refusal(others):
+    others["problem"] = "w has changed"
+    found = after_update.verify_after_update(Answer(True, "Success"), updater(None), None)
+    assert found == Answer(False, "w has changed (TP rank 1)")
+    refused = Answer(False, "no session")
+    assert after_update.verify_after_update(refused, updater("v has changed"), None) is refused

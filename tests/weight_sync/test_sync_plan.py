@@ -8,7 +8,7 @@ import torch
 
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
-from megarl.weight_sync.model_layouts import EngineLayout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.packets import IPC, P2P, SHARED, Packet
 from megarl.weight_sync.sender import fill
 from megarl.weight_sync.sync_plan import SyncPlan
@@ -207,10 +207,10 @@ def test_one_tensor_at_a_time_is_asked_of_the_trainer(tiny_model, fp8_block):
     shares, _ = make_sync(model, parallel, EngineLayout(2), fp8_block=fp8_block).shares()
     for share, tensors in zip(shares, load_all(model.folder, parallel), strict=True):
         asked = MadeWhenAsked(tensors)
-        parcels = [parcel for bucket in share.buckets for parcel in bucket]
-        for parcel in parcels:
-            fill(Packet(torch.zeros(parcel.nbytes, dtype=torch.uint8), parcel), asked, None, fp8_block)
-        assert asked.made == sum(len(parcel.slices) for parcel in parcels)
+        specs = [spec for bucket in share.buckets for spec in bucket]
+        for spec in specs:
+            fill(Packet(torch.zeros(spec.nbytes, dtype=torch.uint8), spec), asked, None, fp8_block)
+        assert asked.made == sum(len(spec.slices) for spec in specs)
 
 
 def test_a_small_model_is_cut_into_enough_buckets_for_an_overlap(tiny_model):

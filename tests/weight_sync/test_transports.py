@@ -13,7 +13,7 @@ from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.weight_sync.model_layouts import EngineLayout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, megatron_layout, sglang_layout
 from megarl.weight_sync.packets import IPC, P2P, SHARED
 from megarl.weight_sync.receiver import InboxFile, Receiver
 from megarl.weight_sync.sender import Outbox

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.weight_sync.receiver import InboxFile, Received, Receiver
-from megarl.weight_sync.sender import Outbox, Sent
+from megarl.weight_sync.receiver import InboxFile, Receiver, ReceiveReport
+from megarl.weight_sync.sender import Outbox, SendReport
 from megarl.weight_sync.sync_plan import SyncPlan
 
 Tensors = dict[str, torch.Tensor]
@@ -48,7 +48,7 @@ class Transfer:
 
     def run(
         self, version: int, held: Mapping[int, int | None] | None = None
-    ) -> tuple[list[Sent], list[Received]]:
+    ) -> tuple[list[SendReport], list[ReceiveReport]]:
         sending = [
             self._threads.submit(outbox.send, version, tensors, held)
             for outbox, tensors in zip(self.outboxes, self.trainer, strict=True)
@@ -62,7 +62,7 @@ class Transfer:
             outbox.close()
         self._threads.shutdown()
 
-    def _receive(self, rank: int, version: int) -> Received:
+    def _receive(self, rank: int, version: int) -> ReceiveReport:
         if self._receivers[rank] is None:
             self._receivers[rank] = Receiver(Shard(self.engine[rank]), self._told[rank], "session")
         return self._receivers[rank].receive(version)

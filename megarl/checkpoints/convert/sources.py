@@ -37,7 +37,7 @@ from megarl.models.fields import short
 from megarl.models.lora import IN_CHECKPOINTS
 from megarl.models.weight_files import some
 from megarl.util.files import read_json_object
-from megarl.weight_sync.model_layouts import hf_layout
+from megarl.weight_sync.layouts import hf_layout
 
 VOCAB_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
 _DECODER_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

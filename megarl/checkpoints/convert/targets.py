@@ -14,7 +14,7 @@ from megarl.checkpoints.dcp import DCPWriter
 from megarl.checkpoints.hf.export import HFFolderWriter
 from megarl.layout import Box, Copy, Layout, make_plan
 from megarl.models import COMPANIONS, ModelConfig, keeps_float32
-from megarl.weight_sync.model_layouts import hf_layout
+from megarl.weight_sync.layouts import hf_layout
 
 CHECKPOINT = "release"  # Megatron-LM's name for a checkpoint that begins a training run
 CHECKPOINT_VERSION = 3.0  # of Megatron-LM: from 2.0 on the order of rows within linear_qkv is today's

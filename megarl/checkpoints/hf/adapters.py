@@ -26,7 +26,7 @@ from megarl.models.lora import ADAPTER, A, B, adapted_weights, adapter_pieces, l
 from megarl.models.shards import Shapes
 from megarl.models.table import VALUE_HEAD
 from megarl.util.files import whole_folder
-from megarl.weight_sync.model_layouts import megatron_layout
+from megarl.weight_sync.layouts import megatron_layout
 
 
 def adapter_tensors(config: ModelConfig, lora: LoraConfig, head: str = "lm") -> Shapes:

@@ -22,8 +22,8 @@ from megarl.layout import Box, Copy, Layout, Plan, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, keeps_float32, logical_tensors
 from megarl.util.files import json_object, whole_folder
-from megarl.weight_sync.checksum import crc32
-from megarl.weight_sync.model_layouts import hf_layout, megatron_layout
+from megarl.weight_sync.layouts import hf_layout, megatron_layout
+from megarl.weight_sync.packets import crc32
 
 # files of a model folder other than its weights: config.json is written anew
 _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt",

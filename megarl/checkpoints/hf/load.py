@@ -14,7 +14,7 @@ from megarl.models import ModelConfig, logical_tensors, mtp_copies, read_model_c
 from megarl.models.float8 import SCALES, Block, quantise
 from megarl.models.table import VALUE_HEAD
 from megarl.models.weight_files import stored_tensors
-from megarl.weight_sync.model_layouts import hf_layout, megatron_layout
+from megarl.weight_sync.layouts import hf_layout, megatron_layout
 
 SCALE = "_scale_inv"  # suffix of the name of a tensor's scales
 _FLOAT8 = "F8_E4M3"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from megarl.util.shipped import shipped
+from megarl.util.packages import shipped
 
 PREFIX = "recipe:"
 

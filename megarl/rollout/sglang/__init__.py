@@ -1,1 +1,1 @@
-"""SGLang as a rollout engine: how its processes are started, what they are asked, how they end."""
+"""SGLang as a rollout engine: the start of its processes, its requests, its memory, its end."""

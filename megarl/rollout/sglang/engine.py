@@ -2,20 +2,20 @@
 
 Guarantees, each asserted by a test:
 
-- nothing is served before a whole, verified version is held, nor after one that failed;
-- each generation carries the version that SGLang itself says it was served by;
-- with adapters, every request is answered by these and the weights beside them;
+- nothing is served before a complete, verified version is held, nor after one that failed;
+- each generation carries the version of its weights that SGLang itself reports;
+- with adapters, every request is answered by weights and adapters together;
 - an end token is part of its response, with its log-prob;
-- requests that SGLang answers by dying (empty prompt, unknown token id) are refused here;
+- requests of which SGLang would die (empty prompt, unknown token id) are refused here;
 - the noise of a response depends on (seed, uid) only, so a resumed run repeats it;
-- requests that run when the weights change, or their memory goes, are interrupted, and go on afterwards from the token where they
-  were, with the weights that are served then; each token's log-prob is that of the weights that chose it;
-- with `deterministic` its tokens and log-probs do not depend on other requests, on the cache or on time, bit by bit;
+- requests that run when the weights change or their memory is released are interrupted, and continue afterwards after their last
+  token, with the new weights; each token's log-prob is that of the weights that chose it;
+- with `deterministic` the bits of its tokens and log-probs do not depend on other requests, on the cache or on time;
 - SGLang's processes end when this one does, however it ends;
 - this process ends, with an error in its log, within a second of one of SGLang's.
 
 The process that calls `start` is SGLang's parent; since it ends with SGLang, give each engine a process of its
-own, with the environment of `sglang_environment` (environment.py). All calls come from one thread that lives as long as the
+own, with the environment of `sglang_environment` (before_import.py). All calls come from one thread that lives as long as the
 engine, best the main one: only there can SGLang's signal that a start failed be caught and the start be
 repeated.
 """
@@ -41,17 +41,15 @@ from megarl.rollout.engine import (
     WeightSyncError,
 )
 from megarl.rollout.sglang import memory as engine_memory
-from megarl.rollout.sglang.model import read_model
 from megarl.rollout.sglang.requests import Response, ask, check_prompt, request_seed
-from megarl.rollout.sglang.start import start_owned
-from megarl.weight_sync import adapter_slot as adapters
+from megarl.rollout.sglang.start import read_model, start_owned
+from megarl.weight_sync import served_model
 from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
 
 __all__ = ["SGLangEngine", "request_seed"]
-
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
-# A request that was not yet with SGLang's scheduler when it was told to abort all is told so again.
+# The command to abort all requests is repeated, since it misses requests that had not reached SGLang's scheduler.
 ABORT_RETRY_SECONDS = 0.5
 
 
@@ -69,7 +67,7 @@ class SGLangEngine:
         self._inboxes: list[Path] = []
         self._session = self._session_held = ""
         self._last_answer = 0.0
-        self._gate = Gate()  # requests are inside while SGLang works on them
+        self._gate = Gate()  # holds a request while SGLang works on it
         self._ends: frozenset[int] = frozenset()
 
     @property
@@ -136,7 +134,7 @@ class SGLangEngine:
                     response.rest,
                     uid,
                     self.config.stop_token_ids,
-                    adapters.NAME if self.config.adapters is not None else None,
+                    served_model.ADAPTER_NAME if self.config.adapters is not None else None,
                 )
                 self._last_answer = time.monotonic()
                 generation = response.add(answer, self._version, interrupted=not self._gate.is_open)
@@ -165,7 +163,7 @@ class SGLangEngine:
     ) -> Iterator[list[Answer]]:
         timeout = self.config.request_timeout
         try:
-            # A long answer, or a trajectory of several turns, may take longer than that.
+            # A long answer, or a trajectory of several turns, may take longer than the timeout: each sign of life restarts it.
             yield from as_completed(self._engine.loop, coroutines, timeout, lambda: self.last_sign, apart)
         except NothingCompleted:
             self._version = None
@@ -185,7 +183,7 @@ class SGLangEngine:
         self.interrupt()
         held = self._version
         if self.config.adapters is not None and self._session_held != self._session:
-            held = None  # over a new connection the weights come before adapters alone
+            held = None  # over a new connection the first version has all weights
         self._version, self._update = None, _Update(version, held)
         self._control("begin_weight_update", BeginWeightUpdateReqInput())
         return held
@@ -196,19 +194,19 @@ class SGLangEngine:
             self._close_update()
         self._inboxes, self._session = list(inboxes), secrets.token_hex(8)
 
-    def receive_weights(self, whole: bool = True) -> None:
+    def receive_weights(self, complete: bool = True) -> None:
         update = self._require_update()
         if not self._inboxes:
-            self._close_update()  # as after any version that did not come: the next one may begin
+            self._close_update()  # as after any version that did not arrive: the next one may begin
             raise WeightSyncError(f"version {update.version}: no trainer is connected, call connect first")
-        if not whole and update.held is None:
+        if not complete and update.held is None:
             self._close_update()
             raise WeightSyncError(
                 f"version {update.version} came without the weights that training leaves alone, and the engine holds none"
             )
         path = results_path(self._inboxes[0])
         path.unlink(missing_ok=True)
-        self._load(update.version, whole)
+        self._load(update.version, complete)
         results = json.loads(path.read_text())
         errors = [result["error"] for result in results if not result["ok"]]
         if errors:
@@ -221,7 +219,7 @@ class SGLangEngine:
         self._close_update()
         if not update.results:
             raise WeightSyncError(f"version {update.version} did not come")
-        self.flush_cache()  # what it holds was computed by the old weights
+        self.flush_cache()  # its keys and values are those of the old weights
         self._set_version(update.version)
         self._version, self._session_held = update.version, self._session
         self._let_in()
@@ -258,7 +256,7 @@ class SGLangEngine:
         return states[0][engine_memory.KEY]
 
     def flush_cache(self) -> None:
-        # SGLang answers a request a moment before it counts it as done, so it is asked until it has come to rest.
+        # SGLang answers a request a moment before it counts it as done, so the flush is repeated until no request counts as running.
         # Its own waiting (timeout_s) goes on only when its idle sleep of a second ends (0.5.21).
         deadline = time.monotonic() + self.config.request_timeout
         while True:
@@ -280,7 +278,7 @@ class SGLangEngine:
             self._engine = None
 
     def _let_in(self) -> None:
-        """What was interrupted goes on as soon as there are weights and a cache."""
+        """Let interrupted requests go on, if there are weights and a cache."""
         if self._version is not None and "kv_cache" not in self._released:
             self._gate.open()
 
@@ -305,8 +303,8 @@ class SGLangEngine:
 
         nothing = [MultiprocessingSerializer.serialize({}) for _ in range(self.config.tensor_parallel_size)]
         request = LoadLoRAAdapterFromTensorsReqInput(
-            lora_name=adapters.NAME,
-            config_dict=adapters.empty_adapter(served),
+            lora_name=served_model.ADAPTER_NAME,
+            config_dict=served_model.empty_adapter(served),
             serialized_named_tensors=nothing,
         )
         loading = self._engine.tokenizer_manager.load_lora_adapter_from_tensors(request, None)
@@ -314,10 +312,10 @@ class SGLangEngine:
         if not answer.success:
             raise EngineError(f"SGLang refused the adapter: {answer.error_message}")
 
-    def _load(self, version: int, whole: bool) -> None:
+    def _load(self, version: int, complete: bool) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        to_rank = request_bytes(version, self._session, self._inboxes, whole)
+        to_rank = request_bytes(version, self._session, self._inboxes, complete)
         loading = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[to_rank] * len(self._inboxes), load_format=LOADER, flush_cache=False
         )
@@ -340,12 +338,12 @@ class SGLangEngine:
         if not success:
             raise EngineError(f"SGLang refused {method}: {message}")
 
-    def _memory(self, what: str, tags: Sequence[str]) -> None:
+    def _memory(self, action: str, tags: Sequence[str]) -> None:
         from sglang.srt.managers import io_struct
 
-        request = getattr(io_struct, f"{what.title()}MemoryOccupationReqInput")(tags=list(tags))
-        method = getattr(self._engine.tokenizer_manager, f"{what}_memory_occupation")
-        self._call(method(request, None), f"{what}_memory_occupation")
+        request = getattr(io_struct, f"{action.title()}MemoryOccupationReqInput")(tags=list(tags))
+        method = getattr(self._engine.tokenizer_manager, f"{action}_memory_occupation")
+        self._call(method(request, None), f"{action}_memory_occupation")
 
     def _call(self, awaitable: Awaitable[Answer], what: str) -> Answer:
         """Wait for SGLang's answer.
@@ -362,7 +360,7 @@ class SGLangEngine:
 
 
 class _Update:
-    """A version on its way, and what the receivers answered, by TP rank."""
+    """An update in progress: its version, and the receivers' answers by TP rank."""
 
     def __init__(self, version: int, held: int | None) -> None:
         self.version, self.held = version, held
@@ -382,3 +380,37 @@ class _Update:
             phase_seconds={name: tuple(rank[name] for rank in phases) for name in phases[0]},
             seconds=time.perf_counter() - self._begun,
         )
+
+
+class SGLangPart:
+    """Owns the TP ranks of an engine on node `config.node`, which is not the first.
+
+    Requests come to the first node's process (`SGLangEngine`) and from there, over the ranks' own group, to all TP ranks.
+    So there is nothing to call here: this process starts its node's ranks, is their parent, and ends with them, like the first
+    node's. If a rank is lost, those of all nodes end, since they wait for each other.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert 0 < config.node < config.nodes, config
+        self.config = config
+        self._engine: Any = None
+        self._closing = threading.Event()
+
+    def start(self) -> None:
+        """Start the node's ranks; returns when those of all nodes are up.
+
+        Raises:
+            ValueError, EngineError: as `RolloutEngine.start`.
+        """
+        self._engine = start_owned(self.config, read_model(self.config), self._closing)
+
+    def pids(self) -> list[int]:
+        """The processes of the node's ranks."""
+        return list(self._engine.get_all_child_pids())
+
+    def shutdown(self) -> None:
+        """End them; returns when they are gone."""
+        self._closing.set()
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None

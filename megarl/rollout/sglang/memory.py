@@ -1,10 +1,10 @@
-"""How much device memory an engine's weights and KV cache take: measured inside SGLang, on each of its ranks.
+"""Device memory of an engine's weights and KV cache, measured inside SGLang on each of its ranks.
 
-SGLang answers with rank 0's figures, as they were at the start, in GiB; so its answer (`get_internal_state`) is given
+SGLang itself reports rank 0's figures, as they were at the start, in GiB; so its answer (`get_internal_state`) gets
 another entry, which the ranks gather (0.5.21).
 
-On a GPU what the tensors are said to take stands beside what the driver says of the device, and a release is held to it
-(`unreleased`): torch_memory_saver notices by no other sign that it was never preloaded.
+On a GPU the tensors' bytes are reported together with the driver's figures of the device, and a release is checked against these
+(`unreleased`): nothing else shows that torch_memory_saver was never preloaded.
 """
 
 import os
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from megarl.weight_sync.adapter_slot import buffers_of
 from megarl.weight_sync.receiver import RECEIVER
+from megarl.weight_sync.served_model import buffers_of
 
 KEY = "megarl_memory"
-DEVICE, PROCESS = "device_used", "process_used"  # what the driver says
+DEVICE, PROCESS = "device_used", "process_used"  # the driver's figures
 _POOLS = "sglang.srt.mem_cache."
 _MIB = 1 << 20
 
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def _with_memory(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every rank gets the request, in the same order as all others; rank 0's answer is the one that is sent."""
+    """Add all ranks' figures to the answer. Every rank gets the requests in the same order; SGLang sends rank 0's answer."""
     ranks: list[Any] = [None] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
     torch.distributed.all_gather_object(ranks, measure(scheduler), group=scheduler.tp_cpu_group)
     result.internal_state[KEY] = ranks
@@ -42,8 +42,8 @@ def _with_memory(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 def measure(scheduler: Any) -> dict[str, int]:
     """{"weights", "kv_cache", "sync_buffers"}: bytes on the device of this rank, by the storages of the tensors.
 
-    What is released counts as nothing: the memory saver takes the pages from under the storages, which stay. Adapters count
-    with the weights, but are not released with them.
+    Released tensors count as 0 bytes: the memory saver takes the pages from under their storages, which stay. Adapters count
+    as weights, but are not released with them.
     """
     model = scheduler.tp_worker.model_runner.model
     allocator = scheduler.token_to_kv_pool_allocator
@@ -62,7 +62,7 @@ def measure(scheduler: Any) -> dict[str, int]:
 
 
 def _driver_bytes() -> dict[str, int]:
-    """What is not free of this rank's GPU, whoever has it; and where NVML can tell, what this process has of it: weights, cache, graphs,
+    """Used bytes of this rank's GPU, by all processes together; where NVML can tell, also those of this process: weights, cache, graphs,
     workspaces, CUDA's context."""
     free, total = torch.cuda.mem_get_info()
     found = {DEVICE: total - free}
@@ -74,10 +74,10 @@ def _driver_bytes() -> dict[str, int]:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:  # of a part of a GPU, say, or where it is not allowed: a figure less
+    except pynvml.NVMLError:  # for example on a MIG slice, or without permission: the figure is left out
         return found
     for process in processes:
-        # In a container with process numbers of its own nobody is this process.
+        # In a container with its own process ids no listed process is this one.
         if process.pid == os.getpid() and process.usedGpuMemory is not None:
             found[PROCESS] = process.usedGpuMemory
     return found
@@ -86,9 +86,9 @@ def _driver_bytes() -> dict[str, int]:
 def unreleased(
     before: Sequence[Mapping[str, int]], after: Sequence[Mapping[str, int]], tags: Iterable[str]
 ) -> str | None:
-    """What of a release did not reach the devices, by the memory of all TP ranks before and after; None: it all did.
+    """A message if released memory did not become free on a device, given the memory of all TP ranks before and after; else None.
 
-    Others on the device may have taken some of it meanwhile, so that half of what was released has to be seen.
+    Other processes may have taken some of the memory in the meantime, so it is enough if half of it became free.
     """
     for rank, (full, left) in enumerate(zip(before, after, strict=True)):
         if DEVICE not in full:
@@ -105,7 +105,7 @@ def unreleased(
 
 
 def _model_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and what SGLang derives from them and keeps as plain attributes (DeepSeek's `w_kc`)."""
+    """Parameters, buffers, and derived tensors that SGLang keeps as plain attributes (DeepSeek's `w_kc`)."""
     yield from model.parameters()
     yield from model.buffers()
     for module in model.modules():

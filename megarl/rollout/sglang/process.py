@@ -1,20 +1,18 @@
-"""SGLang's own process layout, as megarl runs it: which processes there are and how each begins.
+"""SGLang's processes as megarl runs them: which processes there are, and how each begins.
 
 Only engines that megarl starts are affected: SGLang lets a subclass of its `Engine` name the functions that
 its processes run (sglang 0.5.21).
 
-- The scheduler of each TP rank ends with its owner, from its first line on, and not with the signals of a job's end.
-- Requests are sampled with their own seed: a response's noise depends on nothing that runs beside it.
-- The samples of a prompt share its prefill (`prefix_sharing`).
-- On a CPU sequences are attended together (`sglang_attention`), not one after the other, and turned at once (`cpu_rotary`);
-  a token takes one random number (`cpu_sampling`); Qwen2 decodes without SGLang's layers (`lean_qwen2`).
-- The TP ranks of an engine find each other through a file, those on several nodes through a TCP store at the address that they
+- The scheduler of each TP rank ends with its owner, from its first line on (before_import.py), and ignores the signals of a job's end.
+- Requests are sampled with their own seed: a response's noise does not depend on other requests.
+- The samples of a prompt share its prefill, and the first rank's scheduler reports when it last computed (scheduler_hooks.py).
+- On a CPU sequences are attended together, and decode steps have fewer operations (megarl/sglang_cpu).
+- The TP ranks of an engine on one node meet through a file, those on several nodes through a TCP store at the address that they
   were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
   interface of the machine.
-- The weights of a version are read once more when SGLang has ended an update (`after_update`).
-- The first rank's scheduler says when it last computed something (`heartbeat`).
-- The ranks say how much memory they hold (`engine_memory`), and where their adapters lie (`adapters`).
-- There is no detokenizer process: token ids go in and come out (`skip_tokenizer_init`), so it would idle,
+- The weights of a version are verified again when SGLang has ended an update (megarl/weight_sync/receiver.py).
+- The ranks report how much memory they hold (memory.py), and where their adapters are (megarl/weight_sync/served_model.py).
+- There is no detokenizer process: requests and answers are token ids (`skip_tokenizer_init`), so it would idle,
   for 3 s of start-up CPU time and 400 MB.
 """
 
@@ -33,21 +31,20 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from megarl.rollout.sglang import heartbeat, prefix_sharing
 from megarl.rollout.sglang import memory as engine_memory
-from megarl.rollout.sglang.scheduler import SchedulerMain, forked, without_main
-from megarl.rollout.sglang.sent_together import SentTogether
+from megarl.rollout.sglang import scheduler_hooks
+from megarl.rollout.sglang.before_import import SchedulerMain, forked, without_main
+from megarl.rollout.sglang.requests import BatchingSocket
 from megarl.util.rendezvous import open_store
 from megarl.util.signals import outlive_job_signals
-from megarl.weight_sync import adapter_slot as adapters
-from megarl.weight_sync import after_update
+from megarl.weight_sync import receiver, served_model
 
-NAMES = ".shared-memory"  # as in cluster/guard.py: ends the names of files that name shared memory
+NAMES = ".shared-memory"  # as in cluster/guard.py: suffix of files that name shared memory
 SCHEME = "megarl"  # of addresses at which TP ranks of several nodes meet
 
 
 def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kwargs) -> None:
-    """What `SchedulerMain` runs; arguments are those of `run_scheduler_process`."""
+    """The scheduler's main function, which `SchedulerMain` calls with the arguments of `run_scheduler_process`."""
     name_shared_memory(port_args)
     outlive_job_signals()
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = meeting_place(server_args, port_args)
@@ -62,23 +59,17 @@ def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kw
         HookType.AROUND,
     )
     if tp_rank == 0:
-        heartbeat.register(heartbeat_file(port_args))
+        scheduler_hooks.install_heartbeat_hook(heartbeat_file(port_args))
     engine_memory.register()
-    after_update.register()
-    adapters.register()
-    prefix_sharing.register()
+    receiver.install_verification_hook()
+    served_model.install_adapter_hook()
+    scheduler_hooks.install_prefix_sharing_hook()
     if server_args.device == "cpu":
-        from megarl.sglang_cpu import attention as sglang_attention
-        from megarl.sglang_cpu import lean_qwen2
-        from megarl.sglang_cpu import rotary as cpu_rotary
-        from megarl.sglang_cpu import sampling as cpu_sampling
+        from megarl.sglang_cpu.hooks import on_scheduler_start
 
-        sglang_attention.register()
-        cpu_rotary.register()
-        cpu_sampling.register()
-        lean_qwen2.register()
+        on_scheduler_start()
     load_plugins()
-    HookRegistry.apply_hooks()  # a copy of its owner has loaded its plugins before
+    HookRegistry.apply_hooks()  # in a copy of the owner `load_plugins` does nothing: the owner has called it
     run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 
@@ -93,7 +84,7 @@ def meeting_place(server_args, port_args) -> str:
 
 
 def _meet(url: str, timeout: timedelta, **kwargs) -> Iterator[tuple]:
-    """Torch's protocol for places of other kinds: yields (store, rank, world size)."""
+    """A rendezvous handler in torch's protocol: yields (store, rank, world size)."""
     place = urlparse(url)
     query = {name: int(value) for name, (value,) in parse_qs(place.query).items()}
     rank, world_size = query["rank"], query["world_size"]
@@ -101,20 +92,20 @@ def _meet(url: str, timeout: timedelta, **kwargs) -> Iterator[tuple]:
 
 
 def rendezvous_file(port_args) -> str:
-    """Where those of one node do: beside the socket that SGLang made for it alone."""
+    """The rendezvous file of an engine on one node, next to a socket that SGLang made for this engine alone."""
     return f"{_socket_files(port_args)[0]}.store"
 
 
 def heartbeat_file(port_args) -> Path:
-    """Where the first rank's scheduler writes when it last computed something."""
+    """The file into which the first rank's scheduler writes the time of its last step."""
     return Path(f"{_socket_files(port_args)[0]}.heartbeat")
 
 
 def name_shared_memory(port_args) -> None:
-    """Write down what this process will make in /dev/shm, before it does: until all processes have opened it and the names are
-    removed (`unlink_shared_memory`), some seconds later, an engine that is killed leaves it behind.
+    """Write the names of this process's files in /dev/shm to the temporary folder, before the files exist.
 
-    Who removes the temporary folder then, removes what is named there, too (cluster/guard.py).
+    Until all processes have opened them and their names are removed (`unlink_shared_memory`), some seconds later, an engine that is
+    killed leaves them behind. The guard that removes the temporary folder then removes the named files, too (cluster/guard.py).
     """
     names = [shm_path_for(port_args.instance_id), f"/dev/shm/sgl_shm_*_{os.getpid()}_*"]
     Path(f"{_socket_files(port_args)[0]}.{os.getpid()}{NAMES}").write_text("\n".join(names) + "\n")
@@ -170,9 +161,9 @@ def cut_by_min_p(
 ):
     """Sample from probabilities [batch, vocabulary] with min_p and seeds, too.
 
-    SGLang asserts that not both are given, since what is left after the cut is not normalised (0.5.21). Its sampling by
-    seed adds Gumbel noise to the logarithms and takes the largest, for which that makes no difference. Cut first, what
-    top_k and top_p leave is the same: they count from the most probable token on.
+    SGLang asserts that not both are given, since the probabilities are not normalised after the cut (0.5.21). Its sampling by
+    seed adds Gumbel noise to their logarithms and takes the largest, for which normalisation makes no difference. top_k and top_p
+    leave the same tokens whether they come before or after the cut: they count from the most probable token on.
     """
     import torch
 
@@ -183,7 +174,7 @@ def cut_by_min_p(
 
 
 class _NoDraining(SignalHandler):
-    """At SIGTERM SGLang would answer what it was asked and end: its owner decides about that."""
+    """At SIGTERM SGLang would answer its requests and end; the engine's owner decides about its end instead."""
 
     def sigterm_handler(self, signum=None, frame=None) -> None:
         pass
@@ -199,8 +190,8 @@ class TokenEngine(Engine):
         if self.tokenizer_manager is not None:  # of the first node alone
             self.tokenizer_manager.signal_handler_class = _NoDraining
             socket = self.tokenizer_manager.send_to_scheduler
-            self.tokenizer_manager.send_to_scheduler = SentTogether(socket, self.loop)
-            self.heartbeat = heartbeat.Heartbeat(heartbeat_file(self.port_args))
+            self.tokenizer_manager.send_to_scheduler = BatchingSocket(socket, self.loop)
+            self.heartbeat = scheduler_hooks.Heartbeat(heartbeat_file(self.port_args))
 
     @classmethod
     def _launch_scheduler_processes(cls, server_args, *args, **kwargs):

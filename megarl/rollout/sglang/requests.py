@@ -1,10 +1,14 @@
-"""One request to SGLang: what may be asked, how it is asked, and what the answer says."""
+"""One request to SGLang: its arguments, its answer, and the socket on which requests go out together."""
 
+import asyncio
 import hashlib
+import pickle
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import zmq
 
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 
@@ -15,7 +19,7 @@ def request_seed(seed: int, uid: str) -> int:
 
 
 def check_prompt(uid: str, ids: Sequence[int], max_new_tokens: int, context: int, vocab_size: int) -> None:
-    """Refuse what SGLang answers by dying.
+    """Refuse prompts of which SGLang would die.
 
     Raises:
         ValueError: an empty prompt, one that leaves no room in the context, an unknown token id.
@@ -39,7 +43,7 @@ async def ask(
     stop_token_ids: Sequence[int],
     adapter: str | None = None,
 ) -> dict[str, Any]:
-    """SGLang's answer to a prompt. A task of this that is cancelled aborts the request.
+    """SGLang's answer to a prompt. To cancel the task aborts the request.
 
     Args:
         manager: SGLang's TokenizerManager.
@@ -53,7 +57,7 @@ async def ask(
         return_logprob=True,
         lora_path=adapter,
     )
-    # Closed at once: until then it holds the lock that an update of the weights waits for (0.5.21).
+    # Closed at once: until it is closed, the generator holds the lock that an update of the weights waits for (0.5.21).
     async with aclosing(manager.generate_request(request, None)) as answers:
         return await anext(answers)
 
@@ -77,11 +81,11 @@ def sglang_sampling(sampling: SamplingParams, uid: str, stop_token_ids: Sequence
 
 @dataclass
 class Response:
-    """A response in the making: whole, or in pieces, each of the weights that were served then.
+    """A response in progress, in one piece or several; each piece comes from the weights that were served at its time.
 
     Attributes:
-        ends: tokens that end it.
-        versions: of the weights that chose the first token, and the last one.
+        ends: tokens that end the response.
+        versions: versions of the weights that chose the first token and the last one.
     """
 
     uid: str
@@ -93,24 +97,24 @@ class Response:
 
     @property
     def rest(self) -> SamplingParams:
-        """How what is still to come is sampled: the noise of a token depends on its place in prompt and response."""
+        """The sampling parameters of the remaining tokens. The noise of a token depends on its position in prompt and response."""
         return replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(self.ids))
 
     def add(self, answer: dict[str, Any], version: int | None, interrupted: bool) -> Generation | None:
-        """Take SGLang's answer to what was asked of it last; the whole response if that was its end.
+        """Take SGLang's answer to the last request; returns the complete response if the answer ended it, else None.
 
         Args:
-            version: of the weights that are served.
-            interrupted: whether it was told to end all that runs.
+            version: version of the served weights.
+            interrupted: whether SGLang was told to abort all requests.
 
         Raises:
-            EngineError: it was aborted for another reason, or served by other weights.
+            EngineError: the request was aborted for another reason, or answered by other weights.
         """
         meta = answer["meta_info"]
         reason, ids = meta["finish_reason"]["type"], answer["output_ids"]
         versions = {int(span["version"]) for span in meta.get("weight_versions") or []}
         known = ("stop", "length", "abort") if interrupted else ("stop", "length")
-        # One that was interrupted before its first token names a version, or none.
+        # A request that was interrupted before its first token may name no version.
         if version is None or reason not in known or not (versions == {version} or not (ids or versions)):
             raise EngineError(
                 f"{self.uid}: finished by {meta['finish_reason']}, served by versions {versions} instead of {version}"
@@ -129,13 +133,46 @@ class Response:
         return Generation(self.uid, self.ids, self.log_probs, reason, first, last_weight_version=last)
 
     def _end(self) -> str | None:
-        """What ends an interrupted response (SGLang 0.5.21 says "abort" of one that was at its end); None: nothing."""
+        """Why an interrupted response has ended all the same (SGLang 0.5.21 reports "abort" also at a response's end); None: it goes on."""
         if self.ids and not self.sampling.ignore_eos and self.ids[-1] in self.ends:
             return "stop"
         if len(self.ids) == self.sampling.max_new_tokens:
             return "length"
-        if (
-            self.sampling.has_penalties
-        ):  # SGLang would not see what occurred in the piece, which is a prompt's to it
+        # Penalties count tokens of the response, and SGLang would take this piece for a part of the prompt: begin anew.
+        if self.sampling.has_penalties:
             self.ids, self.log_probs, self.versions = [], [], None
         return None
+
+
+class BatchingSocket:
+    """SGLang's socket to its schedulers, which sends all messages of one pass of the event loop together.
+
+    They are parts of one ZeroMQ message: SGLang receives each part as a message of its own, but ZeroMQ delivers none before all have
+    arrived. Otherwise the scheduler would compute the first of many requests alone, while the others are still being prepared.
+    """
+
+    def __init__(self, socket: zmq.Socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._socket, self._loop = socket, loop
+        self._waiting: list[tuple[bytes, int]] = []
+
+    def send(self, message: bytes, flags: int = 0) -> asyncio.Future:
+        self._waiting.append((message, flags))
+        if not self._loop.is_running():
+            self._flush()
+        elif len(self._waiting) == 1:
+            self._loop.call_soon(self._flush)
+        sent = self._loop.create_future()  # as SGLang's own socket returns one
+        sent.set_result(None)
+        return sent
+
+    def send_pyobj(self, message: Any, flags: int = 0, protocol: int | None = None) -> asyncio.Future:
+        """Pickled at once: SGLang changes objects that it has sent."""
+        return self.send(pickle.dumps(message, protocol), flags)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for number, (message, flags) in enumerate(waiting, start=1):
+            self._socket.send(message, flags=flags if number == len(waiting) else flags | zmq.SNDMORE)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)

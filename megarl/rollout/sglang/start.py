@@ -1,7 +1,7 @@
 """Starts SGLang's processes, and ends this one when they end.
 
-What differs between a CPU and a GPU is in `_device_arguments` and in the environment (environment.py), and nowhere else. This module
-imports SGLang only when it starts it.
+The model's config.json is checked against the engine's layout and completed for SGLang. `_device_arguments` and the environment
+(before_import.py) are the only places that tell a CPU from a GPU. This module imports SGLang only when it starts it.
 """
 
 import atexit
@@ -11,29 +11,33 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megarl.rollout.engine import EngineConfig, EngineError
-from megarl.rollout.sglang.environment import prepare_schedulers
-from megarl.rollout.sglang.model import config_overrides
-from megarl.util.imports import without_collection
+from megarl.rollout.sglang.before_import import prepare_schedulers
+from megarl.util.memory import without_collection
 from megarl.util.packages import KNOWN
-from megarl.weight_sync import adapter_slot as adapters
+from megarl.weight_sync import served_model
 from megarl.weight_sync.receiver import LOADER
 
 logger = logging.getLogger(__name__)
 CPU_CACHE_TOKENS = 65536
 _SHARED_NAMES = ("sgl_shm_", "sglang_loads_")
+# By model type: fields that SGLang 0.5.21 reads and transformers 5 does not write, since its code has no other values.
+_IMPLIED = {
+    model_type: {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    for model_type in ("deepseek_v3", "kimi_k2")
+}
 
 
 def check_version(allow_unknown: bool) -> None:
-    """Check that the installed SGLang is one that megarl was tried with.
+    """Check that the installed SGLang is of a version that megarl was tried with.
 
-    megarl reads and writes SGLang's own parameters and plugs into its parts, which any version may rename.
+    megarl reads and writes SGLang's own parameters and replaces some of its functions, which any version may rename.
 
     Raises:
         ValueError: it is another one, and `allow_unknown` is not set.
@@ -60,7 +64,7 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "ep_size": config.expert_parallel_size,
         **_node_arguments(config),
         "json_model_override_args": json.dumps(config_overrides(config, model)),
-        "disable_shared_experts_fusion": True,  # else devices differ in where they lie
+        "disable_shared_experts_fusion": True,  # else their place in memory would depend on the device
         "dtype": config.dtype,
         "context_length": config.context_length,
         "max_running_requests": config.max_num_seqs,
@@ -69,19 +73,23 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "custom_weight_loader": [LOADER],
         "enable_memory_saver": config.enable_memory_saver,
         "sampling_backend": "pytorch",  # the one that takes a seed for each request
-        "enable_deterministic_inference": config.deterministic,  # on a CPU see `batch_invariant`
+        "enable_deterministic_inference": config.deterministic,  # on a CPU: sglang_cpu/batch_invariant.py
         "sleep_on_idle": True,  # else an idle scheduler polls, and takes a core from the trainer
         "host": "127.0.0.1",
         # A start on a GPU may compile kernels for minutes, which SGLang tells as a warning.
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
-        **(adapters.server_arguments(config.adapters, config.device) if config.adapters is not None else {}),
+        **(
+            served_model.adapter_arguments(config.adapters, config.device)
+            if config.adapters is not None
+            else {}
+        ),
     }
 
 
 def _node_arguments(config: EngineConfig) -> dict[str, Any]:
-    """Of an engine on several nodes."""
+    """The arguments of an engine on several nodes."""
     if config.nodes == 1:
         return {}
     assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
@@ -89,14 +97,14 @@ def _node_arguments(config: EngineConfig) -> dict[str, Any]:
 
 
 def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
-    """What differs between a CPU and a GPU."""
+    """The arguments that differ between a CPU and a GPU."""
     if config.device == "cuda":
         return {
             "device": "cuda",
             "mem_fraction_static": config.gpu_memory_utilization,
             "max_total_tokens": config.max_total_tokens,
             "base_gpu_id": config.first_device,
-            "moe_runner_backend": "triton",  # of others some put an expert's up before its gate, or permute rows
+            "moe_runner_backend": "triton",  # others swap an expert's up and gate projections, or permute rows
             **(_float8_arguments() if config.fp8_block is not None else {}),
         }
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
@@ -104,7 +112,7 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
-        "mem_fraction_static": 0.1,  # of no effect beside max_total_tokens, but checked
+        "mem_fraction_static": 0.1,  # without effect, since max_total_tokens is given, but checked
         "max_total_tokens": config.max_total_tokens or min(config.max_num_seqs * context, CPU_CACHE_TOKENS),
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
@@ -112,8 +120,10 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
 
 
 def _float8_arguments() -> dict[str, Any]:
-    """On Blackwell SGLang's choice for products in float8, DeepGEMM, packs scales into integers of another shape as soon as weights are
-    loaded, which no sync could fill (layers/quantization/fp8_utils.py, requant_weight_ue8m0); Triton's keep them in float32.
+    """The arguments of an engine in float8: Triton's kernels on Blackwell.
+
+    SGLang's choice there, DeepGEMM, packs scales into integers of another shape as soon as weights are loaded, which no sync could
+    fill (layers/quantization/fp8_utils.py, requant_weight_ue8m0). Triton's kernels keep scales in float32.
     """
     import torch
 
@@ -167,7 +177,8 @@ def start_sglang(arguments: dict[str, Any], timeout: float) -> Any:
 
 
 def start_owned(config: EngineConfig, model: dict[str, Any], closing: threading.Event) -> Any:
-    """Start SGLang's processes on this node, once more if that fails; this one ends when they do, unless `closing` is set.
+    """Start SGLang's processes on this node, a second time if that fails. From then on this process ends when they do, unless `closing`
+    is set.
 
     Args:
         model: the model's config (`read_model`).
@@ -195,7 +206,7 @@ def start_owned(config: EngineConfig, model: dict[str, Any], closing: threading.
 def unlink_shared_memory(pids: Sequence[int]) -> None:
     """Remove the names of SGLang's shared memory, once all processes (`pids`) have opened them.
 
-    What has no name is freed when the last process that maps it ends, however it ends. SGLang leaves names
+    Memory without a name is freed when the last process that maps it ends, however it ends. SGLang leaves names
     behind whenever a scheduler is killed, and that is how its schedulers end (0.5.21).
     """
     for pid in pids:
@@ -220,7 +231,7 @@ def end_with_children(pids: Sequence[int], closing: threading.Event, first_rank:
     """
     sentinels = {child.sentinel: child for child in multiprocessing.active_children() if child.pid in pids}
 
-    # An exit without `shutdown` is one, too: SGLang's own exit handler, which runs after this, ends them.
+    # At an exit without `shutdown`, too: SGLang's own exit handler, which runs after this one, ends the schedulers.
     atexit.register(closing.set)
 
     def watch() -> None:
@@ -234,3 +245,69 @@ def end_with_children(pids: Sequence[int], closing: threading.Event, first_rank:
             os._exit(1)
 
     threading.Thread(target=watch, name="sglang-watch", daemon=True).start()
+
+
+def read_model(config: EngineConfig) -> dict[str, Any]:
+    """The model's config.json, checked against the engine's layout.
+
+    Raises:
+        ValueError: no such file; or sizes that the parallel sizes do not divide.
+    """
+    path = Path(config.model_path) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model_path: {path} does not exist; give a Hugging Face model folder")
+    model = json.loads(path.read_text())
+    tp, ep = config.tensor_parallel_size, config.expert_parallel_size
+    if tp % ep:
+        raise ValueError(f"expert_parallel_size={ep} does not divide tensor_parallel_size={tp}")
+    for key, parts, name, size in _divisions(model, tp, ep):
+        if size % parts:
+            raise ValueError(f"{key}={parts} does not divide {name}={size} of {path}")
+    groups = _key_value_heads(model)
+    if groups % tp and tp % groups:
+        raise ValueError(
+            f"tensor_parallel_size={tp} and num_key_value_heads={groups} of {path}: one must divide the other"
+        )
+    return model
+
+
+def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the model's config that SGLang gets in addition to config.json, or in place of its fields."""
+    implied = _IMPLIED.get(model.get("model_type", ""), {})
+    overrides = {name: value for name, value in implied.items() if name not in model}
+    if config.fp8_block is not None:
+        overrides["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(config.fp8_block),
+        }
+    elif config.load_format == "dummy" and "quantization_config" in model:
+        overrides["quantization_config"] = None  # synced weights have another type than those of the folder
+    return overrides
+
+
+def _divisions(model: dict[str, Any], tp: int, ep: int) -> Iterator[tuple[str, int, str, int]]:
+    """The divisions that must have no remainder: (key, its value, config field, its value)."""
+    by_tp = ("tensor_parallel_size", tp)
+    yield *by_tp, "num_attention_heads", model["num_attention_heads"]
+    experts = next(
+        (name for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in model), None
+    )
+    if experts is None or model.get("first_k_dense_replace"):
+        yield *by_tp, "intermediate_size", model["intermediate_size"]
+    if experts is None:
+        if ep > 1:
+            yield "expert_parallel_size", ep, "number of experts", 1
+        return
+    width = model["moe_intermediate_size"]
+    yield "expert_parallel_size", ep, experts, model[experts]
+    yield "tensor_parallel_size / expert_parallel_size", tp // ep, "moe_intermediate_size", width
+    if model.get("n_shared_experts"):
+        yield *by_tp, "n_shared_experts * moe_intermediate_size", model["n_shared_experts"] * width
+
+
+def _key_value_heads(model: dict[str, Any]) -> int:
+    """Number of heads of the KV cache, which TP ranks divide or repeat; latent attention has none, so its query heads count."""
+    heads = model["num_attention_heads"]
+    return heads if "kv_lora_rank" in model else model.get("num_key_value_heads") or heads

@@ -15,7 +15,7 @@ import torch
 
 from megarl.algorithms.preference import dpo_loss, dpo_metrics
 from megarl.checkpoints.hf.load import check_hf_weights
-from megarl.cluster import Premises, WorkerGroup
+from megarl.cluster import ClusterSetup, WorkerGroup
 from megarl.config import DPOConfig, check_models, position_warnings
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import PreferenceChats, chats_of, ranking_lengths
@@ -36,7 +36,7 @@ from megarl.trainer.workers.rankings import compared_chats
 WORKER = "megarl.trainer.workers.dpo:DPOWorker"
 
 
-def train(config: DPOConfig, premises: Premises | None) -> str:
+def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     model, data = read_model_config(config.model.path), config.data
     check_models(config, model)
@@ -46,7 +46,7 @@ def train(config: DPOConfig, premises: Premises | None) -> str:
     steps_of_epoch = len(TableLoader(training, data.train_batch_size, data.shuffle, data.seed))
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
     counts = training.table.num_rows, None if validation is None else validation.table.num_rows
-    with open_run(config, num_steps, premises, facts=tuning_facts(config, model, *counts)) as run:
+    with open_run(config, num_steps, cluster_setup, facts=tuning_facts(config, model, *counts)) as run:
         for warning in position_warnings(config, model):
             run.say(warning)
         if training.num_dropped:

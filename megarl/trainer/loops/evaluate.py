@@ -10,7 +10,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.hf.load import check_hf_weights
-from megarl.cluster import Premises, WorkerGroup
+from megarl.cluster import ClusterSetup, WorkerGroup
 from megarl.config import EvalConfig, check_models, save_config, val_set_sampling
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths, write_trajectories
@@ -34,7 +34,7 @@ from megarl.util.files import whole_file
 FILES = "trajectories"  # of data.val_files; those of a set are in trajectories-<name>.parquet
 
 
-def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
+def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str, float]:
     """Answer the problems as `config` (resolved) says; writes trajectories and scores, returns the scores.
 
     An engine that is lost is started anew, and asked again for what it had not answered.
@@ -49,7 +49,7 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
         set_aside_earlier_run(config, print)
         save_config(config, folder / "config.yaml")
         num_devices, limits = trainer.nnodes * trainer.n_gpus_per_node, engine_limits(config.rollout)
-        with open_engine_run(trainer.ray_address, num_devices, folder, limits, premises) as run:
+        with open_engine_run(trainer.ray_address, num_devices, folder, limits, cluster_setup) as run:
             open_pools(run, pools_of(config))
             context = data.max_prompt_length + data.max_response_length
             with run.status("starting the rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):

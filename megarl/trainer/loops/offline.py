@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.checkpoints import steps_in
-from megarl.cluster import Premises
+from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.health.monitor import start_monitor, watch
@@ -29,7 +29,7 @@ from megarl.trainer.stages.scoring import Rewards
 from megarl.trainer.workers.ptx import load_ptx
 
 
-def generate_only(config: TrainConfig, premises: Premises | None) -> str:
+def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
     """`trainer.rollout_only`: generate, score and write trajectories; returns their folder.
 
     Args:
@@ -48,7 +48,7 @@ def generate_only(config: TrainConfig, premises: Premises | None) -> str:
         inputs = load_train_inputs(config, scorer)
         set_aside_earlier_run(config, print)
         facts = inputs.facts(config)
-        with open_run(config, inputs.num_steps, premises, facts=facts, resumable=False) as run:
+        with open_run(config, inputs.num_steps, cluster_setup, facts=facts, resumable=False) as run:
             run.show_rewards(scorer)
             roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)
             rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config))
@@ -68,7 +68,7 @@ def generate_only(config: TrainConfig, premises: Premises | None) -> str:
             return str(run.trajectory_folder)
 
 
-def learn_only(config: TrainConfig, premises: Premises | None) -> str:
+def learn_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
     """`trainer.train_only`: train on trajectories that are there; returns the folder of the exported model.
 
     Args:
@@ -81,7 +81,7 @@ def learn_only(config: TrainConfig, premises: Premises | None) -> str:
     num_steps = count_steps(source, config.trainer.total_training_steps)
     models = load_model_inputs(config)
     ptx = load_ptx(config, models.tokenizer)
-    with open_run(config, num_steps, premises) as run:
+    with open_run(config, num_steps, cluster_setup) as run:
         roles = start_learners(config, run, num_steps)
         _learn_steps(config, run, roles, source, num_steps, ptx)
         with roles.memory.held("export"):

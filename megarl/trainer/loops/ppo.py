@@ -7,7 +7,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from megarl.cluster import Premises
+from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig, evaluates
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.health.monitor import start_monitor, watch
@@ -32,11 +32,11 @@ from megarl.trainer.stages.updates import update
 from megarl.trainer.stages.validation import validate
 
 
-def train(config: TrainConfig, premises: Premises | None) -> str:
+def train(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
-        with open_run(config, inputs.num_steps, premises, facts=inputs.facts(config)) as run:
+        with open_run(config, inputs.num_steps, cluster_setup, facts=inputs.facts(config)) as run:
             run.show_rewards(scorer)
             for warning in inputs.warnings:
                 run.say(warning)

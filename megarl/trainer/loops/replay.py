@@ -27,7 +27,7 @@ from megarl.trainer.roles.roles import policy_checkpoints, start_learners
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.logger import METRICS_FILE, read_metrics
-from megarl.trainer.run.process_kinds import premises_of
+from megarl.trainer.run.process_kinds import cluster_setup_of
 from megarl.trainer.run.resumed import CONFIG_FILE
 from megarl.trainer.run.resumed import FOLDER as CHECKPOINTS
 from megarl.trainer.run.run import Run
@@ -80,8 +80,8 @@ def replay(request: Request) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     devices = resolve_batches(config).devices
     with (
-        premises_of(config) as premises,
-        open_engine_run(config.trainer.ray_address, devices, folder, limits(config), premises) as run,
+        cluster_setup_of(config) as cluster_setup,
+        open_engine_run(config.trainer.ray_address, devices, folder, limits(config), cluster_setup) as run,
     ):
         run.resumed, run.trajectory_folder, run.relays_from = begin, folder, config.trainer.relays_from
         where = "the models' first weights" if begin is None else str(begin.folder)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.preference import preference_loss, preference_metrics
 from megarl.checkpoints.hf.load import check_hf_weights
-from megarl.cluster import Premises, WorkerGroup
+from megarl.cluster import ClusterSetup, WorkerGroup
 from megarl.config import RMConfig, check_models, position_warnings
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import (
@@ -58,14 +58,14 @@ class RMInputs:
     answers: pa.Table | None
 
 
-def train(config: RMConfig, premises: Premises | None) -> str:
+def train(config: RMConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the reward model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     inputs = load_inputs(config)
     data = config.data
     loader = TableLoader(inputs.training, data.train_batch_size, data.shuffle, data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     counts = inputs.training.table.num_rows, None if inputs.validation is None else inputs.validation.num_rows
-    with open_run(config, num_steps, premises, facts=tuning_facts(config, inputs.model, *counts)) as run:
+    with open_run(config, num_steps, cluster_setup, facts=tuning_facts(config, inputs.model, *counts)) as run:
         for warning in position_warnings(config, inputs.model):
             run.say(warning)
         for number, done in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from megarl.checkpoints.hf.load import check_hf_weights
-from megarl.cluster import Premises, WorkerGroup
+from megarl.cluster import ClusterSetup, WorkerGroup
 from megarl.config import SFTConfig, check_models, position_warnings
 from megarl.costs.flops import model_flops
 from megarl.data.sft import SftDataset, SftLoader
@@ -24,7 +24,7 @@ from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
 WORKER = "megarl.trainer.workers.sft:SFTWorker"
 
 
-def train(config: SFTConfig, premises: Premises | None) -> str:
+def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
     """Fine-tune the model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     model = read_model_config(config.model.path)
     check_models(config, model)
@@ -34,7 +34,7 @@ def train(config: SFTConfig, premises: Premises | None) -> str:
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     counts = len(training), None if validation is None else len(validation)
-    with open_run(config, num_steps, premises, facts=tuning_facts(config, model, *counts)) as run:
+    with open_run(config, num_steps, cluster_setup, facts=tuning_facts(config, model, *counts)) as run:
         for warning in position_warnings(config, model):
             run.say(warning)
         if training.num_truncated:

@@ -129,7 +129,7 @@ def start_group(
                 {"spec": spec, **arguments},
                 run.log_dir,
                 around=NAMED,
-                nursery=run.nurseries.get(MODEL),
+                fork_server=run.fork_servers.get(MODEL),
             )
         )
         run.profiled.append(group)

@@ -94,10 +94,10 @@ def _start_model(
         len(pool),
         kwargs,
         run.log_dir,
-        beside=run.groups,
+        watched_groups=run.groups,
         watch=run.watch,
         around=NAMED,
-        nursery=run.nurseries.get(MODEL),
+        fork_server=run.fork_servers.get(MODEL),
     )
     run.profiled.append(group)
     cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)

@@ -20,7 +20,7 @@ from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.trainer.roles.device_memory import device_memory, gpu_pools
 from megarl.trainer.roles.engine_config import engine_config, fp8_block, rollout_dtype
 from megarl.trainer.roles.lora_sync import engine_adapters, served_adapters
@@ -42,7 +42,7 @@ from megarl.trainer.run.devices import pools_of
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec
-from megarl.weight_sync.model_layouts import EngineLayout, best_device_order
+from megarl.weight_sync.layouts import EngineLayout, best_device_order
 from megarl.weight_sync.sync_plan import SyncPlan
 
 ENGINE = "megarl.trainer.workers.engine:EngineWorker"
@@ -69,8 +69,8 @@ def start_roles(
     sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
     with run.status("starting models and rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
         start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
-        # A nursery has the models' imports before the engines'.
-        last = kinds.ENGINE in run.nurseries and not freed
+        # A fork server has the models' imports before the engines'.
+        last = kinds.ENGINE in run.fork_servers and not freed
         engines = None if last else start_synced()
         actor, critic, ref = _start_models(config, run, num_steps if trains else None)
         engines = start_synced() if last else engines
@@ -269,9 +269,9 @@ def start_engines(
             devices_per_rank=tp,
             parts=nodes,
             device_order=device_order,
-            beside=run.groups,
+            watched_groups=run.groups,
             watch=run.watch,
-            nursery=run.nurseries.get(kinds.ENGINE),
+            fork_server=run.fork_servers.get(kinds.ENGINE),
         )
     )
 

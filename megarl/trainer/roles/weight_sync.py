@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster import WorkerLost
 from megarl.rollout.engine import SyncReport
 from megarl.trainer.roles.types import SyncFacts, VersionFacts
-from megarl.weight_sync.sender import Sent
+from megarl.weight_sync.sender import SendReport
 from megarl.weight_sync.sync_plan import SyncPlan
 
 if TYPE_CHECKING:
@@ -80,17 +80,17 @@ def _sync_once(run: Run, roles: Roles, version: int) -> dict[str, float]:
         held = run.wait(engines.call("begin_update", version))
     held_by_rank = dict(enumerate(engine for engine in held for _ in range(facts.engine_ranks)))
     served = facts.adapters is not None
-    whole = not served or None in held
+    complete = not served or None in held
     with run.timed("sync_send"):
         known = held_by_rank if facts.skip_unchanged else None
-        sending = actor.call("send_weights", version, known, merged=not served, whole=whole)
-        results = run.wait([*sending, *engines.call("receive_weights", whole)])
+        sending = actor.call("send_weights", version, known, merged=not served, complete=complete)
+        results = run.wait([*sending, *engines.call("receive_weights", complete)])
     with run.timed("sync_finish"):
         reports = run.wait(engines.call("finish_update"))
-    return sync_metrics(facts.whole if whole else facts.adapters, results[: len(sending)], reports)
+    return sync_metrics(facts.whole if complete else facts.adapters, results[: len(sending)], reports)
 
 
-def sync_metrics(facts: VersionFacts, sent: list[Sent], reports: list[SyncReport]) -> dict[str, float]:
+def sync_metrics(facts: VersionFacts, sent: list[SendReport], reports: list[SyncReport]) -> dict[str, float]:
     """The plan's bytes, and what the ranks measured: bytes, memory, and seconds of the slowest rank in each phase."""
     written = [count for report in reports for count in report.bytes_written]
     kept = [count for report in reports for count in report.bytes_kept]

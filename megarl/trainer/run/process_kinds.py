@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from megarl.cluster import Kind, Premises, open_premises, rank_environment
+from megarl.cluster import ClusterSetup, ProcessKind, open_cluster_setup, rank_environment
 from megarl.config import EvalConfig, RolloutConfig, TrainConfig, TuningConfig
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.trainer.run.devices import check_devices
 
 MODEL, ENGINE = "model", "engine"
@@ -30,7 +30,7 @@ _ENGINE = (
 
 
 @contextmanager
-def premises_of(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[Premises | None]:
+def cluster_setup_of(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[ClusterSetup | None]:
     """What a command's cluster needs before it is started; None: it joins one.
 
     Raises:
@@ -45,15 +45,15 @@ def premises_of(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[Pre
         kinds[ENGINE] = _engine(config.rollout)
     elif isinstance(config, TrainConfig) and config.trainer.train_only is None:
         kinds[ENGINE] = _engine(config.actor_rollout_ref.rollout)
-    with open_premises(kinds) as premises:
-        yield premises
+    with open_cluster_setup(kinds) as cluster_setup:
+        yield cluster_setup
 
 
-def _engine(rollout: RolloutConfig) -> Kind:
+def _engine(rollout: RolloutConfig) -> ProcessKind:
     """The processes that own engines."""
     env = sglang_environment("cpu", rollout.tensor_model_parallel_size, nodes=rollout.nodes_per_engine)
     return _kind(_ENGINE, env)
 
 
-def _kind(modules: tuple[str, ...], env: Mapping[str, str]) -> Kind:
-    return Kind(modules, tuple((rank_environment((), single_machine=True) | env).items()))
+def _kind(modules: tuple[str, ...], env: Mapping[str, str]) -> ProcessKind:
+    return ProcessKind(modules, tuple((rank_environment((), single_machine=True) | env).items()))

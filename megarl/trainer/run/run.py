@@ -98,10 +98,10 @@ class Run:
         return -1 if self.resumed is None else self.resumed.step
 
     @property
-    def nurseries(self) -> Mapping[str, str]:
-        """Their sockets, by kinds (kinds.py)."""
+    def fork_servers(self) -> Mapping[str, str]:
+        """The sockets of fork servers, by process kind (process_kinds.py)."""
         assert self.watch is not None and self.watch.cluster is not None
-        return self.watch.cluster.nurseries
+        return self.watch.cluster.fork_servers
 
     @property
     def log_dir(self) -> Path:

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from megarl.cluster import (
     Cluster,
-    Premises,
+    ClusterSetup,
     RayFailed,
     RunFailure,
     Watch,
     abandon_cluster,
     ending_when_stuck,
-    ray_words_in,
+    ray_messages_in,
     start_cluster,
     stop_cluster,
 )
@@ -29,7 +29,7 @@ from megarl.trainer.run.full_disk import naming_keys
 from megarl.trainer.run.logger import RunLogger
 from megarl.trainer.run.opening import Facts, opening_lines
 from megarl.trainer.run.preemption import REQUEUE, noting_signals
-from megarl.trainer.run.process_kinds import premises_of
+from megarl.trainer.run.process_kinds import cluster_setup_of
 from megarl.trainer.run.resumed import FOLDER as CHECKPOINTS
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.supervision import not_again_once_told
@@ -39,7 +39,7 @@ from megarl.trainer.run.trackers import TrackedRun
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: that a call may take, and that nobody need work on it (see cluster/failures/watch.py); None: no limit."""
+    """Seconds: that a call may take, and that nobody need work on it (see cluster/watch.py); None: no limit."""
 
     phase: float | None = None
     idle: float | None = 60.0
@@ -49,7 +49,7 @@ class Limits:
 def open_run(
     config: TrainConfig | TuningConfig,
     total_steps: int,
-    premises: Premises | None = None,
+    cluster_setup: ClusterSetup | None = None,
     *,
     facts: Facts | None = None,
     resumable: bool = True,
@@ -59,7 +59,7 @@ def open_run(
 
     Args:
         config: resolved and checked.
-        premises: of its cluster (`premises_of`); None: they are opened now.
+        cluster_setup: the setup of its cluster (`cluster_setup_of`); None: one is made now.
         facts: of what was read, to be shown; see opening.py.
         resumable: whether it can go on from a checkpoint; else it begins anew.
         signals: whether a loop of `total_steps` asks it for the signals that tell a job to end; a program may make more steps.
@@ -78,10 +78,10 @@ def open_run(
         store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
         resumed = find_resumed(config, store, say, total_steps if signals else None) if resumable else None
         stack.enter_context(recorded(config, plan, folder))
-        if premises is None:
-            premises = stack.enter_context(premises_of(config))
+        if cluster_setup is None:
+            cluster_setup = stack.enter_context(cluster_setup_of(config))
         run = stack.enter_context(
-            open_engine_run(trainer.ray_address, plan.devices, folder, limits(config), premises)
+            open_engine_run(trainer.ray_address, plan.devices, folder, limits(config), cluster_setup)
         )
         run.store, run.resumed, run.relays_from = store, resumed, trainer.relays_from
         if resumable and signals:  # over the handler that Ray has put there
@@ -128,7 +128,7 @@ def open_engine_run(
     num_devices: int,
     folder: Path,
     limits: Limits = Limits(),
-    premises: Premises | None = None,
+    cluster_setup: ClusterSetup | None = None,
 ) -> Iterator[Run]:
     """A run's folder and cluster (the one at `address`, or one of its own); ends every process it started.
 
@@ -138,10 +138,10 @@ def open_engine_run(
     run = Run(folder, Console(), phase_timeout=limits.phase)
     run.say(f"run folder: {folder}")
     with ExitStack() as stack:
-        stack.enter_context(ray_words_in(run.log_dir / "ray.log"))
+        stack.enter_context(ray_messages_in(run.log_dir / "ray.log"))
         if address is None:  # also while the servers start
             stack.enter_context(ending_when_stuck(REQUEUE))
-        cluster = start_cluster(address, num_devices, folder, premises=premises)
+        cluster = start_cluster(address, num_devices, folder, cluster_setup=cluster_setup)
         if address is not None:
             stack.enter_context(ending_when_stuck(REQUEUE, cluster.servers))
         run.watch = Watch(limits.idle, cluster)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from megarl.checkpoints import steps_in
-from megarl.cluster import Premises, RayFailed, WorkerLost
+from megarl.cluster import ClusterSetup, RayFailed, WorkerLost
 from megarl.config import TrainConfig, TuningConfig
 from megarl.trainer.run.preemption import REQUEUE, Preemption
 from megarl.trainer.run.resumed import FOLDER
@@ -22,8 +22,10 @@ from megarl.trainer.run.resumed import FOLDER
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
 
 
-def supervised(config: C, train: Callable[[C, Premises | None], str], premises: Premises | None) -> str:
-    """`train(config, premises)`, again after each loss of a process, as often as `trainer.max_restarts` allows; returns its result.
+def supervised(
+    config: C, train: Callable[[C, ClusterSetup | None], str], cluster_setup: ClusterSetup | None
+) -> str:
+    """`train(config, cluster_setup)`, again after each loss of a process, as often as `trainer.max_restarts` allows; returns its result.
 
     Whatever the lost run still had is ended by then. A rank that raises is not a loss: it would raise again.
 
@@ -33,13 +35,13 @@ def supervised(config: C, train: Callable[[C, Premises | None], str], premises: 
     allowed = config.trainer.max_restarts
     for number in range(allowed + 1):
         try:
-            return train(config, premises)
+            return train(config, cluster_setup)
         except (WorkerLost, RayFailed) as loss:
             if number == allowed:
                 raise
             lines = [str(loss), f"starting again: {number + 1} of trainer.max_restarts={allowed}"]
         Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-        config, premises = as_restarted(config), None  # they went with the run's cluster
+        config, cluster_setup = as_restarted(config), None  # the setup ended with the run's cluster
     raise AssertionError("the last one returns or raises")
 
 

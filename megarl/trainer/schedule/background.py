@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
 from megarl.cluster import Cluster, Watch
-from megarl.cluster.failures.watch import Hang
 from megarl.cluster.ranks import RankProcess
+from megarl.cluster.watch import Hang
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.cluster import WorkerFailed
-from megarl.cluster.failures.report import FOLDER
+from megarl.cluster.report import FOLDER
 from megarl.config import TrainConfig
 from megarl.data.files import write_parquet
 from megarl.data.trajectories import ragged

@@ -32,8 +32,7 @@ from megarl.trainer.workers.nonfinite_source import trajectory_names
 from megarl.trainer.workers.ptx import PtxUpdate, pack_ptx, with_ptx
 from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
 from megarl.weight_sync.packets import Address, SyncShare
-from megarl.weight_sync.sender import Outbox, Sent
-from megarl.weight_sync.slots import Slots
+from megarl.weight_sync.sender import Outbox, SendReport, Slots
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -216,18 +215,18 @@ class ActorWorker(ModelWorker):
         return self.outbox.address
 
     def send_weights(
-        self, version: int, held: dict[int, int | None] | None, *, merged: bool = True, whole: bool = True
-    ) -> Sent:
+        self, version: int, held: dict[int, int | None] | None, *, merged: bool = True, complete: bool = True
+    ) -> SendReport:
         """Send this rank's share.
 
         Args:
             held: what each engine rank holds (None: send what has not changed, too).
             merged: whether weights have adapters in them; else these travel beside the weights.
-            whole: whether weights are sent that training leaves alone.
+            complete: whether weights that training does not change are sent, too.
         """
         assert self.outbox is not None
         tensors = self.trained_tensors() if merged else self.own_tensors()
-        return self.outbox.send(version, tensors, held, whole)
+        return self.outbox.send(version, tensors, held, complete)
 
 
 def pack_weighted(

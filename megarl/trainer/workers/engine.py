@@ -18,8 +18,7 @@ import pyarrow as pa
 from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import build_trajectories, take
 from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams, SyncReport
-from megarl.rollout.sglang.engine import SGLangEngine
-from megarl.rollout.sglang.part import SGLangPart
+from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
 from megarl.trainer.workers.multi_turn import TurnsSpec, make_players
 from megarl.weight_sync.packets import Address, SyncShare
 from megarl.weight_sync.receiver import InboxFile
@@ -145,9 +144,9 @@ class EngineWorker:
         """Announce a version; returns the one that the engine held."""
         return self.engine.begin_update(version)
 
-    def receive_weights(self, whole: bool = True) -> None:
+    def receive_weights(self, complete: bool = True) -> None:
         """Take the version that the trainer ranks send meanwhile; `whole`: also what training leaves alone."""
-        self.engine.receive_weights(whole)
+        self.engine.receive_weights(complete)
 
     def finish_update(self) -> SyncReport:
         """Serve the version that arrived."""

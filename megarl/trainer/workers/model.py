@@ -18,8 +18,7 @@ from megarl.checkpoints import FileFacts
 from megarl.checkpoints.hf.adapters import AdapterExport, adapter_export_plan, load_adapters
 from megarl.checkpoints.hf.export import Bundle, ExportPlan
 from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
-from megarl.cluster.ranks import RankInfo
-from megarl.cluster.rendezvous import meet
+from megarl.cluster.ranks import RankInfo, meet
 from megarl.data.trajectories import from_lists
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
@@ -60,7 +59,7 @@ from megarl.trainer.workers.nonfinite_source import Names, blame, check_update, 
 from megarl.trainer.workers.profiling import Profile
 from megarl.trainer.workers.rank_states import rank_states, write_companions
 from megarl.trainer.workers.specs import ModelSpec
-from megarl.util.freed_memory import keep_freed_memory
+from megarl.util.memory import keep_freed_memory
 from megarl.util.plugins import load_plugins
 from megarl.util.rendezvous import wait_for_all
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS
+from megarl.environments import find_environment
 from megarl.environments.environment import Task
-from megarl.environments.find import find_environment
 from megarl.rollout.engine import RolloutEngine
 from megarl.rollout.turns import Player, TurnLimits
 from megarl.util.plugins import load_plugins

@@ -12,7 +12,7 @@ from megarl.checkpoints.hf.load import HFReader, check_hf_weights, dequantise, l
 from megarl.layout import Box, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.weight_sync.model_layouts import hf_layout, megatron_layout
+from megarl.weight_sync.layouts import hf_layout, megatron_layout
 from tests.weight_sync.shards import empty_shards, load_all, make_model, quantise, run_plan
 
 ONE = ParallelLayout(world=1)

@@ -10,7 +10,7 @@ import torch
 
 from megarl.layout import make_plan
 from megarl.layout.grid import ParallelLayout
-from megarl.weight_sync.model_layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
+from megarl.weight_sync.layouts import EngineLayout, hf_layout, megatron_layout, sglang_layout
 from tests.weight_sync.fusions import Rank, expected_sglang
 from tests.weight_sync.shards import empty_shards, load_all, run_plan
 

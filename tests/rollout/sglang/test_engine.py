@@ -163,9 +163,9 @@ def test_a_flipped_bit_names_tensor_and_rank_and_is_not_served(engine, sync, sen
     tensors = []
 
     def flip(token, packet):
-        if token[1] == 1 and packet.parcel.peer == 1:
-            packet.place(packet.parcel.slices[0], packet.body).view(torch.int32).view(-1)[-1] ^= 1
-            tensors.append(packet.parcel.slices[0].tensor)
+        if token[1] == 1 and packet.spec.peer == 1:
+            packet.place(packet.spec.slices[0], packet.body).view(torch.int32).view(-1)[-1] ^= 1
+            tensors.append(packet.spec.slices[0].tensor)
 
     sender.outbox.tamper = flip
     assert engine.call("begin_update", 11) == 10

@@ -113,7 +113,7 @@ def test_a_restarted_engine_gets_the_weights_before_adapters_alone(model_a, tmp_
         old = connect_adapters(tmp_path / "old")
         for version, model in enumerate(models, start=1):
             old.put(adapters_of(model))
-            old.run(engine, version, whole=version == 1)
+            old.run(engine, version, complete=version == 1)
             assert_serves_adapters(engine, model, version)
         assert_as_planned(engine, lora)
         kill(engine)
@@ -124,7 +124,7 @@ def test_a_restarted_engine_gets_the_weights_before_adapters_alone(model_a, tmp_
         with pytest.raises(WeightSyncError, match="no trainer is connected"):
             engine.call("receive_weights", False)
         with pytest.raises(LinkError, match=r"engine rank 0 .*died"):
-            old.outboxes[0].send(3, old.ranks[0], whole=False)
+            old.outboxes[0].send(3, old.ranks[0], complete=False)
         new = connect_adapters(tmp_path / "new")
         assert engine.call("begin_update", 3) is None
         with pytest.raises(WeightSyncError, match="the engine holds none"):
@@ -136,7 +136,7 @@ def test_a_restarted_engine_gets_the_weights_before_adapters_alone(model_a, tmp_
         assert list(report.bytes_written) == new.sync.bytes_received()
         assert_serves_adapters(engine, models[1], 3)
         new.put(adapters_of(models[0]))
-        new.run(engine, 4, whole=False)
+        new.run(engine, 4, complete=False)
         assert_serves_adapters(engine, models[0], 4)
         for trainer in (old, new):
             trainer.close()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megarl.models import read_model_config
-from megarl.rollout.sglang.environment import sglang_environment
+from megarl.rollout.sglang.before_import import sglang_environment
 from tests.models.published import CONFIGS
 
 FAMILIES = ("DeepseekV3", "Glm4Moe", "Llama", "Qwen2", "Qwen3", "Qwen3Moe")  # in config.json: ...ForCausalLM

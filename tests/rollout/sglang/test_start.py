@@ -1,5 +1,6 @@
 """What is checked before SGLang is started."""
 
+import json
 import os
 import threading
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang import start as sglang_start
-from megarl.rollout.sglang.start import check_version, server_arguments
+from megarl.rollout.sglang.start import check_version, config_overrides, read_model, server_arguments
 
 
 def test_an_unknown_version_of_sglang_is_refused(monkeypatch, caplog):
@@ -53,3 +54,48 @@ def test_a_start_on_gpus_changes_the_environment_that_schedulers_inherit(monkeyp
         sglang_start.start_owned(replace(GPU, start_timeout=7.0), {}, threading.Event())
     ((environment, timeout),) = seen
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment and timeout == 7.0
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "change", "message"),
+    [
+        (4, 3, {}, "expert_parallel_size=3 does not divide tensor_parallel_size=4"),
+        (4, 4, {"num_experts": 6}, "expert_parallel_size=4 does not divide num_experts=6"),
+        (
+            4,
+            1,
+            {"moe_intermediate_size": 6},
+            "tensor_parallel_size / expert_parallel_size=4 does not divide moe_i",
+        ),
+        (
+            4,
+            4,
+            {"n_shared_experts": 1, "moe_intermediate_size": 6},
+            "size=4 does not divide n_shared_experts .*=6",
+        ),
+        (4, 4, {"first_k_dense_replace": 1}, "tensor_parallel_size=4 does not divide intermediate_size=6"),
+        (2, 2, {"num_experts": None}, "expert_parallel_size=2 does not divide number of experts=1"),
+    ],
+)
+def test_experts_that_cannot_be_dealt_out_are_refused(tmp_path, tp, ep, change, message):
+    sizes = {"num_attention_heads": 4, "intermediate_size": 6, "num_experts": 8, "moe_intermediate_size": 8}
+    model = {name: value for name, value in (sizes | change).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(ValueError, match=message):
+        read_model(EngineConfig(str(tmp_path), tensor_parallel_size=tp, expert_parallel_size=ep))
+
+
+def test_sglang_is_told_what_transformers_does_not_write():
+    engine = EngineConfig("folder")
+    told = config_overrides(engine, {"model_type": "deepseek_v3", "topk_method": "noaux_tc"})
+    assert told == {"moe_layer_freq": 1, "scoring_func": "sigmoid"}
+    assert config_overrides(engine, {"model_type": "qwen3"}) == {}
+
+
+def test_the_engine_says_whether_weights_are_quantised():
+    """A float8 checkpoint is served as it is; what is synced is what the engine's config says."""
+    fp8, plain = {"quantization_config": {"quant_method": "fp8"}}, {"model_type": "qwen3"}
+    assert config_overrides(EngineConfig("folder", load_format="auto"), fp8) == {}
+    assert config_overrides(EngineConfig("folder"), fp8) == {"quantization_config": None}
+    told = config_overrides(EngineConfig("folder", fp8_block=(128, 64)), plain)["quantization_config"]
+    assert (told["quant_method"], told["weight_block_size"]) == ("fp8", [128, 64])

@@ -20,7 +20,7 @@ from megarl.trainer.workers.dispatch import plan_rows
 from megarl.trainer.workers.dpo import DPOWorker
 from megarl.trainer.workers.model import RowColumns
 from megarl.trainer.workers.specs import ModelSpec
-from megarl.weight_sync.model_layouts import megatron_layout
+from megarl.weight_sync.layouts import megatron_layout
 from tests.megatron.hf import VOCAB, Rank, check_gradients, save_model
 from tests.ranks import RankPool
 

@@ -1,4 +1,4 @@
-"""What the processes of a run have imported when they begin, in real nurseries."""
+"""What the processes of a run have imported when they begin, in real fork servers."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from megarl.cluster.fork_server import interpreter
 from megarl.config import EvalConfig, SFTConfig, TrainConfig, load_config, resolve
-from megarl.trainer.run.process_kinds import ENGINE, MODEL, premises_of
+from megarl.trainer.run.process_kinds import ENGINE, MODEL, cluster_setup_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 TRAIN = resolve(load_config(TrainConfig, RECIPES / "quickstart_ppo.yaml", []))
@@ -18,16 +18,16 @@ EVAL = resolve(load_config(EvalConfig, RECIPES / "quickstart_eval.yaml", []))
 LIST = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
-def test_a_run_has_nurseries_for_what_it_starts():
+def test_a_run_has_fork_servers_for_what_it_starts():
     for config, kinds in ((TRAIN, {MODEL, ENGINE}), (SFT, {MODEL}), (EVAL, {ENGINE})):
-        with premises_of(config) as premises:
-            assert premises.nurseries.keys() == kinds
+        with cluster_setup_of(config) as cluster_setup:
+            assert cluster_setup.fork_servers.keys() == kinds
         joins = replace(config, trainer=replace(config.trainer, ray_address="10.0.0.1:6379"))
-        with premises_of(joins) as premises:
-            assert premises is None
+        with cluster_setup_of(joins) as cluster_setup:
+            assert cluster_setup is None
     learns = replace(TRAIN, trainer=replace(TRAIN.trainer, train_only="somewhere"))
-    with premises_of(learns) as premises:
-        assert premises.nurseries.keys() == {MODEL}
+    with cluster_setup_of(learns) as cluster_setup:
+        assert cluster_setup.fork_servers.keys() == {MODEL}
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,13 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """The modules that a copy of each kind begins with."""
     script = tmp_path_factory.mktemp("kinds") / "script.py"
     script.write_text(LIST)
-    with premises_of(TRAIN) as premises:
+    with cluster_setup_of(TRAIN) as cluster_setup:
         # One after the other: an asker waits 30 s.
-        return {kind: copy_of(premises.nurseries[kind], script) for kind in (MODEL, ENGINE)}
+        return {kind: copy_of(cluster_setup.fork_servers[kind], script) for kind in (MODEL, ENGINE)}
 
 
-def copy_of(nursery: str, script: Path) -> set[str]:
-    command = f"exec {interpreter(nursery)} {script}"
+def copy_of(fork_server: str, script: Path) -> set[str]:
+    command = f"exec {interpreter(fork_server)} {script}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout))

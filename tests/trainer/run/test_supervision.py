@@ -32,11 +32,11 @@ class Training:
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.started: list[SFTConfig] = []
-        self.premises: list[str | None] = []
+        self.cluster_setup: list[str | None] = []
 
-    def __call__(self, config: SFTConfig, premises: str | None) -> str:
+    def __call__(self, config: SFTConfig, cluster_setup: str | None) -> str:
         self.started.append(config)
-        self.premises.append(premises)
+        self.cluster_setup.append(cluster_setup)
         if self.errors:
             raise self.errors.pop(0)
         return "hf"
@@ -49,9 +49,9 @@ def config(folder: Path, **trainer: object) -> SFTConfig:
 
 def test_every_loss_costs_one_restart(tmp_path: Path, capsys) -> None:
     training = Training(*LOSSES)
-    assert supervised(config(tmp_path, max_restarts=3), training, "premises") == "hf"
+    assert supervised(config(tmp_path, max_restarts=3), training, "cluster setup") == "hf"
     assert len(training.started) == 4
-    assert training.premises == ["premises", None, None, None]  # they end with the first cluster
+    assert training.cluster_setup == ["cluster setup", None, None, None]  # they end with the first cluster
     said = capsys.readouterr().out
     assert "starting again: 3 of trainer.max_restarts=3" in said and "the raylet is gone" in said
 

@@ -24,7 +24,7 @@ from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import MicroBatching, update_plan
 from megarl.trainer.workers.ptx import PtxUpdate, plan_ptx
 from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
-from megarl.weight_sync.model_layouts import megatron_layout
+from megarl.weight_sync.layouts import megatron_layout
 from tests.megatron.hf import VOCAB, Rank, check_gradients, make_table, save_model
 from tests.ranks import RankPool
 

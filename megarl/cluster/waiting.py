@@ -1,0 +1,426 @@
+"""Waits for calls, explains which process failed and why, and tells now and then which ranks have not answered.
+
+Guarantees:
+
+- `wait` raises within seconds when any process of the watched groups has died, in the calls or not, whether or not others hang;
+- with a `Watch` it also raises when a process is stopped, or when no process that it waits for works any more (watch.py);
+- the root cause is reported: a death before the exceptions that it caused elsewhere ("connection closed by
+  peer"), these after all other exceptions, and the earliest of them first; where ranks waited in vain for others, the others are named;
+- an exception ends the wait although other ranks still run;
+- `stream` does the same for the values of generator methods, and keeps none of them;
+- in a group that can be spared, a process that is not waited for may be dead, and one that yields a stream may die: the
+  other streams are read to their end before its death is raised;
+- where a rank has several processes, it is lost with any of them.
+
+How a death is noticed: Ray tells the owner of an actor when the actor's process has ended (20 ms after a SIGKILL, Ray 2.60),
+and the owner's library keeps that state; reading it costs 0.3 us a process, no message and no thread in the worker. A call that
+never returns, the usual alternative, needs a thread of its own in each worker, and then Ray moves the user's methods out of the
+main thread. A machine that vanishes is noticed by Ray's health check.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from megarl.cluster.hosts import dump_stacks, log_tail, on_node
+from megarl.cluster.ranks import (
+    RankError,
+    RankProcess,
+    RelayedErrors,
+    WaitTimeout,
+    Watched,
+    WorkerDied,
+    WorkerFailed,
+    WorkerHung,
+    WorkerLost,
+    rank_error,
+    received,
+)
+from megarl.cluster.report import stacks_of
+from megarl.cluster.watch import Hang, Watch
+
+_POLL_SECONDS = 0.25
+# Each check for answers goes over all pending calls: a check for each of a thousand ranks' answers would take a million steps. So
+# after the first answer others are awaited for a moment, the longer the more calls are pending (streams cost more).
+_GATHER_SECONDS, _GATHER_SECONDS_EACH, _GATHER_SECONDS_STREAM = 0.02, 2e-4, 1e-3
+# Within this time after a first exception a death counts as its cause: gloo notices a closed connection at once, Ray a death 20 ms
+# later.
+GRACE_SECONDS = 1.5
+# The same after an exception about a lost connection: a rank whose SGLang scheduler was killed has to notice that itself first.
+_LOST_PEER_SECONDS = 10.0
+# How long to wait for the guard's word on how a process ended.
+_EXIT_LINE_SECONDS = 2.0
+_NODE_SECONDS = 5.0
+# What gloo, NCCL (torch 2.13) and the links of a weight sync say.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|reset by peer|closed its connection|could not be reached|broken pipe",
+    re.IGNORECASE,
+)
+# What gloo and NCCL say when a collective has taken longer than the group's timeout (torch 2.13).
+_COLLECTIVE_TIMEOUT = re.compile(
+    r"timed? ?out (waiting|after|in)|collective operation timeout", re.IGNORECASE
+)
+Source = ray.ObjectRef | ray.ObjectRefGenerator
+"""A call's result, or the stream of a generator method."""
+Processes = dict[Any, RankProcess]
+"""By Ray's id of their actors."""
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedAnswer:
+    """A rank's answer, one of those that its relay (group.py) returns together."""
+
+    ref: ray.ObjectRef
+    index: int
+
+
+def wait(
+    refs: Sequence[ray.ObjectRef | RelayedAnswer],
+    groups: Sequence[Watched],
+    timeout: float | None = None,
+    watch: Watch | None = None,
+    spare: Watched | None = None,
+    missing: Callable[[Sequence[RankProcess]], None] = lambda processes: None,
+) -> list[Any]:
+    """Results of `refs`, in their order, while watching all processes of `groups`.
+
+    Args:
+        refs: calls, as `call` and `call_each` of these groups return them; empty: only check that all processes are well.
+        timeout: seconds; None waits for ever (deaths still end it).
+        watch: looks for processes that hang; None: no such check.
+        spare: one of the groups, whose processes may be dead unless `refs` are calls of them.
+        missing: called again and again with the processes that have not answered yet.
+
+    Raises:
+        WorkerDied: a process of `groups` died, or did before.
+        WorkerHung: a process of `groups` is stopped, or all that are waited for have long been idle.
+        WorkerFailed: a call raised.
+        WaitTimeout: calls were not answered within `timeout`.
+    """
+    pending: list[Source] = list(
+        dict.fromkeys(ref.ref if isinstance(ref, RelayedAnswer) else ref for ref in refs)
+    )
+    processes = _processes(pending, groups, spare)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    results: dict[ray.ObjectRef, Any] = {}
+    while True:
+        ready, pending = _next_ready(pending, deadline)
+        results |= _results(ready, pending, processes)
+        _refuse_deaths(processes)
+        _refuse_hangs(processes, pending, watch)
+        missing(_waited_for(pending, processes))
+        if not pending:
+            return [
+                results[ref.ref][ref.index] if isinstance(ref, RelayedAnswer) else results[ref]
+                for ref in refs
+            ]
+        if deadline is not None and time.monotonic() >= deadline:
+            raise _timeout_error(timeout, pending, len(refs), processes)
+
+
+def _results(
+    ready: Sequence[ray.ObjectRef], pending: list[Source], processes: Processes
+) -> dict[ray.ObjectRef, Any]:
+    """Results of calls that have ended: fetched together, and one by one if any raised."""
+    try:
+        return dict(zip(ready, ray.get(list(ready)), strict=True))
+    except ray.exceptions.RayError:
+        for number, ref in enumerate(ready):
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                raise _root_cause(ref, error, [*ready[number + 1 :], *pending], processes) from None
+        raise
+
+
+def stream(
+    streams: Sequence[ray.ObjectRefGenerator],
+    groups: Sequence[Watched],
+    timeout: float | None = None,
+    watch: Watch | None = None,
+    spare: Watched | None = None,
+) -> Iterator[Any]:
+    """The values of the streams of `stream_each`, from any rank, as they come, until all streams have ended.
+
+    Processes are watched while this waits for the next value, not while the caller works on the last one.
+
+    Args:
+        timeout: seconds within which the next value must come; None: no limit.
+        watch, spare: as for `wait`; a process of `spare` may die or hang without ending the streams of the others.
+
+    Raises:
+        WorkerDied, WorkerHung: a process of `groups` did; of `spare` when the others' streams have ended.
+        WorkerFailed: a generator raised.
+        WaitTimeout: nothing came within `timeout`.
+    """
+    processes = _processes(streams, groups, spare)
+    spared = {process.actor._actor_id for process in spare.processes} if spare is not None else set()
+    pending, lost = list(streams), []
+    came, looked = time.monotonic(), -math.inf
+    while True:
+        # A check of thousands of processes takes milliseconds, and values come far more often than a check is due.
+        if time.monotonic() - looked >= _POLL_SECONDS or not pending:
+            looked, losses = time.monotonic(), _losses(processes, pending, watch)
+            # A loss outside of the spared group ends the stream; a spared rank only takes its own stream away.
+            for failure in losses:
+                if failure.process.actor._actor_id not in spared:
+                    raise failure
+                processes = _without_rank(processes, failure.process)
+            lost += losses
+            pending = [source for source in pending if _actor_id(source) in processes]
+        if not pending:
+            break
+        # Take the next value of every stream that has one; streams without a next value have ended.
+        ready, _ = _next_ready(pending, None)
+        ready = [source for source in ready if _actor_id(source) in processes]
+        next_refs = [(source, next(source, None)) for source in ready]
+        ended = {source for source, ref in next_refs if ref is None}
+        pending = [source for source in pending if source not in ended]
+        next_refs = [(source, ref) for source, ref in next_refs if ref is not None]
+        values = _all_values([ref for _, ref in next_refs])
+        while next_refs:
+            source, ref = next_refs.pop(0)
+            if _actor_id(source) not in processes:
+                continue
+            try:
+                value = values.pop(0) if values else ray.get(ref)
+            except ray.exceptions.RayError as error:
+                if _actor_id(source) in spared and not isinstance(error, ray.exceptions.RayTaskError):
+                    gone = processes[_actor_id(source)]
+                    lost.append(_died(gone, error, []))
+                    processes = _without_rank(processes, gone)
+                    pending = [other for other in pending if _actor_id(other) in processes]
+                    continue
+                # The references taken from other streams in this round come first: `next` does not return them again.
+                others = [other for _, other in next_refs]
+                others += [other for other in pending if other is not source]
+                raise _root_cause(source, error, others, processes) from None
+            del ref  # so that the store may free the value when the caller drops it
+            yield received(value)
+            del value
+            came = time.monotonic()
+        if timeout is not None and time.monotonic() - came >= timeout:
+            raise _timeout_error(timeout, pending, len(streams), processes)
+    if lost:
+        raise lost[0]
+
+
+def _all_values(refs: Sequence[ray.ObjectRef]) -> list[Any]:
+    """All values, fetched together, which costs half as much; empty if any is an error."""
+    try:
+        return ray.get(list(refs))
+    except ray.exceptions.RayError:
+        return []
+
+
+def _processes(sources: Sequence[Source], groups: Sequence[Watched], spare: Watched | None) -> Processes:
+    """The processes of `groups`, which must include all callees of `sources`; of `spare` only the ranks of `sources`."""
+    processes = {process.actor._actor_id: process for group in groups for process in group.watched}
+    called = {_actor_id(source) for source in sources}
+    strangers = called - set(processes)
+    assert not strangers, (
+        f"some calls are not on a process of the groups {[g.role for g in groups]}: {strangers}"
+    )
+    spared = {process.actor._actor_id for process in spare.processes} if spare is not None else set()
+    ranks = {_rank_of(processes[key]) for key in called}
+    return {
+        key: process for key, process in processes.items() if key not in spared or _rank_of(process) in ranks
+    }
+
+
+def _rank_of(process: RankProcess) -> tuple[str, int]:
+    return process.role, process.rank
+
+
+def _without_rank(processes: Processes, lost: RankProcess) -> Processes:
+    """The remaining processes when one is lost: its rank is of no use without it."""
+    return {key: process for key, process in processes.items() if _rank_of(process) != _rank_of(lost)}
+
+
+def _refuse_deaths(processes: Processes) -> None:
+    dead = [process for process in processes.values() if process.is_dead]
+    if dead:
+        raise _died(dead[0], None, [f"{process} died, too" for process in dead[1:]])
+
+
+def _refuse_hangs(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> None:
+    hang = _find_hang(processes, pending, watch)
+    if hang is not None:
+        raise _hung(hang)
+
+
+def _losses(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> list[WorkerLost]:
+    """Processes that are dead or hang at the moment."""
+    dead = [process for process in processes.values() if process.is_dead]
+    if dead:
+        return [_died(process, None, []) for process in dead]
+    hang = _find_hang(processes, pending, watch)
+    return [_hung(hang)] if hang is not None else []
+
+
+def _find_hang(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> Hang | None:
+    if watch is None:
+        return None
+    ranks = {_rank_of(process) for process in _waited_for(pending, processes)}
+    called = {process.mark for process in processes.values() if _rank_of(process) in ranks}
+    return watch.look(list(processes.values()), called - {""})
+
+
+def _waited_for(pending: Sequence[Source], processes: Processes) -> list[RankProcess]:
+    """The ranks of pending calls; for a relay all ranks of its share, since it alone knows which have answered."""
+    called = [processes[key] for key in dict.fromkeys(_actor_id(source) for source in pending)]
+    return [rank for process in called for rank in process.share or (process,)]
+
+
+def _hung(hang: Hang) -> WorkerHung:
+    """The error for a hang; it names the rank that the others wait for, if the stacks show which one."""
+    stacks = stacks_of(hang.processes)
+    at_fault = [
+        process
+        for process, found in zip(hang.processes, stacks, strict=True)
+        if found is None or not found.waits_for_others
+    ]
+    first, *others = at_fault or hang.processes
+    named = [f"{process} likewise" for process in others]
+    waiting = [process.name for process in hang.processes if process not in (first, *others)]
+    if waiting:
+        named.append(f"{', '.join(waiting)} wait in a collective")
+    tail = on_node(first.node_id, _NODE_SECONDS, log_tail, first.log_path)
+    return WorkerHung(first, hang.cause, tail[0] if tail is not None else "", named)
+
+
+def _timeout_error(
+    timeout: float, pending: Sequence[Source], num_calls: int, processes: Processes
+) -> WaitTimeout:
+    silent = _waited_for(pending, processes)
+    if any(processes[_actor_id(ref)].share for ref in pending):
+        found = zip(silent, stacks_of(silent), strict=True)
+        silent = [process for process, stacks in found if stacks is None or stacks.is_called] or silent
+    _dump_stacks(silent)
+    return WaitTimeout(timeout, silent, num_calls)
+
+
+def _next_ready(pending: list[Source], deadline: float | None) -> tuple[list[Source], list[Source]]:
+    """(ready, still pending) after at most _POLL_SECONDS; once one call is ready, others get a moment to become ready, too."""
+    if not pending:
+        return [], []
+    seconds = _POLL_SECONDS if deadline is None else min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
+    ready, _ = ray.wait(pending, num_returns=1, timeout=seconds, fetch_local=False)
+    each = _GATHER_SECONDS_STREAM if isinstance(pending[0], ray.ObjectRefGenerator) else _GATHER_SECONDS_EACH
+    more = max(_GATHER_SECONDS, each * len(pending)) if ready else 0
+    return ray.wait(pending, num_returns=len(pending), timeout=more, fetch_local=False)
+
+
+def _root_cause(source: Source, error: Exception, pending: list[Source], processes: Processes) -> Exception:
+    """The exception to report when `source` ended in `error`: waits a little longer for a death or error that may have caused it."""
+    errors, silent = _errors_of(source, error, processes)
+    deadline = time.monotonic() + (_LOST_PEER_SECONDS if _LOST_PEER.search(str(error)) else GRACE_SECONDS)
+    while time.monotonic() < deadline and not any(process.is_dead for process in processes.values()):
+        if not pending:
+            time.sleep(0.05)
+        ready, pending = _next_ready(pending, deadline)
+        for other in ready:
+            try:
+                ray.get(next(other, []) if isinstance(other, ray.ObjectRefGenerator) else other)
+            except ray.exceptions.RayError as other_error:
+                more, still_silent = _errors_of(other, other_error, processes)
+                errors, silent = more | errors, [*silent, *still_silent]
+    reports = {
+        key: rank_error(error) if isinstance(error, ray.exceptions.RayTaskError) else error
+        for key, error in errors.items()
+        if isinstance(error, ray.exceptions.RayTaskError | RankError)
+    }
+    lines = {key: f"{processes[key]} raised {str(report).splitlines()[0]}" for key, report in reports.items()}
+    # Deaths that Ray has recorded come first, then processes that cannot be reached although Ray is not sure yet.
+    dead = [key for key, process in processes.items() if process.is_dead]
+    dead += [key for key in errors if key not in reports and key not in dead]
+    if dead:
+        others = [f"{processes[key]} died, too" for key in dead[1:]]
+        others += [line for key, line in lines.items() if key not in dead]
+        return _died(processes[dead[0]], errors.get(dead[0]), others)
+    first = min(reports, key=lambda key: (bool(_LOST_PEER.search(reports[key].message)), reports[key].time))
+    others = [line for key, line in lines.items() if key != first]
+    if _COLLECTIVE_TIMEOUT.search(reports[first].message):
+        others += _missing([*silent, *_waited_for(pending, processes)], processes[first].role)
+    return WorkerFailed(processes[first], reports[first], others)
+
+
+def _missing(pending: Sequence[RankProcess], role: str) -> list[str]:
+    """The ranks that did not come to a collective of `role`: they have neither raised nor are in one."""
+    candidates = [process for process in pending if process.role == role]
+    found = zip(candidates, stacks_of(candidates), strict=True)
+    missing = [process for process, stacks in found if stacks is None or not stacks.waits_for_others]
+    return [f"missing in the collective: {', '.join(map(str, missing))}"] if missing else []
+
+
+def _errors_of(
+    source: Source, error: Exception, processes: Processes
+) -> tuple[dict[Any, Exception], list[RankProcess]]:
+    """The errors that ended a call, by process, and the processes that have not answered; for a relay's call both are about its ranks."""
+    called = processes[_actor_id(source)]
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, RelayedErrors):
+        return {_actor_id(source): error}, []
+    ranks = {process.rank: process for process in called.share}
+    errors = {ranks[rank].actor._actor_id: one for rank, one in cause.errors.items()}
+    return errors, [ranks[rank] for rank in cause.silent]
+
+
+def _died(process: RankProcess, error: Exception | None, others: Sequence[str]) -> WorkerDied:
+    tail, cause = "", ""
+    deadline = time.monotonic() + _EXIT_LINE_SECONDS
+    while not cause and time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = on_node(process.node_id, _NODE_SECONDS, log_tail, process.log_path)
+        if found is None:
+            cause = "its machine does not answer"
+        else:
+            tail, cause = found
+    return WorkerDied(process, cause or _reason_of_ray(process, error), tail, others)
+
+
+def _reason_of_ray(process: RankProcess, error: Exception | None) -> str:
+    """Ray's own reason for a death; for processes that died before they had a guard."""
+    if error is None:
+        try:
+            ray.get(process.actor.__ray_ready__.remote(), timeout=_NODE_SECONDS)
+        except ray.exceptions.RayError as why:
+            error = why
+    return " ".join(str(error).split())
+
+
+def _dump_stacks(silent: Sequence[RankProcess]) -> None:
+    for node_id in {process.node_id for process in silent}:
+        pids = [process.pid for process in silent if process.node_id == node_id and process.pid]
+        on_node(node_id, _NODE_SECONDS, dump_stacks, pids)
+
+
+def _actor_id(source: Source) -> Any:
+    ref = source.completed() if isinstance(source, ray.ObjectRefGenerator) else source
+    return ref.task_id().actor_id()
+
+
+class MissingReporter:
+    """Called again and again with the processes that have not answered; passes a line to `say` each `every` seconds."""
+
+    def __init__(self, say: Callable[[str], None], what: str, of: int, every: float = 20.0) -> None:
+        """`what`: the event that is awaited, as in "to come up"; `of`: the number of processes at the beginning."""
+        self._say, self._what, self._of, self._every = say, what, of, every
+        self._begun = self._said = time.monotonic()
+
+    def __call__(self, processes: Sequence[RankProcess]) -> None:
+        now = time.monotonic()
+        if not processes or now - self._said < self._every:
+            return
+        self._said = now
+        names = ", ".join(f"{process.name} ({process.host})" for process in processes[:_MOST_NAMED])
+        more = f" and {len(processes) - _MOST_NAMED} more" if len(processes) > _MOST_NAMED else ""
+        self._say(
+            f"  after {now - self._begun:.0f} s {len(processes)} of {self._of} processes have yet {self._what}: {names}{more}"
+        )

@@ -1,0 +1,96 @@
+"""Hooks in SGLang's scheduler: the samples of a prompt share its prefill, and the engine's owner learns when it last computed.
+
+Prefix sharing. SGLang's cache shares prefixes that an earlier batch has computed. All requests that wait when a batch is made would be put
+into it, each with its complete prompt: n samples of a prompt prefill it n times (0.5.21; its policy `lpm` sorts them, but leaves
+them in one batch). Here one of them goes first. The others stay in SGLang's queue until the next batch, which finds all
+but the last token of their prompt in the cache.
+
+Guarantees: a request is put off only for one that is in the batch at hand, so every batch that SGLang can make is made, and
+one without equal prompts is the same as without this. Where the cache does not keep a prompt, samples go one after the other,
+a batch each. Where SGLang makes the next batch before the last one is done (on GPUs) two are prefilled, not one.
+
+Heartbeat. The scheduler of an engine's first rank writes a time that the owner reads. Answers alone do not tell an engine that works from
+one that hangs: long answers that begin together end together, after any time. SGLang's own snapshots of its load do not either: it
+writes them also while requests only wait (0.5.21). So the time is written whenever the tokens of a step have come back from the
+device. It is that of the machine's monotonic clock, which all of its processes share.
+"""
+
+import mmap
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FEW_TOKENS = 16  # so few remaining prompt tokens are not worth another batch
+_TIME = struct.Struct("d")  # in the machine's own form, which is written and read at once
+
+
+def install_prefix_sharing_hook() -> None:
+    """Called in each scheduler process before SGLang runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", one_goes_first, HookType.AROUND
+    )
+
+
+def one_goes_first(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's own, which adds a request to the batch at hand and says whether others may follow.
+
+    A request that is neither added nor ends the batch stays in the queue: in this way SGLang itself passes over requests whose adapter
+    has no slot yet.
+    """
+    if waits_for_another(adder, request):
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        return AddReqResult.CONTINUE
+    return original(adder, request, *args, **kwargs)
+
+
+def waits_for_another(adder: Any, request: Any) -> bool:
+    """Whether the batch has a request with the same prompt, so that it pays to wait for its keys and values.
+
+    request.prefix_indices: cache slots of the tokens that need not be computed.
+    """
+    if adder.tree_cache.disable or adder.is_hybrid_ssm_cache:  # SGLang has given it a recurrent state by now
+        return False
+    rest = len(request.full_untruncated_fill_ids) - len(request.prefix_indices)
+    if rest <= max(FEW_TOKENS, adder.page_size):
+        return False
+    return any(other.origin_input_ids == request.origin_input_ids for other in adder.can_run_list)
+
+
+class Heartbeat:
+    """A time in a file that processes map."""
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _TIME.size)
+
+    @classmethod
+    def make(cls, path: Path) -> "Heartbeat":
+        path.write_bytes(_TIME.pack(0.0))
+        return cls(path)
+
+    def beat(self) -> None:
+        _TIME.pack_into(self._memory, 0, time.monotonic())
+
+    def last(self) -> float:
+        """By `time.monotonic`; 0: never."""
+        return _TIME.unpack_from(self._memory)[0]
+
+
+def install_heartbeat_hook(path: Path) -> None:
+    """Called in the first rank's scheduler process before SGLang runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    heartbeat = Heartbeat.make(path)
+
+    def beat(result: Any, *args: Any, **kwargs: Any) -> Any:
+        heartbeat.beat()
+        return result
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.process_batch_result", beat, HookType.AFTER
+    )

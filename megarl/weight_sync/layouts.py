@@ -1,0 +1,163 @@
+"""The layouts between which weights move, as shards with the ranks that hold them; with adapters, the layouts of these."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megarl.config.schema.models import LoraConfig
+from megarl.layout import Box, Layout, Piece, RankPlace, Shard, place_engines
+from megarl.layout.grid import ParallelLayout, coords_of, layers_of
+from megarl.models import (
+    MegatronPlace,
+    ModelConfig,
+    SGLangPlace,
+    has_dp_attention,
+    logical_tensors,
+    megatron_pieces,
+    mtp_copies,
+    sglang_pieces,
+)
+from megarl.models.lora import adapted_weights, adapter_pieces, sglang_adapter_padding, sglang_adapters
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """How the ranks of each of `num_engines` equal SGLang engines share the model.
+
+    tp: ranks of an engine. ep: ranks among them that share the experts. dp: data parallel parts of attention.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+    num_engines: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in (("ep", self.ep), ("dp", self.dp)):
+            if size < 1 or self.tp % size:
+                raise ValueError(
+                    f"an engine of tp={self.tp} ranks cannot have {name}={size}; it must divide tp"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all engines; rank r is rank r % tp of engine r // tp."""
+        return self.tp * self.num_engines
+
+    def place(self, rank: int) -> SGLangPlace:
+        return SGLangPlace(tp=self.tp, tp_rank=rank % self.tp, ep=self.ep, dp=self.dp)
+
+
+def megatron_layout(
+    config: ModelConfig,
+    parallel: ParallelLayout,
+    head: str = "lm",
+    places: tuple[RankPlace, ...] | None = None,
+    mtp: bool = False,
+) -> Layout:
+    """The shards of a Megatron model over all its ranks; replicas (DP, CP) hold equal pieces.
+
+    mtp: whether it is built with its multi-token prediction layers.
+    """
+    dense, experts = defaultdict(list), defaultdict(list)
+    for rank in range(parallel.world):
+        at = coords_of(parallel, rank)
+        dense[at.pp, MegatronPlace(tp=parallel.tp, tp_rank=at.tp)].append(rank)
+        place = MegatronPlace(ep=parallel.ep, ep_rank=at.ep, etp=parallel.etp, etp_rank=at.etp)
+        experts[at.pp, place].append(rank)
+    shards = []
+    for part, groups in (("dense", dense), ("experts", experts if config.moe is not None else {})):
+        for (stage, place), ranks in groups.items():
+            make = partial(
+                megatron_pieces,
+                config,
+                place,
+                layers=layers_of(parallel, config.num_layers, stage),
+                first_stage=stage == 0,
+                last_stage=stage == parallel.pp - 1,
+                head=head,
+                part=part,
+                mtp=mtp,
+            )
+            shards.append(Shard(ranks, make))
+    return Layout("Megatron", parallel.world, tuple(shards), places)
+
+
+def sglang_layout(
+    config: ModelConfig, engines: EngineLayout, places: tuple[RankPlace, ...] | None = None
+) -> Layout:
+    """The shards of SGLang engines over all their ranks, engine by engine.
+
+    Raises:
+        ValueError: data parallel attention, which SGLang does not have for this family.
+    """
+    if engines.dp > 1 and not has_dp_attention(config):
+        raise ValueError(
+            f"SGLang has no data parallel attention (dp={engines.dp}) for {config.family} models"
+        )
+    dense, experts = defaultdict(list), defaultdict(list)
+    for rank in range(engines.num_ranks):
+        place = engines.place(rank)
+        dense[place].append(rank)
+        experts[place.ep_rank, place.moe_tp_rank].append(rank)
+    shards = [Shard(ranks, partial(sglang_pieces, config, place, "dense")) for place, ranks in dense.items()]
+    if config.moe is not None:
+        for ranks in experts.values():
+            shards.append(Shard(ranks, partial(sglang_pieces, config, engines.place(ranks[0]), "experts")))
+    return Layout("SGLang", engines.num_ranks, tuple(shards), places)
+
+
+def hf_layout(config: ModelConfig, head: str = "lm", mtp: bool = False) -> Layout:
+    """A Hugging Face checkpoint: a single holder of every complete tensor, under its own name.
+
+    mtp: with the multi-token prediction layers; tensors of the model that they repeat are replicas under another name.
+    """
+
+    def pieces() -> Sequence[Piece]:
+        shapes = logical_tensors(config, head, mtp)
+        copies = mtp_copies(config) if mtp else {}
+        return [
+            Piece(copies.get(name, name), Box.whole(shape), name, Box.whole(shape))
+            for name, shape in shapes.items()
+        ]
+
+    return Layout("Hugging Face checkpoint", 1, (Shard((0,), pieces),))
+
+
+def best_device_order(
+    config: ModelConfig,
+    parallel: ParallelLayout,
+    source_places: tuple[RankPlace, ...],
+    engines: EngineLayout,
+    devices: tuple[RankPlace, ...],
+) -> tuple[int, ...]:
+    """The device of each engine rank, chosen so that most of the weights that it serves are on that device already.
+
+    source_places: where the ranks of the trained model are.
+    """
+    source = megatron_layout(config, parallel, "lm", source_places)
+    return place_engines(source, sglang_layout(config, engines), devices, engines.tp)
+
+
+def megatron_adapters(weights: Layout, config: ModelConfig, lora: LoraConfig) -> Layout:
+    """The layout of the adapters in Megatron's ranks. `weights`: `megatron_layout`."""
+    shapes = adapted_weights(config, lora)
+    return _adapter_layout(weights, lambda pieces: adapter_pieces(pieces, shapes, lora))
+
+
+def served_adapters(weights: Layout, config: ModelConfig, lora: LoraConfig) -> Layout:
+    """The layout of the adapters in SGLang's ranks. `weights`: `sglang_layout`."""
+    shapes = adapted_weights(config, lora)
+    return _adapter_layout(weights, lambda pieces: sglang_adapters(pieces, shapes, lora.rank))
+
+
+def served_padding(config: ModelConfig, engines: EngineLayout, rank: int, lora: LoraConfig) -> dict[str, int]:
+    """Number of elements of an engine rank's adapter slot that no adapter fills, by tensor."""
+    pieces = sglang_pieces(config, engines.place(rank))
+    return sglang_adapter_padding(pieces, adapted_weights(config, lora), lora.rank)
+
+
+def _adapter_layout(weights: Layout, adapters: Callable[[Sequence[Piece]], list[Piece]]) -> Layout:
+    shards = tuple(Shard(shard.ranks, lambda shard=shard: adapters(shard.pieces)) for shard in weights.shards)
+    return replace(weights, name=f"{weights.name} adapters", shards=shards)

@@ -1,0 +1,251 @@
+"""How deaths, exceptions and silence are reported; what is left when the controller itself is killed."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster import WaitTimeout, WorkerDied, WorkerFailed, wait
+from megarl.cluster.pool import ResourcePool
+from megarl.cluster.ranks import RankProcess
+from megarl.cluster.waiting import MissingReporter
+from tests.cluster.processes import alive, alive_after, carrying, guards_of
+
+
+def test_a_killed_rank_ends_a_hung_call(start_group, tmp_path):
+    group = start_group("actor", 2)
+    refs = group.call("hang_if", 1)
+    time.sleep(0.3)
+    begin = time.monotonic()
+    os.kill(group.pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied) as caught:
+        wait(refs, [group])
+    assert time.monotonic() - begin < 5
+    error = caught.value
+    assert (error.role, error.rank, error.host, error.pid) == ("actor", 1, "127.0.0.1", group.pids[1])
+    assert error.cause.startswith(("killed by SIGKILL", "killed or crashed"))
+    assert error.log_path == str(tmp_path / "actor-rank1.log")
+    assert error.log_tail.endswith("I hang now")
+    for part in ("actor rank 1", "127.0.0.1", error.cause, error.log_path, "| I hang now"):
+        assert part in str(error)
+
+
+def test_a_death_elsewhere_ends_a_hung_call(start_group):
+    """The dead process is of another group, and idle; the one that was called hangs."""
+    actor, critic = start_group("actor", 1), start_group("critic", 2)
+    refs = actor.call("hang_if", 0)
+    time.sleep(0.3)
+    begin = time.monotonic()
+    os.kill(critic.pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="critic rank 1"):
+        wait(refs, [actor, critic])
+    assert time.monotonic() - begin < 5
+    # Nor does the next wait begin as if nothing had happened.
+    with pytest.raises(WorkerDied, match="critic rank 1"):
+        wait([], [actor, critic])
+
+
+def test_a_death_ends_the_start_of_another_group(start_group):
+    """Which would take for ever: its process gets no device."""
+    actor = start_group("actor", 1)
+    killer = threading.Timer(1.0, os.kill, (actor.pids[0], signal.SIGKILL))
+    killer.start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerDied, match="actor rank 0"):
+        start_group("critic", 1, gpu_fraction=1.0, watched_groups=[actor])
+    assert 1 <= time.monotonic() - begin < 15
+
+
+def test_children_of_a_killed_rank_are_killed(start_group, tmp_path):
+    group = start_group("engine", 1)
+    (children,) = wait(group.call("start_children"), [group])
+    ((guard, (scratch,)),) = guards_of(group.pids).items()
+    assert wait(group.call("get_info"), [group])[0].scratch == scratch and os.path.isdir(scratch)
+    os.kill(group.pids[0], signal.SIGKILL)
+    assert alive_after([*children, guard], 5) == []
+    assert carrying(group.processes[0].mark.partition("=")[2]) == []
+    assert not os.path.exists(scratch)
+    assert "killed what it left behind" in (tmp_path / "engine-rank0.log").read_text()
+
+
+def test_an_exception_ends_the_call_although_others_hang(start_group, tmp_path):
+    """Its class needs not exist, or be picklable, where the controller is."""
+    group = start_group("actor", 3)
+    begin = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        wait(group.call("fail_if", 1), [group])
+    assert time.monotonic() - begin < 5
+    error = caught.value
+    assert (error.role, error.rank, error.host) == ("actor", 1, "127.0.0.1")
+    assert (error.kind, error.message) == ("LocalError", "3 is not 4")
+    assert "raise LocalError(3, 4)" in error.remote_traceback
+    assert error.log_tail.endswith("I shall raise")
+    assert "raise LocalError(3, 4)" in (tmp_path / "actor-rank1.log").read_text()
+    for part in (
+        "actor rank 1",
+        "LocalError: 3 is not 4",
+        "raise LocalError(3, 4)",
+        "| I shall raise",
+        error.log_path,
+    ):
+        assert part in str(error)
+
+
+def test_a_group_works_on_after_an_exception(start_group):
+    group = start_group("actor", 2)
+    with pytest.raises(WorkerFailed):
+        wait(group.call("no_such_method"), [group])
+    assert wait(group.call("hang_if", 5), [group]) == [0, 1]
+
+
+def test_the_death_is_reported_not_what_it_caused(start_group):
+    """Rank 0 raises "Connection closed by peer" because rank 1 was killed."""
+    group = start_group("actor", 2)
+    wait(group.call("meet"), [group], timeout=20)
+    refs = group.call("hang_on_peer")
+    time.sleep(0.3)
+    os.kill(group.pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="actor rank 1") as caught:
+        wait(refs, [group])
+    assert caught.value.rank == 1
+
+
+def test_a_death_that_takes_its_time_is_reported_where_a_connection_was_lost(start_group):
+    """As of an engine that first has to notice the end of its SGLang scheduler."""
+    group = start_group("actor", 2)
+    with pytest.raises(WorkerDied, match="actor rank 1"):
+        wait(group.call("lose_peer", 2.5), [group])
+
+
+def test_the_earliest_exception_is_reported(start_group):
+    group = start_group("actor", 2)
+    with pytest.raises(WorkerFailed, match=r"RuntimeError: failed after 0\.1") as caught:
+        wait(group.call("fail_after", 0.6, 0.1), [group])
+    assert caught.value.rank == 1
+    assert "also: actor rank 0" in str(caught.value)
+
+
+def test_the_cause_of_a_closed_connection_is_reported_though_it_came_later(start_group):
+    """A rank's exception is dated when it has come through, which its peers may do before."""
+    group = start_group("actor", 2)
+    with pytest.raises(WorkerFailed, match="ValueError: why") as caught:
+        wait(group.call("lose_at_once", 0, 0.5), [group])
+    assert caught.value.rank == 1
+    assert "also: actor rank 0" in str(caught.value) and "Connection closed by peer" in str(caught.value)
+
+
+def test_a_result_that_cannot_be_sent_is_reported(start_group):
+    group = start_group("actor", 1)
+    with pytest.raises(WorkerFailed, match=r"cannot pickle '_thread.lock' object"):
+        wait(group.call("return_lock"), [group])
+
+
+def test_an_exit_is_reported_with_its_status(start_group):
+    group = start_group("actor", 1)
+    with pytest.raises(WorkerDied) as caught:
+        wait(group.call("exit", 7), [group])
+    assert caught.value.cause.startswith(("exited with status 7", "killed or crashed"))
+
+
+def test_a_crash_leaves_its_stack_in_the_log(start_group):
+    group = start_group("actor", 1)
+    with pytest.raises(WorkerDied) as caught:
+        wait(group.call("crash"), [group])
+    assert 'workers.py", line' in caught.value.log_tail
+    assert "Segmentation fault" in Path(caught.value.log_path).read_text()
+
+
+def test_a_timeout_names_the_silent_ranks_and_shows_where_they_are(start_group, tmp_path):
+    group = start_group("actor", 3)
+    begin = time.monotonic()
+    with pytest.raises(WaitTimeout, match=r"no answer within 0.5 s from 1 of 3 calls") as caught:
+        wait(group.call("hang_if", 2), [group], timeout=0.5)
+    assert time.monotonic() - begin < 2
+    assert caught.value.silent == ["actor rank 2"]
+    assert str(tmp_path / "actor-rank2.log") in str(caught.value)
+    time.sleep(0.3)
+    assert "in hang_if" in (tmp_path / "actor-rank2.log").read_text()
+    assert alive(group.pids) == group.pids
+
+
+def test_results_of_other_groups_are_refused(start_group):
+    actor, critic = start_group("actor", 1), start_group("critic", 1)
+    with pytest.raises(AssertionError, match="not on a process of the groups"):
+        wait(actor.call("get_info"), [critic])
+
+
+def test_nothing_survives_a_killed_controller(controller, tmp_path):
+    """kill -9: Ray's processes, ranks that are idle, hung in C or stopped, and all that these started."""
+    process, report = controller("hang", tmp_path, "")
+    assert len(alive(report["workers"])) == 3
+    assert len(alive(report["children"])) == 12
+    assert os.path.exists(report["temp_dir"])
+    guards = guards_of([process.pid, *report["workers"]])
+    folders = [folder for folders in guards.values() for folder in folders]
+    assert len(folders) == 4 and report["temp_dir"] in folders
+    process.kill()
+    process.wait()
+    assert alive_after(report["workers"] + report["children"] + report["started"] + list(guards), 10) == []
+    token = report["mark"].partition("=")[2]
+    assert alive_after(carrying(token), 5) == []
+    assert carrying(token) == []
+    assert [folder for folder in folders if os.path.exists(folder)] == []
+
+
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_nothing_survives_a_terminated_controller(controller, tmp_path, signal_number):
+    """As Slurm or Ctrl-C ends it."""
+    process, report = controller("hang", tmp_path, "")
+    process.send_signal(signal_number)
+    process.wait(20)
+    assert alive_after(report["workers"] + report["children"] + report["started"], 10) == []
+    assert alive_after(carrying(report["mark"].partition("=")[2]), 5) == []
+
+
+def test_a_killed_controller_leaves_a_joined_cluster_clean(controller, tmp_path):
+    """The cluster lives on, the killed controller's ranks and their children do not; the next has the devices."""
+    _, cluster = controller("serve")
+    first, report = controller("hang", tmp_path, cluster["address"])
+    assert report["mark"] is None
+    first.kill()
+    first.wait()
+    assert alive_after(report["workers"] + report["children"], 15) == []
+    _, second = controller("hang", tmp_path, cluster["address"])
+    assert alive(second["workers"]) == second["workers"]
+
+
+def process(rank: int) -> RankProcess:
+    return RankProcess(None, "rollout", rank, f"10.0.0.{rank}", "node", "log")
+
+
+def test_who_is_missing_is_said_with_their_machines():
+    said: list[str] = []
+    missing = MissingReporter(said.append, "to come up", 16, every=0.0)
+    missing([])
+    assert said == []
+    missing([process(3), process(5)])
+    assert said[0].endswith(
+        "2 of 16 processes have yet to come up: rollout rank 3 (10.0.0.3), rollout rank 5 (10.0.0.5)"
+    )
+    missing([process(rank) for rank in range(10)])
+    assert said[1].endswith(", rollout rank 7 (10.0.0.7) and 2 more")
+    assert len(said) == 2
+
+
+def test_nothing_is_said_of_what_is_quick():
+    said: list[str] = []
+    MissingReporter(said.append, "to come up", 16, every=1e6)([process(1)])
+    assert said == []
+
+
+def test_many_nodes_have_longer_to_come_up():
+    pool = ResourcePool.__new__(ResourcePool)
+    pool.nnodes = 1
+    assert pool.setup_seconds == 120
+    pool.nnodes = 16
+    assert pool.setup_seconds == 420

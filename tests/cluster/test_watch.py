@@ -1,0 +1,200 @@
+"""Processes that are stopped, calls in which nobody works; and long work, which is neither."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl.cluster import Watch, WorkerFailed, WorkerHung, stream, wait, watch
+from megarl.cluster.watch import signs_of_life
+from tests.cluster.processes import ROOT, alive
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Looks often, and takes 2 s for long; a test that is slow does without."""
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "STOPPED_SECONDS", 2.0)
+
+
+def test_signs_of_life():
+    """Of a process that sleeps, that works, that is stopped, and of what it has started."""
+    code = (
+        "import os, sys, time\nwhile True:\n  time.sleep(float(sys.argv[1])) if sys.argv[1] != '0' else None"
+    )
+    environment = {**os.environ, "MEGARL_RANK": "b"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, seconds], env=env)
+        for seconds, env in (("1000", None), ("0", environment), ("1000", environment))
+    ]
+    a, b, child = (process.pid for process in processes)
+    ranks = {a: "MEGARL_RANK=a", b: "MEGARL_RANK=b"}
+    try:
+        time.sleep(1)
+        before = signs_of_life(ranks)
+        os.kill(child, signal.SIGSTOP)
+        time.sleep(1)
+        after = signs_of_life(ranks)
+        work = {mark: after[mark].work - before[mark].work for mark in after}
+        assert work["MEGARL_RANK=a"] < watch.IDLE_WORK < work["MEGARL_RANK=b"]
+        assert before["MEGARL_RANK=b"].stopped == () == after["MEGARL_RANK=a"].stopped
+        (stopped,) = after["MEGARL_RANK=b"].stopped
+        assert stopped.endswith(f"(process {child})")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert signs_of_life(ranks) == {}
+
+
+def test_a_stopped_rank_is_found_although_nobody_calls_it(start_group, quick):
+    actor, critic = start_group("actor", 1), start_group("critic", 2)
+    refs = actor.call("hang_if", 0)
+    os.kill(critic.pids[1], signal.SIGSTOP)
+    with pytest.raises(
+        WorkerHung, match=r"critic rank 1 .*hangs: stopped for more than 2 s: .*critic"
+    ) as caught:
+        wait(refs, [actor, critic], timeout=20, watch=Watch(idle_timeout=None))
+    assert (caught.value.role, caught.value.rank, caught.value.pid) == ("critic", 1, critic.pids[1])
+
+
+def test_a_stopped_child_of_a_rank_is_found(start_group, quick):
+    group = start_group("engine", 1)
+    (children,) = wait(group.call("start_children"), [group])
+    refs = group.call("hang_if", 0)
+    os.kill(children[1], signal.SIGSTOP)  # one with a session of its own
+    with pytest.raises(WorkerHung, match=rf"engine rank 0 .* sleep \(process {children[1]}\)"):
+        wait(refs, [group], timeout=20, watch=Watch(idle_timeout=None))
+
+
+def test_the_rank_that_others_wait_for_is_named(start_group, quick):
+    """Ranks 0 and 2 are in a collective, which rank 1 does not come to."""
+    group = start_group("actor", 3)
+    refs = group.call("reduce_unless", 1, 600.0)
+    with pytest.raises(WorkerHung, match="none of the ranks that are waited for has worked") as caught:
+        wait(refs, [group], timeout=30, watch=Watch(idle_timeout=3.0))
+    assert caught.value.rank == 1
+    assert "actor rank 0, actor rank 2 wait in a collective" in str(caught.value)
+
+
+def test_a_collective_that_takes_too_long_names_who_is_missing(start_group):
+    group = start_group("actor", 3)
+    with pytest.raises(WorkerFailed, match=r"actor rank [02] .*Timed out waiting") as caught:
+        wait(group.call("reduce_unless", 1, 3.0), [group], timeout=60)
+    assert f"missing in the collective: {group.processes[1]}" in str(caught.value)
+
+
+def test_work_is_no_hang(start_group, quick):
+    """Of one rank, in C code that holds the interpreter, while the other sleeps."""
+    group = start_group("actor", 2)
+    refs = group.call("work_if", 1, 5.0)
+    assert wait(refs, [group], timeout=30, watch=Watch(idle_timeout=2.0)) == [0, 1]
+
+
+def test_a_rank_that_may_be_spared(start_group):
+    """Its end is told when the others have yielded what they had to, and only to those who wait for it."""
+    engines, actor = start_group("engine", 2), start_group("actor", 1)
+    streams = engines.stream_each("count", [(8, 1, 0.25), (8, 1, 0.25)])
+    came = []
+    with pytest.raises(RuntimeError, match=r"engine rank 1 .* died"):
+        for rank, number, *_ in stream(streams, [engines, actor], spare=engines):
+            came.append((rank, number))
+            if (rank, number) == (1, 1):
+                os.kill(engines.pids[1], signal.SIGKILL)
+    assert [number for rank, number in came if rank == 0] == list(range(8))
+    assert wait(actor.call("hang_if", 5), [engines, actor], spare=engines) == [0]
+    assert wait([engines.call_rank(0, "hang_if", 5)], [engines, actor], spare=engines) == [0]
+    with pytest.raises(RuntimeError, match=r"engine rank 1 .* died"):
+        wait(engines.call("hang_if", 5), [engines, actor], spare=engines)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_is_started_anew(start_group, tmp_path, how):
+    group = start_group("engine", 2, env={"COLOUR": "red"})
+    before = wait(group.call("get_info"), [group])
+    pids, started = group.pids, group.started
+    os.kill(pids[1], how)
+    begun = time.monotonic()
+    group.restart(1)
+    wait([group.started[1]], [group], timeout=30)
+    assert time.monotonic() - begun < 20
+    assert group.pids[0] == pids[0] and group.pids[1] != pids[1] and group.started[0] == started[0]
+    assert not os.path.exists(f"/proc/{pids[1]}") and not os.path.exists(before[1].scratch)
+    after = wait(group.call("get_info"), [group])
+    assert after[0] == before[0]
+    assert after[1].rank == 1 and os.path.isdir(after[1].scratch)
+    assert after[1].log_path == str(tmp_path / "engine-rank1.restart1.log")
+    assert wait(group.call("environment", "COLOUR"), [group]) == [["red"]] * 2
+    assert wait(group.call("echo", 1), [group]) == [(0, (1,), {}), (1, (1,), {})]
+
+
+# Starts a "server", and waits for some seconds, in a function that is Ray's by its file, or in one of its own.
+CONTROLLER = """
+import subprocess, sys, threading, time
+import megarl, ray
+from megarl.cluster import ending_when_stuck, stuck
+stuck.STUCK_SECONDS, stuck.STOPPED_SECONDS, stuck._LOOK_SECONDS = 1.0, 1.0, 0.1
+exec(compile("def wait(seconds): time.sleep(seconds)", sys.argv[3] or ray.__file__, "exec"))
+exec(compile("def train(seconds): wait(seconds)", megarl.__file__, "exec"))
+with ending_when_stuck(75):
+    server = subprocess.Popen([sys.argv[1], "100"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print(server.pid, flush=True)
+    train(float(sys.argv[2]))
+print("went on")
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(seconds, file): (a controller that waits for so long in a function of that file, or of Ray's; its server's pid)."""
+    server = tmp_path / "raylet"
+    server.symlink_to(shutil.which("sleep"))
+    pids = []
+
+    def start(seconds, file=""):
+        process = subprocess.Popen(
+            [sys.executable, "-c", CONTROLLER, str(server), str(seconds), file],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        pids.append(int(process.stdout.readline()))
+        return process, pids[-1]
+
+    yield start
+    for pid in alive(pids):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number, words", [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "is stopped")])
+def test_it_ends_says_where_it_was_and_asks_to_be_started_again(start, number, words):
+    controller, server = start(100)
+    time.sleep(0.5)
+    os.kill(server, number)
+    assert controller.wait(30) == 75
+    message = controller.stderr.read()
+    assert message.startswith(
+        f"error: Ray's raylet (process {server}) {words}, and this process waits for it"
+    )
+    assert 'File "<string>"' in message
+
+
+def test_a_controller_that_is_elsewhere_is_left_alone(start):
+    controller, server = start(4, "own.py")
+    os.kill(server, signal.SIGKILL)
+    assert controller.wait(30) == 0 and controller.stdout.read() == "went on\n"
+
+
+def test_a_server_that_goes_on_and_a_controller_that_ends_in_time_are_left_alone(start):
+    controller, server = start(2)
+    os.kill(server, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(server, signal.SIGCONT)
+    time.sleep(1.2)
+    os.kill(server, signal.SIGKILL)
+    assert controller.wait(30) == 0 and controller.stdout.read() == "went on\n"

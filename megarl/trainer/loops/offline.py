@@ -17,7 +17,7 @@ from megarl.trainer.roles.roles import policy_checkpoints, start_learners, start
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.earlier_runs import set_aside_earlier_run
 from megarl.trainer.run.export import FOLDER, export_hf
-from megarl.trainer.run.resumed import FOLDER as CHECKPOINTS
+from megarl.trainer.run.resumed import CHECKPOINTS
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.controls import make_controls

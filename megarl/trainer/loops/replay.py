@@ -29,7 +29,7 @@ from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.logger import METRICS_FILE, read_metrics
 from megarl.trainer.run.process_kinds import premises_of
 from megarl.trainer.run.resumed import CONFIG_FILE
-from megarl.trainer.run.resumed import FOLDER as CHECKPOINTS
+from megarl.trainer.run.resumed import CHECKPOINTS
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import limits, open_engine_run
 from megarl.trainer.stages.controls import make_controls
@@ -40,7 +40,7 @@ from megarl.trainer.stages.saved_trajectories import count_steps, read_step, ste
 from megarl.trainer.workers.ptx import load_ptx
 from megarl.util.plugins import load_plugins
 
-FOLDER = "replays"
+REPLAYS = "replays"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def replay(request: Request) -> bool:
     files = _files(request, config, first)
     models = load_model_inputs(config)
     num_steps = _run_steps(config, models.tokenizer)
-    folder = request.folder / FOLDER / f"step-{request.step}"
+    folder = request.folder / REPLAYS / f"step-{request.step}"
     folder.mkdir(parents=True, exist_ok=True)
     devices = resolve_batches(config).devices
     with (
@@ -88,7 +88,7 @@ def replay(request: Request) -> bool:
         run.say(f"replaying {_steps(list(files))} of {request.folder} from {where}")
         _say_changes(run, config, request.folder)
         roles = start_learners(config, run, num_steps)
-        found = _learn_steps(config, run, roles, files, num_steps, load_ptx(config, models.tokenizer))
+        found = _replay_steps(config, run, roles, files, num_steps, load_ptx(config, models.tokenizer))
         logged = {entry["step"]: entry for entry in read_metrics(request.folder)}
         equal = [print_comparison(run.console, step, logged.get(step), found[step]) for step in found]
         if request.out is not None:
@@ -97,7 +97,7 @@ def replay(request: Request) -> bool:
     return all(equal)
 
 
-def _learn_steps(
+def _replay_steps(
     config: TrainConfig, run: Run, roles: Roles, files: Mapping[int, Path], num_steps: int, ptx
 ) -> dict[int, dict[str, float]]:
     """The metrics of each step."""

@@ -14,10 +14,10 @@ from megarl.checkpoints import steps_in
 from megarl.checkpoints.manifest import folder_name
 from megarl.config import EvalConfig, TrainConfig, TuningConfig
 from megarl.config.schema.options import walk_values
+from megarl.trainer.run.resumed import CHECKPOINTS
 from megarl.util.files import naming
 
-FOLDER = "earlier_runs"
-CHECKPOINTS = "checkpoints"
+EARLIER_RUNS = "earlier_runs"
 # One of these is in every run's folder.
 MARKS = ("config.yaml", "metrics.jsonl")
 ENTRIES = (
@@ -76,13 +76,13 @@ def set_aside_earlier_run(
     _require_unread(config, [*entries, *outside, *checkpoints])
     target = None
     if entries or steps:
-        target = _first_free(folder / FOLDER, "")
+        target = _first_free(folder / EARLIER_RUNS, "")
         _move(entries, target)
         say(f"{folder} holds an earlier run: it was moved to {target}")
         move_checkpoints(folder / CHECKPOINTS, 0, target / CHECKPOINTS, say)
     if outside:
         assert rollouts is not None
-        kept = _first_free(rollouts / FOLDER, "")
+        kept = _first_free(rollouts / EARLIER_RUNS, "")
         _move(outside, kept)
         say(f"{rollouts} holds an earlier run's trajectories: they were moved to {kept}")
     return target

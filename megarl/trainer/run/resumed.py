@@ -13,7 +13,7 @@ from megarl.config import TrainConfig, TuningConfig
 from megarl.config.resume import changed_keys, refused_changes
 from megarl.models import COMPANIONS, read_model_config
 
-FOLDER = "checkpoints"  # in the run folder
+CHECKPOINTS = "checkpoints"  # in the run folder
 CONFIG_FILE = "config.yaml"
 # What of a model may be otherwise: how its files are, and how long its texts may be.
 _FREE = frozenset({"hf", "architecture", "dtype", "fp8_block", "num_mtp_layers", "max_position_embeddings"})
@@ -51,7 +51,7 @@ def checkpoint_to_go_on_from(config: TrainConfig | TuningConfig) -> Path | None:
     if trainer.resume_mode == "path":
         folders = [Path(trainer.resume_from_path or "")]
     else:
-        root = Path(trainer.default_local_dir) / FOLDER
+        root = Path(trainer.default_local_dir) / CHECKPOINTS
         folders = [root / folder_name(step) for step in reversed(steps_in(root))]
     for folder in folders:
         try:

@@ -30,7 +30,7 @@ from megarl.trainer.run.logger import RunLogger
 from megarl.trainer.run.opening import Facts, opening_lines
 from megarl.trainer.run.preemption import REQUEUE, noting_signals
 from megarl.trainer.run.process_kinds import premises_of
-from megarl.trainer.run.resumed import FOLDER as CHECKPOINTS
+from megarl.trainer.run.resumed import CHECKPOINTS
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.supervision import not_again_once_told
 from megarl.trainer.run.timeline import Timeline

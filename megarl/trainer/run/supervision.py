@@ -17,7 +17,7 @@ from megarl.checkpoints import steps_in
 from megarl.cluster import Premises, RayFailed, WorkerLost
 from megarl.config import TrainConfig, TuningConfig
 from megarl.trainer.run.preemption import REQUEUE, Preemption
-from megarl.trainer.run.resumed import FOLDER
+from megarl.trainer.run.resumed import CHECKPOINTS
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
 
@@ -62,6 +62,6 @@ def not_again_once_told(preemption: Preemption) -> Iterator[None]:
 
 def as_restarted(config: C) -> C:
     """The configuration of a run's next start: it goes on from the run's own newest checkpoint, once there is one."""
-    if not steps_in(Path(config.trainer.default_local_dir) / FOLDER):
+    if not steps_in(Path(config.trainer.default_local_dir) / CHECKPOINTS):
         return config
     return replace(config, trainer=replace(config.trainer, resume_mode="auto", resume_from_path=None))

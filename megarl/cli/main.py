@@ -178,7 +178,7 @@ def _train(options: argparse.Namespace) -> None:
     if not config.trainer.rollout_only and config.trainer.train_only is None:
         _run_supervised("ppo", config)
         return
-    from megarl.trainer.run.process_kinds import premises_of
+    from megarl.trainer.run.cluster_setup import premises_of
 
     with premises_of(config) as premises:
         from megarl.trainer.loops.offline import generate_only, learn_only
@@ -200,17 +200,17 @@ def _dpo(options: argparse.Namespace) -> None:
 
 def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
     """`train` of a module of trainer/."""
-    from megarl.trainer.run.process_kinds import premises_of
+    from megarl.trainer.run.cluster_setup import premises_of
 
     with premises_of(config) as premises:  # the run's processes make their imports while this one does
-        from megarl.trainer.run.supervision import supervised
+        from megarl.trainer.run.failures import supervised
 
         supervised(config, import_module(f"megarl.trainer.loops.{module}").train, premises)
 
 
 def _eval(options: argparse.Namespace) -> None:
     config = _configured(EvalConfig, options)
-    from megarl.trainer.run.process_kinds import premises_of
+    from megarl.trainer.run.cluster_setup import premises_of
 
     with premises_of(config) as premises:
         from megarl.trainer.loops.evaluate import evaluate, print_scores
@@ -247,7 +247,7 @@ def _make_task(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    from megarl.trainer.run.verify import verify_greedy
+    from megarl.trainer.run.export import verify_greedy
 
     verify_greedy(options.model, options.trajectories, options.max_samples)
 
@@ -295,7 +295,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> None:
-    from megarl.trainer.loops.replay import Request, replay
+    from megarl.trainer.loops.offline import Request, replay
 
     paths = {
         name: None if getattr(options, name) is None else Path(getattr(options, name))
@@ -317,9 +317,28 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _recipes(options: argparse.Namespace) -> None:
-    from megarl.cli.recipes import run
+    """Print the list of the recipes that come with megarl, or the file of `options.name`.
 
-    run(options)
+    Raises:
+        ValueError: there is no recipe of that name; names the nearest.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from megarl.config.loading.recipes import PREFIX, recipe_path, recipes
+
+    if options.name is None:
+        table = Table("megarl", "recipe", "what", box=SIMPLE_HEAD, pad_edge=False)
+        table.columns[1].no_wrap = True
+        for recipe in recipes():
+            table.add_row(recipe.command, f"{PREFIX}{recipe.name}", escape(recipe.text))
+        Console().print(table)
+        return
+    path = recipe_path(f"{PREFIX}{options.name.removeprefix(PREFIX)}")
+    file = path / "config.json" if path.is_dir() else path
+    print(file.read_text(encoding="utf-8"), end="")
 
 
 def _requirements(options: argparse.Namespace) -> None:

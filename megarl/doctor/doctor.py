@@ -24,14 +24,23 @@ from megarl.cluster import WorkerGroup
 from megarl.cluster.hosts import on_node
 from megarl.config import TrainConfig, resolve, resolve_batches
 from megarl.config.loading.hub import fetch_models
-from megarl.doctor.checks import FAILURE, GIB, OK, WARNING, Finding, judge_node, judge_nodes
-from megarl.doctor.facts import NodeFacts, node_facts
+from megarl.doctor.nodes import (
+    FAILURE,
+    GIB,
+    OK,
+    WARNING,
+    Finding,
+    NodeFacts,
+    judge_node,
+    judge_nodes,
+    node_facts,
+)
 from megarl.doctor.preflight import preflight
 from megarl.doctor.probe import bus_bandwidth
 from megarl.models import read_model_config
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.roles.roles import open_pools
-from megarl.trainer.run.devices import check_devices
+from megarl.trainer.run.cluster_setup import check_devices
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_engine_run
 from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.doctor.checks import FAILURE, OK, judge_node
-from megarl.doctor.facts import node_facts
+from megarl.doctor.nodes import FAILURE, OK, judge_node, node_facts
 from megarl.gpu_test.machine import machine_here
 from megarl.gpu_test.runner import Check
 

@@ -17,7 +17,7 @@ from megarl.plan.memory_command import as_json as memory_json
 from megarl.plan.seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
 from megarl.plan.sync_command import configured_sync
 from megarl.plan.sync_report import PlanReport, report
-from megarl.trainer.roles.lora_sync import served_adapters
+from megarl.trainer.roles.adapters import served_adapters
 
 NOTE = "seconds are estimates by formulas, nothing was measured; assumed (--assume name=value)"
 

@@ -32,7 +32,7 @@ from megarl.costs.serving import (
 from megarl.plan.inputs import PlanInputs
 from megarl.plan.model_uses import model_use, precision
 from megarl.plan.reserve import reserve_rows
-from megarl.trainer.roles.lora_sync import served_adapters
+from megarl.trainer.roles.adapters import served_adapters
 from megarl.weight_sync.model_layouts import EngineLayout
 
 MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped

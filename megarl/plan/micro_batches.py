@@ -13,8 +13,8 @@ import yaml
 
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
 from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, lacks_size, least_tokens
-from megarl.doctor.facts import gpus_here
-from megarl.trainer.run.resumed import CONFIG_FILE, checkpoint_to_go_on_from
+from megarl.doctor.nodes import gpus_here
+from megarl.trainer.run.earlier_runs import CONFIG_FILE, checkpoint_to_go_on_from
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 

@@ -22,7 +22,7 @@ from megarl.rollout.sglang.model import read_model
 from megarl.rollout.sglang.start import server_arguments
 from megarl.shadow import collectives
 from megarl.shadow.mode import FakeMode, Shadow
-from megarl.trainer.roles.engine_config import gpu_engine
+from megarl.trainer.roles.engines import gpu_engine
 from megarl.weight_sync.binding import RefusedError, check_complete, named_weights, place, weights_of
 from megarl.weight_sync.model_layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.packets import Slice

@@ -229,7 +229,7 @@ def test_more_devices_than_the_model_has_layers(refuse) -> None:
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
 def test_more_processes_than_cores_can_start(refuse, monkeypatch, command) -> None:
-    monkeypatch.setattr("megarl.trainer.run.devices.gpus_here", lambda: 0)
+    monkeypatch.setattr("megarl.trainer.run.cluster_setup.gpus_here", lambda: 0)
     many = 32 * len(os.sched_getaffinity(0))
     sizes = {
         "train": [f"data.train_batch_size={many}", f"{ACTOR}.ppo_mini_batch_size={many}"],

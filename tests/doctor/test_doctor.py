@@ -9,9 +9,8 @@ import pytest
 from megarl.cli.main import main
 from megarl.config import TrainConfig
 from megarl.config.loading.load import load_config
-from megarl.doctor.checks import FAILURE, GIB, OK, WARNING, Finding, judge_nodes
 from megarl.doctor.doctor import examine
-from megarl.doctor.facts import Gpu, NodeFacts
+from megarl.doctor.nodes import FAILURE, GIB, OK, WARNING, Finding, Gpu, NodeFacts, judge_nodes
 from megarl.doctor.probe import bus_bandwidth
 from megarl.util.packages import PURPOSES, requirements
 from tests.disks import small_disk

@@ -22,10 +22,10 @@ from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.schedule.collectors import Collected
-from megarl.trainer.schedule.in_flight_files import save_under_way
+from megarl.trainer.schedule.in_flight import save_under_way
 from megarl.trainer.schedule.modes import make_batches
 from megarl.trainer.schedule.streaming import Streamed
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.scoring import Rewards
 from tests.faults.live import STEPS, scheduler, start
 

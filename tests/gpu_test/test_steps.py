@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.doctor.facts import Gpu
+from megarl.doctor.nodes import Gpu
 from megarl.gpu_test.machine import Machine, visible
 from megarl.gpu_test.steps import STEPS, chosen, obstacle
 

@@ -26,12 +26,17 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.trainer.loops.sft import learnt_tokens
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.critic import CriticWorker
-from megarl.trainer.workers.dispatch import MicroBatching, forward_plan, plan_rows, update_plan
+from megarl.trainer.workers.dispatch import (
+    MicroBatching,
+    ModelSpec,
+    PolicyUpdate,
+    forward_plan,
+    plan_rows,
+    update_plan,
+)
 from megarl.trainer.workers.model import ModelWorker
-from megarl.trainer.workers.sft import SFTWorker
-from megarl.trainer.workers.shared_critic import ActorCriticWorker
-from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
+from megarl.trainer.workers.scalar_heads import ActorCriticWorker, CriticWorker
+from megarl.trainer.workers.supervised import SFTWorker
 from tests.megatron.hf import make_table, save_model
 from tests.ranks import RankPool
 from tests.trainer.test_runs import losses_of

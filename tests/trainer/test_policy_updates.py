@@ -25,8 +25,7 @@ from megarl.megatron.parallel import coords
 from megarl.megatron.sequences import sequence_ids
 from megarl.megatron.step import train_step
 from megarl.trainer.workers.actor import ActorWorker, whole_sequences, with_selection
-from megarl.trainer.workers.dispatch import merge_columns
-from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
+from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate, merge_columns
 from tests.megatron.hf import VOCAB, check_gradients, make_table, optimizer_settings, place_model, save_model
 
 LOW, HIGH = 0.2, 0.3

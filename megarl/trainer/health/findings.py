@@ -13,7 +13,7 @@ from statistics import fmean, linear_regression, stdev
 
 from megarl.algorithms.kl_control import KLController
 from megarl.config import ActorConfig, HealthConfig, TrainConfig
-from megarl.trainer.stages.controls import Controls
+from megarl.trainer.stages.advantages import Controls
 
 ACTOR = "actor_rollout_ref.actor"
 NUM_SCORES = 10  # steps whose mean scores are compared with as many others

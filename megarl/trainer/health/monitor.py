@@ -26,7 +26,7 @@ from megarl.config import TrainConfig
 from megarl.data.trajectories import ragged
 from megarl.trainer.health.findings import ACTOR, Finding, History, beyond_noise, find, kl_coefficients
 from megarl.trainer.run.logger import keep_lines
-from megarl.trainer.stages.controls import Controls
+from megarl.trainer.stages.advantages import Controls
 from megarl.util.files import naming
 
 if TYPE_CHECKING:

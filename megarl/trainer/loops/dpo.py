@@ -27,14 +27,13 @@ from megarl.models import read_model_config
 from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_group
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.opening import tuning_facts
+from megarl.trainer.run.facts import tuning_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.prompt_data import preference_keys
-from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
-from megarl.trainer.workers.rankings import compared_chats
+from megarl.trainer.workers.dispatch import compared_chats, plan_rows, rows_to_share
 
-WORKER = "megarl.trainer.workers.dpo:DPOWorker"
+WORKER = "megarl.trainer.workers.supervised:DPOWorker"
 
 
 def train(config: DPOConfig, premises: Premises | None) -> str:

@@ -17,12 +17,12 @@ from megarl.data.trajectories import list_lengths, write_trajectories
 from megarl.models import read_model_config
 from megarl.rewards.processes.scorer import Scorer, make_scorer
 from megarl.trainer.roles.device_memory import DeviceMemory
+from megarl.trainer.roles.engines import telling
 from megarl.trainer.roles.restarts import EngineRestarts
 from megarl.trainer.roles.roles import ENGINE_LOG, open_pools, start_engines
-from megarl.trainer.roles.slow_start import telling
-from megarl.trainer.run.devices import pools_of
+from megarl.trainer.run.cluster_setup import pools_of
 from megarl.trainer.run.earlier_runs import set_aside_earlier_run
-from megarl.trainer.run.full_disk import naming_keys
+from megarl.trainer.run.failures import naming_keys
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import engine_limits, open_engine_run
 from megarl.trainer.stages.prompt_data import may_lack, read_prompts

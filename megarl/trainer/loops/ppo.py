@@ -11,7 +11,6 @@ from megarl.cluster import Premises
 from megarl.config import TrainConfig, evaluates
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.health.monitor import start_monitor, watch
-from megarl.trainer.loops.samples import sample_rows
 from megarl.trainer.roles.roles import policy_checkpoints, start_roles
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
@@ -19,17 +18,15 @@ from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.schedule.modes import make_batches
-from megarl.trainer.stages.advantages import compute_batch_advantages
-from megarl.trainer.stages.controls import Controls, make_controls
+from megarl.trainer.stages.advantages import Controls, compute_batch_advantages, make_controls
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
 from megarl.trainer.stages.nonfinite import GENERATED, LEARNT_FROM, blaming, require_finite, whole_step
-from megarl.trainer.stages.passes import evaluate_models, throughput
 from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores, score_weights
 from megarl.trainer.stages.rollouts import noise_seed, roll_out
 from megarl.trainer.stages.scoring import Rewards, training_scores
-from megarl.trainer.stages.updates import update
-from megarl.trainer.stages.validation import validate
+from megarl.trainer.stages.updates import evaluate_models, throughput, update
+from megarl.trainer.stages.validation import sample_rows, validate
 
 
 def train(config: TrainConfig, premises: Premises | None) -> str:

@@ -30,16 +30,14 @@ from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_g
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.opening import tuning_facts
+from megarl.trainer.run.facts import tuning_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.prompt_data import preference_keys
-from megarl.trainer.stages.reward_model import score_lists
-from megarl.trainer.stages.reward_normalization import FILE, measure_normalization
-from megarl.trainer.workers.dispatch import MicroBatching, plan_rows
-from megarl.trainer.workers.rankings import compared_texts
+from megarl.trainer.stages.reward_model import FILE, measure_normalization, score_lists
+from megarl.trainer.workers.dispatch import MicroBatching, compared_texts, plan_rows
 
-WORKER = "megarl.trainer.workers.reward_training:RMWorker"
+WORKER = "megarl.trainer.workers.supervised:RMWorker"
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from megarl.models import read_model_config
 from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_group
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.opening import tuning_facts
+from megarl.trainer.run.facts import tuning_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
 
-WORKER = "megarl.trainer.workers.sft:SFTWorker"
+WORKER = "megarl.trainer.workers.supervised:SFTWorker"
 
 
 def train(config: SFTConfig, premises: Premises | None) -> str:

@@ -19,11 +19,10 @@ from megarl.trainer.loops.ppo import due, epochs
 from megarl.trainer.roles.model_roles import say_layers
 from megarl.trainer.roles.roles import open_pools
 from megarl.trainer.run.checkpoints import Stateful, make_checkpoints
-from megarl.trainer.run.devices import pools_of
+from megarl.trainer.run.cluster_setup import MODEL, pools_of
 from megarl.trainer.run.export import FOLDER
-from megarl.trainer.run.process_kinds import MODEL
 from megarl.trainer.run.run import Run
-from megarl.trainer.workers.specs import NAMED, ModelSpec
+from megarl.trainer.workers.dispatch import NAMED, ModelSpec
 from megarl.util.files import whole_file
 
 VAL_LOSS = "val/loss"

@@ -21,9 +21,9 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig
 from megarl.rollout.sglang.environment import sglang_environment
+from megarl.trainer.roles.adapters import engine_adapters, served_adapters
 from megarl.trainer.roles.device_memory import device_memory, gpu_pools
-from megarl.trainer.roles.engine_config import engine_config, fp8_block, rollout_dtype
-from megarl.trainer.roles.lora_sync import engine_adapters, served_adapters
+from megarl.trainer.roles.engines import engine_config, fp8_block, rollout_dtype, telling
 from megarl.trainer.roles.model_roles import (
     Role,
     say_layers,
@@ -33,12 +33,11 @@ from megarl.trainer.roles.model_roles import (
     start_reward_model,
 )
 from megarl.trainer.roles.restarts import EngineRestarts
-from megarl.trainer.roles.slow_start import telling
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import connect, sync_weights
-from megarl.trainer.run import process_kinds as kinds
+from megarl.trainer.run import cluster_setup as kinds
 from megarl.trainer.run.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
-from megarl.trainer.run.devices import pools_of
+from megarl.trainer.run.cluster_setup import pools_of
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec

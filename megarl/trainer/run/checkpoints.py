@@ -1,19 +1,9 @@
-"""Checkpoints of a run: what of it is saved and when, and how it goes on from one.
-
-Guarantees:
-- A run that goes on from a checkpoint of step k begins step k + 1 as the one that saved it did: with its weights,
-  optimizers, schedules, random numbers, coefficients and data positions.
-- A checkpoint that cannot be written changes nothing of older ones, and nothing of the run (`trainer.on_save_error`).
-- Checkpoints that are not of this run's course, and with them all of an earlier run, are moved aside, never overwritten.
-
-In a checkpoint's folder: a folder for each role that is trained (Megatron's distributed format), `run.json` (what only
-the controller knows), `config.yaml`, with trainer.save_hf `hf`, with trainer.mode=one_step_off `ahead` (the next step's
-batch), with partial_rollouts and fully_async `under_way` (groups that are whole, prompts of those that are not), and the manifest.
-"""
+"""The best value so far of a metric of validations, part of a checkpoint."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,13 +26,49 @@ from megarl.cluster import WorkerFailed, WorkerGroup
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.resume import changed_keys
 from megarl.config.schema.saving import SavingConfig
-from megarl.trainer.run.best import Best
-from megarl.trainer.run.earlier_runs import move_checkpoints, set_aside_earlier_run
+from megarl.trainer.run.earlier_runs import CONFIG_FILE, move_checkpoints, refusals, set_aside_earlier_run
 from megarl.trainer.run.preemption import REQUEUE
-from megarl.trainer.run.resumed import CONFIG_FILE, refusals
 
 if TYPE_CHECKING:
     from megarl.trainer.run.run import Run
+
+
+@dataclass
+class Best:
+    """The best value so far of `trainer.best_metric`, of those whose checkpoint was written."""
+
+    metric: str | None
+    mode: str
+    value: float | None = None
+
+    def found(self, metrics: Mapping[str, float]) -> float | None:
+        """The value in a validation's metrics; None: they are of none, or no metric is asked for.
+
+        Raises:
+            ValueError: they are of a validation and have none of that name.
+        """
+        if self.metric is None or not any(name.startswith("val/") for name in metrics):
+            return None
+        if self.metric not in metrics:
+            known = ", ".join(sorted(name for name in metrics if name.startswith("val/")))
+            raise ValueError(f"trainer.best_metric={self.metric!r}: validations have {known}")
+        return metrics[self.metric]
+
+    def is_beaten_by(self, value: float | None) -> bool:
+        """Whether a value of `found` is better than all before."""
+        if value is None or not math.isfinite(value):
+            return False
+        sign = 1.0 if self.mode == "max" else -1.0
+        return self.value is None or sign * value > sign * self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, "mode": self.mode, "value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A best value of another metric is none."""
+        if (state["metric"], state["mode"]) == (self.metric, self.mode):
+            self.value = state["value"]
+
 
 STATE_FILE = "run.json"
 HF_FOLDER = "hf"

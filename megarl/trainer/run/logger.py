@@ -1,20 +1,23 @@
-"""A run's metrics: to the console, to TensorBoard, to experiment trackers and, always, to `metrics.jsonl` in the run folder.
+"""A run's metrics: to the console, to TensorBoard, to experiment trackers and, always, to `metrics.jsonl` in the run folder."""
 
-Guarantees: after `log` returns, the step is on disk; a step is in `metrics.jsonl` once, also when a run is resumed
-from an earlier step than its last one; each line of it is strict JSON.
-"""
+from __future__ import annotations
 
 import io
 import json
 import math
 import os
+import re
 import socket
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from types import TracebackType
+from statistics import median
+from types import ModuleType, TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -31,9 +34,154 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megarl.trainer.run.pace import Pace
-from megarl.trainer.run.trackers import TRACKERS, TrackedRun, open_trackers
 from megarl.util.files import naming, whole_file
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run; `config`: the resolved configuration as nested dictionaries."""
+
+    project: str
+    name: str
+    config: Mapping[str, Any]
+
+
+class Tracker(ABC):
+    """One tracker's run, from its construction to `finish`."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step; steps come in their order."""
+
+    @abstractmethod
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Answers of a validation, all with the same columns, under the name `tag`; before the step's metrics."""
+
+    @abstractmethod
+    def finish(self, error: BaseException | None) -> None:
+        """End the run: as failed where there is an error."""
+
+
+class WandbTracker(Tracker):
+    def __init__(self, module: ModuleType, run: TrackedRun, folder: Path) -> None:
+        self.wandb = module
+        self.run = module.init(project=run.project, name=run.name, config=dict(run.config), dir=str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = list(rows[0])
+        table = self.wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
+        self.run.log({tag: table}, step=step)
+
+    def finish(self, error: BaseException | None) -> None:
+        self.run.finish(exit_code=0 if error is None else 1)
+
+
+class MlflowTracker(Tracker):
+    def __init__(self, module: ModuleType, run: TrackedRun, folder: Path) -> None:
+        self.mlflow = module
+        module.set_experiment(experiment_name=run.project)
+        module.start_run(run_name=run.name)
+        module.log_params(flatten(run.config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.mlflow.log_metrics({mlflow_name(name): value for name, value in metrics.items()}, step=step)
+
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = {column: [row[column] for row in rows] for column in rows[0]}
+        self.mlflow.log_dict(columns, f"{tag}/step-{step:06d}.json")
+
+    def finish(self, error: BaseException | None) -> None:
+        self.mlflow.end_run(status="FINISHED" if error is None else "FAILED")
+
+
+class SwanlabTracker(Tracker):
+    def __init__(self, module: ModuleType, run: TrackedRun, folder: Path) -> None:
+        self.swanlab = module
+        module.init(
+            project=run.project, name=run.name, config=dict(run.config), log_dir=str(folder / "swanlog")
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.swanlab.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        texts = ["\n\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
+        self.swanlab.log({tag: [self.swanlab.Text(text) for text in texts]}, step=step)
+
+    def finish(self, error: BaseException | None) -> None:
+        if error is None:
+            self.swanlab.finish()
+        else:
+            self.swanlab.finish(state="crashed", error=f"{type(error).__name__}: {error}")
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanlabTracker,
+}
+
+
+def open_trackers(names: Sequence[str], run: TrackedRun, folder: Path) -> list[Tracker]:
+    """Begin a run in each of the trackers `names`, which are installed; `folder`: for what they keep locally."""
+    opened: list[Tracker] = []
+    try:
+        for name in names:
+            opened.append(TRACKERS[name](import_module(name), run, folder))
+    except BaseException as error:
+        for tracker in opened:
+            tracker.finish(error)
+        raise
+    return opened
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys with dots: {"a": {"b": 1}} as {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def mlflow_name(metric: str) -> str:
+    """A metric's name in MLflow, which knows letters, digits and `_-. /:` alone: `pass@4` is `pass_at_4`."""
+    return re.sub(r"[^\w\-./ :]", "_", metric.replace("@", "_at_"))
+
+
+RECENT = 20  # steps
+
+
+@dataclass
+class Pace:
+    """The time from the end of one step to that of the next, of the `RECENT` last ones: with checkpoints, validations and all.
+
+    Their median is what a step takes, so that a few which wait for a validation or a checkpoint do not count.
+    """
+
+    last: float | None = None  # when the last step ended
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def ended(self, now: float, step_seconds: float | None) -> None:
+        """A step ended. `step_seconds`: its own time, which counts where none ended before it."""
+        taken = step_seconds if self.last is None else now - self.last
+        if taken is not None:
+            self.seconds.append(taken)
+        self.last = now
+
+    def left(self, num_steps: int) -> str | None:
+        """What `num_steps` more steps take, such as 0:48 or 26:02:05; None: no step has ended, or none is left."""
+        if not self.seconds or num_steps <= 0:
+            return None
+        minutes, seconds = divmod(round(median(self.seconds) * num_steps), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
 
 METRICS_FILE = "metrics.jsonl"  # the sink "file"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -114,7 +262,7 @@ class RunLogger:
         )
         self._pace = Pace()
 
-    def __enter__(self) -> "RunLogger":
+    def __enter__(self) -> RunLogger:
         self._progress.start()
         return self
 

@@ -24,17 +24,14 @@ from megarl.cluster import (
 )
 from megarl.config import RolloutConfig, TrainConfig, TuningConfig, resolve_batches, to_dict
 from megarl.trainer.run.checkpoints import find_resumed, open_store
-from megarl.trainer.run.facts import recorded
-from megarl.trainer.run.full_disk import naming_keys
-from megarl.trainer.run.logger import RunLogger
-from megarl.trainer.run.opening import Facts, opening_lines
+from megarl.trainer.run.cluster_setup import premises_of
+from megarl.trainer.run.earlier_runs import CHECKPOINTS
+from megarl.trainer.run.facts import Facts, opening_lines, recorded
+from megarl.trainer.run.failures import naming_keys, not_again_once_told
+from megarl.trainer.run.logger import RunLogger, TrackedRun
 from megarl.trainer.run.preemption import REQUEUE, noting_signals
-from megarl.trainer.run.process_kinds import premises_of
-from megarl.trainer.run.resumed import CHECKPOINTS
 from megarl.trainer.run.run import Run
-from megarl.trainer.run.supervision import not_again_once_told
 from megarl.trainer.run.timeline import Timeline
-from megarl.trainer.run.trackers import TrackedRun
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
 from megarl.trainer.roles.restarts import LaterRestarts
 from megarl.trainer.roles.weight_sync import sync_weights
-from megarl.trainer.schedule.background import Background
-from megarl.trainer.schedule.concurrent_views import two_halves
+from megarl.trainer.schedule.concurrent_views import Background, two_halves
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.saved_trajectories import check_sizes

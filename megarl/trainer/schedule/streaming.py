@@ -33,11 +33,9 @@ from megarl.data.files import read_arrow, write_arrow
 from megarl.data.trajectories import take
 from megarl.trainer.roles.restarts import LaterRestarts
 from megarl.trainer.roles.weight_sync import sync_weights
-from megarl.trainer.schedule.background import Background, InterruptedWatch
 from megarl.trainer.schedule.collectors import Collected
-from megarl.trainer.schedule.concurrent_views import View, two_halves
-from megarl.trainer.schedule.in_flight import Asked, UnderWay
-from megarl.trainer.schedule.in_flight_files import load_under_way, save_under_way
+from megarl.trainer.schedule.concurrent_views import Background, InterruptedWatch, View, two_halves
+from megarl.trainer.schedule.in_flight import Asked, UnderWay, load_under_way, save_under_way
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores
 from megarl.trainer.stages.rollouts import noise_seed, training_sampling

@@ -17,7 +17,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.models import ModelConfig, read_model_config
 from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.roles.adapters import check_adapters
-from megarl.trainer.run.opening import Facts, data_text, model_text
+from megarl.trainer.run.facts import Facts, data_text, model_text
 from megarl.trainer.stages.prompt_data import may_lack, read_prompts, training_prompts
 from megarl.trainer.stages.reward_model import RewardModelInputs, load_reward_model
 from megarl.trainer.stages.scoring import check_prompts

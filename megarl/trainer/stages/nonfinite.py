@@ -23,7 +23,7 @@ from megarl.cluster.failures.report import FOLDER
 from megarl.config import TrainConfig
 from megarl.data.files import write_parquet
 from megarl.data.trajectories import ragged
-from megarl.trainer.stages.controls import Controls
+from megarl.trainer.stages.advantages import Controls
 
 if TYPE_CHECKING:
     from megarl.trainer.run.run import Run

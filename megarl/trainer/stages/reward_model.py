@@ -1,17 +1,17 @@
-"""The reward model's part of a step: trajectories as the texts that it reads, and its score of each.
+"""The reward model's part of a step: the text that it reads of each trajectory, its score, and how scores become rewards.
 
-A reward model is a Hugging Face folder of a model for sequence classification with one label: the decoder, and
-`score.weight` [1, hidden]. Its score of a text is the head's output at the text's last token, shifted and scaled as the
-folder's reward_normalization.json says if there is one (`megarl rm` writes it).
+Scores are shifted, and scaled if that is configured, by the mean and deviation that reference answers get.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,6 @@ from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
 from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
 from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.stages.nonfinite import NotFinite
-from megarl.trainer.stages.reward_normalization import AS_IT_IS, RewardNormalization, read_normalization
 from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
 
 if TYPE_CHECKING:
@@ -31,6 +30,74 @@ if TYPE_CHECKING:
 
     from megarl.trainer.roles.model_roles import Role
     from megarl.trainer.run.run import Run
+
+
+FILE = "reward_normalization.json"
+
+
+@dataclass(frozen=True)
+class RewardNormalization:
+    """A reward is (output - mean) / std; `num_answers` were measured."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    num_answers: int = 0
+
+    def apply(self, outputs: np.ndarray) -> np.ndarray:
+        """Rewards from the head's outputs: float32 [texts] each."""
+        return ((outputs.astype(np.float64) - self.mean) / self.std).astype(np.float32)
+
+    def to_json(self) -> bytes:
+        return (json.dumps(asdict(self), indent=2) + "\n").encode()
+
+
+AS_IT_IS = RewardNormalization()
+
+
+def measure_normalization(outputs: np.ndarray, kind: str) -> RewardNormalization:
+    """What gives the measured outputs mean 0, and of kind "mean_std" standard deviation 1.
+
+    Args:
+        outputs: float32 [reference answers].
+        kind: "mean" or "mean_std".
+
+    Raises:
+        ValueError: all outputs are equal, so that nothing can be divided by their deviation.
+    """
+    assert kind in ("mean", "mean_std"), kind
+    values = outputs.astype(np.float64)
+    std = 1.0
+    if kind == "mean_std":
+        std = float(values.std())
+        if std == 0.0:
+            raise ValueError(
+                f"data.normalize=mean_std: the {len(values)} reference answers all get the reward {values[0]:g}; give more "
+                "of them (data.normalize_files, data.normalize_max_samples), or set data.normalize=mean"
+            )
+    return RewardNormalization(float(values.mean()), std, len(values))
+
+
+def read_normalization(path: str | Path) -> RewardNormalization:
+    """That of a reward model's folder; outputs are left alone where it says nothing.
+
+    Raises:
+        ValueError: the file is not what `megarl rm` writes.
+    """
+    file = Path(path).expanduser() / FILE
+    if not file.is_file():
+        return AS_IT_IS
+    try:
+        found = json.loads(file.read_text())
+        mean, std = float(found["mean"]), float(found["std"])
+        number = int(found.get("num_answers", 0))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{file} must be a JSON object with the numbers mean and std: {type(error).__name__}: {error}"
+        ) from None
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise ValueError(f"{file}: mean={mean} must be finite, std={std} positive and finite")
+    return RewardNormalization(mean, std, number)
+
 
 HEAD = "score.weight"
 

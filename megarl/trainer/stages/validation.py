@@ -1,4 +1,4 @@
-"""Answers to held-out prompts: sets with sampling of their own, and what is told of several answers to a prompt."""
+"""Answers to held-out prompts: sets with their own sampling, metrics of several answers to a prompt, and samples to read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import comb
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from megarl.config import SamplingConfig
 from megarl.data.trajectories import expand_prompts
@@ -21,6 +22,24 @@ if TYPE_CHECKING:
     from megarl.cluster import WorkerGroup
     from megarl.trainer.run.run import Run
     from megarl.trainer.stages.reward_model import ModelScores
+
+
+def sample_rows(table: pa.Table, tokenizer: PreTrainedTokenizerBase, count: int) -> list[dict[str, Any]]:
+    """`count` answers (or all), evenly spaced in the table: the same prompts in every validation.
+
+    Args:
+        table: scored trajectories.
+    """
+    rows = np.unique(np.linspace(0, table.num_rows - 1, min(count, table.num_rows)).astype(np.int64))
+    return [
+        {
+            "prompt": tokenizer.decode(row["prompt_ids"]),
+            "response": tokenizer.decode(row["response_ids"]),
+            "ground_truth": row["ground_truth"],
+            "score": row["score"],
+        }
+        for row in table.take(pa.array(rows)).to_pylist()
+    ]
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from megarl.megatron.packed import OtherHead, PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
+from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
 from megarl.trainer.workers.ptx import PtxUpdate, pack_ptx, with_ptx
-from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
 from megarl.weight_sync.packets import Address, SyncShare
 from megarl.weight_sync.sender import Outbox, Sent
 from megarl.weight_sync.slots import Slots

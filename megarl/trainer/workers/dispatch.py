@@ -1,7 +1,7 @@
-"""Tables to data parallel ranks and back.
+"""What the controller sends to ranks: specs of models and updates, and tables of which each data parallel rank has its rows.
 
-Tables travel by reference: every rank gets the same object of Ray's store, and the numbers of the rows that
-are its own. Results come back from one rank of each data parallel rank and are put in the table's order.
+Tables travel by reference: every rank gets the same object of Ray's store, and the numbers of its own rows. Results come from one
+rank of each data parallel rank and are put into the table's order. Importable without torch's distributed parts.
 """
 
 from __future__ import annotations
@@ -12,14 +12,69 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
+import torch
 
-from megarl.algorithms.aggregate import LossCounts
+from megarl.algorithms.aggregate import LossAggregation, LossCounts
+from megarl.algorithms.covariance import ClipCov, KLCov
+from megarl.algorithms.loss_inputs import PolicyLossOptions
+from megarl.algorithms.preference import Pairs, ranking_pairs
+from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 from megarl.data.balance import plan_mini_batches, sequence_costs
 from megarl.data.gather import Blocks
 from megarl.data.plan_figures import aligned_total, plan_figures, sums_of
 from megarl.data.shared_prompts import plan_groups, shared_tokens
 from megarl.data.trajectories import append_column, from_ragged, list_lengths, ragged, sequence_lengths, take
 from megarl.layout.grid import ParallelLayout
+
+NAMED = "megarl.trainer.workers.model:named"  # around each call of a rank with a model
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One Megatron model and how it is trained.
+
+    Attributes:
+        head: "lm" or "value".
+        optim: None for a model that is only evaluated.
+        num_updates: optimizer steps of the whole run, over which learning rates may decay.
+        timeout: seconds after which a collective that not all ranks joined is an error.
+        plugins: the user's files, whole paths, that the ranks import before anything is looked up by name.
+        lora: the adapters that are trained instead of the weights, if their rank is not 0.
+        share_prompts: the option that has trajectories of one prompt compute it once; None: they do not.
+    """
+
+    path: str
+    head: str
+    megatron: MegatronConfig
+    optim: OptimConfig | None
+    num_updates: int
+    timeout: float
+    plugins: tuple[str, ...] = ()
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    share_prompts: str | None = None
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and nothing of the model but a value head."""
+        return self.optim is not None and self.lora.rank > 0
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """How the actor is updated in a step.
+
+    Attributes:
+        aggregation: from token losses to a mini-batch's loss.
+        select: which tokens of each mini-batch the loss treats apart; None: none.
+        target_kl: after a mini-batch whose ppo_kl (nats a token) is over this the step's others are left out; None: never.
+        seed: of what is drawn in the step.
+    """
+
+    aggregation: LossAggregation
+    options: PolicyLossOptions
+    select: ClipCov | KLCov | None
+    target_kl: float | None
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -218,3 +273,23 @@ def split_requests(requests: pa.Table, num_engines: int) -> list[pa.Table]:
     bounds = [*starts, len(prompt_uids)]
     cuts = [bounds[round(part * len(starts) / num_engines)] for part in range(num_engines + 1)]
     return [requests.slice(a, b - a) for a, b in itertools.pairwise(cuts)]
+
+
+def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
+    """The pairs of these rankings' texts, numbered as `texts_of` has them, and each text's margin [texts] (float32)."""
+    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
+    scores, margins = chosen["scores"].to_pylist(), chosen["margin"].to_pylist()
+    counts = torch.tensor([len(own) for own in scores])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    flat = torch.tensor([score for own in scores for score in own], dtype=torch.float64)
+    return ranking_pairs(flat, offsets), torch.tensor(margins).repeat_interleave(counts)
+
+
+def compared_chats(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
+    """The pairs of these rankings' chats, numbered as `chats_of` has them, and each one's `ref_log_probs` [chats] (float32)."""
+    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
+    scores = chosen["scores"].to_pylist()
+    offsets = torch.nn.functional.pad(torch.tensor([len(own) for own in scores]).cumsum(0), (1, 0))
+    flat = torch.tensor([score for own in scores for score in own], dtype=torch.float64)
+    reference = [value for own in chosen["ref_log_probs"].to_pylist() for value in own]
+    return ranking_pairs(flat, offsets), torch.tensor(reference, dtype=torch.float32)

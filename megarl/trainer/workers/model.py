@@ -1,31 +1,55 @@
-"""A rank of a Megatron role: builds its shards, loads them, runs them forward and trains them.
+"""A rank of a Megatron role: builds its shards, loads them, runs them forward, trains, saves and profiles them.
 
-Everything here is the same for actor, critic, reference, reward model and SFT; what they compute differs by the head and
-the loss that they pass.
+Everything here is the same for actor, critic, reference, reward model and supervised training; these differ by the head and the loss
+that they pass.
+
+- A checkpoint of a rank has the model's weights; with adapters it has these, the value head, and the identity of the base model.
+- Every call of a rank is a range with the method's name: in a trace of torch's profiler, and on CUDA as an NVTX range that
+  `nsys profile` shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from megarl import platform
-from megarl.checkpoints import FileFacts
-from megarl.checkpoints.hf.adapters import AdapterExport, adapter_export_plan, load_adapters
+from megarl.checkpoints import FileFacts, seal_files
+from megarl.checkpoints.hf.adapters import (
+    AdapterExport,
+    adapter_export_plan,
+    adapter_layout,
+    adapter_tensors,
+    load_adapters,
+    write_adapter_config,
+)
 from megarl.checkpoints.hf.bundles import Bundle
 from megarl.checkpoints.hf.export import ExportPlan
+from megarl.checkpoints.hf.folder import read_companions
 from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
+from megarl.checkpoints.hf.peft_facts import CONFIG_FILE
 from megarl.cluster.ranks import RankInfo
 from megarl.cluster.rendezvous import meet
 from megarl.data.trajectories import from_lists
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
-from megarl.megatron.checkpoint.base import BaseModel
-from megarl.megatron.checkpoint.checkpoint import Loaded, Saving, begin_save, finish_save, load_states
+from megarl.megatron.checkpoint.adapters import adapter_places
+from megarl.megatron.checkpoint.base import BaseModel, identify
+from megarl.megatron.checkpoint.checkpoint import (
+    Loaded,
+    RankStates,
+    Saving,
+    begin_save,
+    finish_save,
+    load_states,
+)
+from megarl.megatron.checkpoint.places import Places, model_places
 from megarl.megatron.layers_used import layers_text
 from megarl.megatron.logprobs import lm_head
 from megarl.megatron.lora.fp8_base import ExactWeights
@@ -49,12 +73,10 @@ from megarl.megatron.packing import MicroBatches, arrange_sequences, arrange_tex
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
 from megarl.megatron.shared_prompts import check_model
 from megarl.megatron.step import StepResult, forward_only, train_step
-from megarl.models import read_model_config
+from megarl.models import COMPANIONS, read_model_config
 from megarl.models.lora import ADAPTER
+from megarl.trainer.workers.dispatch import ModelSpec
 from megarl.trainer.workers.nonfinite_source import Names, blame, check_update, no_names
-from megarl.trainer.workers.profiling import Profile
-from megarl.trainer.workers.rank_states import rank_states, write_companions
-from megarl.trainer.workers.specs import ModelSpec
 from megarl.util.freed_memory import keep_freed_memory
 from megarl.util.plugins import load_plugins
 from megarl.util.rendezvous import wait_for_all
@@ -393,3 +415,93 @@ class ModelWorker:
             ValueError: it does not fit the role's model, or is damaged; names what.
         """
         return load_states(folder, rank_states(self.of_role(role)))
+
+
+def rank_states(worker: ModelWorker) -> RankStates:
+    """What of a worker is saved and loaded; called on all ranks of the role at once.
+
+    What it has must be on the device: weights or adapters, and the optimizer.
+    """
+    assert worker.spec.optim is not None, "a model that is not trained is not saved"
+    for part in ("adapters" if worker.spec.adapted else "weights", "optimizer"):
+        worker.parts[part].require()
+    adapted = worker.spec.adapted
+    return RankStates(
+        worker.chunks,
+        worker.optimizer,
+        worker.scheduler,
+        worker.layout,
+        _adapter_places(worker) if adapted else model_places(unwrap(worker.chunks), worker.config.vocab_size),
+        worker.spec.megatron.seed,
+        _base(worker) if adapted else None,
+    )
+
+
+def _adapter_places(worker: ModelWorker) -> Places:
+    spec = worker.spec
+    layout = adapter_layout(worker.config, worker.layout, spec.lora, worker.adapter, spec.head)
+    return adapter_places(
+        layout.pieces(worker.info.rank), adapter_tensors(worker.config, spec.lora, spec.head)
+    )
+
+
+def _base(worker: ModelWorker) -> BaseModel:
+    """The model that the adapters are on; one rank looks at its files, once."""
+    if worker.base_model is None:
+        found = [identify(worker.spec.path) if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(found, src=0)
+        worker.base_model = found[0]
+    assert worker.base_model is not None
+    return worker.base_model
+
+
+def write_companions(worker: ModelWorker, folder: Path) -> dict[str, FileFacts]:
+    """Write what tells `megarl convert` of which model a checkpoint is; one rank calls it.
+
+    Returns: the files, by name in the folder.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    spec, companions = worker.spec, folder / COMPANIONS
+    companions.mkdir()
+    source = Path(spec.path).expanduser()
+    names = []
+    for name, content in read_companions(source, worker.config, worker.dtype).items():
+        (companions / name).write_bytes(content)
+        names.append(f"{COMPANIONS}/{name}")
+    if spec.adapted:
+        write_adapter_config(folder, worker.config, spec.lora, spec.path, spec.head)
+        names.append(CONFIG_FILE)
+    return seal_files(folder, names)
+
+
+@contextmanager
+def named(method: str) -> Iterator[None]:
+    """Around a call of a rank; takes some microseconds where nobody profiles."""
+    with torch.profiler.record_function(method):
+        if not platform.is_cuda():
+            yield
+            return
+        torch.cuda.nvtx.range_push(method)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
+class Profile:
+    """A trace of everything that this process does with torch until `write`."""
+
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if platform.is_cuda():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+
+    def write(self, path: str | Path) -> None:
+        """End it; the file is one that ui.perfetto.dev opens, its folder is made."""
+        self._profiler.stop()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(path))

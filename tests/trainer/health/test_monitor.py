@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from megarl.trainer.health.monitor import HealthMonitor, repetition_metrics, start_monitor, watch
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.advantages import make_controls
 from tests.trainer.healthy import ACTOR, KL_LOSS, KL_REWARD, configuration, monitor
 
 

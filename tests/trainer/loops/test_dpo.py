@@ -17,10 +17,9 @@ from megarl.data.preference_chats import PREFERENCE_CHAT_SCHEMA
 from megarl.data.preferences import ranking_lengths
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.loops.dpo import validate, with_reference
-from megarl.trainer.workers.dispatch import plan_rows
-from megarl.trainer.workers.dpo import DPOWorker
+from megarl.trainer.workers.dispatch import ModelSpec, plan_rows
 from megarl.trainer.workers.model import RowColumns
-from megarl.trainer.workers.specs import ModelSpec
+from megarl.trainer.workers.supervised import DPOWorker
 from megarl.weight_sync.model_layouts import megatron_layout
 from tests.megatron.hf import VOCAB, Rank, check_gradients, save_model
 from tests.ranks import RankPool

@@ -9,8 +9,7 @@ from rich.console import Console
 from megarl.cluster.ranks import RankProcess
 from megarl.trainer.run import timeline as module
 from megarl.trainer.run.run import Run
-from megarl.trainer.run.timeline import LOOP, STEP, Timeline
-from megarl.trainer.run.trace_file import EARLIER, TIMELINE, TraceFile, read_events
+from megarl.trainer.run.timeline import EARLIER, LOOP, STEP, TIMELINE, Timeline, TraceFile, read_events
 from megarl.util.spans import Span, Spans
 
 EVENT = {"name": "update", "ph": "X", "pid": 1, "tid": 0, "ts": 10, "dur": 5, "args": {"what": "ü, ]"}}

@@ -8,8 +8,7 @@ import pytest
 
 from megarl.config import FilterGroupsConfig
 from megarl.data.trajectories import replace_column
-from megarl.trainer.schedule.in_flight import UnderWay
-from megarl.trainer.schedule.in_flight_files import load_under_way, save_under_way
+from megarl.trainer.schedule.in_flight import UnderWay, load_under_way, save_under_way
 from megarl.trainer.stages.scoring import Scored, concat_scored, join_scores
 from tests.trainer.trajectories import answer, prompts, score
 

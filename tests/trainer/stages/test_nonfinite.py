@@ -11,8 +11,7 @@ from megarl.cluster import WorkerFailed
 from megarl.cluster.ranks import RankError, RankProcess
 from megarl.config import TrainConfig, load_config, resolve
 from megarl.data.trajectories import append_column, list_lengths, ragged, read_trajectories, replace_column
-from megarl.trainer.stages.advantages import compute_batch_advantages
-from megarl.trainer.stages.controls import Controls, make_controls
+from megarl.trainer.stages.advantages import Controls, compute_batch_advantages, make_controls
 from megarl.trainer.stages.nonfinite import (
     COMPUTED,
     GENERATED,

@@ -25,17 +25,17 @@ from megarl.models import read_model_config
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.reward_model import (
+    FILE,
     ModelScores,
     RewardModelInputs,
+    RewardNormalization,
     load_reward_model,
     score_with_model,
     texts_of,
 )
-from megarl.trainer.stages.reward_normalization import FILE, RewardNormalization
 from megarl.trainer.stages.scoring import Scored, mix_scores
-from megarl.trainer.workers.dispatch import MicroBatching
-from megarl.trainer.workers.reward_model import RewardModelWorker
-from megarl.trainer.workers.specs import ModelSpec
+from megarl.trainer.workers.dispatch import MicroBatching, ModelSpec
+from megarl.trainer.workers.scalar_heads import RewardModelWorker
 from tests.ranks import RankPool
 
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 48, "num_layers": 4, "max_position_embeddings": 64}

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megarl.cluster import Watch
-from megarl.trainer.schedule.background import Background, Ended, InterruptedWatch
+from megarl.trainer.schedule.concurrent_views import Background, Ended, InterruptedWatch
 
 
 @pytest.fixture(autouse=True)

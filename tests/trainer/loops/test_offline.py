@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from megarl.trainer.loops.replay import print_comparison
+from megarl.trainer.loops.offline import print_comparison
 
 
 def printed(logged: dict[str, float] | None, found: dict[str, float]) -> tuple[bool, str]:

@@ -8,24 +8,22 @@ A process of the file is a role, a thread a rank; those of the controller are it
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.cluster import SpanCollector
+from megarl.util.files import naming
 from megarl.util.spans import Facts, Span, Spans, joined
 
 if TYPE_CHECKING:
     from megarl.cluster import WorkerGroup
-import json
-import os
-from collections.abc import Iterable
-from typing import Any
 
-from megarl.util.files import naming
 
 LOOP = "loop"  # what the main thread is called; others have their own names
 CONTROLLER, REWARDS = "controller", "rewards"

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import queue
+import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from megarl.cluster import Cluster, Watch
+from megarl.cluster.failures.watch import Hang
+from megarl.cluster.ranks import RankProcess
 from megarl.trainer.roles.device_memory import Recover, nothing_is_replaced
 
 if TYPE_CHECKING:
     from megarl.trainer.roles.restarts import LaterRestarts
     from megarl.trainer.roles.types import Roles
     from megarl.trainer.run.run import Run
-import queue
-import threading
-from collections.abc import Sequence
-from typing import Generic, TypeVar
 
-from megarl.cluster import Cluster, Watch
-from megarl.cluster.failures.watch import Hang
-from megarl.cluster.ranks import RankProcess
 
 View = tuple["Run", "Roles"]
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
+from megarl.algorithms.aggregate import LossAggregation
+from megarl.algorithms.covariance import ClipCov, KLCov
+from megarl.algorithms.kl import FULL_KL
+from megarl.algorithms.loss_inputs import PolicyLossOptions
+from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
 from megarl.config import (
     TrainConfig,
     full_kl_in_reward,
@@ -16,30 +23,19 @@ from megarl.config import (
 )
 from megarl.data.trajectories import append_column, ragged, sequence_lengths
 from megarl.trainer.roles.types import Roles
+from megarl.trainer.stages.advantages import Controls
 from megarl.trainer.stages.nonfinite import COMPUTED, require_finite
 from megarl.trainer.workers.dispatch import (
+    LEARNT,
     READ,
+    PolicyUpdate,
     columns_of,
     first_pass_plan,
     forward_plan,
     merge_columns,
+    packing_metrics,
     update_plan,
 )
-
-if TYPE_CHECKING:
-    from megarl.trainer.run.run import Run
-import itertools
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from megarl.algorithms.aggregate import LossAggregation
-from megarl.algorithms.covariance import ClipCov, KLCov
-from megarl.algorithms.kl import FULL_KL
-from megarl.algorithms.loss_inputs import PolicyLossOptions
-from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
-from megarl.trainer.stages.advantages import Controls
-from megarl.trainer.workers.dispatch import LEARNT, PolicyUpdate, packing_metrics
 from megarl.trainer.workers.ptx import plan_ptx
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from megarl.trainer.run.timeline import STEP
 from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import ModelInputs, load_model_inputs
-from megarl.trainer.stages.nonfinite import whole_step
+from megarl.trainer.stages.nonfinite import finite_step
 from megarl.trainer.stages.prompt_data import reading
 from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.scoring import Rewards, check_prompts
@@ -360,7 +360,7 @@ class Trainer:
             run.seconds.update(data.seconds)
             metrics |= data.metrics
             batch = None
-            with whole_step(run, self.config, self._controls, step, metrics):
+            with finite_step(run, self.config, self._controls, step, metrics):
                 batch, learnt = learn(
                     self.config, run, roles, data.groups.batch(), self._controls, step, self._texts
                 )

@@ -178,9 +178,9 @@ def _train(options: argparse.Namespace) -> None:
     if not config.trainer.rollout_only and config.trainer.train_only is None:
         _run_supervised("ppo", config)
         return
-    from megarl.trainer.run.cluster_setup import premises_of
+    from megarl.trainer.run.cluster_setup import cluster_setup_of
 
-    with premises_of(config) as premises:
+    with cluster_setup_of(config) as premises:
         from megarl.trainer.loops.offline import generate_only, learn_only
 
         (generate_only if config.trainer.rollout_only else learn_only)(config, premises)
@@ -200,9 +200,9 @@ def _dpo(options: argparse.Namespace) -> None:
 
 def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
     """`train` of a module of trainer/."""
-    from megarl.trainer.run.cluster_setup import premises_of
+    from megarl.trainer.run.cluster_setup import cluster_setup_of
 
-    with premises_of(config) as premises:  # the run's processes make their imports while this one does
+    with cluster_setup_of(config) as premises:  # the run's processes make their imports while this one does
         from megarl.trainer.run.failures import supervised
 
         supervised(config, import_module(f"megarl.trainer.loops.{module}").train, premises)
@@ -210,9 +210,9 @@ def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
 
 def _eval(options: argparse.Namespace) -> None:
     config = _configured(EvalConfig, options)
-    from megarl.trainer.run.cluster_setup import premises_of
+    from megarl.trainer.run.cluster_setup import cluster_setup_of
 
-    with premises_of(config) as premises:
+    with cluster_setup_of(config) as premises:
         from megarl.trainer.loops.evaluate import evaluate, print_scores
 
         print_scores(evaluate(config, premises), config.trainer.default_local_dir)

@@ -126,7 +126,7 @@ def kl_coefficients(config: TrainConfig, controls: Controls) -> dict[str, KLCont
 
 
 @dataclass(frozen=True)
-class Look:
+class CheckedStep:
     """What a check looks at: a step of a run. `history` has this step."""
 
     config: TrainConfig
@@ -172,7 +172,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Seen:
+class UnnamedFinding:
     """A finding without its name; `bound` None: there is none. `error`: as `Finding.error`."""
 
     value: float
@@ -193,62 +193,62 @@ def find(
     config: TrainConfig, controls: Controls, metrics: Mapping[str, float], history: History
 ) -> list[Finding]:
     """All that is not as `config.health` has it, whether or not it is to be reported; `history` has this step."""
-    look = Look(config, controls, metrics, history)
-    found = {kind: check(look) for kind, check in CHECKS.items()}
-    return [seen.named(kind) for kind, seen in found.items() if seen is not None]
+    step = CheckedStep(config, controls, metrics, history)
+    found = {kind: check(step) for kind, check in CHECKS.items()}
+    return [finding.named(kind) for kind, finding in found.items() if finding is not None]
 
 
-def _ppo_kl_high(look: Look) -> Seen | None:
-    found = look.over("actor/ppo_kl", look.health.ppo_kl_high)
+def _ppo_kl_high(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("actor/ppo_kl", step.health.ppo_kl_high)
     if found is None:
         return None
     value, bound = found
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"actor/ppo_kl is {value:.3g} nats, over {bound:g}: the policy moves too far in one step",
-        f"Do: {look.more_kl()}; or set {ACTOR}.target_kl={bound:g}, or lower {ACTOR}.optim.lr from "
-        f"{look.actor.optim.lr:g}",
+        f"Do: {step.more_kl()}; or set {ACTOR}.target_kl={bound:g}, or lower {ACTOR}.optim.lr from "
+        f"{step.actor.optim.lr:g}",
     )
 
 
-def _ppo_kl_low(look: Look) -> Seen | None:
-    bound, actor, metrics = look.health.ppo_kl_low, look.actor, look.metrics
-    updates = look.config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+def _ppo_kl_low(step: CheckedStep) -> UnnamedFinding | None:
+    bound, actor, metrics = step.health.ppo_kl_low, step.actor, step.metrics
+    updates = step.config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     # In the first update of a step the policy is still the one that was sampled: with one update it always is 0.
-    if bound is None or updates < 2 or not kl_coefficients(look.config, look.controls):
+    if bound is None or updates < 2 or not kl_coefficients(step.config, step.controls):
         return None
     # While the learning rate warms up, or has decayed, small steps are what was asked for.
-    if not look.history.is_flat or metrics.get("actor/lr", 0.0) < actor.optim.lr / 2:
+    if not step.history.is_flat or metrics.get("actor/lr", 0.0) < actor.optim.lr / 2:
         return None
     # Of the same tokens the estimate k1, actor/ppo_kl, is mostly noise; k3 (algorithms/kl.py) is not.
     value = metrics.get("actor/ratio_mean", math.nan) - 1.0 + metrics.get("actor/ppo_kl", math.nan)
     if not value < bound:
         return None
-    return Seen(
+    return UnnamedFinding(
         value,
         bound,
         f"the policy moves by {value:.3g} nats a token in a step (actor/ratio_mean - 1 + actor/ppo_kl), under {bound:g}, and "
         "critic/score/mean has not risen since the first steps: the policy hardly moves",
-        f"Do: {look.scale_kl('lower', 0.5)}; or raise {ACTOR}.optim.lr from {actor.optim.lr:g}",
+        f"Do: {step.scale_kl('lower', 0.5)}; or raise {ACTOR}.optim.lr from {actor.optim.lr:g}",
     )
 
 
-def _grad_norm(look: Look) -> Seen | None:
-    found, optim = look.over("actor/grad_norm", look.health.grad_norm), look.actor.optim
+def _grad_norm(step: CheckedStep) -> UnnamedFinding | None:
+    found, optim = step.over("actor/grad_norm", step.health.grad_norm), step.actor.optim
     if found is None:
         return None
     value, bound = found
     clip = "" if optim.clip_grad else f", and clip gradients ({ACTOR}.optim.clip_grad=1.0)"
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"actor/grad_norm is {value:.3g}, over {bound:g} (healthy: under 10)",
         f"Do: lower {ACTOR}.optim.lr from {optim.lr:g} to {optim.lr / 2:g}{clip}",
     )
 
 
-def _entropy(look: Look) -> Seen | None:
-    health, coeff, clip = look.health, look.actor.entropy_coeff, look.controls.clip_high
-    value, first = look.metrics.get("actor/entropy"), look.history.first_entropy
+def _entropy(step: CheckedStep) -> UnnamedFinding | None:
+    health, coeff, clip = step.health, step.actor.entropy_coeff, step.controls.clip_high
+    value, first = step.metrics.get("actor/entropy"), step.history.first_entropy
     if value is None:
         return None
     bounds = {f"health.entropy_min={health.entropy_min}": health.entropy_min}
@@ -258,65 +258,65 @@ def _entropy(look: Look) -> Seen | None:
     if not under:
         return None
     text, bound = max(under.items(), key=lambda item: item[1])
-    return Seen(
+    return UnnamedFinding(
         value,
         bound,
         f"actor/entropy is {value:.3g} nats, under {text}: the policy stops exploring",
         f"Do: raise {ACTOR}.entropy_coeff from {coeff:g} to {max(2 * coeff, 0.001):g}, or {ACTOR}.clip_ratio_high "
-        f"from {clip:g} to {max(1.4 * clip, 0.28):g}; or {look.more_kl()}",
+        f"from {clip:g} to {max(1.4 * clip, 0.28):g}; or {step.more_kl()}",
     )
 
 
-def _clip_fraction(look: Look) -> Seen | None:
-    found, actor = look.over("actor/pg_clipfrac", look.health.clip_fraction), look.actor
+def _clip_fraction(step: CheckedStep) -> UnnamedFinding | None:
+    found, actor = step.over("actor/pg_clipfrac", step.health.clip_fraction), step.actor
     if found is None:
         return None
     value, bound = found
     epochs = f", or {ACTOR}.ppo_epochs from {actor.ppo_epochs} to 1" if actor.ppo_epochs > 1 else ""
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"actor/pg_clipfrac is {value:.0%}, over {bound:.0%}: most of what is learnt is clipped away",
         f"Do: lower {ACTOR}.optim.lr from {actor.optim.lr:g} to {actor.optim.lr / 2:g}{epochs}",
-        look.share_error(value),
+        step.share_error(value),
     )
 
 
-def _duplicate_responses(look: Look) -> Seen | None:
-    found = look.over("health/duplicate_responses", look.health.duplicate_responses)
+def _duplicate_responses(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("health/duplicate_responses", step.health.duplicate_responses)
     if found is None:
         return None
     value, bound = found
-    temperature = look.config.actor_rollout_ref.rollout.temperature
-    return Seen(
+    temperature = step.config.actor_rollout_ref.rollout.temperature
+    return UnnamedFinding(
         *found,
         f"{value:.0%} of the responses to a prompt repeat another one, over {bound:.0%}",
-        f"Do: {look.more_kl()}, and {ACTOR}.clip_ratio=0.1; or raise actor_rollout_ref.rollout.temperature from "
+        f"Do: {step.more_kl()}, and {ACTOR}.clip_ratio=0.1; or raise actor_rollout_ref.rollout.temperature from "
         f"{temperature:g}; where they are right, take harder prompts",
-        look.share_error(value),
+        step.share_error(value),
     )
 
 
-def _ngram_repetition(look: Look) -> Seen | None:
-    found = look.over("health/ngram_repetition", look.health.ngram_repetition)
+def _ngram_repetition(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("health/ngram_repetition", step.health.ngram_repetition)
     if found is None:
         return None
     value, bound = found
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"{value:.0%} of the runs of 4 tokens occurred in their response before, over {bound:.0%}: responses go round "
         "in circles",
-        f"Do: {look.more_kl()}, and {ACTOR}.clip_ratio=0.1; look at the trajectories in the run folder",
-        look.share_error(value),
+        f"Do: {step.more_kl()}, and {ACTOR}.clip_ratio=0.1; look at the trajectories in the run folder",
+        step.share_error(value),
     )
 
 
-def _equal_rewards(look: Look) -> Seen | None:
-    least, most = look.metrics.get("critic/score/min"), look.metrics.get("critic/score/max")
-    if not look.health.equal_rewards or least is None or least != most:
+def _equal_rewards(step: CheckedStep) -> UnnamedFinding | None:
+    least, most = step.metrics.get("critic/score/min"), step.metrics.get("critic/score/max")
+    if not step.health.equal_rewards or least is None or least != most:
         return None
-    if look.history.equal * look.trajectories < NUM_EQUAL:
+    if step.history.equal * step.trajectories < NUM_EQUAL:
         return None
-    return Seen(
+    return UnnamedFinding(
         least,
         None,
         f"all trajectories of the step have the score {least:g}: there is nothing to prefer",
@@ -325,48 +325,48 @@ def _equal_rewards(look: Look) -> Seen | None:
     )
 
 
-def _long_responses(look: Look) -> Seen | None:
-    found = look.over("response_length/clip_ratio", look.health.long_responses)
+def _long_responses(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("response_length/clip_ratio", step.health.long_responses)
     if found is None:
         return None
-    (value, bound), longest = found, look.config.data.max_response_length
-    return Seen(
+    (value, bound), longest = found, step.config.data.max_response_length
+    return UnnamedFinding(
         *found,
         f"{value:.0%} of the responses were cut at data.max_response_length={longest}, over {bound:.0%}",
         f"Do: raise data.max_response_length to {2 * longest}, or penalise length "
         "(reward_model.overlong_buffer.enable=true)",
-        look.share_error(value),
+        step.share_error(value),
     )
 
 
-def _mismatch(look: Look) -> Seen | None:
-    found = look.over("training/rollout_log_prob_diff_mean", look.health.mismatch)
+def _mismatch(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("training/rollout_log_prob_diff_mean", step.health.mismatch)
     if found is None:
         return None
     value, bound = found
     weigh = (
         ""
-        if look.config.algorithm.rollout_correction.rollout_is
+        if step.config.algorithm.rollout_correction.rollout_is
         else "set algorithm.rollout_correction.rollout_is=token, or "
     )
     older = (
         ""
-        if look.config.trainer.mode == "sync"
+        if step.config.trainer.mode == "sync"
         else f"lower {ACTOR}.optim.lr (responses are a step older), or "
     )
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"engine and trainer differ by {value:.3g} nats a token, over {bound:g}",
         f"Do: {weigh}{older}give both the same dtype (actor_rollout_ref.rollout.dtype, {ACTOR}.megatron.dtype)",
     )
 
 
-def _stagnation(look: Look) -> Seen | None:
-    bound, history = look.health.stagnation, look.history
+def _stagnation(step: CheckedStep) -> UnnamedFinding | None:
+    bound, history = step.health.stagnation, step.history
     number = len(history.since_best)
-    if bound is None or "val/score/mean" not in look.metrics or number < bound or history.rises:
+    if bound is None or "val/score/mean" not in step.metrics or number < bound or history.rises:
         return None
-    return Seen(
+    return UnnamedFinding(
         float(number),
         None,
         f"val/score/mean has not risen above {history.best_score:.4g} (step {history.best_step}) in {number} validations",
@@ -375,7 +375,7 @@ def _stagnation(look: Look) -> Seen | None:
     )
 
 
-CHECKS: dict[str, Callable[[Look], Seen | None]] = {
+CHECKS: dict[str, Callable[[CheckedStep], UnnamedFinding | None]] = {
     "ppo_kl_high": _ppo_kl_high,
     "ppo_kl_low": _ppo_kl_low,
     "grad_norm": _grad_norm,

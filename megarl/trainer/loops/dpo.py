@@ -27,7 +27,7 @@ from megarl.models import read_model_config
 from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_group
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.facts import tuning_facts
+from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.prompt_data import preference_keys
@@ -46,7 +46,7 @@ def train(config: DPOConfig, premises: Premises | None) -> str:
     steps_of_epoch = len(TableLoader(training, data.train_batch_size, data.shuffle, data.seed))
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
     counts = training.table.num_rows, None if validation is None else validation.table.num_rows
-    with open_run(config, num_steps, premises, facts=tuning_facts(config, model, *counts)) as run:
+    with open_run(config, num_steps, premises, facts=supervised_facts(config, model, *counts)) as run:
         for warning in position_warnings(config, model):
             run.say(warning)
         if training.num_dropped:

@@ -17,7 +17,7 @@ from megarl.data.trajectories import list_lengths, write_trajectories
 from megarl.models import read_model_config
 from megarl.rewards.processes.scorer import Scorer, make_scorer
 from megarl.trainer.roles.device_memory import DeviceMemory
-from megarl.trainer.roles.engines import telling
+from megarl.trainer.roles.engines import reporting_slow_start
 from megarl.trainer.roles.restarts import EngineRestarts
 from megarl.trainer.roles.roles import ENGINE_LOG, open_pools, start_engines
 from megarl.trainer.run.cluster_setup import pools_of
@@ -52,7 +52,10 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
         with open_engine_run(trainer.ray_address, num_devices, folder, limits, premises) as run:
             open_pools(run, pools_of(config))
             context = data.max_prompt_length + data.max_response_length
-            with run.status("starting the rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
+            with (
+                run.status("starting the rollout engines"),
+                reporting_slow_start(run.say, run.log_dir / ENGINE_LOG),
+            ):
                 turns = turns_spec(
                     config.rollout, config.model, data.apply_chat_template_kwargs, config.plugins
                 )

@@ -32,7 +32,7 @@ from megarl.trainer.health.monitor import HealthMonitor, repetition_metrics, sta
 from megarl.trainer.loops.ppo import collect, epochs, learn
 from megarl.trainer.roles.roles import policy_checkpoints, start_learners, start_roles
 from megarl.trainer.roles.types import Roles
-from megarl.trainer.run.cluster_setup import premises_of
+from megarl.trainer.run.cluster_setup import cluster_setup_of
 from megarl.trainer.run.earlier_runs import CHECKPOINTS, CONFIG_FILE, set_aside_earlier_run
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.logger import METRICS_FILE, read_metrics
@@ -40,7 +40,7 @@ from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import limits, open_engine_run, open_run
 from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs, num_training_steps
-from megarl.trainer.stages.nonfinite import GENERATED, NotFinite, require_finite, whole_step
+from megarl.trainer.stages.nonfinite import GENERATED, NotFinite, finite_step, require_finite
 from megarl.trainer.stages.prompt_data import may_lack, training_prompts
 from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
@@ -74,7 +74,7 @@ def generate_only(config: TrainConfig, premises: Premises | None) -> str:
             rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config))
             prompts = epochs(inputs.loader)
             for step in range(1, inputs.num_steps + 1):
-                with run.step(step) as metrics, whole_step(run, config, controls, step, metrics):
+                with run.step(step) as metrics, finite_step(run, config, controls, step, metrics):
                     groups, collected = collect(
                         config, run, roles, prompts, rewards, inputs.reward_model, step
                     )
@@ -115,13 +115,13 @@ def _learn_steps(config: TrainConfig, run: Run, roles: Roles, source: Path, num_
         config, run, roles, {"controls": controls, "monitor": monitor, "ptx": ptx}
     )
     done = checkpoints.resume()
-    texts = epochs(ptx) if ptx is not None else None
+    ptx_batches = epochs(ptx) if ptx is not None else None
     for step in range(done + 1, num_steps + 1):
         batch = None
         with run.step(step) as metrics:
-            with whole_step(run, config, controls, step, metrics):
+            with finite_step(run, config, controls, step, metrics):
                 read = read_step(step_file(source, step), config)
-                batch, learnt = learn(config, run, roles, read, controls, step, texts)
+                batch, learnt = learn(config, run, roles, read, controls, step, ptx_batches)
                 metrics |= learnt
             metrics |= roles.memory.report()
             if batch is not None:
@@ -171,7 +171,7 @@ def replay(request: Request) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     devices = resolve_batches(config).devices
     with (
-        premises_of(config) as premises,
+        cluster_setup_of(config) as premises,
         open_engine_run(config.trainer.ray_address, devices, folder, limits(config), premises) as run,
     ):
         run.resumed, run.trajectory_folder, run.relays_from = begin, folder, config.trainer.relays_from
@@ -195,13 +195,13 @@ def _replay_steps(
     controls = make_controls(config, num_steps)
     monitor = HealthMonitor(config, controls)  # it may change the controls
     policy_checkpoints(config, run, roles, {"controls": controls, "monitor": monitor, "ptx": ptx}).resume()
-    texts, found = epochs(ptx) if ptx is not None else None, {}
+    ptx_batches, found = epochs(ptx) if ptx is not None else None, {}
     for step, path in files.items():
         batch, before = read_step(path, config), controls.state_dict()
         run.at_step = step
         run.seconds.clear()
         try:
-            learnt, metrics = learn(config, run, roles, batch, controls, step, texts)
+            learnt, metrics = learn(config, run, roles, batch, controls, step, ptx_batches)
         except NotFinite as problem:
             if config.trainer.on_nonfinite == "stop":
                 raise

@@ -21,7 +21,13 @@ from megarl.trainer.schedule.modes import make_batches
 from megarl.trainer.stages.advantages import Controls, compute_batch_advantages, make_controls
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
-from megarl.trainer.stages.nonfinite import GENERATED, LEARNT_FROM, blaming, require_finite, whole_step
+from megarl.trainer.stages.nonfinite import (
+    GENERATED,
+    LEARNT_FROM,
+    finite_step,
+    rank_errors_as_not_finite,
+    require_finite,
+)
 from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores, score_weights
 from megarl.trainer.stages.rollouts import noise_seed, roll_out
 from megarl.trainer.stages.scoring import Rewards, training_scores
@@ -56,7 +62,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     parts = {"controls": controls, "monitor": monitor, "data": inputs.loader, "ptx": inputs.ptx}
     checkpoints = policy_checkpoints(config, run, roles, parts, batches.folders)
     done = checkpoints.resume()
-    texts = epochs(inputs.ptx) if inputs.ptx is not None else None
+    ptx_batches = epochs(inputs.ptx) if inputs.ptx is not None else None
     if trainer.val_before_train and not done:
         with run.step(0) as metrics:
             metrics |= sync_and_validate(config, run, roles, inputs, rewards, step=0)
@@ -64,13 +70,13 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     for step in range(done + 1, inputs.num_steps + 1):
         batch = None
         with run.step(step) as metrics:
-            with whole_step(run, config, controls, step, metrics):
+            with finite_step(run, config, controls, step, metrics):
                 collected = batches.of(step)
                 metrics |= collected.metrics
                 if step == done + 1:
                     show_samples(config, run, inputs, step, "train", collected.table)
                 with batches.meanwhile(step) as learner:  # by trainer.mode others are collected
-                    batch, learnt = learn(config, *learner, collected.table, controls, step, texts)
+                    batch, learnt = learn(config, *learner, collected.table, controls, step, ptx_batches)
                 metrics |= learnt
                 inputs.loader.report(collected.prompt_uids, collected.scores)
             if due(trainer.test_freq, step, last=inputs.num_steps):
@@ -130,7 +136,7 @@ def learn(
     batch: pa.Table,
     controls: Controls,
     step: int,
-    texts: Iterator[pa.Table] | None = None,
+    ptx_batches: Iterator[pa.Table] | None = None,
 ) -> tuple[pa.Table, dict[str, float]]:
     """The second half: log-probs and values, advantages, updates of critic and policy; the batch as it was trained on.
 
@@ -146,8 +152,8 @@ def learn(
         batch, metrics = compute_batch_advantages(batch, config.algorithm, controls.kl)
     require_finite(batch, LEARNT_FROM)
     run.save_trajectories(batch, "step", step)  # before the updates, for one that fails
-    with run.timed("update"), blaming(batch):
-        metrics |= update(run, roles, batch, config, controls, step, seed, texts)
+    with run.timed("update"), rank_errors_as_not_finite(batch):
+        metrics |= update(run, roles, batch, config, controls, step, seed, ptx_batches)
     return batch, metrics | throughput(batch, run.seconds)
 
 

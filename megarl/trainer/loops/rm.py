@@ -30,7 +30,7 @@ from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_g
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.facts import tuning_facts
+from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.prompt_data import preference_keys
@@ -63,7 +63,7 @@ def train(config: RMConfig, premises: Premises | None) -> str:
     loader = TableLoader(inputs.training, data.train_batch_size, data.shuffle, data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     counts = inputs.training.table.num_rows, None if inputs.validation is None else inputs.validation.num_rows
-    with open_run(config, num_steps, premises, facts=tuning_facts(config, inputs.model, *counts)) as run:
+    with open_run(config, num_steps, premises, facts=supervised_facts(config, inputs.model, *counts)) as run:
         for warning in position_warnings(config, inputs.model):
             run.say(warning)
         for number, done in (

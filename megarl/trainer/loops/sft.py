@@ -16,7 +16,7 @@ from megarl.models import read_model_config
 from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_group
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.facts import tuning_facts
+from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
@@ -34,7 +34,7 @@ def train(config: SFTConfig, premises: Premises | None) -> str:
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     counts = len(training), None if validation is None else len(validation)
-    with open_run(config, num_steps, premises, facts=tuning_facts(config, model, *counts)) as run:
+    with open_run(config, num_steps, premises, facts=supervised_facts(config, model, *counts)) as run:
         for warning in position_warnings(config, model):
             run.say(warning)
         if training.num_truncated:

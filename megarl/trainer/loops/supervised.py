@@ -19,7 +19,7 @@ from megarl.trainer.loops.ppo import due, epochs
 from megarl.trainer.roles.model_roles import say_layers
 from megarl.trainer.roles.roles import open_pools
 from megarl.trainer.run.checkpoints import Stateful, make_checkpoints
-from megarl.trainer.run.cluster_setup import MODEL, pools_of
+from megarl.trainer.run.cluster_setup import MODEL_PROCESSES, pools_of
 from megarl.trainer.run.export import FOLDER
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.dispatch import NAMED, ModelSpec
@@ -128,7 +128,7 @@ def start_group(
                 {"spec": spec, **arguments},
                 run.log_dir,
                 around=NAMED,
-                nursery=run.nurseries.get(MODEL),
+                nursery=run.fork_servers.get(MODEL_PROCESSES),
             )
         )
         run.profiled.append(group)

@@ -67,7 +67,7 @@ class DeviceMemory:
     most: str = ""  # MiB, as they were said
     recover: Recover = nothing_is_replaced
 
-    def half(self, run: Run, groups: Collection[WorkerGroup], recover: Recover) -> DeviceMemory:
+    def view(self, run: Run, groups: Collection[WorkerGroup], recover: Recover) -> DeviceMemory:
         """A view for a half of a step that works beside another: of what `groups` own; nothing else is moved or asked.
 
         Its accounts are among this one's; it is for one step.

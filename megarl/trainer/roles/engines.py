@@ -127,7 +127,7 @@ _END = 1 << 14  # bytes of a log that are read
 
 
 @contextmanager
-def telling(say: Callable[[str], None], log: Path, seconds: float = SECONDS) -> Iterator[None]:
+def reporting_slow_start(say: Callable[[str], None], log: Path, seconds: float = SECONDS) -> Iterator[None]:
     """Say every so many seconds what `log` ends with, where it is on this machine and ends with something."""
     over = threading.Event()
 

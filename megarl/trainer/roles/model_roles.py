@@ -11,7 +11,7 @@ from megarl.config import ActorConfig, CriticConfig, TrainConfig, needs_referenc
 from megarl.costs.flops import model_flops
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.trainer.run.cluster_setup import MODEL
+from megarl.trainer.run.cluster_setup import MODEL_PROCESSES
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.dispatch import NAMED, MicroBatching, ModelSpec
 
@@ -179,7 +179,7 @@ def _start_model(
         beside=run.groups,
         watch=run.watch,
         around=NAMED,
-        nursery=run.nurseries.get(MODEL),
+        nursery=run.fork_servers.get(MODEL_PROCESSES),
     )
     run.profiled.append(group)
     cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)

@@ -32,7 +32,7 @@ class EngineRestarts:
         key: what `max_restarts` is called in the configuration.
         hung: ranks of engines that live, but do not answer any more.
         count: restarts so far.
-        bare: whether one was started anew since all were given weights: it has none.
+        lacks_weights: whether one was started anew since all were given weights: it has none.
     """
 
     run: Run
@@ -45,7 +45,7 @@ class EngineRestarts:
     key: str = KEY
     hung: set[int] = field(default_factory=set)
     count: int = 0
-    bare: bool = False
+    lacks_weights: bool = False
 
     def note(self, failure: WorkerLost) -> None:
         """Remember whom to replace; raises the failure if it is not an engine's, or one too many."""
@@ -79,7 +79,7 @@ class EngineRestarts:
 
     def serve_all(self) -> None:
         """Before a generation goes on: have all serve what they served, also those that were replaced when nobody generated."""
-        while self.bare:
+        while self.lacks_weights:
             assert self.version is not None, "engines generate with synced weights"
             self.renew(self.version)
 
@@ -94,7 +94,7 @@ class EngineRestarts:
 
     def served(self, version: int) -> None:
         """Note that all engines have a version of the weights."""
-        self.version, self.bare = version, False
+        self.version, self.lacks_weights = version, False
 
     def lost(self) -> list[int]:
         """Ranks of engines that have ended or hang."""
@@ -114,7 +114,7 @@ class EngineRestarts:
             self.count += 1
             what = f"{process} is lost: starting it anew, {self.count} of {self.max_restarts} times"
             with self.run.status(what):
-                starts, self.bare = self.engines.restart(rank), True
+                starts, self.lacks_weights = self.engines.restart(rank), True
                 self.hung.discard(rank)
                 self.run.wait(starts)
         self.memory.join(self.engines, ranks)
@@ -122,7 +122,7 @@ class EngineRestarts:
 
 
 @dataclass(frozen=True)
-class LaterRestarts:
+class DeferredRestarts:
     """The same while the actor learns: a new engine waits until it has, and all then serve what it has learnt.
 
     Attributes:
@@ -145,7 +145,7 @@ class LaterRestarts:
 
     def serve_all(self) -> None:
         """As `EngineRestarts.serve_all`."""
-        while self.restarts.bare:
+        while self.restarts.lacks_weights:
             self.ask(lambda: self.restarts.renew(self.version))
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:

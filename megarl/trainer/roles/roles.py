@@ -23,7 +23,7 @@ from megarl.rollout.engine import AdapterConfig
 from megarl.rollout.sglang.environment import sglang_environment
 from megarl.trainer.roles.adapters import engine_adapters, served_adapters
 from megarl.trainer.roles.device_memory import device_memory, gpu_pools
-from megarl.trainer.roles.engines import engine_config, fp8_block, rollout_dtype, telling
+from megarl.trainer.roles.engines import engine_config, fp8_block, reporting_slow_start, rollout_dtype
 from megarl.trainer.roles.model_roles import (
     Role,
     say_layers,
@@ -35,9 +35,8 @@ from megarl.trainer.roles.model_roles import (
 from megarl.trainer.roles.restarts import EngineRestarts
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import connect, sync_weights
-from megarl.trainer.run import cluster_setup as kinds
 from megarl.trainer.run.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
-from megarl.trainer.run.cluster_setup import pools_of
+from megarl.trainer.run.cluster_setup import ENGINE_PROCESSES, pools_of
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec
@@ -66,10 +65,13 @@ def start_roles(
     if way is not None:
         run.say(way)
     sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
-    with run.status("starting models and rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
+    with (
+        run.status("starting models and rollout engines"),
+        reporting_slow_start(run.say, run.log_dir / ENGINE_LOG),
+    ):
         start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
         # A nursery has the models' imports before the engines'.
-        last = kinds.ENGINE in run.nurseries and not freed
+        last = ENGINE_PROCESSES in run.fork_servers and not freed
         engines = None if last else start_synced()
         actor, critic, ref = _start_models(config, run, num_steps if trains else None)
         engines = start_synced() if last else engines
@@ -270,7 +272,7 @@ def start_engines(
             device_order=device_order,
             beside=run.groups,
             watch=run.watch,
-            nursery=run.nurseries.get(kinds.ENGINE),
+            nursery=run.fork_servers.get(ENGINE_PROCESSES),
         )
     )
 

@@ -99,7 +99,7 @@ class InFolder(Protocol):
         ...
 
 
-Held = Callable[[str], AbstractContextManager[None]]
+HoldMemory = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Unfinished:
 
     Attributes:
         better: whether its value is the best so far.
-        beaten: the best value before it; None: there was none.
+        previous_best: the best value before it; None: there was none.
         begun: by `time.perf_counter`.
         seconds: that the run has waited for it so far.
     """
@@ -116,7 +116,7 @@ class Unfinished:
     step: int
     partial: Path
     better: bool
-    beaten: float | None
+    previous_best: float | None
     begun: float
     seconds: float
 
@@ -137,7 +137,7 @@ class Checkpoints:
     trainer: SavingConfig
     groups: Mapping[str, WorkerGroup]
     parts: Mapping[str, Stateful]
-    held: Held
+    held: HoldMemory
     export: Callable[[Path], Any]
     schedule: SaveSchedule
     best: Best
@@ -221,9 +221,9 @@ class Checkpoints:
 
         best: the value that is the best so far, if it is this step's.
         """
-        begun, beaten = time.perf_counter(), self.best.value
-        with self._may_fail(step, beaten), self.run.store.building(step) as partial:
-            self.best.value = beaten if best is None else best
+        begun, previous_best = time.perf_counter(), self.best.value
+        with self._may_fail(step, previous_best), self.run.store.building(step) as partial:
+            self.best.value = previous_best if best is None else best
             state = {name: part.state_dict() for name, part in self._all_parts().items()}
             (partial / STATE_FILE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
             shutil.copyfile(self.run.folder / CONFIG_FILE, partial / CONFIG_FILE)
@@ -240,7 +240,7 @@ class Checkpoints:
                 with self.held(f"save_{role}"):
                     self.run.wait(group.call("begin_save", folder, role, background=self.trainer.async_save))
             self._unfinished = Unfinished(
-                step, partial, best is not None, beaten, begun, time.perf_counter() - begun
+                step, partial, best is not None, previous_best, begun, time.perf_counter() - begun
             )
 
     def _finish(self, *, wait: bool) -> Checkpoint | None:
@@ -249,7 +249,7 @@ class Checkpoints:
         if saving is None or not (wait or self._is_written()):
             return None
         self._unfinished, begun = None, time.perf_counter()
-        with self._may_fail(saving.step, saving.beaten), self.run.store.discarding(saving.partial):
+        with self._may_fail(saving.step, saving.previous_best), self.run.store.discarding(saving.partial):
             files = self._written()
             files |= {name: None for name in _files_in(saving.partial) if name not in files}
             checkpoint = self.run.store.commit(saving.step, saving.partial, files, {"step": saving.step})
@@ -285,12 +285,12 @@ class Checkpoints:
         return all(self.run.wait(calls))
 
     @contextmanager
-    def _may_fail(self, step: int, beaten: float | None) -> Iterator[None]:
-        """An error of the file system, here or in a rank, is the run's end or a warning; `beaten` is the best value then."""
+    def _may_fail(self, step: int, previous_best: float | None) -> Iterator[None]:
+        """An error of the file system, here or in a rank, is the run's end or a warning; `previous_best` is the best value then."""
         try:
             yield
         except (OSError, WorkerFailed) as error:
-            self.best.value = beaten
+            self.best.value = previous_best
             # Ranks report theirs in words.
             of_files = isinstance(error, OSError) or error.kind in _FILE_ERRORS
             stops = self.trainer.on_save_error == "stop"
@@ -313,7 +313,7 @@ def make_checkpoints(
     trainer: SavingConfig,
     groups: Mapping[str, WorkerGroup],
     parts: Mapping[str, Stateful],
-    held: Held,
+    held: HoldMemory,
     export: Callable[[Path], Any],
     folders: Mapping[str, InFolder] | None = None,
 ) -> Checkpoints:

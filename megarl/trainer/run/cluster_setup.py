@@ -57,7 +57,7 @@ def check_devices(config: TrainConfig | TuningConfig | EvalConfig) -> None:
         )
 
 
-MODEL, ENGINE = "model", "engine"
+MODEL_PROCESSES, ENGINE_PROCESSES = "model", "engine"
 # All that takes long, but Ray.
 _MODEL = (
     "megarl.megatron.build",
@@ -79,7 +79,7 @@ _ENGINE = (
 
 
 @contextmanager
-def premises_of(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[Premises | None]:
+def cluster_setup_of(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[Premises | None]:
     """What a command's cluster needs before it is started; None: it joins one.
 
     Raises:
@@ -89,11 +89,11 @@ def premises_of(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[Pre
     if config.trainer.ray_address is not None:
         yield None
         return
-    kinds = {} if isinstance(config, EvalConfig) else {MODEL: _kind(_MODEL, {})}
+    kinds = {} if isinstance(config, EvalConfig) else {MODEL_PROCESSES: _kind(_MODEL, {})}
     if isinstance(config, EvalConfig):
-        kinds[ENGINE] = _engine(config.rollout)
+        kinds[ENGINE_PROCESSES] = _engine(config.rollout)
     elif isinstance(config, TrainConfig) and config.trainer.train_only is None:
-        kinds[ENGINE] = _engine(config.actor_rollout_ref.rollout)
+        kinds[ENGINE_PROCESSES] = _engine(config.actor_rollout_ref.rollout)
     with open_premises(kinds) as premises:
         yield premises
 

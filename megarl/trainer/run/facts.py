@@ -144,7 +144,9 @@ def data_text(files: object, number: int, noun: str) -> str:
     return f"{place}{more}: {number:,} {noun}"
 
 
-def tuning_facts(config: TuningConfig, model: ModelConfig, training: int, validation: int | None) -> Facts:
+def supervised_facts(
+    config: TuningConfig, model: ModelConfig, training: int, validation: int | None
+) -> Facts:
     """The facts of a command that fits a model to examples. `training`, `validation`: how many; None: there are none."""
     noun = "rankings" if isinstance(config, RMConfig | DPOConfig) else "examples"
     found = {

@@ -81,7 +81,7 @@ class Run:
     watched: list[WorkerGroup] | None = None  # the groups of a view; None: all
     relays_from: int | None = None  # ranks of a model, whose calls go by relays then
     interrupt: Callable[[], None] = lambda: None  # raises what ends a view's calls from outside
-    beside: list[str] = field(default_factory=list)  # the phases of the other view
+    other_phases: list[str] = field(default_factory=list)  # the phases of the other view
     store: CheckpointStore | None = None
     resumed: Checkpoint | None = None  # the checkpoint that the run goes on from
     started: float = field(default_factory=time.monotonic)
@@ -99,7 +99,7 @@ class Run:
         return -1 if self.resumed is None else self.resumed.step
 
     @property
-    def nurseries(self) -> Mapping[str, str]:
+    def fork_servers(self) -> Mapping[str, str]:
         """Their sockets, by kinds (kinds.py)."""
         assert self.watch is not None and self.watch.cluster is not None
         return self.watch.cluster.nurseries
@@ -166,8 +166,8 @@ class Run:
             self.interrupt()
             step = "none yet" if self.at_step is None else str(self.at_step)
             facts = {"step": step, "phase": " / ".join(self.phases) or "start"}
-            if self.beside:
-                facts["meanwhile"] = " / ".join(self.beside)
+            if self.other_phases:
+                facts["meanwhile"] = " / ".join(self.other_phases)
             self.mark(f"failure: {type(failure).__name__}")
             try:
                 write_report(self.folder, failure, self.groups, facts)

@@ -24,7 +24,7 @@ from megarl.cluster import (
 )
 from megarl.config import RolloutConfig, TrainConfig, TuningConfig, resolve_batches, to_dict
 from megarl.trainer.run.checkpoints import find_resumed, open_store
-from megarl.trainer.run.cluster_setup import premises_of
+from megarl.trainer.run.cluster_setup import cluster_setup_of
 from megarl.trainer.run.earlier_runs import CHECKPOINTS
 from megarl.trainer.run.facts import Facts, opening_lines, recorded
 from megarl.trainer.run.failures import naming_keys, not_again_once_told
@@ -56,7 +56,7 @@ def open_run(
 
     Args:
         config: resolved and checked.
-        premises: of its cluster (`premises_of`); None: they are opened now.
+        premises: of its cluster (`cluster_setup_of`); None: they are opened now.
         facts: of what was read, to be shown; see opening.py.
         resumable: whether it can go on from a checkpoint; else it begins anew.
         signals: whether a loop of `total_steps` asks it for the signals that tell a job to end; a program may make more steps.
@@ -76,7 +76,7 @@ def open_run(
         resumed = find_resumed(config, store, say, total_steps if signals else None) if resumable else None
         stack.enter_context(recorded(config, plan, folder))
         if premises is None:
-            premises = stack.enter_context(premises_of(config))
+            premises = stack.enter_context(cluster_setup_of(config))
         run = stack.enter_context(
             open_engine_run(trainer.ray_address, plan.devices, folder, limits(config), premises)
         )

@@ -170,7 +170,7 @@ class TraceFile:
         self._names: dict[tuple[Any, ...], Event] = {}  # of processes and threads
         if not goes_on:
             self._earlier.unlink(missing_ok=True)
-        found = mended(self.path.read_bytes()) if goes_on and self.path.is_file() else _BEGIN
+        found = without_end(self.path.read_bytes()) if goes_on and self.path.is_file() else _BEGIN
         self._start(found)
 
     def name(self, events: Iterable[Event]) -> None:
@@ -203,7 +203,7 @@ class TraceFile:
             self.path.write_bytes(content + _END)
 
 
-def mended(content: bytes) -> bytes:
+def without_end(content: bytes) -> bytes:
     """A file without the array's end, and without an event that was cut off."""
     if content.endswith(_END):
         return content[: -len(_END)] or _BEGIN
@@ -233,7 +233,7 @@ def read_events(folder: Path) -> list[Event]:
         if not path.is_file():
             continue
         try:
-            events += json.loads(mended(path.read_bytes()) + _END)
+            events += json.loads(without_end(path.read_bytes()) + _END)
         except ValueError as error:
             raise ValueError(f"{path} is no timeline of megarl: {error}") from None
     return events

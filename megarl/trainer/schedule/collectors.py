@@ -27,9 +27,9 @@ import pyarrow as pa
 
 from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
-from megarl.trainer.roles.restarts import LaterRestarts
+from megarl.trainer.roles.restarts import DeferredRestarts
 from megarl.trainer.roles.weight_sync import sync_weights
-from megarl.trainer.schedule.concurrent_views import Background, two_halves
+from megarl.trainer.schedule.concurrent_views import Background, make_views
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.saved_trajectories import check_sizes
@@ -156,8 +156,8 @@ class OneStepOff:
             synced = sync_weights(self.run, self.roles, version=step)
         background: Background[Collected] = Background("collect-ahead")
         assert self.roles.restarts is not None, "a run with engines"
-        later = LaterRestarts(self.roles.restarts, background.ask, version=step + 1)
-        (run, roles), learner = two_halves(self.run, self.roles, background, later)
+        deferred = DeferredRestarts(self.roles.restarts, background.ask, version=step + 1)
+        (run, roles), learner = make_views(self.run, self.roles, background, deferred)
         background.start(partial(self._collect_ahead, run, roles, step + 1, synced))
         try:
             try:

@@ -14,7 +14,7 @@ from megarl.cluster.ranks import RankProcess
 from megarl.trainer.roles.device_memory import Recover, nothing_is_replaced
 
 if TYPE_CHECKING:
-    from megarl.trainer.roles.restarts import LaterRestarts
+    from megarl.trainer.roles.restarts import DeferredRestarts
     from megarl.trainer.roles.types import Roles
     from megarl.trainer.run.run import Run
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 View = tuple["Run", "Roles"]
 
 
-def two_halves(
+def make_views(
     run: Run,
     roles: Roles,
     background: Background[Any],
-    later: LaterRestarts,
+    deferred: DeferredRestarts,
     busy: Callable[[], Collection[str]] = tuple,
 ) -> tuple[View, View]:
     """(run, roles) as the half that collects, in the background, and the one that learns see them.
@@ -34,7 +34,7 @@ def two_halves(
     Either watches its own groups' processes, obeys what ends the other, and times its own phases.
 
     Args:
-        later: how engines are started anew that are lost meanwhile.
+        deferred: how engines are started anew that are lost meanwhile.
         busy: marks of processes that should be at work, though no call waits for them.
     """
     judge = [roles.reward_model.group] if roles.reward_model is not None else []
@@ -50,24 +50,24 @@ def two_halves(
         interrupt=background.obey,
         seconds={},
         phases=phases,
-        beside=run.phases,
-        restarts=later if run.restarts is not None else None,
+        other_phases=run.phases,
+        restarts=deferred if run.restarts is not None else None,
     )
     learner = replace(
         run,
         watched=learning,
         watch=InterruptedWatch(idle_timeout, cluster, background.check),
         interrupt=background.check,
-        beside=phases,
+        other_phases=phases,
     )
     return (
-        (collector, _with_memory_of(roles, collector, collecting, later.replace_lost)),
+        (collector, _with_memory_of(roles, collector, collecting, deferred.replace_lost)),
         (learner, _with_memory_of(roles, learner, learning, nothing_is_replaced)),
     )
 
 
 def _with_memory_of(roles: Roles, run: Run, groups: list, recover: Recover) -> Roles:
-    return replace(roles, memory=roles.memory.half(run, groups, recover))
+    return replace(roles, memory=roles.memory.view(run, groups, recover))
 
 
 T = TypeVar("T")

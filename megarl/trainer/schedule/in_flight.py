@@ -22,7 +22,7 @@ from megarl.trainer.stages.scoring import Scored, concat_scored, group_numbers
 
 
 @dataclass
-class Asked:
+class InFlightPrompt:
     """A prompt whose responses are under way.
 
     Attributes:
@@ -31,7 +31,7 @@ class Asked:
         number: in the order in which prompts were drawn.
         version: of the weights when it was asked.
         prompt: its row of the prompt table, under `uid`.
-        came: by uid, the trajectories that are there, of one row each.
+        answers: by uid, the trajectories that are there, of one row each.
     """
 
     uid: str
@@ -39,7 +39,7 @@ class Asked:
     number: int
     version: int
     prompt: pa.Table
-    came: dict[str, pa.Table] = field(default_factory=dict)
+    answers: dict[str, pa.Table] = field(default_factory=dict)
 
     def requests(self, n: int, greedy: bool) -> list[pa.Table]:
         """The samples that are asked for, and, for ReMax, the greedy answer."""
@@ -47,7 +47,9 @@ class Asked:
 
     def table(self) -> pa.Table:
         """The trajectories in the order of their requests: samples, then the greedy answer."""
-        return pa.concat_tables([self.came[uid] for uid in sorted(self.came, key=_sample)]).combine_chunks()
+        return pa.concat_tables(
+            [self.answers[uid] for uid in sorted(self.answers, key=_sample)]
+        ).combine_chunks()
 
 
 def _sample(uid: str) -> float:
@@ -56,7 +58,7 @@ def _sample(uid: str) -> float:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FinishedGroup:
     """A group that is whole and scored; of `Asked` what is still of use."""
 
     uid: str
@@ -67,7 +69,7 @@ class Whole:
 
 
 @dataclass
-class UnderWay:
+class InFlight:
     """What is asked, what is whole, and what a step may take.
 
     Attributes:
@@ -75,7 +77,7 @@ class UnderWay:
         num_answers: of a prompt.
         max_staleness: most steps between the one whose weights began a group, and the one that trains on it.
         last_step: after it nothing is trained.
-        asked: by uid.
+        prompts: prompts with unfinished groups, by uid.
         ready: in the order in which they became whole.
         dropped: since the last step's batch: groups that teach nothing (see `Groups`).
         too_late: since then: groups that no step could take in time.
@@ -88,9 +90,9 @@ class UnderWay:
     num_answers: int
     max_staleness: int
     last_step: int
-    asked: dict[str, Asked] = field(default_factory=dict)
-    ready: list[Whole] = field(default_factory=list)
-    dropped: list[Whole] = field(default_factory=list)
+    prompts: dict[str, InFlightPrompt] = field(default_factory=dict)
+    ready: list[FinishedGroup] = field(default_factory=list)
+    dropped: list[FinishedGroup] = field(default_factory=list)
     too_late: int = 0
     drawn: int = 0
     given_up: set[str] = field(default_factory=set)
@@ -98,11 +100,15 @@ class UnderWay:
     def room(self, step: int, taken: bool) -> int:
         """How many prompts may be asked more during a step; `taken`: it has its batch already."""
         steps = min(self.max_staleness + 1, self.last_step - step + 1) - taken
-        return max(0, steps * self.num_prompts - len(self.asked) - len(self.ready))
+        return max(0, steps * self.num_prompts - len(self.prompts) - len(self.ready))
 
     def ask(self, prompts: pa.Table, version: int) -> None:
         """Have prompts (rows of a prompt table) answered from now on."""
-        used = {*self.asked, *(group.uid for group in self.ready), *(group.uid for group in self.dropped)}
+        used = {
+            *self.prompts,
+            *(group.uid for group in self.ready),
+            *(group.uid for group in self.dropped),
+        }
         for row, name in enumerate(prompts["uid"].to_pylist()):
             uid, again = f"{name}@{version}", 1
             while uid in used:
@@ -110,10 +116,10 @@ class UnderWay:
                 uid = f"{name}@{version}~{again}"
             used.add(uid)
             prompt = replace_column(prompts.slice(row, 1), "uid", pa.array([uid], pa.string()))
-            self.asked[uid] = Asked(uid, name, self.drawn, version, prompt)
+            self.prompts[uid] = InFlightPrompt(uid, name, self.drawn, version, prompt)
             self.drawn += 1
 
-    def note(self, table: pa.Table) -> pa.Table:
+    def receive(self, table: pa.Table) -> pa.Table:
         """Trajectories came; returns those that somebody waits for."""
         rows = []
         for row, (uid, prompt_uid) in enumerate(
@@ -121,22 +127,22 @@ class UnderWay:
         ):
             if prompt_uid in self.given_up:
                 continue
-            came = self.asked[prompt_uid].came
+            came = self.prompts[prompt_uid].answers
             assert uid not in came, f"trajectory {uid} came twice"
             came[uid] = table.slice(row, 1)
             rows.append(row)
         return take(table, rows)
 
-    def whole(self) -> list[Asked]:
+    def finished(self) -> list[InFlightPrompt]:
         """Prompts whose answers are all there, and not scored yet."""
-        return [one for one in self.asked.values() if len(one.came) == self.num_answers]
+        return [one for one in self.prompts.values() if len(one.answers) == self.num_answers]
 
     def due(self, step: int) -> bool:
         """Whether the step's batch is there once what is whole has been scored, if all of it stays."""
-        whole = self.whole()
+        whole = self.finished()
         return bool(whole) and not self.is_enough(step) and self._suffice(step, [*whole, *self.ready])
 
-    def keep(self, groups: list[Asked], scored: Scored) -> None:
+    def keep(self, groups: list[InFlightPrompt], scored: Scored) -> None:
         """Groups that were whole have been scored: rows group by group, in their order.
 
         Raises:
@@ -146,16 +152,16 @@ class UnderWay:
         numbers = group_numbers(scored.table)
         for number, asked in enumerate(groups):
             rows = np.flatnonzero(numbers == number)
-            group = Whole(asked.uid, asked.name, asked.number, asked.version, scored.take(rows))
+            group = FinishedGroup(asked.uid, asked.name, asked.number, asked.version, scored.take(rows))
             of_live = None if values is None else values[rows[group.scored.live]]
             teaches = of_live is None or (len(of_live) > 1 and float(np.ptp(of_live)) > 0.0)
             (self.ready if teaches else self.dropped).append(group)
-            del self.asked[asked.uid]
+            del self.prompts[asked.uid]
 
-    def give_up(self, groups: list[Asked]) -> None:
+    def give_up(self, groups: list[InFlightPrompt]) -> None:
         """These are of no use any more; what still comes of them is left out."""
         for asked in groups:
-            del self.asked[asked.uid]
+            del self.prompts[asked.uid]
             self.given_up.add(asked.uid)
 
     def is_enough(self, step: int) -> bool:
@@ -189,15 +195,15 @@ class UnderWay:
     def drop_late(self, step: int) -> None:
         """Before a step: leave out what it could not train on in time, which is only so after a step that was left out."""
         oldest = step - self.max_staleness
-        late = [one for one in self.asked.values() if one.version < oldest]
+        late = [one for one in self.prompts.values() if one.version < oldest]
         self.give_up(late)
         in_time = [group for group in self.ready if group.version >= oldest]
         self.too_late += len(late) + len(self.ready) - len(in_time)
         self.ready = in_time
 
-    def _suffice(self, step: int, there: Sequence[Asked | Whole]) -> bool:
+    def _suffice(self, step: int, there: Sequence[InFlightPrompt | FinishedGroup]) -> bool:
         """Whether a step can take its batch from `there`, and later ones all else that is under way in its time."""
-        every = [*self.asked.values(), *self.ready]
+        every = [*self.prompts.values(), *self.ready]
         if len(there) < self.num_prompts:
             return False
         for later in range(self.max_staleness + 1):
@@ -215,13 +221,13 @@ _NUMBER = "number/"  # begins the names of the rewards' numbers, beside the traj
 _PRED, _ERROR = "reward/pred", "reward/error"
 
 
-def save_under_way(state: UnderWay, drawn: pa.Table | None, folder: Path) -> None:
+def save_in_flight(state: InFlight, drawn: pa.Table | None, folder: Path) -> None:
     """Write it into an empty folder.
 
     Args:
         drawn: prompts that were drawn, and not asked yet.
     """
-    asked, groups = list(state.asked.values()), [*state.ready, *state.dropped]
+    asked, groups = list(state.prompts.values()), [*state.ready, *state.dropped]
     if asked:
         table = pa.concat_tables([one.prompt for one in asked]).combine_chunks()
         write_arrow(_beside(table, asked), folder / _ASKED)
@@ -234,7 +240,7 @@ def save_under_way(state: UnderWay, drawn: pa.Table | None, folder: Path) -> Non
     (folder / _COUNTS).write_text(json.dumps(counts), encoding="utf-8")
 
 
-def load_under_way(state: UnderWay, folder: Path) -> pa.Table | None:
+def load_in_flight(state: InFlight, folder: Path) -> pa.Table | None:
     """Read it into a `state` that is new; returns the prompts that were drawn, and not asked yet."""
     counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
     state.drawn, state.too_late = counts["drawn"], counts["too_late"]
@@ -242,19 +248,19 @@ def load_under_way(state: UnderWay, folder: Path) -> pa.Table | None:
         table = read_arrow(folder / _ASKED)
         prompts = table.drop_columns(["name", "number", "version"])
         for row, (uid, *facts) in enumerate(_facts(table)):
-            state.asked[uid] = Asked(uid, *facts, prompts.slice(row, 1))
+            state.prompts[uid] = InFlightPrompt(uid, *facts, prompts.slice(row, 1))
     if (folder / _GROUPS).exists():
         scored = _as_scored(read_arrow(folder / _TRAJECTORIES))
         prompt_uids = np.array(scored.table["prompt_uid"].to_pylist())
         groups = [
-            Whole(uid, *facts, scored.take(np.flatnonzero(prompt_uids == uid)))
+            FinishedGroup(uid, *facts, scored.take(np.flatnonzero(prompt_uids == uid)))
             for uid, *facts in _facts(read_arrow(folder / _GROUPS))
         ]
         state.ready, state.dropped = groups[: counts["ready"]], groups[counts["ready"] :]
     return read_arrow(folder / _DRAWN) if (folder / _DRAWN).exists() else None
 
 
-def _beside(table: pa.Table, of: list[Asked] | list[Whole]) -> pa.Table:
+def _beside(table: pa.Table, of: list[InFlightPrompt] | list[FinishedGroup]) -> pa.Table:
     for name in ("name", "number", "version"):
         table = table.append_column(name, pa.array([getattr(one, name) for one in of]))
     return table

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from megarl.config import TrainConfig
 from megarl.trainer.schedule.collectors import Batches, Collect, OneStepOff, Synchronous
-from megarl.trainer.schedule.in_flight import UnderWay
+from megarl.trainer.schedule.in_flight import InFlight
 from megarl.trainer.schedule.streaming import Streamed
 from megarl.trainer.stages.reward_model import RewardModelInputs
 
@@ -41,7 +41,7 @@ def make_batches(
         return OneStepOff(config, run, roles, rewards, last_step, *halves)
     staleness = config.trainer.max_staleness
     assert staleness is not None, "resolved"
-    under_way = UnderWay(
+    in_flight = InFlight(
         config.algorithm.filter_groups,
         config.data.train_batch_size,
         config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "remax"),
@@ -49,4 +49,4 @@ def make_batches(
         last_step,
     )
     overlapped = mode == "fully_async"
-    return Streamed(config, run, roles, rewards, prompts, reward_inputs, under_way, overlapped)
+    return Streamed(config, run, roles, rewards, prompts, reward_inputs, in_flight, overlapped)

@@ -7,7 +7,7 @@
 Responses that are interrupted, by either or by the weights of the next step, go on from their last token with the weights that
 come then; `rollout_log_probs` are those of the weights that chose each token.
 
-Guarantees, each asserted by a test, besides those of `UnderWay`:
+Guarantees, each asserted by a test, besides those of `InFlight`:
 - Engines get no more requests than they run at once (rollout.max_num_seqs) and a few: the next goes to whichever has room.
 - An engine that is lost costs no trajectory: what it had under way is asked for again.
 - A checkpoint has what is whole, and the prompts of what is not: of these all responses are generated anew by the run that goes on.
@@ -31,11 +31,11 @@ from megarl.cluster import WorkerLost
 from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
 from megarl.data.trajectories import take
-from megarl.trainer.roles.restarts import LaterRestarts
+from megarl.trainer.roles.restarts import DeferredRestarts
 from megarl.trainer.roles.weight_sync import sync_weights
 from megarl.trainer.schedule.collectors import Collected
-from megarl.trainer.schedule.concurrent_views import Background, InterruptedWatch, View, two_halves
-from megarl.trainer.schedule.in_flight import Asked, UnderWay, load_under_way, save_under_way
+from megarl.trainer.schedule.concurrent_views import Background, InterruptedWatch, View, make_views
+from megarl.trainer.schedule.in_flight import InFlight, InFlightPrompt, load_in_flight, save_in_flight
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores
 from megarl.trainer.stages.rollouts import noise_seed, training_sampling
@@ -72,7 +72,7 @@ class Streamed:
     rewards: Rewards
     prompts: Iterator[pa.Table]
     reward_inputs: RewardModelInputs | None
-    under_way: UnderWay
+    in_flight: InFlight
     overlapped: bool
     drawn: pa.Table | None = None
     engine_of: dict[str, int] = field(default_factory=dict)
@@ -80,21 +80,21 @@ class Streamed:
 
     def of(self, step: int) -> Collected:
         """As `Batches.of`: weights into the engines, and what they answer until the step's batch is there."""
-        under_way = self.under_way
+        in_flight = self.in_flight
         found, self.problem = self.problem, None
         if found is not None:
             raise found
-        under_way.drop_late(step)
+        in_flight.drop_late(step)
         run = replace(self.run, watch=self._watch())
         roles = replace(self.roles, memory=replace(self.roles.memory, run=run))
         with roles.memory.phase("sync"):
             metrics = sync_weights(run, roles, version=step)
         self._collect(
-            (run, roles), step, partial(under_way.room, step, False), lambda: under_way.is_enough(step)
+            (run, roles), step, partial(in_flight.room, step, False), lambda: in_flight.is_enough(step)
         )
         if not self.overlapped:
             self._interrupt(run)
-        groups, taken = under_way.take(step)
+        groups, taken = in_flight.take(step)
         table = groups.batch()
         first, last = (table[name].to_numpy() for name in ("weight_version", "last_weight_version"))
         staleness = {
@@ -111,15 +111,15 @@ class Streamed:
         Raises:
             Whatever that raises, at the block's next look.
         """
-        if not self.overlapped or step >= self.under_way.last_step:
+        if not self.overlapped or step >= self.in_flight.last_step:
             yield self.run, self.roles
             return
         background: Background[None] = Background("collect-meanwhile")
         assert self.roles.restarts is not None, "a run with engines"
-        later = LaterRestarts(self.roles.restarts, background.ask, version=step + 1)
-        collector, learner = two_halves(self.run, self.roles, background, later, self._busy)
+        deferred = DeferredRestarts(self.roles.restarts, background.ask, version=step + 1)
+        collector, learner = make_views(self.run, self.roles, background, deferred, self._busy)
         told = threading.Event()
-        room = partial(self.under_way.room, step, True)
+        room = partial(self.in_flight.room, step, True)
         background.start(partial(self._collect, collector, step + 1, room, told.is_set))
         try:
             try:
@@ -144,14 +144,14 @@ class Streamed:
 
     def save(self, folder: Path) -> None:
         """Write what is whole, and the prompts of what is not."""
-        save_under_way(self.under_way, self.drawn, folder)
+        save_in_flight(self.in_flight, self.drawn, folder)
         if self.problem is not None:
             (folder / _PROBLEM).write_text(json.dumps(str(self.problem)), encoding="utf-8")
             write_arrow(self.problem.batch, folder / _ITS_BATCH)
 
     def load(self, folder: Path) -> None:
         """Go on with that."""
-        self.drawn = load_under_way(self.under_way, folder)
+        self.drawn = load_in_flight(self.in_flight, folder)
         if (folder / _PROBLEM).exists():
             text = json.loads((folder / _PROBLEM).read_text(encoding="utf-8"))
             self.problem = NotFinite(text, read_arrow(folder / _ITS_BATCH))
@@ -167,9 +167,9 @@ class Streamed:
             self._ask(room())
             with roles.memory.phase("generate"):
                 self._launch_missing(run)
-                while not is_done() and not self.under_way.due(step):
+                while not is_done() and not self.in_flight.due(step):
                     self._land(run)
-            if self.under_way.due(step):
+            if self.in_flight.due(step):
                 self._score(run, roles, step)
 
     def _ask(self, count: int) -> None:
@@ -178,7 +178,7 @@ class Streamed:
             if self.drawn is None or not self.drawn.num_rows:
                 self.drawn = next(self.prompts)
             some = self.drawn.slice(0, count)
-            self.under_way.ask(some, self.roles.restarts.version)
+            self.in_flight.ask(some, self.roles.restarts.version)
             self.drawn = self.drawn.slice(some.num_rows)
             count -= some.num_rows
 
@@ -195,7 +195,7 @@ class Streamed:
                 table = pa.concat_tables(came)
                 for uid in table["uid"].to_pylist():
                     self.engine_of.pop(uid, None)
-                self._rewards_of(run).submit(self.under_way.note(table))
+                self._rewards_of(run).submit(self.in_flight.receive(table))
                 self._launch(run)
         except WorkerLost as failure:
             run.revive(failure)
@@ -207,7 +207,7 @@ class Streamed:
             if run.restarts is not None:
                 run.restarts.serve_all()
             try:
-                held = run.wait(self.roles.engines.call("under_way"))
+                held = run.wait(self.roles.engines.call("in_flight"))
                 self.engine_of = {uid: engine for engine, uids in enumerate(held) for uid in uids}
                 self._launch(run)
                 return
@@ -223,21 +223,21 @@ class Streamed:
 
     def _score(self, run: Run, roles: Roles, step: int) -> None:
         """What is whole becomes ready, or is left out."""
-        groups = self.under_way.whole()
+        groups = self.in_flight.finished()
         table = pa.concat_tables([one.table() for one in groups]).combine_chunks()
         try:
             by_model = model_scores(run, roles.reward_model, table, self.reward_inputs, roles.memory.phase)
         except NotFinite as found:
             self.problem = found
-            self.under_way.give_up(groups)
+            self.in_flight.give_up(groups)
             return
         with run.timed("reward"):
             scored = self._rewards_of(run).collect(table, f"step {step}", by_model)
         if (
-            len(groups) >= self.under_way.num_prompts
+            len(groups) >= self.in_flight.num_prompts
         ):  # of fewer all may fail without the rewards being broken
             refuse_if_all_failed(scored)
-        self.under_way.keep(groups, trained_scores(scored, self.config))
+        self.in_flight.keep(groups, trained_scores(scored, self.config))
 
     def _rewards_of(self, run: Run) -> Rewards:
         return replace(self.rewards, run=run)
@@ -250,7 +250,7 @@ class Streamed:
             loads[engine] += 1
         window = int(_WINDOW * self.config.actor_rollout_ref.rollout.max_num_seqs)
         parts: list[list] = [[] for _ in loads]
-        for asked in self.under_way.asked.values():
+        for asked in self.in_flight.prompts.values():
             engine = min(range(len(loads)), key=loads.__getitem__)
             if loads[engine] >= window:
                 break
@@ -261,7 +261,7 @@ class Streamed:
         if any(parts):
             run.wait(engines.call_each("launch", [(part,) for part in parts]))
 
-    def _missing(self, asked: Asked) -> Iterator[tuple[pa.Table, object]]:
+    def _missing(self, asked: InFlightPrompt) -> Iterator[tuple[pa.Table, object]]:
         """Requests of a prompt that no engine has, and that are not answered."""
         rollout, greedy = (
             self.config.actor_rollout_ref.rollout,
@@ -271,7 +271,7 @@ class Streamed:
         for requests, sampling in zip(asked.requests(rollout.n, greedy), samplings, strict=False):
             uids = requests["uid"].to_pylist()
             rows = [
-                row for row, uid in enumerate(uids) if uid not in asked.came and uid not in self.engine_of
+                row for row, uid in enumerate(uids) if uid not in asked.answers and uid not in self.engine_of
             ]
             if rows:
                 yield take(requests, rows), sampling

@@ -86,7 +86,7 @@ def _computed_by(answers: Answers, name: str, row: int) -> str:
 
 
 @contextmanager
-def blaming(batch: pa.Table) -> Iterator[None]:
+def rank_errors_as_not_finite(batch: pa.Table) -> Iterator[None]:
     """A rank's FloatingPointError is one of the batch that it was given."""
     try:
         yield
@@ -97,7 +97,7 @@ def blaming(batch: pa.Table) -> Iterator[None]:
 
 
 @contextmanager
-def whole_step(
+def finite_step(
     run: Run, config: TrainConfig, controls: Controls, step: int, metrics: dict[str, float]
 ) -> Iterator[None]:
     """What a number that is not finite does to a step: by `trainer.on_nonfinite` it ends the run, or only the step.
@@ -111,7 +111,7 @@ def whole_step(
     try:
         yield
     except NotFinite as found:
-        message = f"step {step}: {found}\n{_dumped(run.folder, found.batch, step)}"
+        message = f"step {step}: {found}\n{_save_trajectories(run.folder, found.batch, step)}"
         if not skips:
             advice = "trainer.on_nonfinite=skip goes on with the next step"
             raise NotFinite(f"{message}\n{advice}", found.batch) from found
@@ -123,7 +123,7 @@ def whole_step(
             metrics["training/skipped"] = 0.0
 
 
-def _dumped(folder: Path, batch: pa.Table, step: int) -> str:
+def _save_trajectories(folder: Path, batch: pa.Table, step: int) -> str:
     """Write the trajectories of a step that is not trained on; says where they are."""
     path = folder / FOLDER / f"step-{step:06d}.parquet"
     try:

@@ -114,14 +114,14 @@ def update(
     controls: Controls,
     step: int,
     seed: int,
-    texts: Iterator[pa.Table] | None = None,
+    ptx_batches: Iterator[pa.Table] | None = None,
 ) -> dict[str, float]:
     """The critic's and the actor's updates; the actor waits out the critic's warm-up.
 
     Both at once, unless they make room for each other on the same devices. Moves the coefficient of the KL loss.
 
     Args:
-        texts: batches of data.ptx, of which the actor takes one for each of its mini-batches; None: there are none.
+        ptx_batches: batches of data.ptx, of which the actor takes one for each of its mini-batches; None: there are none.
     """
     table, metrics = run.put(learnt_of(batch, config)), {}
     trains_actor = roles.critic is None or step > config.critic.warmup_steps
@@ -131,7 +131,7 @@ def update(
     for phase, names in roles.memory.turns(trained):
         with roles.memory.held(phase):
             calls = {
-                name: _start_update(name, run, roles, batch, table, config, controls, seed, texts)
+                name: _start_update(name, run, roles, batch, table, config, controls, seed, ptx_batches)
                 for name in names
             }
             for name, (refs, packing) in calls.items():
@@ -165,7 +165,7 @@ def _start_update(
     config: TrainConfig,
     controls: Controls,
     seed: int,
-    texts: Iterator[pa.Table] | None,
+    ptx_batches: Iterator[pa.Table] | None,
 ) -> tuple[list[ray.ObjectRef], dict[str, float]]:
     """Call the update of "critic" or "actor" on `table`, which is of `batch` in the object store; also how even its plan is."""
     how = policy_update(config, controls, seed)
@@ -179,10 +179,10 @@ def _start_update(
         own = (run.put(how.aggregation), critic.cliprange_value, critic.vf_coef)
         return role.group.call("update_values", *shared, *own), packing
     how = run.put(how)
-    if texts is None:
+    if ptx_batches is None:
         return role.group.call("update_policy", *shared, how), packing
-    beside = list(itertools.islice(texts, len(plan)))
-    joined, ptx = plan_ptx(beside, role.layout, role.cut, config.actor_rollout_ref.actor.ptx_coef)
+    examples = list(itertools.islice(ptx_batches, len(plan)))
+    joined, ptx = plan_ptx(examples, role.layout, role.cut, config.actor_rollout_ref.actor.ptx_coef)
     return role.group.call("update_policy", *shared, how, run.put(joined), run.put(ptx)), packing
 
 

@@ -91,7 +91,7 @@ class EngineWorker:
         requests = pa.concat_tables([self._launched.pop(generation.uid) for generation in generations])
         return build_trajectories(requests.combine_chunks(), generations)
 
-    def under_way(self) -> list[str]:
+    def in_flight(self) -> list[str]:
         """The uids of requests that were launched and have not landed."""
         return list(self._launched)
 

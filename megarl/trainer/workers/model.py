@@ -76,7 +76,7 @@ from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import COMPANIONS, read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.trainer.workers.dispatch import ModelSpec
-from megarl.trainer.workers.nonfinite_source import Names, blame, check_update, no_names
+from megarl.trainer.workers.nonfinite_source import Names, check_update, find_source, no_names
 from megarl.util.freed_memory import keep_freed_memory
 from megarl.util.plugins import load_plugins
 from megarl.util.rendezvous import wait_for_all
@@ -346,7 +346,7 @@ class ModelWorker:
         for part in self.reserved:  # the first step makes the optimizer's states
             part.reserve()
         self.reserved = []
-        why = partial(blame, self.chunks, batches, head, loss, names)
+        why = partial(find_source, self.chunks, batches, head, loss, names)
         check_update(result, self.spec.optim.min_loss_scale, why)
         return result
 

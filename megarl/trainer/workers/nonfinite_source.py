@@ -54,7 +54,7 @@ def check_update(result: StepResult, least_scale: float, why: Callable[[], str])
         )
 
 
-def blame(
+def find_source(
     chunks: Sequence[DistributedDataParallel],
     batches: Sequence[PackedBatch],
     head: Head,

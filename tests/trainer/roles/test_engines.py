@@ -10,7 +10,7 @@ from megarl.config import RolloutConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import read_trajectories
 from megarl.trainer.roles import engines as determinism
-from megarl.trainer.roles.engines import engine_config, is_deterministic, last_line, telling
+from megarl.trainer.roles.engines import engine_config, is_deterministic, last_line, reporting_slow_start
 from tests.fixtures.runs import PPO, on, steps, succeed
 from tests.rollout.invariance import needs_invariance
 
@@ -161,7 +161,7 @@ def test_the_last_line_of_a_log_is_said_until_the_start_is_over(tmp_path: Path) 
         said.append(text)
         enough.set()
 
-    with telling(say, log, seconds=0.01):
+    with reporting_slow_start(say, log, seconds=0.01):
         assert not said  # there is no log yet
         log.write_text("imported\nDeepGEMM warmup:  10%\rDeepGEMM warmup:  20%\r\n\n")
         assert enough.wait(60)

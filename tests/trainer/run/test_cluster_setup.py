@@ -11,12 +11,12 @@ from megarl.cluster.fork_server import interpreter
 from megarl.config import EvalConfig, SFTConfig, TrainConfig, load_config, resolve
 from megarl.trainer.run import cluster_setup
 from megarl.trainer.run.cluster_setup import (
-    ENGINE,
-    MODEL,
+    ENGINE_PROCESSES,
+    MODEL_PROCESSES,
     SLOTS_PER_CORE,
     check_devices,
+    cluster_setup_of,
     pools_of,
-    premises_of,
 )
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -77,15 +77,19 @@ LIST = "import json, sys; print(json.dumps(sorted(sys.modules)))"
 
 
 def test_a_run_has_nurseries_for_what_it_starts():
-    for config, kinds in ((TRAIN, {MODEL, ENGINE}), (SFT, {MODEL}), (EVAL, {ENGINE})):
-        with premises_of(config) as premises:
+    for config, kinds in (
+        (TRAIN, {MODEL_PROCESSES, ENGINE_PROCESSES}),
+        (SFT, {MODEL_PROCESSES}),
+        (EVAL, {ENGINE_PROCESSES}),
+    ):
+        with cluster_setup_of(config) as premises:
             assert premises.nurseries.keys() == kinds
         joins = replace(config, trainer=replace(config.trainer, ray_address="10.0.0.1:6379"))
-        with premises_of(joins) as premises:
+        with cluster_setup_of(joins) as premises:
             assert premises is None
     learns = replace(TRAIN, trainer=replace(TRAIN.trainer, train_only="somewhere"))
-    with premises_of(learns) as premises:
-        assert premises.nurseries.keys() == {MODEL}
+    with cluster_setup_of(learns) as premises:
+        assert premises.nurseries.keys() == {MODEL_PROCESSES}
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +97,11 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """The modules that a copy of each kind begins with."""
     script = tmp_path_factory.mktemp("kinds") / "script.py"
     script.write_text(LIST)
-    with premises_of(TRAIN) as premises:
+    with cluster_setup_of(TRAIN) as premises:
         # One after the other: an asker waits 30 s.
-        return {kind: copy_of(premises.nurseries[kind], script) for kind in (MODEL, ENGINE)}
+        return {
+            kind: copy_of(premises.nurseries[kind], script) for kind in (MODEL_PROCESSES, ENGINE_PROCESSES)
+        }
 
 
 def copy_of(nursery: str, script: Path) -> set[str]:
@@ -106,14 +112,16 @@ def copy_of(nursery: str, script: Path) -> set[str]:
 
 
 def test_models_and_engines_begin_with_what_takes_long(imported):
-    assert {"torch", "megatron.core.models.gpt", "megarl.megatron.build"} <= imported[MODEL]
-    assert {"torch", "sglang.srt.entrypoints.engine", "megarl.rollout.sglang.process"} <= imported[ENGINE]
+    assert {"torch", "megatron.core.models.gpt", "megarl.megatron.build"} <= imported[MODEL_PROCESSES]
+    assert {"torch", "sglang.srt.entrypoints.engine", "megarl.rollout.sglang.process"} <= imported[
+        ENGINE_PROCESSES
+    ]
 
 
 def test_nothing_is_imported_before_it_may_be(imported):
     for kind, modules in imported.items():
         assert "ray" not in modules, f"{kind}: it would have the settings of no worker"
-    assert "megatron.core" not in imported[ENGINE], (
+    assert "megatron.core" not in imported[ENGINE_PROCESSES], (
         "SGLang's schedulers refuse what it makes of pickled tensors"
     )
-    assert not any(name.split(".")[0] == "sglang" for name in imported[MODEL])
+    assert not any(name.split(".")[0] == "sglang" for name in imported[MODEL_PROCESSES])

@@ -19,7 +19,14 @@ from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import read_model_config
 from megarl.report.data import read_run
 from megarl.report.tiles import status_of
-from megarl.trainer.run.facts import data_text, model_text, opening_lines, read_facts, recorded, tuning_facts
+from megarl.trainer.run.facts import (
+    data_text,
+    model_text,
+    opening_lines,
+    read_facts,
+    recorded,
+    supervised_facts,
+)
 
 KEYS = ("data.train_files=x.jsonl", "data.max_length=8", "data.train_batch_size=2", "model.path=x", "optim.lr=1e-3", "max_token_len_per_gpu=16")  # fmt: skip
 
@@ -133,13 +140,13 @@ def test_tuning_says_how_many_examples(tmp_path: Path) -> None:
     model = read_model_config(str(tmp_path))
     assert model_text("m", model).startswith("m: qwen2, 2 layers of 64, 0.")
     config = load_config(SFTConfig, REPOSITORY / "recipes/quickstart_sft.yaml", ["data.val_files=v.parquet"])
-    facts = tuning_facts(config, model, 4000, 10)
+    facts = supervised_facts(config, model, 4000, 10)
     assert facts["data"] == "outputs/demo/data/sft.parquet: 4,000 examples"
     assert facts["validation"] == "v.parquet: 10 examples"
     text = "\n".join(lines(SFTConfig, "quickstart_sft.yaml", **facts))
     assert "40, each of 64 examples of at most 64 tokens" in text and "rollouts/" not in text
     config = load_config(DPOConfig, REPOSITORY / "recipes/three_stages_dpo_cpu.yaml", [])
-    assert tuning_facts(config, model, 7, None)["data"].endswith(": 7 rankings")
+    assert supervised_facts(config, model, 7, None)["data"].endswith(": 7 rankings")
 
 
 def test_several_files_are_counted() -> None:

@@ -1,4 +1,4 @@
-"""The timeline: a file that is whole whenever one looks, mended after a kill, bounded; and what is in it."""
+"""The timeline: a file that is whole whenever one looks, without_end after a kill, bounded; and what is in it."""
 
 import json
 import threading

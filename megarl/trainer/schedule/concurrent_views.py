@@ -29,13 +29,13 @@ def make_views(
     deferred: DeferredRestarts,
     busy: Callable[[], Collection[str]] = tuple,
 ) -> tuple[View, View]:
-    """(run, roles) as the half that collects, in the background, and the one that learns see them.
+    """Two views of (run, roles): of the background thread that collects, and of the main thread that learns.
 
-    Either watches its own groups' processes, obeys what ends the other, and times its own phases.
+    Each watches the processes of its own groups, ends when the other fails, and times its own phases.
 
     Args:
-        deferred: how engines are started anew that are lost meanwhile.
-        busy: marks of processes that should be at work, though no call waits for them.
+        deferred: restarts engines that are lost during the block.
+        busy: marks of processes that should be working although no call waits for them.
     """
     judge = [roles.reward_model.group] if roles.reward_model is not None else []
     collecting = [roles.engines, *judge]
@@ -73,19 +73,19 @@ def _with_memory_of(roles: Roles, run: Run, groups: list, recover: Recover) -> R
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.25
-# Until the main thread goes on without a task that was told to end: it may wait for a reward, and ends after that.
+# The main thread continues after so long without a task that was told to end; the task may wait for a reward and end later.
 _END_SECONDS = 5.0
 
 
 class Ended(Exception):
-    """The task was told to end."""
+    """Raised in a task that was told to end."""
 
 
 class Background(Generic[T]):
     """One task; `start` begins it."""
 
     def __init__(self, name: str) -> None:
-        """`name`: the thread's."""
+        """`name`: of the thread."""
         self._name = name
         self._told = threading.Event()
         self._failure: BaseException | None = None
@@ -100,24 +100,35 @@ class Background(Generic[T]):
         self._thread.start()
 
     def check(self) -> None:
-        """For the main thread, to be called often: raises what the task has raised."""
+        """For the main thread, to be called often: raises the exception of the task, if it has failed."""
         if self._failure is not None:
             raise self._failure
 
     def obey(self) -> None:
-        """For the task, to be called often. Ended: it was told to end."""
+        """For the task, to be called often.
+
+        Raises:
+            Ended: the main thread told the task to end.
+        """
         if self._told.is_set():
             raise Ended
 
     def ask(self, call: Callable[[], object]) -> None:
-        """For the task: have the main thread do `call`; returns when it has. Ended: it will not."""
+        """For the task: run `call` in the main thread, and return after it.
+
+        Raises:
+            Ended: the main thread told the task to end.
+        """
         done = threading.Event()
         self._asked.put((call, done))
         while not done.wait(_LOOK_SECONDS):
             self.obey()
 
     def result(self, look: Callable[[], object]) -> T:
-        """For the main thread: wait for the task, do what it asks for, and call `look` meanwhile; raises what they do."""
+        """For the main thread: wait for the task, running the calls that it asks for, and `look` between them.
+
+        Raises the exceptions of all three.
+        """
         assert self._thread is not None, "it was started"
         while True:
             try:
@@ -135,7 +146,7 @@ class Background(Generic[T]):
         return self._result
 
     def end(self) -> None:
-        """For the main thread: tell the task to end, and wait for that a little while."""
+        """For the main thread: tell the task to end, and wait a few seconds for it."""
         self._told.set()
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
@@ -145,14 +156,14 @@ class Background(Generic[T]):
             self._result = task()
         except Ended:
             pass
-        except BaseException as failure:  # the main thread's to raise
+        except BaseException as failure:  # raised by the main thread
             self._failure = failure
         finally:
             self._asked.put(None)
 
 
 class InterruptedWatch(Watch):
-    """A watch of calls that are ended from outside, too: by what `interrupt` raises."""
+    """A watch of calls that can also be ended from outside: `interrupt` then raises."""
 
     def __init__(
         self,
@@ -161,7 +172,7 @@ class InterruptedWatch(Watch):
         interrupt: Callable[[], None],
         busy: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`busy`: marks of processes that should be at work, though no call waits for them."""
+        """`busy`: marks of processes that should be working although no call waits for them."""
         super().__init__(idle_timeout, cluster)
         self._interrupt, self._busy = interrupt, busy
 

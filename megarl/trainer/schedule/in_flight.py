@@ -23,15 +23,15 @@ from megarl.trainer.stages.scoring import Scored, concat_scored, group_numbers
 
 @dataclass
 class InFlightPrompt:
-    """A prompt whose responses are under way.
+    """A prompt whose responses are being generated.
 
     Attributes:
-        uid: under which it is asked: "<the data's>@<version>".
-        name: the data's uid.
-        number: in the order in which prompts were drawn.
-        version: of the weights when it was asked.
-        prompt: its row of the prompt table, under `uid`.
-        answers: by uid, the trajectories that are there, of one row each.
+        uid: the uid of its requests: "<uid in the data>@<version>".
+        name: the uid in the data.
+        number: its position in the order in which prompts were drawn.
+        version: the weight version when it was sent to the engines.
+        prompt: its row of the prompt table, with `uid`.
+        answers: finished trajectories by uid, one row each.
     """
 
     uid: str
@@ -42,7 +42,7 @@ class InFlightPrompt:
     answers: dict[str, pa.Table] = field(default_factory=dict)
 
     def requests(self, n: int, greedy: bool) -> list[pa.Table]:
-        """The samples that are asked for, and, for ReMax, the greedy answer."""
+        """Its requests: `n` samples and, for ReMax, the greedy answer."""
         return [expand_prompts(self.prompt, n), *([greedy_requests(self.prompt)] if greedy else [])]
 
     def table(self) -> pa.Table:
@@ -59,7 +59,7 @@ def _sample(uid: str) -> float:
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A group that is whole and scored; of `Asked` what is still of use."""
+    """A group whose responses are all generated and scored."""
 
     uid: str
     name: str
@@ -70,19 +70,19 @@ class FinishedGroup:
 
 @dataclass
 class InFlight:
-    """What is asked, what is whole, and what a step may take.
+    """In-flight prompts, finished groups, and which groups a step may train on.
 
     Attributes:
-        num_prompts: of a step.
-        num_answers: of a prompt.
-        max_staleness: most steps between the one whose weights began a group, and the one that trains on it.
-        last_step: after it nothing is trained.
+        num_prompts: prompts of a step.
+        num_answers: responses to a prompt.
+        max_staleness: the most steps between the one whose weights began a group and the one that trains on it.
+        last_step: the last step of the run.
         prompts: prompts with unfinished groups, by uid.
-        ready: in the order in which they became whole.
-        dropped: since the last step's batch: groups that teach nothing (see `Groups`).
-        too_late: since then: groups that no step could take in time.
-        drawn: prompts so far.
-        given_up: uids of prompts of which no answer is of use any more.
+        ready: finished groups in the order in which they were finished.
+        dropped: groups without a learning signal (see `Groups`) since the last step's batch.
+        too_late: the number of groups since then that no step could take in time.
+        drawn: the number of prompts drawn so far.
+        given_up: uids of prompts whose responses are discarded when they arrive.
     """
 
     options: FilterGroupsConfig
@@ -98,12 +98,12 @@ class InFlight:
     given_up: set[str] = field(default_factory=set)
 
     def room(self, step: int, taken: bool) -> int:
-        """How many prompts may be asked more during a step; `taken`: it has its batch already."""
+        """How many more prompts may be sent to engines during a step; `taken`: the step has its batch already."""
         steps = min(self.max_staleness + 1, self.last_step - step + 1) - taken
         return max(0, steps * self.num_prompts - len(self.prompts) - len(self.ready))
 
     def ask(self, prompts: pa.Table, version: int) -> None:
-        """Have prompts (rows of a prompt table) answered from now on."""
+        """Add prompts (rows of a prompt table) whose responses are to be generated with the weights `version`."""
         used = {
             *self.prompts,
             *(group.uid for group in self.ready),
@@ -120,7 +120,7 @@ class InFlight:
             self.drawn += 1
 
     def receive(self, table: pa.Table) -> pa.Table:
-        """Trajectories came; returns those that somebody waits for."""
+        """Store finished trajectories; returns those whose prompts have not been given up."""
         rows = []
         for row, (uid, prompt_uid) in enumerate(
             zip(table["uid"].to_pylist(), table["prompt_uid"].to_pylist(), strict=True)
@@ -134,16 +134,16 @@ class InFlight:
         return take(table, rows)
 
     def finished(self) -> list[InFlightPrompt]:
-        """Prompts whose answers are all there, and not scored yet."""
+        """Prompts whose responses are all generated and not scored yet."""
         return [one for one in self.prompts.values() if len(one.answers) == self.num_answers]
 
     def due(self, step: int) -> bool:
-        """Whether the step's batch is there once what is whole has been scored, if all of it stays."""
-        whole = self.finished()
-        return bool(whole) and not self.is_enough(step) and self._suffice(step, [*whole, *self.ready])
+        """Whether scoring the finished groups would complete the step's batch, if none is dropped."""
+        groups = self.finished()
+        return bool(groups) and not self.is_enough(step) and self._suffice(step, [*groups, *self.ready])
 
     def keep(self, groups: list[InFlightPrompt], scored: Scored) -> None:
-        """Groups that were whole have been scored: rows group by group, in their order.
+        """Take the scores of finished groups: rows group by group, in the order of `groups`.
 
         Raises:
             ValueError: the reward does not give the metric that groups are compared by.
@@ -159,17 +159,17 @@ class InFlight:
             del self.prompts[asked.uid]
 
     def give_up(self, groups: list[InFlightPrompt]) -> None:
-        """These are of no use any more; what still comes of them is left out."""
+        """Discard these prompts, and their responses that have not arrived yet."""
         for asked in groups:
             del self.prompts[asked.uid]
             self.given_up.add(asked.uid)
 
     def is_enough(self, step: int) -> bool:
-        """Whether the step's batch is there: enough groups, and of the old ones so many that the others fit into later steps."""
+        """Whether the step's batch is complete: enough groups, and so many old ones that the remaining old ones fit into later steps."""
         return self._suffice(step, self.ready)
 
     def take(self, step: int) -> tuple[Groups, dict[str, float]]:
-        """The step's batch, the oldest groups of those that are ready; and what is told of it."""
+        """The step's batch, which is the oldest finished groups, and its metrics."""
         assert self.is_enough(step)
         chosen = sorted(self.ready, key=lambda group: group.version)[: self.num_prompts]
         chosen.sort(key=lambda group: group.number)
@@ -188,12 +188,12 @@ class InFlight:
             metrics["filter_groups/dropped"] = float(len(dropped))
             metrics["filter_groups/score_before"] = float(every.scores[every.live].mean())
         columns = groups.parts[0].table.column_names
-        for group in dropped:  # a sampler hears of them, too
+        for group in dropped:  # the sampler is told their scores, too
             groups.parts.append(replace(group.scored, table=group.scored.table.select(columns)))
         return groups, metrics
 
     def drop_late(self, step: int) -> None:
-        """Before a step: leave out what it could not train on in time, which is only so after a step that was left out."""
+        """Before a step: discard groups that are too old for it, which there are only after a step that was skipped."""
         oldest = step - self.max_staleness
         late = [one for one in self.prompts.values() if one.version < oldest]
         self.give_up(late)
@@ -202,7 +202,7 @@ class InFlight:
         self.ready = in_time
 
     def _suffice(self, step: int, there: Sequence[InFlightPrompt | FinishedGroup]) -> bool:
-        """Whether a step can take its batch from `there`, and later ones all else that is under way in its time."""
+        """Whether a step can take its batch from `there`, and later steps everything else before it is too old."""
         every = [*self.prompts.values(), *self.ready]
         if len(there) < self.num_prompts:
             return False
@@ -217,22 +217,22 @@ class InFlight:
 _ASKED, _GROUPS, _TRAJECTORIES, _DRAWN, _COUNTS = (
     "asked.arrow", "groups.arrow", "trajectories.arrow", "drawn.arrow", "counts.json",
 )  # fmt: skip
-_NUMBER = "number/"  # begins the names of the rewards' numbers, beside the trajectories' columns
+_NUMBER = "number/"  # prefix of the columns with the rewards' numbers
 _PRED, _ERROR = "reward/pred", "reward/error"
 
 
 def save_in_flight(state: InFlight, drawn: pa.Table | None, folder: Path) -> None:
-    """Write it into an empty folder.
+    """Write the state into an empty folder.
 
     Args:
-        drawn: prompts that were drawn, and not asked yet.
+        drawn: prompts that were drawn and not sent to engines yet.
     """
     asked, groups = list(state.prompts.values()), [*state.ready, *state.dropped]
     if asked:
         table = pa.concat_tables([one.prompt for one in asked]).combine_chunks()
-        write_arrow(_beside(table, asked), folder / _ASKED)
+        write_arrow(_with_facts(table, asked), folder / _ASKED)
     if groups:
-        write_arrow(_beside(pa.table({"uid": [group.uid for group in groups]}), groups), folder / _GROUPS)
+        write_arrow(_with_facts(pa.table({"uid": [group.uid for group in groups]}), groups), folder / _GROUPS)
         write_arrow(_as_table(concat_scored([group.scored for group in groups])), folder / _TRAJECTORIES)
     if drawn is not None:
         write_arrow(drawn.combine_chunks(), folder / _DRAWN)
@@ -241,7 +241,7 @@ def save_in_flight(state: InFlight, drawn: pa.Table | None, folder: Path) -> Non
 
 
 def load_in_flight(state: InFlight, folder: Path) -> pa.Table | None:
-    """Read it into a `state` that is new; returns the prompts that were drawn, and not asked yet."""
+    """Read the files into a new `state`; returns the prompts that were drawn and not sent to engines yet."""
     counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
     state.drawn, state.too_late = counts["drawn"], counts["too_late"]
     if (folder / _ASKED).exists():
@@ -260,7 +260,7 @@ def load_in_flight(state: InFlight, folder: Path) -> pa.Table | None:
     return read_arrow(folder / _DRAWN) if (folder / _DRAWN).exists() else None
 
 
-def _beside(table: pa.Table, of: list[InFlightPrompt] | list[FinishedGroup]) -> pa.Table:
+def _with_facts(table: pa.Table, of: list[InFlightPrompt] | list[FinishedGroup]) -> pa.Table:
     for name in ("name", "number", "version"):
         table = table.append_column(name, pa.array([getattr(one, name) for one in of]))
     return table

@@ -1,4 +1,4 @@
-"""Where the loop's batches come from, as `trainer.mode` says."""
+"""The source of the loop's batches, chosen by `trainer.mode`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def make_batches(
     collect: Collect,
     answer: Collect,
 ) -> Batches:
-    """`collect` and `answer` as of `OneStepOff`, but for `prompts` and `reward_inputs`."""
-    asked = {"prompts": prompts, "reward_inputs": reward_inputs}
-    halves = partial(collect, **asked), partial(answer, **asked)
+    """Arguments as of `OneStepOff`; `collect` and `answer` still lack `prompts` and `reward_inputs`, which are bound here."""
+    inputs = {"prompts": prompts, "reward_inputs": reward_inputs}
+    collectors = partial(collect, **inputs), partial(answer, **inputs)
     mode = config.trainer.mode
     if mode == "sync":
-        return Synchronous(run, roles, rewards, halves[0])
+        return Synchronous(run, roles, rewards, collectors[0])
     if mode == "one_step_off":
-        return OneStepOff(config, run, roles, rewards, last_step, *halves)
+        return OneStepOff(config, run, roles, rewards, last_step, *collectors)
     staleness = config.trainer.max_staleness
     assert staleness is not None, "resolved"
     in_flight = InFlight(

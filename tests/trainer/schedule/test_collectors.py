@@ -41,7 +41,7 @@ class Memory:
     def phase(self, name: str):
         yield
 
-    def half(self, run: Any, groups: Any, recover: Any) -> "Memory":
+    def view(self, run: Any, groups: Any, recover: Any) -> "Memory":
         return self
 
 
@@ -148,7 +148,7 @@ def test_in_sync_mode_each_step_has_the_newest(monkeypatch: pytest.MonkeyPatch, 
     assert not any(name.startswith("staleness") for one in found for name in one.metrics)
 
 
-def test_both_halves_work_at_once_and_the_wait_is_told(play: Play) -> None:
+def test_collecting_and_learning_run_at_once_and_the_wait_is_measured(play: Play) -> None:
     play.batches.of(1)
     play.release.clear()
     with play.batches.meanwhile(1):
@@ -235,14 +235,14 @@ def test_a_step_that_is_skipped_leaves_the_next_its_batch(
     assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
 
 
-def test_whatever_ends_one_half_ends_the_other(play: Play) -> None:
+def test_a_failure_of_one_view_ends_the_other(play: Play) -> None:
     play.batches.of(1)
     play.release.clear()
     begun = time.monotonic()
     with pytest.raises(SystemExit), play.batches.meanwhile(1):
         raise SystemExit(75)  # a second SIGTERM
     assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
-    play.batches.answer = None  # not callable: whatever the half that collects raises
+    play.batches.answer = None  # not callable: so collecting raises
     with pytest.raises(TypeError, match="not callable"), play.batches.meanwhile(2) as (run, _):
         while True:
             run.wait([])

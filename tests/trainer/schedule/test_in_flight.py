@@ -206,8 +206,8 @@ def test_a_checkpoint_has_all_of_it(tmp_path) -> None:
     other = made(num_prompts=2, options=FILTER)
     assert load_in_flight(other, folder).equals(rest)
     assert (other.drawn, other.too_late) == (6, 3)
-    assert list(other.asked) == ["q4@7", "q5@7"] and all(not one.answers for one in other.asked.values())
-    for uid, one in other.asked.items():
+    assert list(other.prompts) == ["q4@7", "q5@7"] and all(not one.answers for one in other.prompts.values())
+    for uid, one in other.prompts.items():
         mine = state.prompts[uid]
         assert (one.name, one.number, one.version) == (mine.name, mine.number, mine.version)
         assert one.prompt.equals(mine.prompt)
@@ -230,7 +230,7 @@ def test_a_checkpoint_has_all_of_it(tmp_path) -> None:
 def test_a_checkpoint_of_nothing(tmp_path) -> None:
     save_in_flight(made(), None, tmp_path)
     other = made()
-    assert load_in_flight(other, tmp_path) is None and not other.asked and not other.ready
+    assert load_in_flight(other, tmp_path) is None and not other.prompts and not other.ready
 
 
 def test_versions_are_those_of_trajectories() -> None:

@@ -1,4 +1,4 @@
-"""Prompts that a Python program gives, as the tables that a run reads from files."""
+"""The Python API, for scripts and notebooks: give prompts, collect trajectories, update the policy, step by step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from megarl.trainer.stages.scoring import Rewards, check_prompts
 from megarl.trainer.workers.ptx import load_ptx
 from megarl.util.plugins import load_plugins
 
-DATA_SOURCE = "python"  # of prompts that name none
+DATA_SOURCE = "python"  # the data source of prompts that name none
 
 
 class HasTable(Protocol):
@@ -59,7 +59,7 @@ Prompts = Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]] | pa.T
 
 
 class PromptSupply:
-    """Batches of the prompts that are given, which go on where they ended when the same are given again."""
+    """Batches of the program's prompts; the same prompts given again continue after the last batch."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class PromptSupply:
         self._data, self._tokenizer, self._check = data, tokenizer, check
         self._several_turns = several_turns
         self._given: Any = None
-        self._digest: str | None = None  # of the prompts that were given last
-        self._loader: BatchLoader | None = None  # None: they are fewer than a batch
+        self._digest: str | None = None  # of the last given prompts
+        self._loader: BatchLoader | None = None  # None: there are fewer prompts than a batch has
         self._batches: Iterator[pa.Table] = iter(())
-        self._resumed: dict[str, Any] = {}  # a state that waits for its prompts
+        self._resumed: dict[str, Any] = {}  # a loaded state whose prompts have not been given yet
 
     def batches(self, prompts: Prompts) -> Iterator[pa.Table]:
         """Batches without end, each of `data.gen_batch_size` (or else train_batch_size) prompts.
@@ -96,7 +96,7 @@ class PromptSupply:
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Which prompts were given last, and the position in them, as JSON values; empty before there were any."""
+        """The digest of the last prompts and the position in them, as JSON values; empty before the first prompts."""
         if self._digest is None:
             return self._resumed
         position = self._loader.state_dict() if self._loader is not None else None
@@ -138,7 +138,7 @@ class PromptSupply:
         return table
 
     def _begin(self, table: pa.Table, digest: str) -> None:
-        """Other prompts than before: at the position that was saved with them, or at their beginning."""
+        """Start on other prompts than before, at the position that was saved with them or at their beginning."""
         data = self._data
         size = data.gen_batch_size or data.train_batch_size
         loader = None
@@ -152,7 +152,7 @@ class PromptSupply:
 
 
 def _repeated(table: pa.Table, size: int) -> Iterator[pa.Table]:
-    """Batches of `size` rows out of fewer."""
+    """Batches of `size` rows from fewer rows, which repeat."""
     batch = pa.concat_tables([table] * -(-size // table.num_rows)).slice(0, size)
     while True:
         yield batch.combine_chunks()
@@ -225,7 +225,7 @@ class DataCollector:
             self._check,
             several_turns=config.actor_rollout_ref.rollout.multi_turn.enable,
         )
-        self.version = 0  # of the weights that the engines hold
+        self.version = 0  # of the weights in the engines
 
     def collect(self, prompts: Prompts) -> TrainingData:
         """Trajectories for the next `data.train_batch_size` of the prompts, with the weights as they are now.
@@ -265,10 +265,10 @@ class Trainer:
 
     Until then SIGTERM and SIGUSR1 end the program (SystemExit, code 75: to be started again), unless it has handlers for them.
 
-    It goes on from a checkpoint as `trainer.resume_mode` says (auto: from the newest of its run folder, if there is one).
+    It continues from a checkpoint as `trainer.resume_mode` says (auto: from the newest in its run folder, if there is one).
 
     Attributes:
-        step: updates so far, those before the checkpoint included.
+        step: updates so far, including those before the checkpoint.
     """
 
     def __init__(
@@ -285,13 +285,13 @@ class Trainer:
             config: of `make_trainer_config` or `load_config`.
             actor_model: folder or Hub id of the policy; None: as the configuration says.
             critic_model: the same for the critic's first weights; None: the configuration's, or the policy's.
-            reward_fn: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async, gives a number, or a dict
+            reward_fn: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async, returns a number, or a dict
                 with "score" whose other numbers become metrics; None: as the configuration says. It runs in processes
-                of its own: what it refers to travels with it.
+                of its own, and objects that it refers to are pickled with it.
 
         Raises:
-            ValueError: everything that is wrong with configuration and models, and with the checkpoint to go on from, before
-                anything is started.
+            ValueError: all mistakes in the configuration, the models and the checkpoint to continue from, before anything is
+                started.
         """
         for name in unknown:
             raise ValueError(f"Trainer({name}=...): {key_advice(name) or 'there is no such argument'}")
@@ -309,7 +309,7 @@ class Trainer:
         assert num_steps is not None, "make_trainer_config sets it, _with_models checks it"
         function = None if reward_fn is None else cloudpickle.dumps(reward_fn)
         told_to_end = "ending; started again, the program goes on from its last checkpoint, if there is one"
-        with ExitStack() as stack:  # closes what was opened if something fails on the way
+        with ExitStack() as stack:  # closes everything opened so far if a later part fails
             stack.enter_context(ending_at_once(told_to_end, keep_handlers=True))
             scorer = stack.enter_context(make_scorer(self.config, function))
             models = load_model_inputs(self.config)
@@ -323,7 +323,7 @@ class Trainer:
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
             ptx = load_ptx(self.config, models.tokenizer)
-            self._texts = epochs(ptx) if ptx is not None else None
+            self._ptx_batches = epochs(ptx) if ptx is not None else None
             self._controls = make_controls(self.config, num_steps)
             self._monitor = start_monitor(self._run, self.config, self._controls)
             parts = {
@@ -362,7 +362,7 @@ class Trainer:
             batch = None
             with finite_step(run, self.config, self._controls, step, metrics):
                 batch, learnt = learn(
-                    self.config, run, roles, data.groups.batch(), self._controls, step, self._texts
+                    self.config, run, roles, data.groups.batch(), self._controls, step, self._ptx_batches
                 )
                 metrics |= learnt
             metrics |= roles.memory.report()

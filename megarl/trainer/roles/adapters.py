@@ -20,7 +20,7 @@ from megarl.rollout.engine import AdapterConfig
 
 @dataclass(frozen=True)
 class _Section:
-    """A section `lora`, `key` the one that it is in, and the model on `devices` of which it is."""
+    """A section `lora`: the `key` of the section around it, and the model, on `devices` devices, that it is for."""
 
     key: str
     lora: LoraConfig
@@ -106,7 +106,7 @@ MERGED, ADAPTERS = "merged", "adapters"
 
 
 def why_merged(rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig) -> str | None:
-    """Why the engines cannot serve the adapters beside the weights; None: they can."""
+    """The reason why engines cannot serve the adapters next to the weights; None: they can."""
     if rollout.quantization is not None:
         return f"rollout.quantization={rollout.quantization}: float8 engines are sent merged weights"
     return why_not_served(model, lora)
@@ -115,10 +115,10 @@ def why_merged(rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig) -> 
 def served_adapters(
     rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig, freed: bool
 ) -> tuple[LoraConfig | None, str | None]:
-    """What the engines serve beside the weights (None: nothing), and how to tell the user (None: there are no adapters).
+    """The adapters that engines serve next to the weights (None: none), and a line for the user (None: there are no adapters).
 
     Args:
-        freed: whether the engines' weights leave their devices in each step: they are sent whole then, either way.
+        freed: whether the engines' weights leave their devices in each step: all weights are then sent in each sync.
     """
     if lora.rank == 0:
         return None, None
@@ -134,5 +134,5 @@ def served_adapters(
 
 
 def engine_adapters(model: ModelConfig, lora: LoraConfig) -> AdapterConfig:
-    """What an engine is started with to serve adapters."""
+    """The start options with which an engine serves adapters."""
     return AdapterConfig(lora.rank, scaling(lora), adapted_layers(adapted_weights(model, lora)))

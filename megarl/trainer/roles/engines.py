@@ -35,7 +35,7 @@ def engine_config(
     Args:
         synced: whether it waits for weights; others serve those of the model folder.
         releasable: whether its memory can be released.
-        adapters: what it serves beside the weights; None: nothing.
+        adapters: the adapters that it serves next to the weights; None: none.
     """
     device, dtype = "cuda" if use_gpu else "cpu", rollout_dtype(rollout, use_gpu)
     return EngineConfig(
@@ -91,12 +91,12 @@ KEY = "rollout.deterministic"
 
 
 def is_deterministic(rollout: RolloutConfig, device: str, dtype: str, adapters: bool) -> bool:
-    """What `rollout.deterministic` says, or, where it says nothing, whether it costs little: on a CPU in float32, where its
-    products can be made so.
+    """The value of `rollout.deterministic`; where it is None, true if determinism costs little: on a CPU in float32 whose matrix
+    products can be made batch invariant.
 
     Args:
         device, dtype: of the engines.
-        adapters: whether they serve adapters beside the weights.
+        adapters: whether they serve adapters next to the weights.
 
     Raises:
         ValueError: it is true, and these engines cannot do it.
@@ -128,7 +128,7 @@ _END = 1 << 14  # bytes of a log that are read
 
 @contextmanager
 def reporting_slow_start(say: Callable[[str], None], log: Path, seconds: float = SECONDS) -> Iterator[None]:
-    """Say every so many seconds what `log` ends with, where it is on this machine and ends with something."""
+    """Print the last line of `log` every so many seconds during the block, if the file is on this machine and not empty."""
     over = threading.Event()
 
     def tell() -> None:
@@ -149,7 +149,7 @@ def reporting_slow_start(say: Callable[[str], None], log: Path, seconds: float =
 
 
 def last_line(log: Path) -> str:
-    """Of a log in which bars of progress overwrite themselves; empty: there is none."""
+    """The last line of a log in which progress bars overwrite themselves; empty: there is none."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Who runs where: the worker groups of a run and the devices they share."""
+"""The worker groups of a run and the devices that they share."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def start_roles(
     """Start all worker groups of a PPO run, at once, and wait until every process is ready.
 
     Args:
-        trains: whether models are trained; else the actor alone is there, and has no optimizer.
+        trains: whether models are trained; else there is only an actor, without an optimizer.
     """
     open_pools(run, config.resource_pools)
     policy = config.actor_rollout_ref
@@ -70,7 +70,7 @@ def start_roles(
         reporting_slow_start(run.say, run.log_dir / ENGINE_LOG),
     ):
         start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
-        # A nursery has the models' imports before the engines'.
+        # A fork server has made the models' imports before the engines': start what is ready first.
         last = ENGINE_PROCESSES in run.fork_servers and not freed
         engines = None if last else start_synced()
         actor, critic, ref = _start_models(config, run, num_steps if trains else None)
@@ -99,7 +99,7 @@ def start_roles(
 
 
 def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
-    """Start what trains, on its pools alone: no engines, no reward model."""
+    """Start the trained models and the reference, on their pools alone: no engines, no reward model."""
     open_pools(run, pools_of(config))
     with run.status("starting models"):
         actor, critic, ref = _start_models(config, run, num_steps)
@@ -112,7 +112,7 @@ def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
 def _start_models(
     config: TrainConfig, run: Run, num_steps: int | None
 ) -> tuple[Role, Role | None, Role | None]:
-    """Actor, critic and reference, as far as there are any; `num_steps` as for `start_actor`."""
+    """Start the actor and, where the run has them, critic and reference; `num_steps` as for `start_actor`."""
     actor = start_actor(config, run, num_steps)
     if num_steps is None:
         return actor, None, None
@@ -129,7 +129,7 @@ def _synced_engines(
     model: ModelConfig,
     adapters: LoraConfig | None,
 ) -> WorkerGroup:
-    """The engines of a run that syncs them; their memory is released already where it is to come and go."""
+    """The engines of a run that syncs them; their memory is released already if it is freed in phases that do not need it."""
     policy, data = config.actor_rollout_ref, config.data
     engines = start_engines(
         run,
@@ -143,7 +143,7 @@ def _synced_engines(
         adapters=engine_adapters(model, adapters) if adapters is not None else None,
         turns=turns_spec(policy.rollout, policy.model, data.apply_chat_template_kwargs, config.plugins),
     )
-    if freed:  # before anything else comes to their devices
+    if freed:  # before models are loaded onto their devices
         run.wait(engines.started)
         run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
     return engines
@@ -156,8 +156,7 @@ def policy_checkpoints(
     parts: Mapping[str, Stateful | None],
     folders: Mapping[str, InFolder] | None = None,
 ) -> Checkpoints:
-    """The checkpoints of a PPO run: of actor and critic, and of what changes in the controller (`parts` and `folders`, by
-    name)."""
+    """The checkpoints of a PPO run: of actor and critic, and of the controller's state (`parts` and `folders`, by name)."""
     groups = {"actor": roles.actor.group}
     if roles.critic is not None:
         groups["critic"] = roles.critic.group
@@ -195,7 +194,7 @@ def engine_devices(
     actor_pool: ResourcePool,
     engine_pool: ResourcePool,
 ) -> tuple[int, ...]:
-    """Which devices the engines' ranks take: those that hold most of their weights already."""
+    """The devices of the engines' ranks: those that hold most of their weights already."""
     sources = _places(actor_pool)[: layout.world]
     return best_device_order(model, layout, sources, engine_layout(rollout), _places(engine_pool))
 
@@ -209,7 +208,7 @@ def sync_plan(
     device_order: Sequence[int],
     adapters: LoraConfig | None = None,
 ) -> SyncPlan:
-    """The way of the actor's weights into the engines. `adapters`: what these serve beside the weights."""
+    """The plan by which the actor's weights reach the engines. `adapters`: which the engines serve next to the weights."""
     places = _places(engine_pool)
     return SyncPlan(
         config=model,
@@ -245,8 +244,8 @@ def start_engines(
         device_order: the numbers of the pool's devices in the order in which the engines' ranks take them.
         synced: whether they wait for weights; others serve those of the model folder.
         releasable: whether their memory can be released.
-        adapters: what they serve beside the weights; None: nothing.
-        turns: how trajectories of several turns are played; None: they have one.
+        adapters: the adapters that they serve next to the weights; None: none.
+        turns: how multi-turn trajectories are generated; None: trajectories have one turn.
     """
     tp, nodes = rollout.tensor_model_parallel_size, rollout.nodes_per_engine
     engine = engine_config(

@@ -232,8 +232,8 @@ class DataCollector:
 
         Args:
             prompts: texts, chats (lists of {role, content}), dicts with `prompt` and what its reward needs (`ground_truth`,
-                `data_source`, `extra_info`), or a prompt table. The same prompts given again go on where the last call
-                ended, in a new order each time that all have had their turn (`data.shuffle`).
+                `data_source`, `extra_info`), or a prompt table. The same prompts given again continue where the last call
+                ended, in a new order after each pass over all of them (`data.shuffle`).
 
         Raises:
             ValueError: a prompt that is none, by its number; a data source without a reward.
@@ -373,7 +373,7 @@ class Trainer:
 
     @property
     def stop(self) -> str | None:
-        """Why training should end here, by `health.early_stop`; None: it may go on."""
+        """Why training should end here, by `health.early_stop`; None: it may continue."""
         return self._monitor.stop
 
     def save(self, folder: str | Path) -> str:
@@ -387,7 +387,7 @@ class Trainer:
             return export_hf(self._run, self._roles.actor.group, model, path, path / ADAPTER_FOLDER)
 
     def save_checkpoint(self) -> Path | None:
-        """Save what training goes on from (models, optimizers, schedules, random numbers, the position in the prompts), as
+        """Save the state that training continues from (models, optimizers, schedules, random numbers, the position in the prompts), as
         `checkpoints/step-<n>` in the run folder; returns that, or None if it failed and trainer.on_save_error says continue.
 
         Raises:

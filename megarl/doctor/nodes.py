@@ -1,4 +1,4 @@
-"""What a machine of the cluster is and has, and what of that is wrong for a job: facts, then findings.
+"""The facts of a machine of the cluster, and findings about them for a job.
 
 `node_facts` runs on every node and imports little; `judge_nodes` and `judge_node` start nothing.
 """
@@ -31,7 +31,7 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Gpu:
-    """As nvidia-smi tells; bytes."""
+    """A GPU as reported by nvidia-smi; memory in bytes."""
 
     name: str
     driver: str
@@ -41,13 +41,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Of one machine; bytes and seconds.
+    """The facts of one machine, in bytes and seconds.
 
     Attributes:
         versions: of installed packages, by name.
-        missing: packages of requirements/cpu.txt that are not installed; that of GPUs has them, too.
+        missing: packages of requirements/cpu.txt, which are also in requirements/gpu.txt, that are not installed.
         cuda: the version that torch is built for; None: a build without CUDA, or no torch.
-        address: what the host's own name resolves to; None: nothing.
+        address: the address that the host's own name resolves to; None: none.
         clock: seconds since the epoch.
         shared_memory, disk: free bytes of /dev/shm (None: there is none) and of the run folder's file system.
         probe: whether a file that another node wrote into the run folder can be read here.
@@ -71,7 +71,7 @@ class NodeFacts:
 
 
 def node_facts(folder: str, probe: str) -> NodeFacts:
-    """Look at this machine.
+    """The facts of this machine.
 
     Args:
         folder: of the run, which exists on the node that asks.
@@ -99,7 +99,7 @@ def node_facts(folder: str, probe: str) -> NodeFacts:
 
 
 def _cuda() -> str | None:
-    """As torch's version.py says, without importing torch."""
+    """The CUDA version in torch's version.py, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -116,7 +116,7 @@ def _resolved(host: str) -> str | None:
 
 
 def gpus_here() -> tuple[Gpu, ...]:
-    """This machine's, without CUDA being initialised."""
+    """The GPUs of this machine, without initialising CUDA."""
     query = [
         "nvidia-smi",
         "--query-gpu=name,driver_version,memory.total,memory.used",
@@ -148,14 +148,14 @@ BUSY_GPU = 0.05
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of what `megarl doctor` says.
+    """A line of the table of `megarl doctor`.
 
     Attributes:
-        level: OK, WARNING (it may run, but worse) or FAILURE (it will not).
-        what: what was looked at.
-        found: what it is.
-        advice: what to do; empty where all is well.
-        command: that does it, where a command can.
+        level: OK, WARNING (the job may run, but worse) or FAILURE (it will not run).
+        what: the subject of the check.
+        found: its result.
+        advice: the remedy; empty where none is needed.
+        command: a command for the remedy, if there is one.
     """
 
     level: str
@@ -168,10 +168,10 @@ class Finding:
 def judge_nodes(
     nodes: Sequence[NodeFacts], gpus_per_node: int | None, needed: dict[str, int]
 ) -> list[Finding]:
-    """All that can be told of the machines of a cluster.
+    """Findings about the machines of a cluster.
 
     Args:
-        gpus_per_node: that the job takes of each; None: it runs without GPUs.
+        gpus_per_node: GPUs of each machine that the job takes; None: it runs without GPUs.
         needed: bytes of "memory", "shared_memory" and "disk" that a node should have free at least.
     """
     found = list(_between(nodes))
@@ -181,7 +181,7 @@ def judge_nodes(
 
 
 def judge_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> list[Finding]:
-    """What can be told of one machine by itself; arguments as of `judge_nodes`."""
+    """Findings about one machine by itself; arguments as of `judge_nodes`."""
     on_gpus = gpus is not None
     return [
         *_packages(node, on_gpus),
@@ -193,7 +193,7 @@ def judge_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> lis
 
 
 def _between(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """What must be the same on all nodes."""
+    """Findings about facts that must be the same on all nodes."""
     first = nodes[0]
     for name in sorted({name for node in nodes for name in node.versions}):
         versions = {node.host: node.versions.get(name, "none") for node in nodes}

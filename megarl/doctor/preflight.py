@@ -1,7 +1,7 @@
-"""What can be known to be wrong with a run before any of its processes starts, all of it in one message.
+"""Mistakes in a run's configuration, models and data, found before any process starts and raised in one message.
 
-It takes about a second: neither torch nor transformers nor Ray is imported, and of files only beginnings are read. What takes a
-tokenizer, every row, or another process is found where the run reads its inputs.
+It takes about a second: neither torch nor transformers nor Ray is imported, and only the beginnings of files are read. Mistakes that
+need a tokenizer, every row or another process are found when the run reads its inputs.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ Config = TrainConfig | TuningConfig | EvalConfig
 
 
 def preflight(config: Config) -> None:
-    """Check the keys of a configuration, resolved or not, and what they name: models' configurations, data, checkpoints.
+    """Check the keys of a configuration, resolved or not, and the models' configurations, data and checkpoints that they name.
 
-    Models that are named by their id on the Hub are looked at (and their configurations downloaded) once all keys are right.
+    Models that are named by their id on the Hub are checked (and their configurations downloaded) once all keys are right.
 
     Raises:
         ValueError: one line for each key, file or layout that is wrong.
@@ -76,16 +76,16 @@ def preflight(config: Config) -> None:
     if not unreadable and not isinstance(config, EvalConfig):
         problems += likely_refusals(config)
     if not problems and not isinstance(config, EvalConfig):
-        problems += adapter_problems(config, *models[:2])  # of layouts that can be
+        problems += adapter_problems(config, *models[:2])  # needs valid layouts
     raise_if_any("configuration", problems)
 
 
 def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
-    """The facts of the trained or evaluated model, the critic and the reward model, None where there are none; and why."""
-    facts: dict[str, ModelConfig | str] = {}  # by folder; what is wrong with it
+    """The facts of the trained or evaluated model, the critic and the reward model (None: none readable), and the problems."""
+    facts: dict[str, ModelConfig | str] = {}  # by folder; a str is its problem
     models: list[ModelConfig | None] = []
     for key, path in _model_paths(config).items():
-        # One that is not there is config_problems' to tell; an id of the Hub's is no folder yet.
+        # A missing folder is reported by config_problems; an id on the Hub is no folder yet.
         if path is None or list(model_problems(key, path)) or not Path(path).expanduser().is_dir():
             models.append(None)
             continue
@@ -112,7 +112,7 @@ def _model_paths(config: Config) -> dict[str, str | None]:
 
 
 def _weight_problems(config: Config) -> Iterator[str]:
-    """Of models' folders; those of the Hub are checked once they are fetched."""
+    """Problems of models' weight files; models of the Hub are checked after they are fetched."""
     for path, key in {path: key for key, path in reversed(_model_paths(config).items())}.items():
         if path is not None and (Path(path).expanduser() / "config.json").is_file():
             try:
@@ -122,7 +122,7 @@ def _weight_problems(config: Config) -> Iterator[str]:
 
 
 def _tokenizer_problems(config: Config) -> Iterator[str]:
-    """Of folders; one that is not there is config_problems' to tell."""
+    """Problems of tokenizers' folders; a missing folder is reported by config_problems."""
     if isinstance(config, TrainConfig):
         paths = {"actor_rollout_ref.model.tokenizer_path": config.actor_rollout_ref.model.tokenizer_path}
         if config.reward_model.enable:
@@ -138,7 +138,7 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
 
 
 def check_environment(config: TrainConfig | EvalConfig) -> None:
-    """That there is an environment of the name, which takes the options. Users' plugins have been imported.
+    """Check that the environment exists and takes the options; users' plugins have been imported.
 
     Raises:
         ValueError: see `find_environment`.
@@ -149,7 +149,7 @@ def check_environment(config: TrainConfig | EvalConfig) -> None:
 
 
 def _environment_problems(config: Config) -> Iterator[str]:
-    """Of options. Another name is config_problems' to tell, or an environment of a plugin that is imported later."""
+    """Problems of an environment's options; an unknown name is reported by config_problems, or is of a plugin imported later."""
     if not isinstance(config, TuningConfig) and _multi_turn(config).environment in ENVIRONMENTS:
         try:
             check_environment(config)
@@ -163,7 +163,7 @@ def _multi_turn(config: TrainConfig | EvalConfig) -> MultiTurnConfig:
 
 
 def _attention_problems(config: Config) -> Iterator[str]:
-    """Without Transformer Engine (megarl/megatron/cpu/attention.py) each context parallel rank would hold its scores of a sequence whole."""
+    """Without Transformer Engine (megarl/megatron/cpu/attention.py) each context parallel rank would hold the full attention scores of a sequence."""
     if isinstance(config, EvalConfig) or importlib.util.find_spec("transformer_engine") is not None:
         return
     if (keys := split_sequences(config)) and gpus_here():
@@ -191,15 +191,15 @@ def _vocabulary_problems(config: Config, model: ModelConfig | None) -> Iterator[
         )
 
 
-ROWS = 16  # of each file that are looked at
+ROWS = 16  # rows of each file that are checked
 
 
 class _Rows(NamedTuple):
-    """What rows must be.
+    """The requirements on the rows of a file.
 
     Attributes:
-        columns: that are read of a row.
-        needed: from the columns that a file has to those that it must have.
+        columns: columns that are read.
+        needed: maps the columns of a file to those that it must have.
         check: raises a ValueError for a row that cannot be used.
     """
 
@@ -212,7 +212,7 @@ class _Source(NamedTuple):
     """The files that a key names.
 
     Attributes:
-        batch: (key, rows) of the batches that they must fill at least one of; None: any number of rows is enough.
+        batch: (key, rows) of a batch, which the files must fill at least once; None: any number of rows is enough.
     """
 
     key: str
@@ -222,9 +222,9 @@ class _Source(NamedTuple):
 
 
 def data_problems(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[str]:
-    """What is wrong with the data of a resolved configuration, a line for each file: its first wrong row of the first `ROWS`.
+    """Problems of the data of a resolved configuration, a line for each file: its first wrong row of the first `ROWS`.
 
-    Remote files are not looked at, nor what `check_config` tells of: files that are not there.
+    Remote files are not checked; missing files are reported by `check_config`.
     """
     sources = {
         TrainConfig: _of_training,

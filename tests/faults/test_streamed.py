@@ -49,7 +49,7 @@ class Live:
             export_hf(self.run, self.roles.actor.group, model, self.policies[step])
         with self.run.timed("step", {"step": step}):
             batch = self.batches.of(step)
-            with self.batches.meanwhile(step) as half, during():
+            with self.batches.during_learning(step) as half, during():
                 learn(self.config, *half, batch.table, make_controls(self.config, STEPS), step)
         self.trained += batch.table["uid"].to_pylist()
         return batch

@@ -1,7 +1,7 @@
-"""What is not healthy in a step's metrics: each finding with what was seen and what to do, in keys and values.
+"""Findings in a step's metrics that are not healthy, each with its value and a remedy in keys and values.
 
-Pure functions of the configuration, the controls in force, the metrics and what steps before told. A metric that is not
-there, or is NaN, tells nothing. What a single step shows may be noise: see `beyond_noise`.
+Pure functions of the configuration, the controls in force, the metrics and the history of earlier steps. A metric that is missing or
+NaN gives no finding. A finding of a single step may be noise: see `beyond_noise`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LARGEST_EXCESS = math.log(1000)
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be: what was seen, and what to do (keys and values).
+    """A metric that is not healthy, and a remedy in keys and values.
 
     Attributes:
         excess: how far the value is beyond its bound, as the logarithm of their quotient; 0: there is no bound.
@@ -41,11 +41,11 @@ class Finding:
 
 @dataclass
 class History:
-    """What steps before told; part of a checkpoint.
+    """The history of earlier steps; part of a checkpoint.
 
     Attributes:
-        first_entropy: the first step's that has one; None before it.
-        best_score, best_step: of the best validation so far; None before the first.
+        first_entropy: the first entropy of the run; None before it.
+        best_score, best_step: the best validation so far; None before the first.
         since_best: the scores of the validations since then.
         first_scores, last_scores: the mean scores of the first and of the last `NUM_SCORES` steps.
         num_scores: steps that had one.
@@ -102,10 +102,10 @@ class History:
 
 
 def beyond_noise(findings: Sequence[Finding]) -> bool:
-    """Whether what was found in some steps in a row is more than noise: their mean excess is over two standard errors.
+    """Whether findings of consecutive steps are more than noise: their mean excess is over two standard errors.
 
-    The error is the larger one of what the steps' differences and what the counts of trajectories tell. Logarithms are
-    compared, as gradient norms and KLs may differ by orders of magnitude from step to step.
+    The error is the larger one of two estimates: from the differences of the steps, and from the counts of trajectories. Logarithms
+    are compared, as gradient norms and KLs may differ by orders of magnitude from step to step.
     """
     excesses = [finding.excess for finding in findings]
     if not any(excesses):
@@ -127,7 +127,7 @@ def kl_coefficients(config: TrainConfig, controls: Controls) -> dict[str, KLCont
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """What a check looks at: a step of a run. `history` has this step."""
+    """The inputs of a check: a step of a run. `history` includes this step."""
 
     config: TrainConfig
     controls: Controls
@@ -144,16 +144,16 @@ class CheckedStep:
 
     @property
     def trajectories(self) -> int:
-        """Of a step, at most."""
+        """The most trajectories of a step."""
         return self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
 
     def over(self, name: str, bound: float | None) -> tuple[float, float] | None:
-        """The metric and its bound, if both are there and the metric is over it."""
+        """The metric and its bound, if both exist and the metric exceeds it."""
         value = self.metrics.get(name)
         return (value, bound) if bound is not None and value is not None and value > bound else None
 
     def share_error(self, share: float) -> float:
-        """The standard error of the logarithm of a share of the trajectories, or of their tokens, which are no more independent."""
+        """The standard error of the logarithm of a share of the trajectories, or of their tokens, as the tokens of a trajectory are not independent."""
         return math.sqrt((1 - share) / share / self.trajectories)
 
     def scale_kl(self, verb: str, factor: float) -> str:
@@ -173,7 +173,7 @@ class CheckedStep:
 
 @dataclass(frozen=True)
 class UnnamedFinding:
-    """A finding without its name; `bound` None: there is none. `error`: as `Finding.error`."""
+    """A finding before its kind is attached; `bound` None: there is none. `error`: as `Finding.error`."""
 
     value: float
     bound: float | None
@@ -192,7 +192,7 @@ class UnnamedFinding:
 def find(
     config: TrainConfig, controls: Controls, metrics: Mapping[str, float], history: History
 ) -> list[Finding]:
-    """All that is not as `config.health` has it, whether or not it is to be reported; `history` has this step."""
+    """All metrics outside the bounds of `config.health`, whether or not they are to be reported; `history` includes this step."""
     step = CheckedStep(config, controls, metrics, history)
     found = {kind: check(step) for kind, check in CHECKS.items()}
     return [finding.named(kind) for kind, finding in found.items() if finding is not None]

@@ -75,7 +75,7 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
                 metrics |= collected.metrics
                 if step == done + 1:
                     show_samples(config, run, inputs, step, "train", collected.table)
-                with batches.meanwhile(step) as learner:  # by trainer.mode others are collected
+                with batches.during_learning(step) as learner:  # by trainer.mode others are collected
                     batch, learnt = learn(config, *learner, collected.table, controls, step, ptx_batches)
                 metrics |= learnt
                 inputs.loader.report(collected.prompt_uids, collected.scores)

@@ -16,7 +16,7 @@ SLOTS_PER_CORE = 16  # 32 on each of 2 cores did not come up within the two minu
 
 
 def pools_of(config: TrainConfig | TuningConfig | EvalConfig) -> Mapping[str, PoolConfig]:
-    """The pools of devices that a run (resolved) reserves: of one that only learns, those of the models that it trains."""
+    """The pools of devices that a resolved run reserves; with train_only those of the trained models and the reference alone."""
     trainer = config.trainer
     if not isinstance(config, TrainConfig):
         return {GLOBAL_POOL: PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)}
@@ -32,12 +32,12 @@ def pools_of(config: TrainConfig | TuningConfig | EvalConfig) -> Mapping[str, Po
 
 
 def check_devices(config: TrainConfig | TuningConfig | EvalConfig) -> None:
-    """Before anything is started; a cluster that the run joins is asked when it does.
+    """Check the devices of this machine before anything is started; an existing cluster is asked when the run joins it.
 
-    Without GPUs each device is a process or more, of which a core can start only so many in time.
+    Without GPUs each device is one or more processes, and a core can start a limited number of processes in time.
 
     Raises:
-        ValueError: this machine has fewer.
+        ValueError: this machine has fewer devices than the run asks for.
     """
     if config.trainer.ray_address is not None:
         return
@@ -58,7 +58,7 @@ def check_devices(config: TrainConfig | TuningConfig | EvalConfig) -> None:
 
 
 MODEL_PROCESSES, ENGINE_PROCESSES = "model", "engine"
-# All that takes long, but Ray.
+# The slow imports of a model's ranks, without Ray.
 _MODEL = (
     "megarl.megatron.build",
     "torch._dynamo",  # which Megatron's model imports when it is made
@@ -80,7 +80,7 @@ _ENGINE = (
 
 @contextmanager
 def cluster_setup_of(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[Premises | None]:
-    """What a command's cluster needs before it is started; None: it joins one.
+    """The fork servers of a command's cluster, opened before it starts; None: it joins an existing cluster.
 
     Raises:
         ValueError: this machine has fewer devices than its cluster is asked for.

@@ -98,7 +98,7 @@ def move_checkpoints(root: Path, first_step: int, target: Path | None, say: Call
 
     Args:
         target: the new folder; None: the first of `<root>-1`, `<root>-2`, ... that is not there yet. Where `root` is a mount point,
-            which nothing can be moved out of without a copy, it is `aside-<n>` in `root`.
+            out of which moving would be copying, it is `aside-<n>` in `root`.
     """
     steps = [step for step in steps_in(root) if step >= first_step]
     if not steps:
@@ -147,7 +147,7 @@ def _require_unread(config: TrainConfig | TuningConfig | EvalConfig, moved: Sequ
 
 
 def _inputs(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[tuple[str, str]]:
-    """(key, path) of all that a run reads."""
+    """(key, path) of all files and folders that a run reads."""
     written = ("trainer.default_local_dir", "trainer.rollout_data_dir")
     for key, member, value in walk_values(config):
         if member.metadata.get("is_path") and key not in written and value is not None:
@@ -162,12 +162,12 @@ def _is_within(path: Path, places: Sequence[Path]) -> bool:
 
 CHECKPOINTS = "checkpoints"  # in the run folder
 CONFIG_FILE = "config.yaml"
-# What of a model may be otherwise: how its files are, and how long its texts may be.
+# Facts of a model that may change: the format of its files, and its maximum sequence length.
 _FREE = frozenset({"hf", "architecture", "dtype", "fp8_block", "num_mtp_layers", "max_position_embeddings"})
 
 
 def refusals(config: TrainConfig | TuningConfig, folder: Path) -> list[str]:
-    """Why a run cannot go on from the checkpoint in a folder, whose files are not looked at; a line each.
+    """The reasons why a run cannot continue from the checkpoint in a folder, a line each; only its facts are read.
 
     Args:
         config: resolved.
@@ -180,14 +180,14 @@ def refusals(config: TrainConfig | TuningConfig, folder: Path) -> list[str]:
 
 
 def likely_refusals(config: TrainConfig | TuningConfig) -> list[str]:
-    """`refusals` for the checkpoint that a run would go on from if that is whole; none where there is none."""
+    """`refusals` for the checkpoint that a run would continue from if that is complete; empty without one."""
     folder = checkpoint_to_go_on_from(config)
     found = [] if folder is None else refusals(config, folder)
     return [f"the run cannot go on from {folder}: {reason}" for reason in found]
 
 
 def checkpoint_to_go_on_from(config: TrainConfig | TuningConfig) -> Path | None:
-    """The folder of the checkpoint that a run goes on from if its files are whole, which nobody has looked at; None: there is none.
+    """The folder of the checkpoint that a run continues from if its files are complete, which is not checked; None: there is none.
 
     Args:
         config: resolved.
@@ -203,7 +203,7 @@ def checkpoint_to_go_on_from(config: TrainConfig | TuningConfig) -> Path | None:
     for folder in folders:
         try:
             read_checkpoint(folder)
-        except ValueError:  # it is none: an older one counts, or the run says so
+        except ValueError:  # not a checkpoint: try an older one
             continue
         if (folder / CONFIG_FILE).is_file():
             return folder
@@ -230,7 +230,7 @@ def _other_models(config: TrainConfig | TuningConfig, folder: Path) -> Iterator[
 
 
 def _differences(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
-    """Facts of models that are not the same, as "hidden_size was 64, is 32"."""
+    """Facts in which two models differ, as "hidden_size was 64, is 32"."""
     for member in fields(before):
         old, new = getattr(before, member.name), getattr(after, member.name)
         if old == new or member.name in _FREE:

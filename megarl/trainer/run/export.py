@@ -32,12 +32,12 @@ def export_hf(
     fields: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> str:
-    """Gather the group's shards, file by file, into `folder`, whole or not at all; returns its path.
+    """Gather the group's shards, file by file, into `folder`, completely or not at all; returns its path.
 
     With LoRA these are the merged weights, and the adapters are written as well.
 
     Args:
-        adapter: their folder; None: `adapter` beside `folder`.
+        adapter: their folder; None: `adapter` next to `folder`.
         fields, files: see `write_hf_checkpoint`.
     """
     plan: ExportPlan = run.wait(group.call("export_plan", model.mtp == "keep"))[0]

@@ -48,11 +48,11 @@ _CLOCKS_APART = 2.0  # seconds between this file's and the kernel's start of a p
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What `run.json` holds.
+    """The content of `run.json`.
 
     Attributes:
-        command: what was typed. started, ended: seconds since the epoch; None: it has not ended, or was killed.
-        host, process: where the controller runs.
+        command: as typed. started, ended: seconds since the epoch; None: it has not ended, or was killed.
+        host, process: of the controller.
         versions: by package, Python's among them.
         outcome: FINISHED, or why the run ended before its last step; None: it has not ended, or was killed.
     """
@@ -67,7 +67,7 @@ class RunFacts:
 
     @property
     def is_running(self) -> bool:
-        """Whether the controller is alive, which can be told on its own machine alone."""
+        """Whether the controller is alive; False on other machines than its own."""
         if (
             self.outcome is not None
             or self.host != socket.gethostname()
@@ -81,7 +81,7 @@ class RunFacts:
 def recorded(
     config: TrainConfig | TuningConfig, plan: BatchPlan | TuningBatchPlan, folder: Path
 ) -> Iterator[None]:
-    """Write down what is run, and at the end of the block, however it ends, the outcome."""
+    """Write the facts of a run, and at the end of the block, however it ends, its outcome."""
     save_config(config, folder / "config.yaml")
     save_batch_plan(plan, folder)
     facts = RunFacts(_command(), time.time(), socket.gethostname(), os.getpid(), _versions())
@@ -108,14 +108,14 @@ def _write(folder: Path, facts: RunFacts) -> None:
 
 
 def _command() -> str:
-    """What was typed, however megarl was started (`megarl`, `python -m megarl`)."""
+    """The command as typed, for all ways to start megarl (`megarl`, `python -m megarl`)."""
     program = Path(sys.argv[0])
     own = program.name == "megarl" or program.resolve().is_relative_to(Path(__file__).resolve().parents[2])
     return shlex.join(["megarl", *sys.argv[1:]] if own else sys.argv)
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Versions of the installed packages."""
     found = {"megarl": __version__, "Python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -126,7 +126,7 @@ def _versions() -> dict[str, str]:
 
 
 Facts = Mapping[str, str]
-"""What was read, by what it is of: "model", "data", "validation", "critic", "reward model"."""
+"""Text about each input of a run: "model", "data", "validation", "critic", "reward model"."""
 
 
 def model_text(path: str, model: ModelConfig) -> str:
@@ -147,7 +147,7 @@ def data_text(files: object, number: int, noun: str) -> str:
 def supervised_facts(
     config: TuningConfig, model: ModelConfig, training: int, validation: int | None
 ) -> Facts:
-    """The facts of a command that fits a model to examples. `training`, `validation`: how many; None: there are none."""
+    """The facts of supervised training. `training`, `validation`: the number of examples; None: there are none."""
     noun = "rankings" if isinstance(config, RMConfig | DPOConfig) else "examples"
     found = {
         "model": model_text(config.model.path, model),
@@ -165,11 +165,11 @@ def opening_lines(
     facts: Facts,
     folder: Path,
 ) -> list[str]:
-    """Models, data, algorithm, batches, layouts, and what will be where.
+    """Models, data, algorithm, batches, layouts, and the files that the run will write.
 
     Args:
         config: resolved.
-        facts: of what was read; what is not there is taken from the configuration.
+        facts: of models and data; missing ones are taken from the configuration.
     """
     every = f", after every {config.trainer.test_freq} steps" if config.trainer.test_freq > 0 else ""
     shown = {"model": _model_path(config), **facts}
@@ -228,7 +228,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _places(config: TrainConfig | TuningConfig, folder: Path) -> list[str]:
-    """What the run folder will have, and what shows it."""
+    """The files of the run folder, and the command that shows them."""
     trains = isinstance(config, TrainConfig)
     save = config.trainer.save_freq > 0 or config.trainer.save_minutes is not None
     names = [

@@ -1,4 +1,4 @@
-"""Failures that a run can be helped out of: a lost process, after which it is restarted, and a full disk.
+"""Failures with a remedy: a lost process, after which a run is restarted, and a full disk, which is reported with a key.
 
 Guarantees:
 - A run that is restarted from its last checkpoint ends with the numbers that it would have had undisturbed, as after any resume.
@@ -31,12 +31,12 @@ C = TypeVar("C", bound=TrainConfig | TuningConfig)
 
 
 def supervised(config: C, train: Callable[[C, Premises | None], str], premises: Premises | None) -> str:
-    """`train(config, premises)`, again after each loss of a process, as often as `trainer.max_restarts` allows; returns its result.
+    """Call `train(config, premises)`, again after each lost process, at most `trainer.max_restarts` times; returns its result.
 
-    Whatever the lost run still had is ended by then. A rank that raises is not a loss: it would raise again.
+    All processes of the lost run have ended before a restart. A rank that raises is not restarted: it would raise again.
 
     Raises:
-        WorkerLost, RayFailed: no restart is left; whatever else `train` raises.
+        WorkerLost, RayFailed: no restart is left. Other exceptions of `train` are raised at once.
     """
     allowed = config.trainer.max_restarts
     for number in range(allowed + 1):
@@ -47,13 +47,13 @@ def supervised(config: C, train: Callable[[C, Premises | None], str], premises: 
                 raise
             lines = [str(loss), f"starting again: {number + 1} of trainer.max_restarts={allowed}"]
         Console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-        config, premises = as_restarted(config), None  # they went with the run's cluster
+        config, premises = as_restarted(config), None  # they ended with the run's cluster
     raise AssertionError("the last one returns or raises")
 
 
 @contextmanager
 def not_again_once_told(preemption: Preemption) -> Iterator[None]:
-    """A run that was told to end and loses a process before it has is not started again here, but by who told it.
+    """End a run that was told to end and then loses a process with REQUEUE: the sender of the signal restarts it, not this process.
 
     Raises:
         SystemExit: with REQUEUE, for a loss.
@@ -69,7 +69,7 @@ def not_again_once_told(preemption: Preemption) -> Iterator[None]:
 
 
 def as_restarted(config: C) -> C:
-    """The configuration of a run's next start: it goes on from the run's own newest checkpoint, once there is one."""
+    """The configuration of a run's restart, which continues from the run's own newest checkpoint if there is one."""
     if not steps_in(Path(config.trainer.default_local_dir) / CHECKPOINTS):
         return config
     return replace(config, trainer=replace(config.trainer, resume_mode="auto", resume_from_path=None))
@@ -77,21 +77,21 @@ def as_restarted(config: C) -> C:
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SHARED_MEMORY = "/dev/shm"
-# As Python says it of a rank's file: "[Errno 28] No space left on device: '/data/run/x'"; libraries leave out a part of it.
+# Python's message for a rank's file is "[Errno 28] No space left on device: '/data/run/x'"; libraries leave out parts of it.
 _SAID = re.compile("|".join(re.escape(os.strerror(number)) for number in FULL), re.IGNORECASE)
 _FILE = re.compile(r"'(/[^']+)'")
 
 
 @contextmanager
 def naming_keys(folders: Mapping[str, str | Path]) -> Iterator[None]:
-    """Add to errors of a full disk, of this process and of ranks, what makes room.
+    """Add advice to errors of a full disk, of this process and of ranks.
 
     Args:
-        folders: where the run writes, by the key that says so.
+        folders: folders that the run writes to, by their configuration key.
 
     Raises:
         OSError: names the file or folder.
-        WorkerFailed, RayFailed: theirs, with a line more.
+        WorkerFailed, RayFailed: the original error with another line.
     """
     try:
         yield
@@ -117,10 +117,10 @@ def naming_keys(folders: Mapping[str, str | Path]) -> Iterator[None]:
 
 
 def advice(place: str, folders: Mapping[str, str | Path]) -> str:
-    """What to do about a full disk at `place`."""
+    """Advice for a full disk at `place`."""
     path = Path(place).absolute()
     keys = [key for key, folder in folders.items() if path.is_relative_to(Path(folder).absolute())]
-    if keys:  # the one that moves most comes first
+    if keys:  # the key of the outermost folder first
         keys.sort(key=lambda key: len(Path(folders[key]).absolute().parts))
         return f"set {' or '.join(keys)} to a folder on a disk with more room, or make room there"
     if path.is_relative_to(SHARED_MEMORY):
@@ -133,6 +133,6 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _fullest(folders: Mapping[str, str | Path]) -> Path:
-    """Of all disks that a run writes to, where the least is left: for errors that do not name a file."""
+    """The folder with the least free space among those that a run writes to: for errors that name no file."""
     places = [*map(Path, folders.values()), Path("/tmp"), Path(tempfile.gettempdir()), Path(SHARED_MEMORY)]
     return min((place for place in places if place.exists()), key=lambda place: shutil.disk_usage(place).free)

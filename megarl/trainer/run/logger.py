@@ -39,7 +39,7 @@ from megarl.util.files import naming, whole_file
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run; `config`: the resolved configuration as nested dictionaries."""
+    """A run as a tracker sees it; `config`: the resolved configuration as nested dictionaries."""
 
     project: str
     name: str
@@ -126,7 +126,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def open_trackers(names: Sequence[str], run: TrackedRun, folder: Path) -> list[Tracker]:
-    """Begin a run in each of the trackers `names`, which are installed; `folder`: for what they keep locally."""
+    """Begin a run in each of the trackers `names`, which are installed; `folder`: for their local files."""
     opened: list[Tracker] = []
     try:
         for name in names:
@@ -159,9 +159,9 @@ RECENT = 20  # steps
 
 @dataclass
 class Pace:
-    """The time from the end of one step to that of the next, of the `RECENT` last ones: with checkpoints, validations and all.
+    """Seconds between the ends of the last `RECENT` steps, including checkpoints and validations.
 
-    Their median is what a step takes, so that a few which wait for a validation or a checkpoint do not count.
+    Their median is the time of a step, so that a few steps with a validation or a checkpoint do not count.
     """
 
     last: float | None = None  # when the last step ended
@@ -175,7 +175,7 @@ class Pace:
         self.last = now
 
     def left(self, num_steps: int) -> str | None:
-        """What `num_steps` more steps take, such as 0:48 or 26:02:05; None: no step has ended, or none is left."""
+        """The time of `num_steps` more steps, such as 0:48 or 26:02:05; None: no step has ended, or none is left."""
         if not self.seconds or num_steps <= 0:
             return None
         minutes, seconds = divmod(round(median(self.seconds) * num_steps), 60)
@@ -192,7 +192,7 @@ DEFAULT_SINKS = ("console", "tensorboard")
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the console line: its label, and the metrics of which the first that is there is shown."""
+    """A number of the console line: its label, and its metrics, the first present one of which is shown."""
 
     label: str
     metrics: tuple[str, ...]
@@ -219,14 +219,14 @@ class RunLogger:
     Args:
         folder: the run folder.
         sinks: of "console" (a line a step, and a progress bar on a terminal), "tensorboard", "file" (`metrics.jsonl`,
-            which is written in any case) and the trackers of `trackers.TRACKERS`.
+            which is written in any case) and the trackers of `TRACKERS`.
         total_steps: for the progress bar; None where it is not known.
-        resumed_step: the last step of the run that is resumed; None: the run is new. What an earlier run logged in
-            this folder for later steps (for a new run: for all) is dropped.
+        resumed_step: the last step of the run that is resumed; None: the run is new. Metrics that an earlier run
+            logged in this folder for later steps (for a new run: for all steps) are dropped.
         description: names the run in the progress bar.
         figures: what the console line shows, where the metrics have it.
         console: where to print; None: standard output.
-        tracked: what trackers are told of the run; needed with any of them.
+        tracked: the run as trackers see it; required with any tracker.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class RunLogger:
         traceback: TracebackType | None,
     ) -> None:
         self._progress.stop()
-        with ExitStack() as endings:  # each one's, whatever another's raises
+        with ExitStack() as endings:  # every tracker finishes, also after another one's exception
             for tracker in self._trackers:
                 endings.callback(tracker.finish, error)
 
@@ -290,7 +290,7 @@ class RunLogger:
             _write_scalars(self._events, step, values)
         for tracker in self._trackers:
             tracker.log(step, values)
-        if step:  # what comes before the first one is no step
+        if step:  # step 0 is the validation before training
             self._pace.ended(time.monotonic(), values.get("timing_s/step"))
         if self._to_console:
             left = None if self._total_steps is None else self._pace.left(self._total_steps - step)
@@ -388,7 +388,7 @@ def _is_json(line: str) -> bool:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Append all of it, or nothing where the disk is full."""
+    """Append all data, or none if the disk is full."""
     size = path.stat().st_size
     try:
         with naming(path), path.open("ab") as file:

@@ -1,9 +1,10 @@
-"""What every process of a run does, and when: the controller's phases, the calls of all ranks, the rewards, in one file.
+"""The timeline of a run: the controller's phases, the calls of all ranks and the rewards, as trace events in one file.
 
-Each process notes its own (`megarl.util.spans`); at the end of a step the controller asks all of them, and writes what they told the
-last time. So no step waits for it, and a run that is killed lacks the last step of its ranks at most.
+chrome://tracing and ui.perfetto.dev open the file. Each process records its own spans (`megarl.util.spans`); at the end of a step the
+controller asks all of them, and writes the answers to the last request. So no step waits for the timeline, and a run that is killed
+lacks the spans of its ranks' last step at most.
 
-A process of the file is a role, a thread a rank; those of the controller are its own: the loop, and what is collected ahead of it.
+A process of the file is a role, a thread a rank; the controller's threads are its own: the loop, and collecting ahead of it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _REWARDS_APART = 1_000_000  # nanoseconds between two samples from which on they
 
 
 class _Thread(NamedTuple):
-    """One of a role's. `place`: its rank, or what else it is sorted by, and its part."""
+    """A thread of a role. `place`: its rank, or another number that it is sorted by, and its part."""
 
     number: int
     name: str
@@ -51,8 +52,8 @@ class Timeline:
     def __init__(self, folder: Path, megabytes: int, *, goes_on: bool) -> None:
         """
         Args:
-            megabytes: that the newest of it may take.
-            goes_on: whether the run goes on from a checkpoint: what is there stays.
+            megabytes: size limit; the oldest events are dropped.
+            goes_on: whether the run continues from a checkpoint: earlier events stay.
         """
         self._file = TraceFile(folder, megabytes << 20, goes_on=goes_on)
         self._own = {LOOP: Spans()}  # by thread
@@ -63,8 +64,10 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, facts: Facts) -> Iterator[None]:
-        """Note the block in the controller's thread, with what is in the facts at its end; one named STEP, with its number as
-        the fact `step`, also tells of what step is what begins from now on."""
+        """Record the block as a span of the controller's thread, with the facts as they are at its end.
+
+        A span named STEP has its number as the fact `step`, and later spans belong to that step.
+        """
         spans = self._of_this_thread()
         if name == STEP:
             self._steps.append((spans.now(), int(facts["step"])))
@@ -72,11 +75,11 @@ class Timeline:
             yield
 
     def mark(self, name: str) -> None:
-        """Note a moment that concerns all."""
+        """Record a moment that concerns all processes."""
         self._of_this_thread().add(name)
 
     def collect(self, groups: Collection[WorkerGroup]) -> None:
-        """Write what the controller and the rewards did, and what processes have told; ask them for what they did since."""
+        """Write the spans of the controller, the rewards and the processes that have answered; ask all processes for new ones."""
         self._write_own()
         self._write_rewards()
         self._write_answers(0.0)
@@ -121,7 +124,7 @@ class Timeline:
         self._file.write(_event(span, pid, thread.number, self._step_of(span)) for span in spans)
 
     def _step_of(self, span: Span) -> int | None:
-        """The last step that had begun by then."""
+        """The last step that had begun before the span."""
         place = bisect_right(self._steps, span.begin, key=lambda begun: begun[0])
         return self._steps[place - 1][1] if place else None
 
@@ -148,20 +151,20 @@ def _event(span: Span, pid: int, thread: int, step: int | None) -> Event:
 
 
 TIMELINE = "timeline.json"
-EARLIER = "timeline.earlier.json"  # the older half
+EARLIER = "timeline.earlier.json"  # older events
 _BEGIN, _BETWEEN, _END = b"[\n", b",\n", b"\n]\n"
 
 Event = dict[str, Any]
 
 
 class TraceFile:
-    """`timeline.json` in a run folder, and `timeline.earlier.json` once that is over half of the space."""
+    """`timeline.json` in a run folder, and `timeline.earlier.json` once the former is over half of the limit."""
 
     def __init__(self, folder: Path, limit: int, *, goes_on: bool) -> None:
         """
         Args:
             limit: bytes of both together.
-            goes_on: whether what is there is kept; else it is of another run.
+            goes_on: whether existing events are kept; else they are of another run.
 
         Raises:
             OSError: it cannot be written; names it.
@@ -174,14 +177,14 @@ class TraceFile:
         self._start(found)
 
     def name(self, events: Iterable[Event]) -> None:
-        """Tell of processes and threads, before their first events; twice does no harm."""
+        """Name processes and threads, before their first events; repeated names are ignored."""
         new = {(event["name"], event["pid"], event["tid"]): event for event in events}
         new = {key: event for key, event in new.items() if key not in self._names}
         self._names |= new
         self.write(new.values())
 
     def write(self, events: Iterable[Event]) -> None:
-        """Add events; a whole file is there before and after."""
+        """Add events; the file is valid JSON before and after."""
         lines = _BETWEEN.join(json.dumps(event, separators=(",", ":")).encode() for event in events)
         if not lines:
             return
@@ -204,7 +207,7 @@ class TraceFile:
 
 
 def without_end(content: bytes) -> bytes:
-    """A file without the array's end, and without an event that was cut off."""
+    """The content of a file without the end of its array, and without an event that was cut off."""
     if content.endswith(_END):
         return content[: -len(_END)] or _BEGIN
     lines = [line.rstrip(b",") for line in content.split(b"\n")]
@@ -226,7 +229,7 @@ def read_events(folder: Path) -> list[Event]:
     """All events of a run folder, older ones first; none where there is no timeline.
 
     Raises:
-        ValueError: a file that is no timeline, by its path.
+        ValueError: a file is no timeline; names its path.
     """
     events: list[Event] = []
     for path in (folder / EARLIER, folder / TIMELINE):

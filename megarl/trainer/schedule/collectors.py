@@ -81,7 +81,7 @@ class Batches(Protocol):
         """
         ...
 
-    def meanwhile(self, step: int) -> AbstractContextManager[tuple[Run, Roles]]:
+    def during_learning(self, step: int) -> AbstractContextManager[tuple[Run, Roles]]:
         """A context manager around the learning part of a step, which gives the view of (run, roles) for it."""
         ...
 
@@ -105,7 +105,7 @@ class Synchronous:
         return Collected(step, groups.batch(), *groups.prompt_scores(), metrics)
 
     @contextmanager
-    def meanwhile(self, step: int) -> Iterator[tuple[Run, Roles]]:
+    def during_learning(self, step: int) -> Iterator[tuple[Run, Roles]]:
         yield self.run, self.roles
 
     @property
@@ -147,7 +147,7 @@ class OneStepOff:
         return replace(found, metrics=found.metrics | staleness)
 
     @contextmanager
-    def meanwhile(self, step: int) -> Iterator[tuple[Run, Roles]]:
+    def during_learning(self, step: int) -> Iterator[tuple[Run, Roles]]:
         """Collect batch `step + 1` during the block, with the weights from its beginning.
 
         Raises:

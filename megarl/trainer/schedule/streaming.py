@@ -105,7 +105,7 @@ class Streamed:
         return Collected(step, table, *groups.prompt_scores(), metrics | taken | staleness)
 
     @contextmanager
-    def meanwhile(self, step: int) -> Iterator[View]:
+    def during_learning(self, step: int) -> Iterator[View]:
         """Continue generating until the end of the block if `overlapped`.
 
         Raises:

@@ -28,8 +28,8 @@ class Groups:
 
     options: FilterGroupsConfig
     num_prompts: int  # of the step
-    parts: list[Scored] = field(default_factory=list)  # all that was generated, but for its texts
-    kept: list[Scored] = field(default_factory=list)  # of each generation, the groups that stay
+    parts: list[Scored] = field(default_factory=list)  # all generations, without token ids
+    kept: list[Scored] = field(default_factory=list)  # the kept groups of each generation
     num_kept: int = 0
     num_dropped: int = 0
     num_surplus: int = 0
@@ -103,7 +103,7 @@ class Groups:
         return [self.names[uid] for uid in every.table["prompt_uid"].to_pylist()], every.scores
 
     def metrics(self) -> dict[str, float]:
-        """What the rewards told of all that was generated, and what became of it."""
+        """The rewards' metrics of all generated trajectories, and the counts of dropped groups."""
         every = concat_scored(self.parts)
         metrics = every.metrics()
         if OVERLONG_PENALTY in every.table.column_names:

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, seed: int) -> pa.Table:
     """Append `old_log_probs`, `ref_log_probs`, `full_kl` and `values`, as far as the algorithm uses them.
 
-    All roles work on their part at once. With `algorithm.rollout_correction.bypass_mode` the old log-probs are those that
-    the engine gave while it sampled; where a step is a single update, they are left to that (`is_single_update`).
+    All roles compute at once. With `algorithm.rollout_correction.bypass_mode` the old log-probs are those of the engine; where a step
+    is a single update, the update computes them (`is_single_update`).
 
     Args:
-        seed: that of the step's `update`.
+        seed: of the step's `update`.
 
     Raises:
-        NotFinite: one of these is not.
+        NotFinite: a computed number is not finite.
     """
     table = run.put(columns_of(batch, READ))
     actor, ref, critic = roles.actor, roles.ref, roles.critic
@@ -75,6 +75,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
             calls.append((("actor",), actor.group.call(method, table, shares, "old_log_probs")))
     elif not is_single_update(config):
         batch = append_column(batch, "old_log_probs", ragged(batch, "rollout_log_probs"))
+    # Calls of all roles are made before any is waited for, so that they run at once.
     if wants_ref and not both:
         shares = forward_plan(batch, ref.layout, ref.cut, run.plans)
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
@@ -90,7 +91,7 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
 
 
 def _by_role(names: Sequence[str], results: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:
-    """What each rank has answered for each of the roles that a call was for: with several it gives a tuple, or None."""
+    """The results of a call for each of its roles: a rank of several roles returns a tuple, or None."""
     if len(names) == 1:
         yield names[0], results
         return
@@ -116,12 +117,12 @@ def update(
     seed: int,
     ptx_batches: Iterator[pa.Table] | None = None,
 ) -> dict[str, float]:
-    """The critic's and the actor's updates; the actor waits out the critic's warm-up.
+    """The critic's and the actor's updates; the actor is not trained during the critic's warm-up.
 
-    Both at once, unless they make room for each other on the same devices. Moves the coefficient of the KL loss.
+    Both run at once, unless they make room for each other on the same devices. Adapts the coefficient of the KL loss.
 
     Args:
-        ptx_batches: batches of data.ptx, of which the actor takes one for each of its mini-batches; None: there are none.
+        ptx_batches: batches of data.ptx, one for each mini-batch of the actor; None: there is no auxiliary loss.
     """
     table, metrics = run.put(learnt_of(batch, config)), {}
     trains_actor = roles.critic is None or step > config.critic.warmup_steps
@@ -167,12 +168,12 @@ def _start_update(
     seed: int,
     ptx_batches: Iterator[pa.Table] | None,
 ) -> tuple[list[ray.ObjectRef], dict[str, float]]:
-    """Call the update of "critic" or "actor" on `table`, which is of `batch` in the object store; also how even its plan is."""
+    """Call the update of "critic" or "actor" on `table`, the columns of `batch` in the object store; also returns metrics of its plan."""
     how = policy_update(config, controls, seed)
     role = roles.critic if name == "critic" else roles.actor
     plan, counts = update_plan(batch, role.layout, role.cut, seed, run.plans)
     packing = packing_metrics(name, plan, batch, role.layout, role.cut)
-    # What is not put is pickled anew for each rank: 0.7 s for a thousand of them.
+    # Arguments that are not in the object store are pickled for each rank: 0.7 s for a thousand ranks.
     shared = (table, run.put(plan), run.put(counts))
     if name == "critic":
         critic = config.critic
@@ -187,7 +188,7 @@ def _start_update(
 
 
 def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float]:
-    """What is logged of the updates of "critic" or "actor": one entry of `steps` for each that was taken."""
+    """Metrics of the updates of "critic" or "actor"; `steps` has an entry for each update."""
     if not steps:  # no mini-batch had a live token
         return {f"{name}/updates": 0.0}
     own = ("grad_norm", "lr", "loss_scale", "skipped", "stopped_early")
@@ -208,7 +209,7 @@ def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float
 
 
 def policy_update(config: TrainConfig, controls: Controls, seed: int) -> PolicyUpdate:
-    """How the actor is updated in a step; `config` is resolved."""
+    """The options of the actor's updates in a step; `config` is resolved."""
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss
     select: ClipCov | KLCov | None = None

@@ -76,9 +76,9 @@ def validate(
     """Answer held-out prompts with the weights that the engines hold.
 
     Args:
-        batch_size: prompts that are generated for at a time; None: all of a set.
+        batch_size: prompts of a generation; None: all prompts of a set.
         when: such as "validation after step 3", for reports of rewards that failed.
-        generating: within it the engines can answer.
+        generating: a context manager in which the engines can generate.
         by_model: a reward model's scores of trajectories.
 
     Returns:
@@ -109,7 +109,7 @@ def validate(
 
 
 def answer_metrics(scored: Scored, sampling: SamplingConfig) -> dict[str, float]:
-    """What the answers whose reward did not fail tell.
+    """Metrics of the answers whose reward did not fail.
 
     score/mean and score/<data source>: mean scores. With several answers to a prompt also the means over prompts of
     mean@n (the mean score of its n answers), best@n (the best one), pass@k for k = 1, 2, 4, ... n, and, where the reward

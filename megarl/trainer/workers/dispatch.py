@@ -1,4 +1,4 @@
-"""What the controller sends to ranks: specs of models and updates, and tables of which each data parallel rank has its rows.
+"""The data that the controller sends to ranks: specs of models and updates, and each data parallel rank's rows of tables.
 
 Tables travel by reference: every rank gets the same object of Ray's store, and the numbers of its own rows. Results come from one
 rank of each data parallel rank and are put into the table's order. Importable without torch's distributed parts.
@@ -97,7 +97,7 @@ class MicroBatching:
     share_prompts: bool = False
 
 
-# What ranks read of trajectories: to compute columns, and to learn.
+# The columns of trajectories that ranks read: to compute columns, and to learn.
 READ = ("uid", "prompt_ids", "response_ids", "response_mask")
 LEARNT = (*READ, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
 
@@ -107,14 +107,14 @@ Plan = list[list[list[list[int]]]]
 
 @dataclass
 class Plans:
-    """Plans of the last lengths that were asked for, each made once: a step's passes, and roles of the same layout and limits,
-    share theirs. A plan depends on nothing but what it is asked by."""
+    """Plans for the last trajectories' lengths, each made once and shared by a step's passes and by roles of the same layout and
+    limits. A plan depends on its arguments alone."""
 
     read: tuple[bytes, ...] = ()
     made: dict[tuple[object, ...], Plan] = field(default_factory=dict)
 
     def of(self, table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int = 0) -> Plan:
-        """As `plan_mini_batches`. `seed`: of an order that is drawn, if `cut` has it so."""
+        """As `plan_mini_batches`. `seed`: of the order, if `cut.shuffle`."""
         lengths = sequence_lengths(table)
         shared = shared_of(table) if cut.share_prompts else None
         read = (lengths.tobytes(), b"" if shared is None else shared.tobytes())
@@ -191,7 +191,7 @@ def plan_rows(
 def update_plan(
     table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int, plans: Plans | None = None
 ) -> tuple[Plan, list[LossCounts]]:
-    """The mini-batches of all epochs, and what each holds of tokens and trajectories that are trained on.
+    """The mini-batches of all epochs, and the trained tokens and trajectories of each.
 
     plans: as for `forward_plan`.
     """
@@ -205,7 +205,7 @@ def update_plan(
 
 
 def _live_tokens(table: pa.Table) -> np.ndarray:
-    """Tokens of each trajectory that are trained on [rows]; counted as they lie there, eight to a byte."""
+    """Tokens of each trajectory that are trained on [rows]; counted in the bitmap, eight to a byte."""
     column = table["response_mask"]
     mask = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
     bounds = itertools.pairwise(mask.offsets.to_pylist())
@@ -215,7 +215,7 @@ def _live_tokens(table: pa.Table) -> np.ndarray:
 def packing_metrics(
     role: str, plan: Plan, table: pa.Table, layout: ParallelLayout, cut: MicroBatching
 ) -> dict[str, float]:
-    """What is logged of a plan: `perf/<role>/padding`, the part of all packed tokens that is there for even shares only,
+    """Metrics of a plan: `perf/<role>/padding`, the share of packed tokens that only make ranks' shares equal,
     the figures of `PlanFigures`, and where prompts are shared `perf/<role>/shared`, the part of all tokens that is not computed."""
     lengths = sequence_lengths(table).astype(np.int64)
     micros = [rows for shares in plan for share in shares for rows in share]
@@ -229,7 +229,7 @@ def packing_metrics(
 
 
 def _shared_in(plan: Plan, table: pa.Table) -> np.ndarray:
-    """What the trajectories of each micro-batch share, one after the other."""
+    """The number of tokens that trajectories of each micro-batch share, one after the other."""
     prompts, lengths = table["prompt_ids"].combine_chunks(), list_lengths(table, "prompt_ids")
     micros = [rows for shares in plan for share in shares for rows in share]
     return np.concatenate(
@@ -249,7 +249,7 @@ def _schedule_multiple(layout: ParallelLayout) -> int:
 
 
 def columns_of(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """The columns of these names that are there: what need not travel to every node of a job stays out."""
+    """The present columns of these names; others need not travel to every node of a job."""
     return table.select([name for name in table.column_names if name in names])
 
 

@@ -81,7 +81,7 @@ from megarl.util.freed_memory import keep_freed_memory
 from megarl.util.plugins import load_plugins
 from megarl.util.rendezvous import wait_for_all
 
-LOAD_TIMEOUTS = 10  # for all ranks to have loaded a model, in times of the one for collectives
+LOAD_TIMEOUTS = 10  # the time for all ranks to load a model, as a multiple of the timeout of collectives
 
 Share = list[list[int]]
 """The rows of a table that one data parallel rank works on, by micro-batch."""
@@ -147,7 +147,7 @@ class ModelWorker:
         self.adapter_export: AdapterExport | None = None
         self.saving: Saving | None = None
         self.profile: Profile | None = None
-        self.base_model: BaseModel | None = None  # found out by the first save or load
+        self.base_model: BaseModel | None = None  # identified by the first save or load
 
     def _adapt(self) -> None:
         """Freeze the model but for new adapters and its value head."""
@@ -170,7 +170,7 @@ class ModelWorker:
             self.chunks[-1].value_head.requires_grad_(True)
 
     def _parts(self, *, owns_model: bool) -> dict[str, Offloadable | Gradients | HostStates]:
-        """What this rank has on the device, by its name in the account of memory."""
+        """This rank's memory on the device, by its name in the account of memory."""
         parts: dict[str, Offloadable | Gradients | HostStates] = {}
         trained: tuple[torch.nn.Parameter, ...] = ()
         if self.spec.adapted:
@@ -184,17 +184,17 @@ class ModelWorker:
         return parts
 
     def layers_used(self) -> str:
-        """Which layers the model is made of, in words."""
+        """The layer implementations of the model, as text."""
         return layers_text()
 
     def own_tensors(self) -> Mapping[str, torch.Tensor]:
-        """This rank's local tensors, adapters beside the weights; what is held in float8 is made when it is asked for."""
+        """This rank's local tensors with separate adapters; tensors held in float8 are converted on access."""
         return ExactWeights(local_parameters(self.chunks), unwrap(self.chunks))
 
     def trained_tensors(self) -> Mapping[str, torch.Tensor]:
         """This rank's local tensors of the trained model, adapters merged into them, as `local_parameters` names them.
 
-        Called on all ranks at once. Merged tensors are made one by one, when they are asked for: do not collect them.
+        Called on all ranks at once. Merged tensors are made one by one on access: do not collect them.
         """
         if not self.spec.adapted:
             return local_parameters(self.chunks)
@@ -231,8 +231,8 @@ class ModelWorker:
         load_value_head(path, weight)
 
     def reserve_memory(self, parts: list[str]) -> None:
-        """Begin to make room on the host for `parts`, which will be released again and again; for what does not exist yet after
-        the first step."""
+        """Begin to reserve host memory for `parts`, which will be released repeatedly; for parts that do not exist yet, after the first
+        step."""
         self.reserved = [part for name in parts if isinstance(part := self.parts[name], Offloadable)]
         for part in self.reserved:
             part.reserve()
@@ -243,7 +243,7 @@ class ModelWorker:
             self.parts[part].offload()
 
     def resume_memory(self, parts: list[str]) -> None:
-        """Have them on the device again, as they were; gradients as zeros."""
+        """Move `parts` back onto the device with their values; gradients are zeros."""
         for part in parts:
             self.parts[part].reload()
 
@@ -383,7 +383,7 @@ class ModelWorker:
     def begin_save(self, folder: str, role: str, *, background: bool) -> None:
         """Begin to save the role's state (`megarl.megatron.checkpoint.checkpoint`) into an empty folder.
 
-        background: it goes on while the role computes, from a copy in the host's memory.
+        background: files are written from a copy in host memory while the role computes.
         """
         worker = self.of_role(role)
         assert worker.saving is None, f"{role} is being saved"
@@ -418,9 +418,9 @@ class ModelWorker:
 
 
 def rank_states(worker: ModelWorker) -> RankStates:
-    """What of a worker is saved and loaded; called on all ranks of the role at once.
+    """The states of a worker that are saved and loaded; called on all ranks of the role at once.
 
-    What it has must be on the device: weights or adapters, and the optimizer.
+    They must be on the device: weights or adapters, and the optimizer.
     """
     assert worker.spec.optim is not None, "a model that is not trained is not saved"
     for part in ("adapters" if worker.spec.adapted else "weights", "optimizer"):
@@ -456,7 +456,7 @@ def _base(worker: ModelWorker) -> BaseModel:
 
 
 def write_companions(worker: ModelWorker, folder: Path) -> dict[str, FileFacts]:
-    """Write what tells `megarl convert` of which model a checkpoint is; one rank calls it.
+    """Write the files that tell `megarl convert` the model of a checkpoint; one rank calls it.
 
     Returns: the files, by name in the folder.
 
@@ -478,7 +478,7 @@ def write_companions(worker: ModelWorker, folder: Path) -> dict[str, FileFacts]:
 
 @contextmanager
 def named(method: str) -> Iterator[None]:
-    """Around a call of a rank; takes some microseconds where nobody profiles."""
+    """A named range around a call of a rank; costs some microseconds without a profiler."""
     with torch.profiler.record_function(method):
         if not platform.is_cuda():
             yield

@@ -86,7 +86,7 @@ class RMWorker(RewardModelWorker):
         share = shares[self.coords.dp]
         texts = [texts_of(table, rows) for rows in share]
         batches = [self.pack_texts(micro, [list(range(micro.num_rows))])[0] for micro in texts]
-        # Micro-batches come to the loss as the schedule has them; each is known by its object.
+        # The schedule decides the order of micro-batches; the loss finds the pairs of each by its object.
         compared = {batch: compared_texts(table, rows) for batch, rows in zip(batches, share, strict=True)}
         cp = self.layout.cp
         group = context_parallel_group() if cp > 1 else None
@@ -97,7 +97,7 @@ class RMWorker(RewardModelWorker):
             total, sums = preference_loss(
                 rewards, pairs.to(rewards.device), margins.to(rewards.device), table.num_rows
             )
-            # Every context parallel rank has all of it, and the sum over them is what counts.
+            # Every context parallel rank computes the full loss, and their gradients are summed.
             return total / cp, {name: value / cp for name, value in sums.items()}
 
         result = self.train(batches, value_head, loss)
@@ -112,7 +112,7 @@ class DPOWorker(ModelWorker):
     """A rank of the policy."""
 
     def token_log_probs(self, table: pa.Table, shares: list[Share]) -> RowColumns | None:
-        """The policy's log-probs of each chat's tokens but the first as column `log_probs`; 0 on those that are not learnt."""
+        """The policy's log-probs of each chat's tokens but the first as column `log_probs`; 0 on tokens that are not trained on."""
         share = shares[self.coords.dp]
         return self.forward_columns(
             self.chunks, self.pack_examples(table, share), share, self.lm_head(), ["log_probs"]
@@ -128,7 +128,7 @@ class DPOWorker(ModelWorker):
         share = shares[self.coords.dp]
         chats = [chats_of(table, rows) for rows in share]
         batches = [self.pack_examples(micro, [list(range(micro.num_rows))])[0] for micro in chats]
-        # Micro-batches come to the loss as the schedule has them; each is known by its object.
+        # The schedule decides the order of micro-batches; the loss finds the pairs of each by its object.
         compared = {batch: compared_chats(table, rows) for batch, rows in zip(batches, share, strict=True)}
         cp = self.layout.cp
         group = context_parallel_group() if cp > 1 else None
@@ -144,7 +144,7 @@ class DPOWorker(ModelWorker):
                 how.label_smoothing,
                 how.loss_type,
             )
-            # Every context parallel rank has all of it, and the sum over them is what counts.
+            # Every context parallel rank computes the full loss, and their gradients are summed.
             return total / cp, {name: value / cp for name, value in sums.items()}
 
         result = self.train(batches, self.lm_head(), loss)
@@ -158,7 +158,7 @@ class DPOWorker(ModelWorker):
 def chat_log_probs(
     log_probs: torch.Tensor, batch: PackedBatch, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """The log-prob of what is learnt of each chat, on every context parallel rank: [chats].
+    """The log-prob of the trained tokens of each chat, on every context parallel rank: [chats].
 
     Args:
         log_probs: [tokens] of this rank.

@@ -120,7 +120,7 @@ class Play:
 
     def step(self, step: int) -> Any:
         batch = self.batches.of(step)
-        with self.batches.meanwhile(step):
+        with self.batches.during_learning(step):
             self.said.append(f"learn {step}")
         return batch
 
@@ -151,7 +151,7 @@ def test_in_sync_mode_each_step_has_the_newest(monkeypatch: pytest.MonkeyPatch, 
 def test_collecting_and_learning_run_at_once_and_the_wait_is_measured(play: Play) -> None:
     play.batches.of(1)
     play.release.clear()
-    with play.batches.meanwhile(1):
+    with play.batches.during_learning(1):
         time.sleep(0.3)  # learning
         threading.Timer(0.5, play.release.set).start()
     seconds = play.run.seconds
@@ -229,7 +229,7 @@ def test_a_step_that_is_skipped_leaves_the_next_its_batch(
     if skips:
         threading.Timer(0.2, play.release.set).start()
     play.release.clear()
-    with pytest.raises(NotFinite, match="a loss"), play.batches.meanwhile(1):
+    with pytest.raises(NotFinite, match="a loss"), play.batches.during_learning(1):
         raise NotFinite("a loss", batch.table)
     assert (play.batches.ahead is not None) == skips
     assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
@@ -239,11 +239,11 @@ def test_a_failure_of_one_view_ends_the_other(play: Play) -> None:
     play.batches.of(1)
     play.release.clear()
     begun = time.monotonic()
-    with pytest.raises(SystemExit), play.batches.meanwhile(1):
+    with pytest.raises(SystemExit), play.batches.during_learning(1):
         raise SystemExit(75)  # a second SIGTERM
     assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
     play.batches.answer = None  # not callable: so collecting raises
-    with pytest.raises(TypeError, match="not callable"), play.batches.meanwhile(2) as (run, _):
+    with pytest.raises(TypeError, match="not callable"), play.batches.during_learning(2) as (run, _):
         while True:
             run.wait([])
     assert time.monotonic() - begun < 3

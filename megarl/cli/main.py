@@ -97,19 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether who read what is printed has ended, as in `megarl config ... | head`; nothing is printed any more then."""
+    """Whether the reader of the output has ended, as in `megarl config ... | head`; later output is then discarded."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     gone = any(events & select.POLLERR for _, events in poll.poll(0))
     if gone:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # for what Python still has to write at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own output at its end
     return gone
 
 
 def _write_out() -> None:
-    """Write what is still to be printed, as long as somebody reads it; Python itself would complain at its end."""
+    """Flush the output if its reader still exists; else Python would print an error at its end."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -167,7 +165,7 @@ def _config(options: argparse.Namespace) -> None:
         print(yaml_text(keys), end="")
         for remark in remarks:
             print(f"# note: {remark}")
-    check_config(config)  # last, so that what is wrong can be looked up above
+    check_config(config)  # last, so that wrong keys can be looked up in the output
 
 
 # The commands import what they need when they run: `megarl --help` and a mistyped key answer at once.
@@ -199,10 +197,10 @@ def _dpo(options: argparse.Namespace) -> None:
 
 
 def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
-    """`train` of a module of trainer/."""
+    """Run `train` of a module of trainer/loops, with restarts."""
     from megarl.trainer.run.cluster_setup import cluster_setup_of
 
-    with cluster_setup_of(config) as premises:  # the run's processes make their imports while this one does
+    with cluster_setup_of(config) as premises:  # fork servers import while this process does
         from megarl.trainer.run.failures import supervised
 
         supervised(config, import_module(f"megarl.trainer.loops.{module}").train, premises)
@@ -374,7 +372,7 @@ def program() -> NoReturn:
             sys.exit(main())
         finally:
             _write_out()
-    finally:  # Python takes a second to end; a job's signal would make a failure of a run that is whole
+    finally:  # Python takes a second to end, in which a job's signal would turn success into failure
         for number in JOB_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

@@ -24,7 +24,7 @@ from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 from megarl.data.trajectories import list_lengths
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.trainer.loops.sft import learnt_tokens
+from megarl.trainer.loops.sft import trained_tokens
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import (
     MicroBatching,
@@ -311,7 +311,7 @@ def _fine_tune(
     optim = OptimConfig(lr=1e-3, weight_decay=0.0, clip_grad=1.0)
     worker = SFTWorker(info, ModelSpec(folder, "lm", MegatronConfig(**megatron), optim, 3, 60.0, lora=lora))
     plan = plan_rows(list_lengths(examples, "input_ids"), worker.layout, 64)
-    losses = [worker.train_examples(examples, plan, learnt_tokens(examples))["train/loss"] for _ in range(3)]
+    losses = [worker.train_examples(examples, plan, trained_tokens(examples))["train/loss"] for _ in range(3)]
     worker.adapter_plan()
     return losses, worker.pack_adapters()
 

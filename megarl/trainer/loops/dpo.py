@@ -1,7 +1,7 @@
 """Direct preference optimization: the loop.
 
-The reference is the policy before the first step: its log-probs of all chats are computed then, once, so that no second
-copy of the weights is held.
+The reference is the policy before the first step: its log-probs of all chats are computed once, before training, so that no
+second copy of the weights is held.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def load_preferences(config: DPOConfig) -> tuple[PreferenceChats, PreferenceChat
 def chat_sums(
     config: DPOConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, rankings: pa.Table
 ) -> np.ndarray:
-    """The policy's log-prob of what is learnt of each chat, of any number of rankings, one after the other: [chats]."""
+    """The policy's log-prob of the trained tokens of each chat of any number of rankings: [chats]."""
     chats = chats_of(rankings)
     lengths = list_lengths(chats, "input_ids")
-    # Data parallel ranks share out equal numbers: the shortest chat fills up.
+    # Data parallel ranks get equal numbers of chats: copies of the shortest one fill up.
     filling = chats.slice(int(lengths.argmin()), 1)
     shared = pa.concat_tables([chats, *[filling] * (rows_to_share(chats.num_rows, layout) - chats.num_rows)])
     plan = plan_rows(list_lengths(shared, "input_ids"), layout, config.max_token_len_per_gpu)
@@ -113,7 +113,7 @@ def chat_sums(
 def with_reference(
     config: DPOConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, rankings: pa.Table
 ) -> pa.Table:
-    """The rankings with the policy's log-prob of each chat, as it is now, as `ref_log_probs`."""
+    """The rankings with the current policy's log-prob of each chat as `ref_log_probs`."""
     bounds = np.cumsum([0, *(len(own) for own in rankings["scores"])])
     sums = chat_sums(config, run, group, layout, rankings)
     lists = [sums[a:b].tolist() for a, b in itertools.pairwise(bounds)]
@@ -131,7 +131,7 @@ def train_batch(
 def validate(
     config: DPOConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, rankings: pa.Table
 ) -> dict[str, float]:
-    """Loss, accuracy, margin and implicit rewards on held-out rankings, of which there may be any number."""
+    """Loss, accuracy, margin and implicit rewards on any number of held-out rankings."""
     pairs, reference = compared_chats(rankings)
     log_ratios = torch.from_numpy(chat_sums(config, run, group, layout, rankings)).float() - reference
     how, count = config.dpo, rankings.num_rows

@@ -31,13 +31,13 @@ from megarl.trainer.stages.validation import ValidationSet, validate
 from megarl.trainer.workers.multi_turn import turns_spec
 from megarl.util.files import whole_file
 
-FILES = "trajectories"  # of data.val_files; those of a set are in trajectories-<name>.parquet
+FILES = "trajectories"  # file of data.val_files; a set has trajectories-<name>.parquet
 
 
 def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
     """Answer the problems as `config` (resolved) says; writes trajectories and scores, returns the scores.
 
-    An engine that is lost is started anew, and asked again for what it had not answered.
+    A lost engine is restarted, and its missing trajectories are requested again.
     """
     model = read_model_config(config.model.path)
     check_models(config, model)
@@ -45,6 +45,7 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     folder, data, trainer = Path(config.trainer.default_local_dir), config.data, config.trainer
     with naming_keys({"trainer.default_local_dir": folder}), make_scorer(config) as scorer:
+        # Mistakes in the data are found before files are moved and processes started.
         sets = load_problems(config, tokenizer, scorer)
         set_aside_earlier_run(config, print)
         save_config(config, folder / "config.yaml")
@@ -89,7 +90,7 @@ def evaluate(config: EvalConfig, premises: Premises | None) -> dict[str, float]:
 
 
 def restarts_of(run: Run, engines: WorkerGroup, max_restarts: int) -> EngineRestarts:
-    """Of engines that serve the model folder's weights: a new one has them, and nobody makes room for it."""
+    """Restarts of engines that serve the weights of the model folder: a new engine loads them itself, and no models make room."""
     memory = DeviceMemory(run, [], {"sync": (), "generate": ()})
     return EngineRestarts(
         run,

@@ -136,14 +136,14 @@ REPLAYS = "replays"
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be replayed.
+    """The step to replay, and how.
 
     Attributes:
-        folder: of the run.
-        overrides: key=value, over the run's configuration.
-        trajectories: a file of the step's; None: the run's own.
-        checkpoint: where to begin; None: the newest good one before the step, or the models' first weights.
-        out: the folder that the weights after the step are written to, as a Hugging Face model; None: nowhere.
+        folder: the run folder.
+        overrides: key=value, applied to the run's configuration.
+        trajectories: the file of the step's trajectories; None: the run's own.
+        checkpoint: the checkpoint to begin from; None: the newest good one before the step, or the models' first weights.
+        out: the folder for the weights after the step, as a Hugging Face model; None: they are not written.
     """
 
     folder: Path
@@ -155,10 +155,10 @@ class Request:
 
 
 def replay(request: Request) -> bool:
-    """Train the step again and print its numbers beside those of the run; returns whether all are equal, bit for bit.
+    """Train the step again and print its numbers next to those of the run; returns whether all are equal, bit for bit.
 
     Raises:
-        ValueError: there is no such run, or no way from a checkpoint to the step; says which steps can be replayed.
+        ValueError: there is no such run, or no trajectories from a checkpoint to the step; says which steps can be replayed.
         NotFinite: as the run's.
     """
     config = _read_config(request)
@@ -193,7 +193,7 @@ def _replay_steps(
 ) -> dict[int, dict[str, float]]:
     """The metrics of each step."""
     controls = make_controls(config, num_steps)
-    monitor = HealthMonitor(config, controls)  # it may change the controls
+    monitor = HealthMonitor(config, controls)  # `health.auto_action` may change the controls
     policy_checkpoints(config, run, roles, {"controls": controls, "monitor": monitor, "ptx": ptx}).resume()
     ptx_batches, found = epochs(ptx) if ptx is not None else None, {}
     for step, path in files.items():
@@ -216,7 +216,7 @@ def _replay_steps(
 
 
 def _run_steps(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The steps of the whole run, over which schedules go."""
+    """The number of steps of the run, which its schedules depend on."""
     trainer = config.trainer
     if trainer.train_only is not None:
         return count_steps(Path(trainer.train_only), trainer.total_training_steps)
@@ -227,7 +227,7 @@ def _run_steps(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _read_config(request: Request) -> TrainConfig:
-    """The run's configuration under the overrides, resolved and checked."""
+    """The run's configuration with the overrides, resolved and checked."""
     path = request.folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{request.folder} is no folder of a run: it has no {CONFIG_FILE}")
@@ -243,7 +243,7 @@ def _say_changes(run: Run, config: TrainConfig, folder: Path) -> None:
 
 
 def _beginning(request: Request) -> Checkpoint | None:
-    """The checkpoint to begin with; None: there is none before the step."""
+    """The checkpoint to begin from; None: there is none before the step."""
     if request.step < 1:
         raise ValueError(f"--step {request.step}: steps are counted from 1")
     if request.checkpoint is not None:
@@ -261,7 +261,7 @@ def _beginning(request: Request) -> Checkpoint | None:
     for step in sorted((step for step in steps_in(root) if step < request.step), reverse=True):
         try:
             found = read_checkpoint(root / folder_name(step))
-        except ValueError:  # without a good manifest it is none
+        except ValueError:  # no valid manifest: not a checkpoint
             continue
         if not find_damage(found, hashes=True):
             return found
@@ -269,7 +269,7 @@ def _beginning(request: Request) -> Checkpoint | None:
 
 
 def _files(request: Request, config: TrainConfig, first: int) -> dict[int, Path]:
-    """The trajectories of each step from `first` to the one that is asked for."""
+    """The file of trajectories of each step from `first` to the requested one."""
     source = config.trainer.train_only or config.trainer.rollout_data_dir
     files = {step: step_file(source, step) for step in range(first, request.step + 1)}
     if request.trajectories is not None:
@@ -290,9 +290,9 @@ def _steps(steps: Sequence[int]) -> str:
 def print_comparison(
     console: Console, step: int, logged: Mapping[str, float] | None, found: Mapping[str, float]
 ) -> bool:
-    """The numbers of a step beside those that the run logged; returns whether all are equal, bit for bit.
+    """Print the numbers of a step next to those that the run logged; returns whether all are equal, bit for bit.
 
-    A step of which the run logged nothing (it ended within it) has nothing to compare: its numbers are printed alone.
+    If the run ended within the step and logged no numbers, those of the replay are printed alone.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     headers = ("metric", "replayed") if logged is None else ("metric", "logged", "replayed", "")

@@ -42,11 +42,11 @@ WORKER = "megarl.trainer.workers.supervised:RMWorker"
 
 @dataclass(frozen=True)
 class RMInputs:
-    """What a run reads before it starts anything.
+    """The inputs of a run, read before any process starts.
 
     Attributes:
         validation: `PREFERENCE_SCHEMA`; None: there is none.
-        answers: the reference answers, whose rewards get mean 0: column `input_ids`; None: rewards stay as they are.
+        answers: the reference answers, whose mean reward becomes 0: column `input_ids`; None: rewards are not shifted.
     """
 
     model: ModelConfig
@@ -122,7 +122,7 @@ def load_preferences(
 
 
 def load_answers(config: RMConfig, training: pa.Table, tokenizer: PreTrainedTokenizerBase) -> pa.Table | None:
-    """The reference answers; None: none are asked for.
+    """The reference answers; None: none are configured.
 
     Args:
         training: the training rankings.
@@ -158,7 +158,7 @@ def train_batch(
 
 
 def validate(run: Run, role: Role, rankings: pa.Table) -> dict[str, float]:
-    """Loss, accuracy and margin on held-out rankings, of which there may be any number; mean and deviation of rewards."""
+    """Loss, accuracy and margin on any number of held-out rankings; mean and deviation of rewards."""
     rewards = torch.from_numpy(score_lists(run, role, token_lists(texts_of(rankings))))
     _, sums = preference_loss(rewards, *compared_texts(rankings), rankings.num_rows)
     found = preference_metrics({name: value.item() for name, value in sums.items()}, rankings.num_rows)
@@ -171,7 +171,7 @@ def validate(run: Run, role: Role, rankings: pa.Table) -> dict[str, float]:
 
 
 def export(config: RMConfig, run: Run, role: Role, inputs: RMInputs, folder: Path) -> str:
-    """Write the reward model, with what makes the mean reward of the reference answers 0; returns the folder's path."""
+    """Write the reward model, with the shift that makes the mean reward of the reference answers 0; returns the folder's path."""
     files = {}
     if inputs.answers is not None:
         outputs = score_lists(run, role, token_lists(inputs.answers))
@@ -190,10 +190,10 @@ def export(config: RMConfig, run: Run, role: Role, inputs: RMInputs, folder: Pat
 
 
 def classifier_fields(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What config.json says of a model for sequence classification with one label in place of its language model's.
+    """The fields of config.json that make a language model one for sequence classification with one label.
 
-    transformers scores a text at its last token that is not padding: where the end token is the padding, too, it would
-    take another one than the text's last, so no padding is named then.
+    transformers scores a text at its last token that is not padding: where the end token is also the padding it would take an
+    earlier token, so no padding is named then.
     """
     pad = tokenizer.pad_token_id
     return {

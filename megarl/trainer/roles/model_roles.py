@@ -20,7 +20,7 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
     """The keyword arguments of the actor's ranks; with `critic` where the critic shares the actor's model.
 
     Args:
-        num_steps: of the run; None: nothing is trained, and there is neither an optimizer nor a reference.
+        num_steps: of the run; None: no model is trained, and there is neither an optimizer nor a reference.
     """
     policy, trains = config.actor_rollout_ref, num_steps is not None
     shared_reference = trains and needs_reference(config) and reference_in_actor(config)
@@ -62,7 +62,7 @@ def critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
 
 
 def reference_spec(config: TrainConfig) -> ModelSpec:
-    """Of a reference that has processes of its own."""
+    """The spec of a reference with processes of its own."""
     policy = config.actor_rollout_ref
     return ModelSpec(
         path=policy.model.path,
@@ -71,7 +71,7 @@ def reference_spec(config: TrainConfig) -> ModelSpec:
         optim=None,
         num_updates=0,
         timeout=config.trainer.collective_timeout,
-        lora=policy.model.lora,  # not that it had adapters: its weights are held as the actor's are
+        lora=policy.model.lora,  # it has no adapters, but its weights are stored as the actor's are
         share_prompts=_share_prompts(config),
     )
 
@@ -89,7 +89,7 @@ def reward_model_spec(config: TrainConfig) -> ModelSpec:
 
 
 def _share_prompts(config: TrainConfig) -> str | None:
-    """The option that says so, for errors; None: it is not set."""
+    """The option that enables shared prompts, for error messages; None: it is not set."""
     return "actor_rollout_ref.actor.share_prompts" if config.actor_rollout_ref.actor.share_prompts else None
 
 
@@ -105,7 +105,7 @@ REWARD_MODEL = "megarl.trainer.workers.scalar_heads:RewardModelWorker"
 
 @dataclass(frozen=True)
 class Role:
-    """A model's ranks, how they share it, and how its batches are cut."""
+    """A model's ranks, their layout, and how its batches are divided into micro-batches."""
 
     group: WorkerGroup
     layout: ParallelLayout
@@ -116,7 +116,7 @@ def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
     """The actor's processes, with the critic in them where it shares the actor's model.
 
     Args:
-        num_steps: of the run; None: nothing is trained, and there is neither an optimizer nor a reference.
+        num_steps: of the run; None: no model is trained, and there is neither an optimizer nor a reference.
     """
     actor = config.actor_rollout_ref.actor
     kwargs = actor_arguments(config, num_steps)

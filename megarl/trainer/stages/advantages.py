@@ -30,8 +30,8 @@ class Controls:
     """The settings in force; part of a checkpoint.
 
     Attributes:
-        kl: of the KL in the reward; adapts in `compute_batch_advantages`.
-        kl_loss: of the KL in the actor's loss; moves in `update`.
+        kl: coefficient of the KL in the reward; adapted in `compute_batch_advantages`.
+        kl_loss: coefficient of the KL in the actor's loss; adapted in `update`.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     """
 
@@ -73,16 +73,16 @@ def make_controls(config: TrainConfig, num_steps: int) -> Controls:
     return Controls(kl, kl_loss, actor.clip_ratio_low, actor.clip_ratio_high)
 
 
-SCORED_MASK = "scored_mask"  # `response_mask` as it was before tokens were rejected: 1 on live ones
+SCORED_MASK = "scored_mask"  # column: `response_mask` before tokens were rejected, 1 on live tokens
 
 
 def compute_batch_advantages(
     batch: pa.Table, algorithm: AlgorithmConfig, kl: KLController
 ) -> tuple[pa.Table, dict[str, float]]:
-    """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapts the KL coefficient.
+    """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapt the KL coefficient.
 
-    With `algorithm.rollout_correction` what it rejects leaves `response_mask` (which is kept as SCORED_MASK), and its weights
-    are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) takes no part in any statistic.
+    With `algorithm.rollout_correction` rejected tokens are removed from `response_mask` (which is kept as SCORED_MASK), and weights
+    are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) counts in no statistic.
 
     Args:
         batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
@@ -98,6 +98,7 @@ def compute_batch_advantages(
         metrics |= rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
         batch, mask, found = _correct(batch, column, mask, offsets, algorithm)
         metrics |= found
+    # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
     rewards, found = _token_rewards(scores, column, mask, offsets, algorithm, kl, batch.num_rows)
     metrics |= found
     baselines = None
@@ -153,7 +154,7 @@ def _token_rewards(
         column.get("full_kl"),
     )
     metrics = {"actor/ref_kl": mean_kl, "actor/kl_coef": kl.coef}
-    if math.isfinite(mean_kl):  # else the rewards are not, and the step is not trained on
+    if math.isfinite(mean_kl):  # else the rewards are not finite, and the step is not trained on
         kl.update(mean_kl, num_rows)
     return rewards, metrics
 
@@ -165,7 +166,7 @@ def _correct(
     offsets: torch.Tensor,
     algorithm: AlgorithmConfig,
 ) -> tuple[pa.Table, torch.Tensor, dict[str, float]]:
-    """The batch with what `algorithm.rollout_correction` makes of it, its live tokens, and metrics."""
+    """The batch corrected by `algorithm.rollout_correction`, its mask of live tokens, and metrics."""
     settings = algorithm.rollout_correction
     options = CorrectionOptions(
         settings.rollout_is,

@@ -55,7 +55,7 @@ AS_IT_IS = RewardNormalization()
 
 
 def measure_normalization(outputs: np.ndarray, kind: str) -> RewardNormalization:
-    """What gives the measured outputs mean 0, and of kind "mean_std" standard deviation 1.
+    """The normalization that gives the measured outputs mean 0, and with kind "mean_std" standard deviation 1.
 
     Args:
         outputs: float32 [reference answers].
@@ -78,10 +78,10 @@ def measure_normalization(outputs: np.ndarray, kind: str) -> RewardNormalization
 
 
 def read_normalization(path: str | Path) -> RewardNormalization:
-    """That of a reward model's folder; outputs are left alone where it says nothing.
+    """The normalization in a reward model's folder; outputs stay unchanged without one.
 
     Raises:
-        ValueError: the file is not what `megarl rm` writes.
+        ValueError: the file has not the format that `megarl rm` writes.
     """
     file = Path(path).expanduser() / FILE
     if not file.is_file():
@@ -104,13 +104,13 @@ HEAD = "score.weight"
 
 @dataclass(frozen=True)
 class RewardModelInputs:
-    """What is known of the reward model before it is started.
+    """The reward model's facts and tokenizers, read before it is started.
 
     Attributes:
         policy: the policy's tokenizer.
         own: the reward model's; None: it reads the policy's token ids.
         max_length: tokens of a text that it reads; the end of a longer one is cut off.
-        normalization: what is made of the head's outputs; by default they are left alone.
+        normalization: applied to the head's outputs; by default they stay unchanged.
     """
 
     model: ModelConfig
@@ -122,7 +122,7 @@ class RewardModelInputs:
 
 @dataclass(frozen=True)
 class ModelScores:
-    """Of a table of trajectories.
+    """A reward model's scores of a table of trajectories.
 
     Attributes:
         scores: float32 [rows].
@@ -134,7 +134,7 @@ class ModelScores:
 
 
 def load_reward_model(config: RewardModelConfig, policy: PreTrainedTokenizerBase) -> RewardModelInputs:
-    """Read what is needed of the model of an enabled, resolved section.
+    """Read and check the reward model of an enabled, resolved section.
 
     Args:
         policy: the policy's tokenizer.
@@ -212,7 +212,7 @@ def model_scores(
 
 
 def score_weights(config: TrainConfig) -> tuple[float, float]:
-    """(of the rules' score, of the reward model's)."""
+    """The weights of the rules' score and of the reward model's."""
     reward = config.reward_model
     return (reward.rule_weight, reward.weight) if reward.enable else (1.0, 0.0)
 
@@ -236,8 +236,8 @@ def score_with_model(run: Run, role: Role, batch: pa.Table, inputs: RewardModelI
 
 
 def score_lists(run: Run, role: Role, lists: list[np.ndarray]) -> np.ndarray:
-    """What the head gives at the last token of each of any number of texts (token ids): float32 [texts]."""
-    # Data parallel ranks share out equal numbers: the shortest text fills up.
+    """The head's output at the last token of each of any number of texts (token ids): float32 [texts]."""
+    # Data parallel ranks get equal numbers of texts: copies of the shortest one fill up.
     shortest = min(lists, key=len)
     shared = lists + [shortest] * (rows_to_share(len(lists), role.layout) - len(lists))
     table = pa.table({"input_ids": from_ragged(*from_lists(shared, np.int32))})
@@ -266,7 +266,7 @@ def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
         batch["uid"].to_pylist(), batch[MESSAGES].to_pylist(), keywords, answers, strict=True
     ):
         chat = [*json.loads(messages), {"role": "assistant", "content": answer}]
-        # Other keywords than tools are of the policy's template.
+        # All keywords but tools are for the policy's template.
         tools = {name: value for name, value in json.loads(given).items() if name == "tools"}
         try:
             rendered.append(render_text(inputs.own, chat, add_generation_prompt=False, template_kwargs=tools))
@@ -276,7 +276,7 @@ def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
 
 
 def merge_scores(results: list, num_rows: int) -> np.ndarray:
-    """What the ranks returned (`RowColumns` of one value a row, or None) in the order of the rows: float32 [rows]."""
+    """The ranks' results (`RowColumns` of one value a row, or None) in the order of the rows: float32 [rows]."""
     parts = [part for part in results if part is not None]
     rows = np.concatenate([np.asarray(part_rows, dtype=np.int64) for part_rows, _ in parts])
     assert np.array_equal(np.sort(rows), np.arange(num_rows)), "each row is computed exactly once"

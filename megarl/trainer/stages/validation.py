@@ -95,6 +95,7 @@ def validate(
         parts = []
         for start in range(0, val_set.prompts.num_rows, size):
             requests = expand_prompts(val_set.prompts.slice(start, size), val_set.sampling.n)
+            # Rewards are requested as responses finish, and waited for after generation.
             with generating():
                 table = generate(run, engines, requests, sampling, rewards.submit)
             label = f"{when}{val_set.name and ', set '}{val_set.name}"

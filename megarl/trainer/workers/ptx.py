@@ -48,7 +48,7 @@ class PtxUpdate:
 
 
 def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> SftLoader | None:
-    """The loader of data.ptx, with a position to resume from; None: the run has no auxiliary loss.
+    """The loader of data.ptx, whose position can be resumed; None: the run has no auxiliary loss.
 
     Raises:
         ValueError: names the file or row that is wrong.

@@ -76,7 +76,7 @@ class CriticWorker(ModelWorker):
 
 
 class ActorCriticWorker(ActorWorker):
-    """A rank of the policy and of the critic. What is the critic's alone are the parts "critic_..." of its memory."""
+    """A rank of the policy and of the critic. The critic's own memory has the parts "critic_..."."""
 
     critic_class = CriticWorker
 

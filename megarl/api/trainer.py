@@ -86,7 +86,7 @@ class PromptSupply:
             ValueError: no prompts, or a wrong one, by its number.
         """
         if not isinstance(prompts, pa.Table) and not hasattr(prompts, "table"):
-            prompts = list(prompts)  # so that what the caller changes in it later is seen
+            prompts = list(prompts)  # a copy, so that later changes of the caller's list are noticed
         if not _same(prompts, self._given):
             table = self._table(prompts)
             digest = _digest(table)
@@ -108,7 +108,7 @@ class PromptSupply:
         self._resumed = state
 
     def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
-        """Tell a sampler that learns what the prompts of these uids scored [trajectories]."""
+        """Give an adaptive sampler the scores [trajectories] of the prompts with these uids."""
         if self._loader is not None:
             self._loader.report(uids, scores)
 
@@ -173,7 +173,7 @@ def _same(prompts: Prompts, given: Any) -> bool:
 
 
 def _row(number: int, prompt: Any, data: DataConfig) -> dict[str, Any]:
-    """A prompt as a row of a prompt file with the columns that `data` names; what is wrong with its values the reader says.
+    """A prompt as a row of a prompt file with the columns that `data` names; its values are checked by the reader.
 
     A dict may have its ground truth as `ground_truth`, whatever data.answer_key is.
 
@@ -231,7 +231,7 @@ class DataCollector:
         """Trajectories for the next `data.train_batch_size` of the prompts, with the weights as they are now.
 
         Args:
-            prompts: texts, chats (lists of {role, content}), dicts with `prompt` and what its reward needs (`ground_truth`,
+            prompts: texts, chats (lists of {role, content}), dicts with `prompt` and the fields of its reward (`ground_truth`,
                 `data_source`, `extra_info`), or a prompt table. The same prompts given again continue where the last call
                 ended, in a new order after each pass over all of them (`data.shuffle`).
 

@@ -168,7 +168,7 @@ def _config(options: argparse.Namespace) -> None:
     check_config(config)  # last, so that wrong keys can be looked up in the output
 
 
-# The commands import what they need when they run: `megarl --help` and a mistyped key answer at once.
+# Commands import their modules when they run, so that `megarl --help` and a mistyped key are answered at once.
 
 
 def _train(options: argparse.Namespace) -> None:

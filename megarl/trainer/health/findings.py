@@ -217,7 +217,7 @@ def _ppo_kl_low(step: CheckedStep) -> UnnamedFinding | None:
     # In the first update of a step the policy is still the one that was sampled: with one update it always is 0.
     if bound is None or updates < 2 or not kl_coefficients(step.config, step.controls):
         return None
-    # While the learning rate warms up, or has decayed, small steps are what was asked for.
+    # While the learning rate warms up, or has decayed, small steps are intended.
     if not step.history.is_flat or metrics.get("actor/lr", 0.0) < actor.optim.lr / 2:
         return None
     # Of the same tokens the estimate k1, actor/ppo_kl, is mostly noise; k3 (algorithms/kl.py) is not.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 HEALTH_FILE = "health.jsonl"
 MOST = 20  # consecutive steps that are compared
-COLLAPSE = ("ppo_kl_high", "duplicate_responses", "ngram_repetition")  # what `auto_action` acts on
+COLLAPSE = ("ppo_kl_high", "duplicate_responses", "ngram_repetition")  # findings that `auto_action` acts on
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The sections `lora` of a run: checked against the models' files before anything is started, and what engines then serve.
+"""The sections `lora` of a run: checked against the models' files before anything is started, and the form in which engines serve adapters.
 
 Engines serve the adapters next to the frozen weights, or weights with the adapters merged in.
 """

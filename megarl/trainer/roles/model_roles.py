@@ -109,7 +109,7 @@ class Role:
 
     group: WorkerGroup
     layout: ParallelLayout
-    cut: MicroBatching
+    batching: MicroBatching
 
 
 def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
@@ -122,41 +122,43 @@ def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
     kwargs = actor_arguments(config, num_steps)
     worker = ACTOR_CRITIC if "critic" in kwargs else ACTOR
     return _start_model(
-        run, "actor", worker, actor.resource_pool, kwargs["spec"], kwargs, _cut(config, actor)
+        run, "actor", worker, actor.resource_pool, kwargs["spec"], kwargs, _batching(config, actor)
     )
 
 
 def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
     """The critic: in processes of its own, or in the actor's where it shares the actor's model."""
-    critic, cut = config.critic, _cut(config, config.critic)
+    critic, batching = config.critic, _batching(config, config.critic)
     if critic.model.share_base:
-        return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
+        return Role(actor.group, actor.layout, replace(batching, pair_share=actor.batching.pair_share))
     spec = critic_spec(config, num_steps)
-    return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, cut)
+    return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, batching)
 
 
 def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
     """The reference policy: in the actor's processes, or in processes of its own."""
     policy = config.actor_rollout_ref
-    cut = MicroBatching(
+    batching = MicroBatching(
         0,
         policy.ref.log_prob_max_token_len_per_gpu,
         policy.ref.log_prob_micro_batch_size_per_gpu,
         share_prompts=policy.actor.share_prompts,
     )
     if reference_in_actor(config):
-        return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
+        return Role(actor.group, actor.layout, replace(batching, pair_share=actor.batching.pair_share))
     spec = reference_spec(config)
     kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
-    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, cut)
+    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, batching)
 
 
 def start_reward_model(config: TrainConfig, run: Run) -> Role:
     """The reward model's processes."""
     reward = config.reward_model
     spec = reward_model_spec(config)
-    cut = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
-    return _start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, cut)
+    batching = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
+    return _start_model(
+        run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, batching
+    )
 
 
 def _start_model(
@@ -166,7 +168,7 @@ def _start_model(
     pool_name: str,
     spec: ModelSpec,
     kwargs: dict[str, object],
-    cut: MicroBatching,
+    batching: MicroBatching,
 ) -> Role:
     pool, model = run.pools[pool_name], read_model_config(spec.path)
     group = group_kind(len(pool), run.relays_from)(
@@ -182,11 +184,11 @@ def _start_model(
         nursery=run.fork_servers.get(MODEL_PROCESSES),
     )
     run.profiled.append(group)
-    cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)
-    return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), cut)
+    batching = replace(batching, pair_share=model_flops(model, spec.head).pair_share)
+    return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), batching)
 
 
-def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
+def _batching(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
     return MicroBatching(
         mini_batch_size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
         max_tokens=section.ppo_max_token_len_per_gpu,
@@ -198,7 +200,7 @@ def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatch
 
 
 def say_layers(run: Run, group: WorkerGroup, pool: ResourcePool) -> None:
-    """On GPUs, say which layers models are made of there: of what is installed it depends, and much speed with it."""
+    """On GPUs, print the layer implementations of the models, which depend on the installed packages and decide the speed."""
     if pool.use_gpu:
         (found,) = run.wait([group.call_rank(0, "layers_used")])
         run.say(f"layers: {found}")

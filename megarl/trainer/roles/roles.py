@@ -70,7 +70,7 @@ def start_roles(
         reporting_slow_start(run.say, run.log_dir / ENGINE_LOG),
     ):
         start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
-        # A fork server has made the models' imports before the engines': start what is ready first.
+        # The fork server of the models is ready before that of the engines: start the models first.
         last = ENGINE_PROCESSES in run.fork_servers and not freed
         engines = None if last else start_synced()
         actor, critic, ref = _start_models(config, run, num_steps if trains else None)

@@ -63,7 +63,7 @@ def _export_adapters(run: Run, group: WorkerGroup, model: TrainedModelConfig, fo
 
 @torch.no_grad()
 def verify_greedy(model_path: str, trajectories: str, max_samples: int) -> None:
-    """Generate again what the trajectories' prompts were answered, and compare token by token.
+    """Answer the trajectories' prompts again, and compare token by token.
 
     Raises:
         ValueError: no such model or file; answers of several turns; or an answer differs: names the first trajectory that does, and how

@@ -224,7 +224,7 @@ class RunLogger:
         resumed_step: the last step of the run that is resumed; None: the run is new. Metrics that an earlier run
             logged in this folder for later steps (for a new run: for all steps) are dropped.
         description: names the run in the progress bar.
-        figures: what the console line shows, where the metrics have it.
+        figures: the numbers of the console line, as far as the metrics have them.
         console: where to print; None: standard output.
         tracked: the run as trackers see it; required with any tracker.
     """
@@ -303,7 +303,7 @@ class RunLogger:
         To be called before `log` of the same step.
 
         Args:
-            tag: what they are called there.
+            tag: their name there.
         """
         if not rows:
             return
@@ -371,7 +371,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 
 def keep_lines(path: Path, last_step: int) -> None:
-    """Drop what a file of JSON lines holds of steps after `last_step`, and a last line that was cut off."""
+    """Drop lines of a file of JSON lines about steps after `last_step`, and a last line that was cut off."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     if lines and not _is_json(lines[-1]):
         lines.pop()
@@ -415,7 +415,7 @@ def _open_events(folder: Path, first_step: int) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         path.touch()
     _append_event(path, Event(wall_time=time.time(), file_version="brain.Event:2"))
-    # TensorBoard drops what earlier files of the folder hold from this step on.
+    # TensorBoard drops events of earlier files in the folder from this step on.
     restart = SessionLog(status=SessionLog.START)
     _append_event(path, Event(wall_time=time.time(), step=first_step, session_log=restart))
     return path

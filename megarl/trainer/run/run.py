@@ -115,7 +115,7 @@ class Run:
 
     @contextmanager
     def status(self, what: str) -> Iterator[None]:
-        """Print what takes a while, and afterwards the seconds."""
+        """Print the name of a slow block, and its seconds at the end."""
         self.say(f"{what} ...")
         begun = time.perf_counter()
         with self._noted(what):

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from megarl.cluster import WorkerGroup
 
 
-LOOP = "loop"  # what the main thread is called; others have their own names
+LOOP = "loop"  # name of the main thread; others have their own names
 CONTROLLER, REWARDS = "controller", "rewards"
 STEP = "step"
 # In the order in which they are shown; a role that is not here comes after these.
 _ROLES = (CONTROLLER, "rollout", REWARDS, "reward_model", "actor", "ref", "critic")
 _LAST_SECONDS = 1.0  # at the end of a run, which may have ended because a process does not answer
 _PARTS_APART = 1_000_000  # the numbers of threads of two parts of a rank
-# Calls that engines get several times a second while responses go on from step to step: shown as one until there is a pause.
+# A call that engines get several times a second while responses continue from step to step: shown as one span until a pause.
 _POLLED, _POLLS_APART = "land", 100_000_000
 _REWARDS_APART = 1_000_000  # nanoseconds between two samples from which on they are shown as two
 
@@ -143,7 +143,7 @@ def _names(pid: int, role: str, thread: _Thread) -> list[Event]:
 
 
 def _event(span: Span, pid: int, thread: int, step: int | None) -> Event:
-    begin, end = span.begin // 1000, span.end // 1000  # both rounded down: what is within another stays there
+    begin, end = span.begin // 1000, span.end // 1000  # both rounded down, so that nested spans stay nested
     event: Event = {"name": span.name, "pid": pid, "tid": thread, "ts": begin}
     event |= {"ph": "X", "dur": end - begin} if span.end > span.begin else {"ph": "i", "s": "g"}
     facts = span.facts if step is None else {"step": step, **span.facts}

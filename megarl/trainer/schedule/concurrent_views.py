@@ -73,7 +73,7 @@ def _with_memory_of(roles: Roles, run: Run, groups: list, recover: Recover) -> R
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.25
-# The main thread continues after so long without a task that was told to end; the task may wait for a reward and end later.
+# The main thread continues after this time without a task that was told to end; the task may wait for a reward and end later.
 _END_SECONDS = 5.0
 
 

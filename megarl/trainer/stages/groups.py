@@ -41,7 +41,7 @@ class Groups:
 
     @property
     def generated_tokens(self) -> int:
-        """Response tokens of all generations, of what was dropped too."""
+        """Response tokens of all generations, including dropped groups."""
         return sum(int(list_lengths(part.table, "response_mask").sum()) for part in self.parts)
 
     def distinct(self, prompts: pa.Table) -> pa.Table:
@@ -121,7 +121,7 @@ class Groups:
 
 
 def metric_values(scored: Scored, metric: str) -> np.ndarray:
-    """The metric that groups are compared by [rows]; "score" is what the reward gave, "seq_reward" what is trained on.
+    """The metric that groups are compared by [rows]; "score" is the reward's score, "seq_reward" the score for training.
 
     Raises:
         ValueError: the reward does not give the metric to every trajectory that it scored.

@@ -126,11 +126,11 @@ class ModelScores:
 
     Attributes:
         scores: float32 [rows].
-        cut: rows whose text was longer than the model reads [rows].
+        truncated: rows whose text was longer than the model reads [rows].
     """
 
     scores: np.ndarray
-    cut: np.ndarray
+    truncated: np.ndarray
 
 
 def load_reward_model(config: RewardModelConfig, policy: PreTrainedTokenizerBase) -> RewardModelInputs:
@@ -226,13 +226,13 @@ def score_with_model(run: Run, role: Role, batch: pa.Table, inputs: RewardModelI
     """
     lists = texts_of(batch, inputs)
     lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
-    cut = lengths > inputs.max_length
+    truncated = lengths > inputs.max_length
     scores = score_lists(run, role, [ids[: inputs.max_length] for ids in lists])
     scores = inputs.normalization.apply(scores)
     if not np.isfinite(scores).all():
         row = int(np.argmin(np.isfinite(scores)))
         raise NotFinite(f"the reward model's score of trajectory {batch['uid'][row]} is {scores[row]}", batch)
-    return ModelScores(scores, cut)
+    return ModelScores(scores, truncated)
 
 
 def score_lists(run: Run, role: Role, lists: list[np.ndarray]) -> np.ndarray:
@@ -242,8 +242,10 @@ def score_lists(run: Run, role: Role, lists: list[np.ndarray]) -> np.ndarray:
     shared = lists + [shortest] * (rows_to_share(len(lists), role.layout) - len(lists))
     table = pa.table({"input_ids": from_ragged(*from_lists(shared, np.int32))})
     lengths = np.array([len(ids) for ids in shared])
-    cut = role.cut
-    shares = plan_rows(lengths, role.layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
+    batching = role.batching
+    shares = plan_rows(
+        lengths, role.layout, batching.max_tokens, batching.micro_batch_size, batching.pair_share
+    )
     results = run.wait(role.group.call("score_texts", run.put(table), run.put(shares)))
     return merge_scores(results, len(shared))[: len(lists)]
 

@@ -119,7 +119,7 @@ class Rewards:
         """Append `score` to trajectories that were submitted, in any order; waits for those that are open.
 
         Args:
-            when: such as "step 3", for reports of what failed.
+            when: such as "step 3", for reports of failed rewards.
             by_model: the reward model's scores; they and the scorer's are also added to the reward's numbers.
         """
         scored = join_scores(table, self._collect(table) if self.rule_weight else {})
@@ -154,7 +154,7 @@ class Rewards:
 
 
 def check_prompts(scorer: Scorer, prompts: pa.Table) -> None:
-    """ValueError: the scorer has no rule for a prompt, or the prompt not what its rule compares with."""
+    """ValueError: the scorer has no rule for a prompt, or the prompt lacks the ground truth of its rule."""
     columns = [prompts[name].to_pylist() for name in ("uid", "data_source", "ground_truth")]
     scorer.check(zip(*columns, strict=True))
 
@@ -178,7 +178,7 @@ def mix_scores(scored: Scored, by_model: ModelScores, rule_weight: float, model_
     """score = rule_weight * the scorer's + model_weight * the reward model's; 0 where the scorer failed."""
     rules = scored.scores
     mixed = np.where(scored.failed, 0.0, rule_weight * rules + model_weight * by_model.scores)
-    numbers = {"model": by_model.scores, "model_text_cut": by_model.cut.astype(np.float32)}
+    numbers = {"model": by_model.scores, "model_text_cut": by_model.truncated.astype(np.float32)}
     if rule_weight:
         numbers["rule"] = np.where(scored.failed, np.nan, rules)
     table = replace_column(scored.table, "score", pa.array(mixed.astype(np.float32)))

@@ -63,10 +63,10 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
     # One call where one group does both: each costs the controller time for every rank.
     both = wants_ref and ref.group is actor.group and needs_old_log_probs(config)
     if needs_old_log_probs(config):
-        plan, _ = update_plan(batch, actor.layout, actor.cut, seed, run.plans)
-        shares = run.put(first_pass_plan(plan, actor.cut.epochs))
+        plan, _ = update_plan(batch, actor.layout, actor.batching, seed, run.plans)
+        shares = run.put(first_pass_plan(plan, actor.batching.epochs))
         if both:
-            of_ref = run.put(forward_plan(batch, ref.layout, ref.cut, run.plans))
+            of_ref = run.put(forward_plan(batch, ref.layout, ref.batching, run.plans))
             calls.append(
                 (("actor", "ref"), actor.group.call("compute_both_log_probs", table, shares, of_ref))
             )
@@ -77,11 +77,11 @@ def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig
         batch = append_column(batch, "old_log_probs", ragged(batch, "rollout_log_probs"))
     # Calls of all roles are made before any is waited for, so that they run at once.
     if wants_ref and not both:
-        shares = forward_plan(batch, ref.layout, ref.cut, run.plans)
+        shares = forward_plan(batch, ref.layout, ref.batching, run.plans)
         method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
         calls.append((("ref",), ref.group.call(method, table, run.put(shares), "ref_log_probs")))
     if critic is not None:
-        shares = forward_plan(batch, critic.layout, critic.cut, run.plans)
+        shares = forward_plan(batch, critic.layout, critic.batching, run.plans)
         calls.append((("critic",), critic.group.call("compute_values", table, run.put(shares))))
     answers = [answer for names, refs in calls for answer in _by_role(names, run.wait(refs))]
     for _, results in answers:
@@ -171,8 +171,8 @@ def _start_update(
     """Call the update of "critic" or "actor" on `table`, the columns of `batch` in the object store; also returns metrics of its plan."""
     how = policy_update(config, controls, seed)
     role = roles.critic if name == "critic" else roles.actor
-    plan, counts = update_plan(batch, role.layout, role.cut, seed, run.plans)
-    packing = packing_metrics(name, plan, batch, role.layout, role.cut)
+    plan, counts = update_plan(batch, role.layout, role.batching, seed, run.plans)
+    packing = packing_metrics(name, plan, batch, role.layout, role.batching)
     # Arguments that are not in the object store are pickled for each rank: 0.7 s for a thousand ranks.
     shared = (table, run.put(plan), run.put(counts))
     if name == "critic":
@@ -183,7 +183,7 @@ def _start_update(
     if ptx_batches is None:
         return role.group.call("update_policy", *shared, how), packing
     examples = list(itertools.islice(ptx_batches, len(plan)))
-    joined, ptx = plan_ptx(examples, role.layout, role.cut, config.actor_rollout_ref.actor.ptx_coef)
+    joined, ptx = plan_ptx(examples, role.layout, role.batching, config.actor_rollout_ref.actor.ptx_coef)
     return role.group.call("update_policy", *shared, how, run.put(joined), run.put(ptx)), packing
 
 

@@ -77,7 +77,7 @@ def validate(
 
     Args:
         batch_size: prompts of a generation; None: all prompts of a set.
-        when: such as "validation after step 3", for reports of rewards that failed.
+        when: such as "validation after step 3", for reports of failed rewards.
         generating: a context manager in which the engines can generate.
         by_model: a reward model's scores of trajectories.
 

@@ -67,7 +67,7 @@ class PolicyUpdate:
         aggregation: from token losses to a mini-batch's loss.
         select: which tokens of each mini-batch the loss treats apart; None: none.
         target_kl: after a mini-batch whose ppo_kl (nats a token) is over this the step's others are left out; None: never.
-        seed: of what is drawn in the step.
+        seed: of the step's random choices.
     """
 
     aggregation: LossAggregation
@@ -79,12 +79,12 @@ class PolicyUpdate:
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a role's rows are cut; exactly one of the limits is set.
+    """How a role's rows are divided into mini- and micro-batches; exactly one of the limits is set.
 
     Attributes:
         mini_batch_size: trajectories of an optimizer step.
         max_tokens, micro_batch_size: the most tokens, or trajectories, of a micro-batch.
-        pair_share: as in `sequence_costs`: how much of what a trajectory costs is attention's.
+        pair_share: as in `sequence_costs`: the share of attention in the cost of a trajectory.
         share_prompts: whether trajectories of one prompt are kept together (`shared_prompts`).
     """
 
@@ -113,16 +113,16 @@ class Plans:
     read: tuple[bytes, ...] = ()
     made: dict[tuple[object, ...], Plan] = field(default_factory=dict)
 
-    def of(self, table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int = 0) -> Plan:
-        """As `plan_mini_batches`. `seed`: of the order, if `cut.shuffle`."""
+    def of(self, table: pa.Table, layout: ParallelLayout, batching: MicroBatching, seed: int = 0) -> Plan:
+        """As `plan_mini_batches`. `seed`: of the order, if `batching.shuffle`."""
         lengths = sequence_lengths(table)
-        shared = shared_of(table) if cut.share_prompts else None
+        shared = shared_of(table) if batching.share_prompts else None
         read = (lengths.tobytes(), b"" if shared is None else shared.tobytes())
         if read != self.read:
             self.read, self.made = read, {}
-        key = (layout.dp, _schedule_multiple(layout), cut, seed if cut.shuffle else 0)
+        key = (layout.dp, _schedule_multiple(layout), batching, seed if batching.shuffle else 0)
         if key not in self.made:
-            self.made[key] = _plan(lengths, shared, layout, cut, seed)
+            self.made[key] = _plan(lengths, shared, layout, batching, seed)
         return self.made[key]
 
 
@@ -132,30 +132,34 @@ def shared_of(table: pa.Table) -> np.ndarray:
 
 
 def _plan(
-    lengths: np.ndarray, shared: np.ndarray | None, layout: ParallelLayout, cut: MicroBatching, seed: int
+    lengths: np.ndarray, shared: np.ndarray | None, layout: ParallelLayout, batching: MicroBatching, seed: int
 ) -> Plan:
     limits = {
         "num_dp": layout.dp,
-        "mini_batch_size": cut.mini_batch_size,
-        "max_tokens": cut.max_tokens,
-        "micro_batch_size": cut.micro_batch_size,
-        "epochs": cut.epochs,
-        "shuffle": cut.shuffle,
+        "mini_batch_size": batching.mini_batch_size,
+        "max_tokens": batching.max_tokens,
+        "micro_batch_size": batching.micro_batch_size,
+        "epochs": batching.epochs,
+        "shuffle": batching.shuffle,
         "seed": seed,
         "multiple_of": _schedule_multiple(layout),
     }
-    together = None if shared is None else plan_groups(lengths, shared, pair_share=cut.pair_share, **limits)
-    return together or plan_mini_batches(lengths, costs=sequence_costs(lengths, cut.pair_share), **limits)
+    together = (
+        None if shared is None else plan_groups(lengths, shared, pair_share=batching.pair_share, **limits)
+    )
+    return together or plan_mini_batches(
+        lengths, costs=sequence_costs(lengths, batching.pair_share), **limits
+    )
 
 
 def forward_plan(
-    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, plans: Plans | None = None
+    table: pa.Table, layout: ParallelLayout, batching: MicroBatching, plans: Plans | None = None
 ) -> list[list[list[int]]]:
     """All rows of a table as one batch: by data parallel rank, by micro-batch, row numbers.
 
     plans: those that were made before; None: none.
     """
-    whole = replace(cut, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
+    whole = replace(batching, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
     return (plans or Plans()).of(table, layout, whole)[0]
 
 
@@ -189,13 +193,13 @@ def plan_rows(
 
 
 def update_plan(
-    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int, plans: Plans | None = None
+    table: pa.Table, layout: ParallelLayout, batching: MicroBatching, seed: int, plans: Plans | None = None
 ) -> tuple[Plan, list[LossCounts]]:
     """The mini-batches of all epochs, and the trained tokens and trajectories of each.
 
     plans: as for `forward_plan`.
     """
-    plan = (plans or Plans()).of(table, layout, cut, seed)
+    plan = (plans or Plans()).of(table, layout, batching, seed)
     live = _live_tokens(table)
     counts = []
     for shares in plan:
@@ -213,7 +217,7 @@ def _live_tokens(table: pa.Table) -> np.ndarray:
 
 
 def packing_metrics(
-    role: str, plan: Plan, table: pa.Table, layout: ParallelLayout, cut: MicroBatching
+    role: str, plan: Plan, table: pa.Table, layout: ParallelLayout, batching: MicroBatching
 ) -> dict[str, float]:
     """Metrics of a plan: `perf/<role>/padding`, the share of packed tokens that only make ranks' shares equal,
     the figures of `PlanFigures`, and where prompts are shared `perf/<role>/shared`, the part of all tokens that is not computed."""
@@ -221,9 +225,9 @@ def packing_metrics(
     micros = [rows for shares in plan for share in shares for rows in share]
     real = int(sums_of(lengths, micros).sum())
     packed = aligned_total(lengths, micros, tp=layout.tp, cp=layout.cp, sequence_parallel=layout.sp)
-    figures = plan_figures(plan, sequence_costs(lengths, cut.pair_share))
+    figures = plan_figures(plan, sequence_costs(lengths, batching.pair_share))
     found = {"padding": 1 - real / packed, **asdict(figures)}
-    if cut.share_prompts:
+    if batching.share_prompts:
         found["shared"] = float(_shared_in(plan, table).sum() / real)
     return {f"perf/{role}/{name}": value for name, value in found.items()}
 

@@ -257,7 +257,7 @@ class ModelWorker:
         return [found]
 
     def start_profile(self) -> None:
-        """Trace what this rank does from now on."""
+        """Begin a profiler trace of this rank."""
         self.profile = Profile()
 
     def write_profile(self, path: str) -> None:
@@ -332,7 +332,7 @@ class ModelWorker:
         In float16 a step whose gradient overflowed is left out (`ok` is false) and the loss scale lowered.
 
         Args:
-            names: of what is in the micro-batches, for the error.
+            names: gives the names of the micro-batches' sequences, for the error.
 
         Raises:
             FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
@@ -396,7 +396,7 @@ class ModelWorker:
         return saving.written.done()
 
     def finish_save(self, role: str) -> dict[str, FileFacts]:
-        """Wait for what `begin_save` began.
+        """Wait for the save that `begin_save` began.
 
         Returns: the files that this rank wrote, by name in the folder; they are flushed.
 

@@ -72,14 +72,16 @@ def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> SftLoad
 
 
 def plan_ptx(
-    batches: Sequence[pa.Table], layout: ParallelLayout, cut: MicroBatching, coef: float
+    batches: Sequence[pa.Table], layout: ParallelLayout, batching: MicroBatching, coef: float
 ) -> tuple[pa.Table, PtxUpdate]:
     """The examples of a step's mini-batches, one table of `SFT_SCHEMA` each, as one table and the rows of each rank."""
     plan: Plan = []
     counts, start = [], 0
     for batch in batches:
         lengths = list_lengths(batch, "input_ids")
-        shares = plan_rows(lengths, layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
+        shares = plan_rows(
+            lengths, layout, batching.max_tokens, batching.micro_batch_size, batching.pair_share
+        )
         plan.append([[[start + row for row in micro] for micro in share] for share in shares])
         # No token predicts the first one of an example.
         counts.append(sum(sum(mask[1:]) for mask in batch["loss_mask"].to_pylist()))

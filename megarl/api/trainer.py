@@ -295,6 +295,7 @@ class Trainer:
         """
         for name in unknown:
             raise ValueError(f"Trainer({name}=...): {key_advice(name) or 'there is no such argument'}")
+        # All checks that need no process come first.
         config = _with_models(config, actor_model, critic_model)
         _refuse_keys_of_the_loop(config)
         check_config(config, data_files=False)
@@ -334,6 +335,7 @@ class Trainer:
             }
             self._checkpoints = policy_checkpoints(self.config, self._run, self._roles, parts)
             self.step = self.collector.version = self._checkpoints.resume()
+            # From here on `close` ends the run.
             stack.push(self._finish)
             self._stack = stack.pop_all()
 

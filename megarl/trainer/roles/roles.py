@@ -59,6 +59,7 @@ def start_roles(
     policy = config.actor_rollout_ref
     actor_pool, engine_pool = run.pools[policy.actor.resource_pool], run.pools[policy.rollout.resource_pool]
     layout = ParallelLayout.from_config(policy.actor.megatron, len(actor_pool))
+    # The plan of the weight sync decides which devices the engines take, before they start.
     order = engine_devices(policy.rollout, model, layout, actor_pool, engine_pool)
     freed = frees_engines(config, gpu_pools(run))
     adapters, way = served_adapters(policy.rollout, model, policy.model.lora, freed)
@@ -79,6 +80,7 @@ def start_roles(
         run.wait([ref for group in run.groups for ref in group.started])
     say_layers(run, actor.group, actor_pool)
     timeout, skip = config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
+    # Connecting and syncing are repeated after each engine restart; `roles` exists by then.
     join = partial(connect, run, actor.group, engines, sync, timeout, skip)
     facts = join()
     memory = device_memory(config, run, actor, engines, critic, ref, reward_model, trains=trains)

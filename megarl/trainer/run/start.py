@@ -91,6 +91,7 @@ def open_run(
         run.profile_steps, run.profile_ranks = trainer.profile_steps, trainer.profile_ranks
         if trainer.timeline_mb:
             run.timeline = Timeline(folder, trainer.timeline_mb, goes_on=resumed is not None)
+        # The logger opens last: it drops lines after the step that the run continues from.
         tracked = TrackedRun(trainer.project_name, trainer.experiment_name, to_dict(config))
         run.logger = stack.enter_context(
             RunLogger(

@@ -37,12 +37,13 @@ def make_views(
         deferred: restarts engines that are lost during the block.
         busy: marks of processes that should be working although no call waits for them.
     """
-    judge = [roles.reward_model.group] if roles.reward_model is not None else []
-    collecting = [roles.engines, *judge]
+    # The reward model scores what the engines generate, so that it belongs to the collecting view.
+    scoring = [roles.reward_model.group] if roles.reward_model is not None else []
+    collecting = [roles.engines, *scoring]
     learning = [group for group in run.groups if group not in collecting]
     assert run.watch is not None, "a run with engines"
     idle_timeout, cluster = run.watch.idle_timeout, run.watch.cluster
-    phases = [*run.phases]
+    phases = [*run.phases]  # shared with the other view, for reports of failures
     collector = replace(
         run,
         watched=collecting,

@@ -116,6 +116,7 @@ class ModelWorker:
                 seed=spec.megatron.seed,
             )
         self.coords = coords()
+        # With a base model this rank shares its weights and parallel state, and adds adapters and a value head of its own.
         self.config = read_model_config(spec.path)
         self.dtype = platform.resolve_dtype(spec.megatron.dtype)
         self.adapter = ADAPTER if base is None else f"{ADAPTER}_{spec.head}"
@@ -130,6 +131,7 @@ class ModelWorker:
         if spec.share_prompts is not None:
             model, dropout = unwrap(self.chunks)[0].config, spec.lora.dropout if spec.adapted else 0.0
             check_model(spec.share_prompts, model, self.layout, dropout)
+        # Adapters come before the wrapper for training, so that only they get gradients and optimizer states.
         if spec.adapted:
             self._adapt()
         if spec.optim is not None:

@@ -1,4 +1,4 @@
-"""What `megarl replay` prints; real replays are in test_debugging_runs.py."""
+"""The output of `megarl replay`; real replays are in test_debugging_runs.py."""
 
 import io
 

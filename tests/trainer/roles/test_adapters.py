@@ -1,4 +1,4 @@
-"""Sections `lora` against the models' files, before anything is started."""
+"""Sections `lora` against the models' files, and whether engines serve adapters or merged weights."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What an engine is started with, from a run's configuration."""
+"""The rollout engines of a run: their configuration, deterministic responses, and news of a slow start."""
 
 import threading
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which devices a run may ask for on a machine that is all it has."""
+"""The devices that a run may ask for on a single machine, and the process kinds of its fork servers."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`run.json`: what a run is, and how it ended."""
+"""`run.json` (the facts of a run and its outcome), and the lines that a run prints when it starts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs that lose a process are started again; the process and the training are made up here."""
+"""Restarts after a lost process, with a simulated process and training, and errors of a full disk."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""How long a run will still take; by hand."""
+"""The metrics of a run on the console, in TensorBoard, in trackers and in `metrics.jsonl`, and the time that is left."""
 
 import importlib
 import io

@@ -1,4 +1,4 @@
-"""Batches that are collected while the models learn: which, when, and what becomes of them; nothing is started."""
+"""Batches that are collected while the models learn: which ones, when, and after failures; no process is started."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""A task beside the main thread: who hears of whose failure, and what is done where."""
+"""A background task: how failures reach the other thread, and where requested calls run."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Which groups a step takes, how many prompts are under way, and what a checkpoint has of it; nothing is started."""
+"""Which groups a step takes, how many prompts are in flight, and what a checkpoint holds of them; no process is started."""
 
 import random
 

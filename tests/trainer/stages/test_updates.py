@@ -1,4 +1,4 @@
-"""What the controller tells the actor of a step's updates, and what it logs of them."""
+"""Log-probs, values and updates of a step: the calls of the ranks, and the metrics of their results."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Checkpoints as the controller has the ranks of a role save and load them: whole models, and adapters in two roles."""
+"""Checkpoints of a role's ranks: full models, and adapters in two roles."""
 
 import shutil
 from dataclasses import replace

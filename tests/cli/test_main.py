@@ -136,7 +136,7 @@ def test_a_reader_that_stops_is_no_error(arguments: str, code: int) -> None:
         assert (result.stdout, result.stderr) == (f"{code}\n", "")
 
 
-def test_only_what_is_missing_is_said_to_be_missing() -> None:
+def test_only_missing_arguments_are_reported_as_missing() -> None:
     assert megarl("train").stderr.endswith("the following arguments are required: recipe\n")
 
 

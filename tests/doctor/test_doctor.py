@@ -62,7 +62,7 @@ def test_a_good_node_is_good() -> None:
         ({"probe": False}, (FAILURE, "run folder")),
     ],
 )
-def test_what_is_wrong_with_a_node(changes: dict[str, object], expected: tuple[str, str]) -> None:
+def test_findings_about_a_node(changes: dict[str, object], expected: tuple[str, str]) -> None:
     assert bad(judged(**changes)) == [expected]
     assert all(finding.advice for finding in judged(**changes) if finding.level != OK)
 
@@ -90,7 +90,7 @@ def test_drivers_are_judged_by_the_cuda_that_torch_is_built_for(
     assert [finding.what for finding in judged(cuda=cuda, gpus=gpus) if finding.level != OK] == found
 
 
-def test_what_is_missing_comes_with_its_purpose_and_a_command() -> None:
+def test_missing_packages_come_with_their_purpose_and_a_command() -> None:
     bare = {name: version for name, version in VERSIONS.items() if name not in ("megatron-core", "sglang")}
     node = replace(
         NODE, gpus=(), cuda=None, versions=bare, missing=("megatron-core", "sglang", "fastapi", "orjson")

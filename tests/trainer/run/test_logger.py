@@ -116,7 +116,7 @@ def test_the_console_shows_one_answer_in_a_few_lines(tmp_path: Path) -> None:
     assert text.getvalue() == ""
 
 
-def test_the_time_left_is_in_the_line_and_beside_the_bar(tmp_path: Path) -> None:
+def test_the_time_left_is_in_the_line_and_next_to_the_bar(tmp_path: Path) -> None:
     (out, lines), (terminal, bar) = console(), console(terminal=True)
     for printed in (out, terminal):
         with RunLogger(tmp_path, ["console"], 3, console=printed) as logger:
@@ -160,7 +160,7 @@ def test_a_terminal_has_a_progress_bar(tmp_path: Path) -> None:
     assert "step 2/4  reward 0.500" in text.getvalue()
 
 
-def test_tables_are_printed_beside_the_bar(tmp_path: Path) -> None:
+def test_tables_are_printed_above_the_bar(tmp_path: Path) -> None:
     out, text = console()
     table = Table("quantity")
     table.add_row("prompts a step")

@@ -135,7 +135,7 @@ def test_spans_know_the_step_that_had_begun(timeline, tmp_path):
         assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
 
-def test_what_is_collected_ahead_is_beside_the_loop(timeline, tmp_path):
+def test_collecting_ahead_is_a_thread_next_to_the_loop(timeline, tmp_path):
     def ahead():
         with timeline.span("generate", {}):
             began.set()

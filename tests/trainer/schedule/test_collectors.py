@@ -171,7 +171,7 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-def test_what_is_saved_is_what_goes_on(play: Play, tmp_path: Path) -> None:
+def test_a_saved_batch_is_the_one_that_is_continued_with(play: Play, tmp_path: Path) -> None:
     play.step(1)
     (tmp_path / "saved").mkdir()
     play.batches.save(tmp_path / "saved")
@@ -204,7 +204,7 @@ def test_a_batch_of_other_sizes_is_refused(play: Play, tmp_path: Path) -> None:
         other.load(tmp_path)
 
 
-def test_what_is_not_finite_is_its_own_steps(play: Play, tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_belongs_to_the_step_of_its_batch(play: Play, tmp_path: Path) -> None:
     """Found while step 1 learns, in batch 2: it is in the checkpoint, and step 2 is the one that is skipped or stops."""
     play.spoilt = 2
     play.step(1)

@@ -133,7 +133,7 @@ def test_only_columns_that_are_learnt_from_are_sent() -> None:
     assert learnt(batch, loss, f"{ACTOR}.kl_loss_type=full") == always | {"old_log_probs"}
 
 
-def test_what_is_selected_of_a_mini_batch() -> None:
+def test_the_tokens_selected_from_a_mini_batch() -> None:
     clip = update_of(
         config(f"{ACTOR}.policy_loss={{loss_mode: clip_cov, clip_cov_ratio: 0.1, clip_cov_lb: 2}}")
     )
@@ -164,7 +164,7 @@ def test_controls_follow_their_schedules_and_survive_a_resume() -> None:
     assert policy_update(settings, resumed, 0).options.clip_high == 0.1
 
 
-def test_what_is_logged_of_updates() -> None:
+def test_the_metrics_of_updates() -> None:
     first = {"actor/pg_loss": 0.2, "actor/tokens": 10.0, "actor/ppo_kl": 1.0, "grad_norm": 2.0, "lr": 1e-3}
     second = {"actor/pg_loss": 0.4, "actor/tokens": 30.0, "actor/ppo_kl": 3.0, "grad_norm": 4.0, "lr": 2e-3}
     metrics = _update_metrics("actor", [first, {**second, "stopped_early": 1.0}])

@@ -174,7 +174,7 @@ def _config(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace) -> None:
     config = _configured(TrainConfig, options)
     if not config.trainer.rollout_only and config.trainer.train_only is None:
-        _run_supervised("ppo", config)
+        _run_with_restarts("ppo", config)
         return
     from megarl.trainer.run.cluster_setup import cluster_setup_of
 
@@ -185,25 +185,25 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _sft(options: argparse.Namespace) -> None:
-    _run_supervised("sft", _configured(SFTConfig, options))
+    _run_with_restarts("sft", _configured(SFTConfig, options))
 
 
 def _rm(options: argparse.Namespace) -> None:
-    _run_supervised("rm", _configured(RMConfig, options))
+    _run_with_restarts("rm", _configured(RMConfig, options))
 
 
 def _dpo(options: argparse.Namespace) -> None:
-    _run_supervised("dpo", _configured(DPOConfig, options))
+    _run_with_restarts("dpo", _configured(DPOConfig, options))
 
 
-def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
+def _run_with_restarts(module: str, config: TrainConfig | TuningConfig) -> None:
     """Run `train` of a module of trainer/loops, with restarts."""
     from megarl.trainer.run.cluster_setup import cluster_setup_of
 
     with cluster_setup_of(config) as premises:  # fork servers import while this process does
-        from megarl.trainer.run.failures import supervised
+        from megarl.trainer.run.failures import with_restarts
 
-        supervised(config, import_module(f"megarl.trainer.loops.{module}").train, premises)
+        with_restarts(config, import_module(f"megarl.trainer.loops.{module}").train, premises)
 
 
 def _eval(options: argparse.Namespace) -> None:

@@ -30,8 +30,8 @@ from megarl.doctor.nodes import (
     WARNING,
     Finding,
     NodeFacts,
-    judge_node,
-    judge_nodes,
+    check_node,
+    check_nodes,
     node_facts,
 )
 from megarl.doctor.preflight import preflight
@@ -63,7 +63,7 @@ CHECKPOINT_BYTES_PER_PARAMETER = 16
 def examine_here() -> list[Finding]:
     """Findings about this machine without a recipe: packages, GPUs, and free memory and disk."""
     node = node_facts(".", PROBE_FILE)
-    return judge_node(node, len(node.gpus) or None, {})
+    return check_node(node, len(node.gpus) or None, {})
 
 
 def examine(config: TrainConfig) -> list[Finding]:
@@ -117,8 +117,8 @@ def _machines(config: TrainConfig, folder: Path) -> list[Finding]:
             return [Finding(FAILURE, "devices", str(error), advice)]
         on_gpus = any(pool.use_gpu for pool in run.pools.values())
         per_node = max(pool.n_gpus_per_node for pool in config.resource_pools.values()) if on_gpus else None
-        found = judge_nodes(_nodes(run, folder), per_node, _needs(config))
-        return found + [_talk(run, name) for name in run.pools]
+        found = check_nodes(_nodes(run, folder), per_node, _needs(config))
+        return found + [_bandwidth(run, name) for name in run.pools]
 
 
 def _inputs(config: TrainConfig) -> Iterator[Finding]:
@@ -186,7 +186,7 @@ def _nodes(run: Run, folder: Path) -> list[NodeFacts]:
     return facts
 
 
-def _talk(run: Run, pool: str) -> Finding:
+def _bandwidth(run: Run, pool: str) -> Finding:
     """Whether all devices of a pool reach each other in one process group, and at which bandwidth."""
     devices = run.pools[pool]
     what = f"devices of pool {pool}"

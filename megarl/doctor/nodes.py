@@ -1,6 +1,6 @@
 """The facts of a machine of the cluster, and findings about them for a job.
 
-`node_facts` runs on every node and imports little; `judge_nodes` and `judge_node` start nothing.
+`node_facts` runs on every node and imports little; `check_nodes` and `check_node` start nothing.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Finding:
     command: str = ""
 
 
-def judge_nodes(
+def check_nodes(
     nodes: Sequence[NodeFacts], gpus_per_node: int | None, needed: dict[str, int]
 ) -> list[Finding]:
     """Findings about the machines of a cluster.
@@ -176,12 +176,12 @@ def judge_nodes(
     """
     found = list(_between(nodes))
     for node in nodes:
-        found += judge_node(node, gpus_per_node, needed)
+        found += check_node(node, gpus_per_node, needed)
     return found
 
 
-def judge_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> list[Finding]:
-    """Findings about one machine by itself; arguments as of `judge_nodes`."""
+def check_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> list[Finding]:
+    """Findings about one machine by itself; arguments as of `check_nodes`."""
     on_gpus = gpus is not None
     return [
         *_packages(node, on_gpus),

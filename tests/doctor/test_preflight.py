@@ -83,7 +83,7 @@ def test_the_command_tells_before_it_starts_anything(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr("megarl.cli.main._run_supervised", lambda *_: pytest.fail("a process would start"))
+    monkeypatch.setattr("megarl.cli.main._run_with_restarts", lambda *_: pytest.fail("a process would start"))
     keys = [*PPO, *on(task, tmp_path / "run"), f"{ROLLOUT}.tensor_model_parallel_size=3"]
     assert main(["train", *keys]) == 2
     assert f"{ROLLOUT}.tensor_model_parallel_size=3" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from megarl.megatron.packed import PackedBatch
 from megarl.megatron.parallel import coords
 from megarl.megatron.sequences import sequence_ids
 from megarl.megatron.step import train_step
-from megarl.trainer.workers.actor import ActorWorker, whole_sequences, with_selection
+from megarl.trainer.workers.actor import ActorWorker, trajectories_of, with_selection
 from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate, merge_columns
 from tests.megatron.hf import VOCAB, check_gradients, make_table, optimizer_settings, place_model, save_model
 
@@ -104,7 +104,7 @@ def _train(rank: int, world: int, layout: dict, folder: str, table: pa.Table, mo
             weights=batch.fields["loss_weights"],
             old_log_probs=batch.fields["old_log_probs"],
             advantages=batch.fields["advantages"],
-            sequences=whole_sequences(batch),
+            sequences=trajectories_of(batch),
         )
         return actor_loss(output.view(batch.num_tokens, -1)[:, 0], None, tokens, options)
 

@@ -181,12 +181,12 @@ def refusals(config: TrainConfig | TuningConfig, folder: Path) -> list[str]:
 
 def likely_refusals(config: TrainConfig | TuningConfig) -> list[str]:
     """`refusals` for the checkpoint that a run would continue from if that is complete; empty without one."""
-    folder = checkpoint_to_go_on_from(config)
+    folder = checkpoint_to_resume(config)
     found = [] if folder is None else refusals(config, folder)
     return [f"the run cannot go on from {folder}: {reason}" for reason in found]
 
 
-def checkpoint_to_go_on_from(config: TrainConfig | TuningConfig) -> Path | None:
+def checkpoint_to_resume(config: TrainConfig | TuningConfig) -> Path | None:
     """The folder of the checkpoint that a run continues from if its files are complete, which is not checked; None: there is none.
 
     Args:

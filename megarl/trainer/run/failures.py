@@ -30,7 +30,7 @@ from megarl.trainer.run.preemption import REQUEUE, Preemption
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
 
 
-def supervised(config: C, train: Callable[[C, Premises | None], str], premises: Premises | None) -> str:
+def with_restarts(config: C, train: Callable[[C, Premises | None], str], premises: Premises | None) -> str:
     """Call `train(config, premises)`, again after each lost process, at most `trainer.max_restarts` times; returns its result.
 
     All processes of the lost run have ended before a restart. A rank that raises is not restarted: it would raise again.
@@ -52,7 +52,7 @@ def supervised(config: C, train: Callable[[C, Premises | None], str], premises: 
 
 
 @contextmanager
-def not_again_once_told(preemption: Preemption) -> Iterator[None]:
+def ending_after_signal(preemption: Preemption) -> Iterator[None]:
     """End a run that was told to end and then loses a process with REQUEUE: the sender of the signal restarts it, not this process.
 
     Raises:

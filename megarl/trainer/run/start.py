@@ -27,7 +27,7 @@ from megarl.trainer.run.checkpoints import find_resumed, open_store
 from megarl.trainer.run.cluster_setup import cluster_setup_of
 from megarl.trainer.run.earlier_runs import CHECKPOINTS
 from megarl.trainer.run.facts import Facts, opening_lines, recorded
-from megarl.trainer.run.failures import naming_keys, not_again_once_told
+from megarl.trainer.run.failures import ending_after_signal, naming_keys
 from megarl.trainer.run.logger import RunLogger, TrackedRun
 from megarl.trainer.run.preemption import REQUEUE, noting_signals
 from megarl.trainer.run.run import Run
@@ -84,7 +84,7 @@ def open_run(
         run.store, run.resumed, run.relays_from = store, resumed, trainer.relays_from
         if resumable and signals:  # replaces the handlers that Ray has set
             run.preemption = stack.enter_context(noting_signals())
-            stack.enter_context(not_again_once_told(run.preemption))
+            stack.enter_context(ending_after_signal(run.preemption))
         run.say("\n".join(opening_lines(config, plan, total_steps, facts or {}, folder)))
         if isinstance(config, TrainConfig):
             run.trajectory_folder = Path(trainer.rollout_data_dir)

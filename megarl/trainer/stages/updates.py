@@ -124,7 +124,7 @@ def update(
     Args:
         ptx_batches: batches of data.ptx, one for each mini-batch of the actor; None: there is no auxiliary loss.
     """
-    table, metrics = run.put(learnt_of(batch, config)), {}
+    table, metrics = run.put(learning_columns(batch, config)), {}
     trains_actor = roles.critic is None or step > config.critic.warmup_steps
     trained = [
         name for name, there in (("critic", roles.critic is not None), ("actor", trains_actor)) if there
@@ -147,7 +147,7 @@ def update(
     return metrics
 
 
-def learnt_of(batch: pa.Table, config: TrainConfig) -> pa.Table:
+def learning_columns(batch: pa.Table, config: TrainConfig) -> pa.Table:
     """The columns of trajectories that the updates use."""
     actor, names = config.actor_rollout_ref.actor, LEARNT
     if "old_log_probs" not in batch.column_names:  # the update compares its own with the engine's

@@ -169,7 +169,7 @@ class ActorWorker(ModelWorker):
                 full_kl=output[:, 2] if full_kl else None,
                 rollout_is_weights=batch.fields.get("rollout_is_weights"),
                 selected=batch.fields["selected"] > 0 if how.select is not None else None,
-                sequences=whole_sequences(batch),
+                sequences=trajectories_of(batch),
             )
             value, sums = actor_loss(log_probs, output[:, 1], tokens, how.options)
             if first is not None:
@@ -253,7 +253,7 @@ def pack_weighted(
     return worker.pack_share(local, renumbered, fields)
 
 
-def whole_sequences(batch: PackedBatch) -> Sequences:
+def trajectories_of(batch: PackedBatch) -> Sequences:
     """The trajectories of a micro-batch, also where each context parallel rank holds a part of them."""
     ids, count = sequence_ids(batch), len(batch.lengths)
     if batch.cp == 1:

@@ -102,7 +102,7 @@ class ActorCriticWorker(ActorWorker):
 
     def compute_values(self, table: pa.Table, shares: list[Share]) -> RowColumns | None:
         """As `CriticWorker.compute_values`."""
-        with self._critics_turn():
+        with self._with_critic():
             return self.critic.compute_values(table, shares)
 
     def update_values(
@@ -115,10 +115,10 @@ class ActorCriticWorker(ActorWorker):
         vf_coef: float = 1.0,
     ) -> list[dict[str, float]]:
         """As `CriticWorker.update_values`."""
-        with self._critics_turn():
+        with self._with_critic():
             return self.critic.update_values(table, plan, counts, aggregation, clip, vf_coef)
 
-    def _critics_turn(self) -> AbstractContextManager[None]:
+    def _with_critic(self) -> AbstractContextManager[None]:
         return in_turn(self._critics, self._actors)
 
 

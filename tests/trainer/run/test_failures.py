@@ -17,7 +17,7 @@ from megarl.cluster.ranks import RankError, RankProcess
 from megarl.config import SFTConfig, TrainConfig, load_config, resolve
 from megarl.data.trajectories import write_parquet
 from megarl.trainer.health.monitor import _write as write_finding
-from megarl.trainer.run.failures import advice, naming_keys, not_again_once_told, supervised
+from megarl.trainer.run.failures import advice, ending_after_signal, naming_keys, with_restarts
 from megarl.trainer.run.logger import RunLogger, read_metrics
 from megarl.trainer.run.preemption import REQUEUE, Preemption
 from tests.disks import small_disk
@@ -57,7 +57,7 @@ def config(folder: Path, **trainer: object) -> SFTConfig:
 
 def test_every_loss_costs_one_restart(tmp_path: Path, capsys) -> None:
     training = Training(*LOSSES)
-    assert supervised(config(tmp_path, max_restarts=3), training, "premises") == "hf"
+    assert with_restarts(config(tmp_path, max_restarts=3), training, "premises") == "hf"
     assert len(training.started) == 4
     assert training.premises == ["premises", None, None, None]  # they end with the first cluster
     said = capsys.readouterr().out
@@ -68,23 +68,23 @@ def test_every_loss_costs_one_restart(tmp_path: Path, capsys) -> None:
 def test_the_last_loss_is_the_runs_end(tmp_path: Path, allowed: int) -> None:
     training = Training(*LOSSES)
     with pytest.raises(type(LOSSES[allowed])):
-        supervised(config(tmp_path, max_restarts=allowed), training, None)
+        with_restarts(config(tmp_path, max_restarts=allowed), training, None)
     assert len(training.started) == allowed + 1
 
 
 def test_what_a_rank_raises_is_no_loss(tmp_path: Path) -> None:
     training = Training(WorkerFailed(PROCESS, RankError("ValueError", "wrong", "", 0.0, "")))
     with pytest.raises(WorkerFailed):
-        supervised(config(tmp_path, max_restarts=3), training, None)
+        with_restarts(config(tmp_path, max_restarts=3), training, None)
     assert len(training.started) == 1
 
 
 def test_a_run_that_was_told_to_end_is_not_started_again_here(capsys) -> None:
     preemption = Preemption()
-    with pytest.raises(WorkerDied), not_again_once_told(preemption):
+    with pytest.raises(WorkerDied), ending_after_signal(preemption):
         raise LOSSES[0]
     preemption.note(signal.SIGUSR1, None)
-    with pytest.raises(SystemExit) as ended, not_again_once_told(preemption):
+    with pytest.raises(SystemExit) as ended, ending_after_signal(preemption):
         raise LOSSES[0]
     assert ended.value.code == REQUEUE
     assert "to be started again: the run was told to end (SIGUSR1)" in capsys.readouterr().out
@@ -109,11 +109,11 @@ def test_every_command_that_trains_is_started_again(
 def test_it_goes_on_from_its_own_checkpoint_not_from_where_it_began(tmp_path: Path) -> None:
     begun = config(tmp_path, max_restarts=1, resume_mode="path", resume_from_path="elsewhere/step-3")
     without = Training(LOSSES[0])
-    supervised(begun, without, None)
+    with_restarts(begun, without, None)
     assert without.started[1] == begun
     (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
     training = Training(LOSSES[0])
-    supervised(begun, training, None)
+    with_restarts(begun, training, None)
     assert (training.started[1].trainer.resume_mode, training.started[1].trainer.resume_from_path) == (
         "auto",
         None,

@@ -19,7 +19,13 @@ from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.inputs import check_names
 from megarl.trainer.stages.nonfinite import NotFinite
-from megarl.trainer.stages.updates import _update_metrics, evaluate_models, learnt_of, policy_update, update
+from megarl.trainer.stages.updates import (
+    _update_metrics,
+    evaluate_models,
+    learning_columns,
+    policy_update,
+    update,
+)
 from megarl.trainer.workers.dispatch import MicroBatching, Plans
 from tests.trainer.workers.test_dispatch import batch
 
@@ -124,7 +130,7 @@ def test_only_columns_that_are_learnt_from_are_sent() -> None:
     always = {"uid", "prompt_ids", "response_ids", "response_mask", "advantages", "values", "returns"}
 
     def learnt(batch: pa.Table, *overrides: str) -> set[str]:
-        return set(learnt_of(batch, config(*overrides)).column_names)
+        return set(learning_columns(batch, config(*overrides)).column_names)
 
     assert learnt(batch) == always | {"old_log_probs"}
     assert learnt(batch.drop_columns("old_log_probs")) == always | {"rollout_log_probs"}

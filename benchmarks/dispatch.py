@@ -49,11 +49,9 @@ from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.roles.types import SyncFacts, VersionFacts
 from megarl.trainer.roles.weight_sync import sync_weights
 from megarl.trainer.run.run import Run
-from megarl.trainer.stages.advantages import compute_batch_advantages
-from megarl.trainer.stages.controls import make_controls
-from megarl.trainer.stages.passes import evaluate_models
+from megarl.trainer.stages.advantages import compute_batch_advantages, make_controls
 from megarl.trainer.stages.rollouts import APART, generate
-from megarl.trainer.stages.updates import learnt_of, update
+from megarl.trainer.stages.updates import evaluate_models, learning_columns, update
 from megarl.trainer.workers.dispatch import READ, MicroBatching, columns_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,7 +142,7 @@ def one_step(
         with meter.phase("save trajectories"):
             write_trajectories(batch, dump)
         dump.unlink()
-    sent.append(learnt_of(batch, config).nbytes)
+    sent.append(learning_columns(batch, config).nbytes)
     with meter.phase("update"):
         update(run, roles, batch, config, controls, step, step)
     return {

@@ -56,7 +56,7 @@ def make_trainer_config(
     Raises:
         ValueError: unknown keys, values of a wrong type, trajectories that do not divide into prompts.
     """
-    _refuse_foreign(keys)
+    _refuse_aliases(keys)
     estimator = _ESTIMATORS.get(algo, algo)
     if rollouts_per_prompt is None:
         rollouts_per_prompt = 1 if estimator in ("gae", "remax") else _GROUP_SIZE
@@ -84,7 +84,7 @@ def make_trainer_config(
     return load_config(TrainConfig, None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
 
 
-def _refuse_foreign(keys: dict[str, Any]) -> None:
+def _refuse_aliases(keys: dict[str, Any]) -> None:
     """ValueError for arguments that other trainers' functions of this name have."""
     for name in keys:
         if "." not in name and key_advice(name) is not None:

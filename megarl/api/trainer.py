@@ -1,56 +1,196 @@
-"""The Python API, for scripts and notebooks: collect trajectories, update the policy, step by step.
-
-    from megarl import Trainer, make_trainer_config
-
-    config = make_trainer_config(algo="ppo", devices=8, rollouts_per_device=64, actor_micro_batch_size=4)
-    with Trainer(config, actor_model="Qwen/Qwen2.5-0.5B-Instruct", reward_fn=score) as trainer:
-        while trainer.step < 100 and not trainer.stop:  # health.early_stop
-            data = trainer.collect_data(prompts)
-            results = trainer.update_policy(data)
-            print(trainer.step, results["reward"])
-        trainer.save("policy")
-
-docs/api.md has a complete program, and all types. It is `megarl train` cut in two: the same configuration, processes and stages, in the
-same order. With trainer.save_freq (or `save_checkpoint`) the same program, started again after whatever ended it, goes on from its
-last checkpoint, bit for bit.
-"""
+"""The Python API, for scripts and notebooks: give prompts, collect trajectories, update the policy, step by step."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 from ray import cloudpickle
+from transformers import PreTrainedTokenizerBase
 
-from megarl.api.prompts import Prompts, PromptSupply
-from megarl.config import TrainConfig, check_config, needs_rules, resolve
+from megarl.config import DataConfig, TrainConfig, check_config, needs_rules, resolve
 from megarl.config.aliases import key_advice
 from megarl.config.loading.hub import fetch_models
+from megarl.data.files import DataFile, find
+from megarl.data.loader import BatchLoader, TableFeed
+from megarl.data.prompts import ANSWER_KEY, PromptReader, Row
+from megarl.data.samplers import make_sampler
+from megarl.data.trajectories import PROMPT_SCHEMA
 from megarl.rewards.processes.scorer import Scorer, make_scorer
 from megarl.trainer.health.monitor import start_monitor, watch
 from megarl.trainer.loops.ppo import collect, epochs, learn
 from megarl.trainer.roles.roles import policy_checkpoints, start_roles
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.export import ADAPTER_FOLDER, export_hf
-from megarl.trainer.run.opening import model_text
+from megarl.trainer.run.facts import model_text
 from megarl.trainer.run.preemption import ending_at_once
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.run.timeline import STEP
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import ModelInputs, load_model_inputs
-from megarl.trainer.stages.nonfinite import whole_step
+from megarl.trainer.stages.nonfinite import finite_step
+from megarl.trainer.stages.prompt_data import reading
 from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.scoring import Rewards, check_prompts
 from megarl.trainer.workers.ptx import load_ptx
 from megarl.util.plugins import load_plugins
+
+DATA_SOURCE = "python"  # the data source of prompts that name none
+
+
+class HasTable(Protocol):
+    """A data set, such as a PromptDataset."""
+
+    table: pa.Table
+
+
+Prompts = Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]] | pa.Table | HasTable
+
+
+class PromptSupply:
+    """Batches of the program's prompts; the same prompts given again continue after the last batch."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        check: Callable[[pa.Table], None],
+        several_turns: bool = False,
+    ) -> None:
+        """`check`: raises a ValueError for prompts that the run cannot use; `several_turns`: see `read_prompts`."""
+        self._data, self._tokenizer, self._check = data, tokenizer, check
+        self._several_turns = several_turns
+        self._given: Any = None
+        self._digest: str | None = None  # of the last given prompts
+        self._loader: BatchLoader | None = None  # None: there are fewer prompts than a batch has
+        self._batches: Iterator[pa.Table] = iter(())
+        self._resumed: dict[str, Any] = {}  # a loaded state whose prompts have not been given yet
+
+    def batches(self, prompts: Prompts) -> Iterator[pa.Table]:
+        """Batches without end, each of `data.gen_batch_size` (or else train_batch_size) prompts.
+
+        Fewer prompts than a batch are repeated within it.
+
+        Raises:
+            ValueError: no prompts, or a wrong one, by its number.
+        """
+        if not isinstance(prompts, pa.Table) and not hasattr(prompts, "table"):
+            prompts = list(prompts)  # a copy, so that later changes of the caller's list are noticed
+        if not _same(prompts, self._given):
+            table = self._table(prompts)
+            digest = _digest(table)
+            if digest != self._digest:
+                self._begin(table, digest)
+            self._given = prompts
+        return self._batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """The digest of the last prompts and the position in them, as JSON values; empty before the first prompts."""
+        if self._digest is None:
+            return self._resumed
+        position = self._loader.state_dict() if self._loader is not None else None
+        return {"prompts": self._digest, "position": position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position if the prompts that are given next are the same."""
+        assert self._digest is None, "prompts were given already"
+        self._resumed = state
+
+    def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
+        """Give an adaptive sampler the scores [trajectories] of the prompts with these uids."""
+        if self._loader is not None:
+            self._loader.report(uids, scores)
+
+    def _table(self, prompts: Prompts) -> pa.Table:
+        data = self._data
+        if isinstance(prompts, pa.Table) or hasattr(prompts, "table"):
+            table = prompts if isinstance(prompts, pa.Table) else prompts.table
+            missing = [name for name in PROMPT_SCHEMA.names if name not in table.column_names]
+            if missing:
+                raise ValueError(
+                    f"prompts: the table lacks the columns {', '.join(missing)} of a prompt table, such as a "
+                    "PromptDataset's; give rows as a list of dicts instead (table.to_pylist())"
+                )
+        else:
+            keywords = reading(data, self._several_turns)
+            reader = PromptReader(self._tokenizer, may_lack=(ANSWER_KEY,), **keywords)
+            file = DataFile("prompts")
+            rows = [
+                Row(file, number, f"prompt:{number}", _row(number, prompt, data))
+                for number, prompt in enumerate(prompts)
+            ]
+            table = reader.table(rows)
+            reader.errors.raise_if_any()
+        if not table.num_rows:
+            raise ValueError("prompts: there are none (or all are longer than data.max_prompt_length)")
+        self._check(table)
+        return table
+
+    def _begin(self, table: pa.Table, digest: str) -> None:
+        """Start on other prompts than before, at the position that was saved with them or at their beginning."""
+        data = self._data
+        size = data.gen_batch_size or data.train_batch_size
+        loader = None
+        if table.num_rows >= size:
+            feed = TableFeed(table, make_sampler(data.sampler, data.shuffle), data.seed)
+            loader = BatchLoader(feed, size)
+            if self._resumed.get("prompts") == digest:
+                loader.load_state_dict(self._resumed["position"])
+        self._batches = _repeated(table, size) if loader is None else epochs(loader)
+        self._digest, self._loader, self._resumed = digest, loader, {}
+
+
+def _repeated(table: pa.Table, size: int) -> Iterator[pa.Table]:
+    """Batches of `size` rows from fewer rows, which repeat."""
+    batch = pa.concat_tables([table] * -(-size // table.num_rows)).slice(0, size)
+    while True:
+        yield batch.combine_chunks()
+
+
+def _digest(table: pa.Table) -> str:
+    """SHA-256 of a prompt table's rows."""
+    digest = hashlib.sha256()
+    for batch in table.select(PROMPT_SCHEMA.names).combine_chunks().to_batches():
+        digest.update(batch.replace_schema_metadata().serialize())
+    return digest.hexdigest()
+
+
+def _same(prompts: Prompts, given: Any) -> bool:
+    if isinstance(prompts, list):
+        return isinstance(given, list) and prompts == given
+    return prompts is given
+
+
+def _row(number: int, prompt: Any, data: DataConfig) -> dict[str, Any]:
+    """A prompt as a row of a prompt file with the columns that `data` names; its values are checked by the reader.
+
+    A dict may have its ground truth as `ground_truth`, whatever data.answer_key is.
+
+    Raises:
+        ValueError: a dict that has no prompt.
+    """
+    row = dict(prompt) if isinstance(prompt, Mapping) else {data.prompt_key: prompt}
+    if find(row, data.prompt_key) is None:
+        raise ValueError(
+            f"prompts: number {number} is a dict without {data.prompt_key!r} (keys: {', '.join(map(str, row))}); "
+            "name it so, or set data.prompt_key"
+        )
+    if find(row, data.reward_fn_key) is None:
+        row[data.reward_fn_key] = DATA_SOURCE
+    if data.answer_key is not None and find(row, data.answer_key) is None and "ground_truth" in row:
+        row[data.answer_key] = row["ground_truth"]
+    return row
+
 
 RewardFunction = Callable[..., Any]
 
@@ -84,15 +224,15 @@ class DataCollector:
             self._check,
             several_turns=config.actor_rollout_ref.rollout.multi_turn.enable,
         )
-        self.version = 0  # of the weights that the engines hold
+        self.version = 0  # of the weights in the engines
 
     def collect(self, prompts: Prompts) -> TrainingData:
         """Trajectories for the next `data.train_batch_size` of the prompts, with the weights as they are now.
 
         Args:
-            prompts: texts, chats (lists of {role, content}), dicts with `prompt` and what its reward needs (`ground_truth`,
-                `data_source`, `extra_info`), or a prompt table. The same prompts given again go on where the last call
-                ended, in a new order each time that all have had their turn (`data.shuffle`).
+            prompts: texts, chats (lists of {role, content}), dicts with `prompt` and the fields of its reward (`ground_truth`,
+                `data_source`, `extra_info`), or a prompt table. The same prompts given again continue where the last call
+                ended, in a new order after each pass over all of them (`data.shuffle`).
 
         Raises:
             ValueError: a prompt that is none, by its number; a data source without a reward.
@@ -124,10 +264,10 @@ class Trainer:
 
     Until then SIGTERM and SIGUSR1 end the program (SystemExit, code 75: to be started again), unless it has handlers for them.
 
-    It goes on from a checkpoint as `trainer.resume_mode` says (auto: from the newest of its run folder, if there is one).
+    It continues from a checkpoint as `trainer.resume_mode` says (auto: from the newest in its run folder, if there is one).
 
     Attributes:
-        step: updates so far, those before the checkpoint included.
+        step: updates so far, including those before the checkpoint.
     """
 
     def __init__(
@@ -144,16 +284,17 @@ class Trainer:
             config: of `make_trainer_config` or `load_config`.
             actor_model: folder or Hub id of the policy; None: as the configuration says.
             critic_model: the same for the critic's first weights; None: the configuration's, or the policy's.
-            reward_fn: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async, gives a number, or a dict
+            reward_fn: `f(data_source, solution_str, ground_truth, extra_info)`, plain or async, returns a number, or a dict
                 with "score" whose other numbers become metrics; None: as the configuration says. It runs in processes
-                of its own: what it refers to travels with it.
+                of its own, and objects that it refers to are pickled with it.
 
         Raises:
-            ValueError: everything that is wrong with configuration and models, and with the checkpoint to go on from, before
-                anything is started.
+            ValueError: all mistakes in the configuration, the models and the checkpoint to continue from, before anything is
+                started.
         """
         for name in unknown:
             raise ValueError(f"Trainer({name}=...): {key_advice(name) or 'there is no such argument'}")
+        # All checks that need no process come first.
         config = _with_models(config, actor_model, critic_model)
         _refuse_keys_of_the_loop(config)
         check_config(config, data_files=False)
@@ -168,7 +309,7 @@ class Trainer:
         assert num_steps is not None, "make_trainer_config sets it, _with_models checks it"
         function = None if reward_fn is None else cloudpickle.dumps(reward_fn)
         told_to_end = "ending; started again, the program goes on from its last checkpoint, if there is one"
-        with ExitStack() as stack:  # closes what was opened if something fails on the way
+        with ExitStack() as stack:  # closes everything opened so far if a later part fails
             stack.enter_context(ending_at_once(told_to_end, keep_handlers=True))
             scorer = stack.enter_context(make_scorer(self.config, function))
             models = load_model_inputs(self.config)
@@ -182,7 +323,7 @@ class Trainer:
             self._roles = start_roles(self.config, self._run, models.model, num_steps)
             self.collector = DataCollector(self.config, self._run, self._roles, models, scorer)
             ptx = load_ptx(self.config, models.tokenizer)
-            self._texts = epochs(ptx) if ptx is not None else None
+            self._ptx_batches = epochs(ptx) if ptx is not None else None
             self._controls = make_controls(self.config, num_steps)
             self._monitor = start_monitor(self._run, self.config, self._controls)
             parts = {
@@ -193,6 +334,7 @@ class Trainer:
             }
             self._checkpoints = policy_checkpoints(self.config, self._run, self._roles, parts)
             self.step = self.collector.version = self._checkpoints.resume()
+            # From here on `close` ends the run.
             stack.push(self._finish)
             self._stack = stack.pop_all()
 
@@ -219,9 +361,9 @@ class Trainer:
             run.seconds.update(data.seconds)
             metrics |= data.metrics
             batch = None
-            with whole_step(run, self.config, self._controls, step, metrics):
+            with finite_step(run, self.config, self._controls, step, metrics):
                 batch, learnt = learn(
-                    self.config, run, roles, data.groups.batch(), self._controls, step, self._texts
+                    self.config, run, roles, data.groups.batch(), self._controls, step, self._ptx_batches
                 )
                 metrics |= learnt
             metrics |= roles.memory.report()
@@ -232,7 +374,7 @@ class Trainer:
 
     @property
     def stop(self) -> str | None:
-        """Why training should end here, by `health.early_stop`; None: it may go on."""
+        """Why training should end here, by `health.early_stop`; None: it may continue."""
         return self._monitor.stop
 
     def save(self, folder: str | Path) -> str:
@@ -246,7 +388,7 @@ class Trainer:
             return export_hf(self._run, self._roles.actor.group, model, path, path / ADAPTER_FOLDER)
 
     def save_checkpoint(self) -> Path | None:
-        """Save what training goes on from (models, optimizers, schedules, random numbers, the position in the prompts), as
+        """Save the state that training continues from (models, optimizers, schedules, random numbers, the position in the prompts), as
         `checkpoints/step-<n>` in the run folder; returns that, or None if it failed and trainer.on_save_error says continue.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The arguments of the `megarl` command: what it takes, and what it says about that."""
+"""The arguments of the `megarl` command, and their help texts."""
 
 from __future__ import annotations
 

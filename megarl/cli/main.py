@@ -96,19 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Whether who read what is printed has ended, as in `megarl config ... | head`; nothing is printed any more then."""
+    """Whether the reader of the output has ended, as in `megarl config ... | head`; later output is then discarded."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     gone = any(events & select.POLLERR for _, events in poll.poll(0))
     if gone:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # for what Python still has to write at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own output at its end
     return gone
 
 
 def _write_out() -> None:
-    """Write what is still to be printed, as long as somebody reads it; Python itself would complain at its end."""
+    """Flush the output if its reader still exists; else Python would print an error at its end."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -166,18 +164,18 @@ def _config(options: argparse.Namespace) -> None:
         print(yaml_text(keys), end="")
         for remark in remarks:
             print(f"# note: {remark}")
-    check_config(config)  # last, so that what is wrong can be looked up above
+    check_config(config)  # last, so that wrong keys can be looked up in the output
 
 
-# The commands import what they need when they run: `megarl --help` and a mistyped key answer at once.
+# Commands import their modules when they run, so that `megarl --help` and a mistyped key are answered at once.
 
 
 def _train(options: argparse.Namespace) -> None:
     config = _configured(TrainConfig, options)
     if not config.trainer.rollout_only and config.trainer.train_only is None:
-        _run_supervised("ppo", config)
+        _run_with_restarts("ppo", config)
         return
-    from megarl.trainer.run.process_kinds import cluster_setup_of
+    from megarl.trainer.run.cluster_setup import cluster_setup_of
 
     with cluster_setup_of(config) as cluster_setup:
         from megarl.trainer.loops.offline import generate_only, learn_only
@@ -186,31 +184,30 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _sft(options: argparse.Namespace) -> None:
-    _run_supervised("sft", _configured(SFTConfig, options))
+    _run_with_restarts("sft", _configured(SFTConfig, options))
 
 
 def _rm(options: argparse.Namespace) -> None:
-    _run_supervised("rm", _configured(RMConfig, options))
+    _run_with_restarts("rm", _configured(RMConfig, options))
 
 
 def _dpo(options: argparse.Namespace) -> None:
-    _run_supervised("dpo", _configured(DPOConfig, options))
+    _run_with_restarts("dpo", _configured(DPOConfig, options))
 
 
-def _run_supervised(module: str, config: TrainConfig | TuningConfig) -> None:
-    """`train` of a module of trainer/."""
-    from megarl.trainer.run.process_kinds import cluster_setup_of
+def _run_with_restarts(module: str, config: TrainConfig | TuningConfig) -> None:
+    """Run `train` of a module of trainer/loops, with restarts."""
+    from megarl.trainer.run.cluster_setup import cluster_setup_of
 
-    # The run's processes make their imports while this one does.
-    with cluster_setup_of(config) as cluster_setup:
-        from megarl.trainer.run.supervision import supervised
+    with cluster_setup_of(config) as cluster_setup:  # fork servers import while this process does
+        from megarl.trainer.run.failures import with_restarts
 
-        supervised(config, import_module(f"megarl.trainer.loops.{module}").train, cluster_setup)
+        with_restarts(config, import_module(f"megarl.trainer.loops.{module}").train, cluster_setup)
 
 
 def _eval(options: argparse.Namespace) -> None:
     config = _configured(EvalConfig, options)
-    from megarl.trainer.run.process_kinds import cluster_setup_of
+    from megarl.trainer.run.cluster_setup import cluster_setup_of
 
     with cluster_setup_of(config) as cluster_setup:
         from megarl.trainer.loops.evaluate import evaluate, print_scores
@@ -247,7 +244,7 @@ def _make_task(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    from megarl.trainer.run.verify import verify_greedy
+    from megarl.trainer.run.export import verify_greedy
 
     verify_greedy(options.model, options.trajectories, options.max_samples)
 
@@ -295,7 +292,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> None:
-    from megarl.trainer.loops.replay import Request, replay
+    from megarl.trainer.loops.offline import Request, replay
 
     paths = {
         name: None if getattr(options, name) is None else Path(getattr(options, name))
@@ -317,9 +314,28 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _recipes(options: argparse.Namespace) -> None:
-    from megarl.cli.recipes import run
+    """Print the list of the recipes that come with megarl, or the file of `options.name`.
 
-    run(options)
+    Raises:
+        ValueError: there is no recipe of that name; names the nearest.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from megarl.config.loading.recipes import PREFIX, recipe_path, recipes
+
+    if options.name is None:
+        table = Table("megarl", "recipe", "what", box=SIMPLE_HEAD, pad_edge=False)
+        table.columns[1].no_wrap = True
+        for recipe in recipes():
+            table.add_row(recipe.command, f"{PREFIX}{recipe.name}", escape(recipe.text))
+        Console().print(table)
+        return
+    path = recipe_path(f"{PREFIX}{options.name.removeprefix(PREFIX)}")
+    file = path / "config.json" if path.is_dir() else path
+    print(file.read_text(encoding="utf-8"), end="")
 
 
 def _requirements(options: argparse.Namespace) -> None:
@@ -355,7 +371,7 @@ def program() -> NoReturn:
             sys.exit(main())
         finally:
             _write_out()
-    finally:  # Python takes a second to end; a job's signal would make a failure of a run that is whole
+    finally:  # Python takes a second to end, in which a job's signal would turn success into failure
         for number in JOB_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 

@@ -1,8 +1,7 @@
-"""`megarl doctor`: what can be known of a job before it is paid for, or waited for in a queue.
+"""`megarl doctor`: problems of a job that can be found before it is paid for or waits in a queue.
 
-It reads the configuration, the models' files and the data as the run would; looks at every machine; and lets all devices
-talk to each other once, over the same process groups as the run's. Nothing of it is left behind. Without a recipe it looks at this
-machine alone.
+It reads the configuration, the models' files and the data as the run would, checks every machine, and has all devices communicate
+once, over the same process groups as the run's. It leaves no files or processes. Without a recipe it checks this machine alone.
 """
 
 from __future__ import annotations
@@ -24,14 +23,23 @@ from megarl.cluster import WorkerGroup
 from megarl.cluster.hosts import on_node
 from megarl.config import TrainConfig, resolve, resolve_batches
 from megarl.config.loading.hub import fetch_models
-from megarl.doctor.checks import FAILURE, GIB, OK, WARNING, Finding, judge_node, judge_nodes
-from megarl.doctor.facts import NodeFacts, node_facts
+from megarl.doctor.nodes import (
+    FAILURE,
+    GIB,
+    OK,
+    WARNING,
+    Finding,
+    NodeFacts,
+    check_node,
+    check_nodes,
+    node_facts,
+)
 from megarl.doctor.preflight import preflight
 from megarl.doctor.probe import bus_bandwidth
 from megarl.models import read_model_config
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.roles.roles import open_pools
-from megarl.trainer.run.devices import check_devices
+from megarl.trainer.run.cluster_setup import check_devices
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_engine_run
 from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs
@@ -53,13 +61,13 @@ CHECKPOINT_BYTES_PER_PARAMETER = 16
 
 
 def examine_here() -> list[Finding]:
-    """What can be told of this machine without a recipe: packages, GPUs, and what is free of it."""
+    """Findings about this machine without a recipe: packages, GPUs, and free memory and disk."""
     node = node_facts(".", PROBE_FILE)
-    return judge_node(node, len(node.gpus) or None, {})
+    return check_node(node, len(node.gpus) or None, {})
 
 
 def examine(config: TrainConfig) -> list[Finding]:
-    """Everything that is found, in the order in which it is looked at; `config` is unresolved."""
+    """All findings, in the order of the checks; `config` is unresolved."""
     found = [finding for finding in examine_here() if finding.what in PURPOSES and finding.level == FAILURE]
     found += _inputs(config)
     if any(finding.level == FAILURE for finding in found):
@@ -71,7 +79,7 @@ def examine(config: TrainConfig) -> list[Finding]:
             (own / PROBE_FILE).write_bytes(bytes(PROBE_FILE_BYTES))
             return found + _machines(config, own)
     except OSError as error:
-        # Of the folder or of what the doctor writes there; a full disk shows in both.
+        # The folder cannot be made or written; a full disk shows in both.
         what = f"{error.filename or folder}: {error.strerror or error}"
         return [
             *found,
@@ -81,7 +89,7 @@ def examine(config: TrainConfig) -> list[Finding]:
 
 @contextmanager
 def _folder_within(folder: Path) -> Iterator[Path]:
-    """A new folder in the run folder, for everything that is written; gone afterwards, and the run folder too if it is new."""
+    """A new folder in the run folder for all files of the check; removed at the end, with the run folder if that is new."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     own = folder / f".doctor-{secrets.token_hex(4)}"
     try:
@@ -95,7 +103,7 @@ def _folder_within(folder: Path) -> Iterator[Path]:
 
 
 def _machines(config: TrainConfig, folder: Path) -> list[Finding]:
-    """The machines of the job, and the links between its devices."""
+    """Findings about the machines of the job, and the links between its devices."""
     try:
         check_devices(config)
     except ValueError as error:
@@ -109,12 +117,12 @@ def _machines(config: TrainConfig, folder: Path) -> list[Finding]:
             return [Finding(FAILURE, "devices", str(error), advice)]
         on_gpus = any(pool.use_gpu for pool in run.pools.values())
         per_node = max(pool.n_gpus_per_node for pool in config.resource_pools.values()) if on_gpus else None
-        found = judge_nodes(_nodes(run, folder), per_node, _needs(config))
-        return found + [_talk(run, name) for name in run.pools]
+        found = check_nodes(_nodes(run, folder), per_node, _needs(config))
+        return found + [_bandwidth(run, name) for name in run.pools]
 
 
 def _inputs(config: TrainConfig) -> Iterator[Finding]:
-    """The configuration, and what it names: read as the run reads it."""
+    """Findings about the configuration, the models and the data, read as the run reads them."""
     try:
         preflight(config)
         config = fetch_models(resolve(config))
@@ -130,7 +138,7 @@ def _inputs(config: TrainConfig) -> Iterator[Finding]:
 
 
 def _data(config: TrainConfig) -> tuple[str, tuple[str, ...]]:
-    """What the run would read before it starts anything, and warnings; raises as it would."""
+    """A summary of the run's inputs, and warnings; raises as the run would."""
     if config.trainer.train_only is not None:
         models = load_model_inputs(config)
         steps = count_steps(Path(config.trainer.train_only), config.trainer.total_training_steps)
@@ -141,7 +149,7 @@ def _data(config: TrainConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def _needs(config: TrainConfig) -> dict[str, int]:
-    """Bytes that a node should have free, roughly."""
+    """Estimated bytes that a node should have free."""
     policy, pool = config.actor_rollout_ref, config.resource_pools
     per_node = max(one.n_gpus_per_node for one in pool.values())
     roles = 1 + (config.critic is not None)
@@ -156,13 +164,17 @@ def _needs(config: TrainConfig) -> dict[str, int]:
     if trainer.save_freq > 0 or trainer.save_minutes is not None:
         paths = [policy.model.path] + ([config.critic.model.path] if config.critic is not None else [])
         sizes = [sum(map(prod, logical_tensors(read_model_config(path)).values())) for path in paths]
-        kept = (trainer.max_ckpt_to_keep or 1) + 1  # the one that is written beside them
+        kept = (trainer.max_ckpt_to_keep or 1) + 1  # the one being written exists next to the kept ones
         needed["disk"] += kept * CHECKPOINT_BYTES_PER_PARAMETER * sum(sizes)
     return needed
 
 
 def _nodes(run: Run, folder: Path) -> list[NodeFacts]:
-    """Of every machine on which the run has devices; raises if one does not answer."""
+    """Facts of every machine on which the run has devices.
+
+    Raises:
+        RuntimeError: a machine does not answer.
+    """
     facts = []
     own = ray.get_runtime_context().get_node_id()
     ids = dict.fromkeys([own, *(device.node_id for pool in run.pools.values() for device in pool.devices)])
@@ -174,8 +186,8 @@ def _nodes(run: Run, folder: Path) -> list[NodeFacts]:
     return facts
 
 
-def _talk(run: Run, pool: str) -> Finding:
-    """All devices of a pool in one process group: whether they reach each other, and how fast."""
+def _bandwidth(run: Run, pool: str) -> Finding:
+    """Whether all devices of a pool reach each other in one process group, and at which bandwidth."""
     devices = run.pools[pool]
     what = f"devices of pool {pool}"
     group = run.start(
@@ -200,7 +212,7 @@ def _talk(run: Run, pool: str) -> Finding:
 
 
 def print_findings(findings: list[Finding]) -> int:
-    """As a table; returns the exit code: 1 if there is a failure."""
+    """Print findings as a table; returns the exit code: 1 if there is a failure."""
     console = Console()
     table = Table("", "what", "found", "what to do", box=box.SIMPLE_HEAD, pad_edge=False)
     for finding in findings:

@@ -1,37 +1,66 @@
-"""What can be known to be wrong with a run before any of its processes starts, all of it in one message.
+"""Mistakes in a run's configuration, models and data, found before any process starts and raised in one message.
 
-It takes about a second: neither torch nor transformers nor Ray is imported, and of files only beginnings are read. What takes a
-tokenizer, every row, or another process is found where the run reads its inputs.
+It takes about a second: neither torch nor transformers nor Ray is imported, and only the beginnings of files are read. Mistakes that
+need a tokenizer, every row or another process are found when the run reads its inputs.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from megarl.config import EvalConfig, TrainConfig, TuningConfig, config_problems, fit_problems, resolve
+from megarl.config import (
+    DataConfig,
+    DPOConfig,
+    EvalConfig,
+    EvalDataConfig,
+    RMConfig,
+    SFTConfig,
+    TrainConfig,
+    TuningConfig,
+    config_problems,
+    fit_problems,
+    resolve,
+)
+from megarl.config.checks.data import file_problems
 from megarl.config.checks.layout import split_sequences
 from megarl.config.loading.hub import fetch_models, model_problems
 from megarl.config.loading.problems import raise_if_any
 from megarl.config.schema.rollout import MultiTurnConfig
+from megarl.data.chats import ChatKeywords
+from megarl.data.files import (
+    Column,
+    DataFile,
+    iter_rows,
+    lookup,
+    missing_columns,
+    num_rows,
+    resolve_files,
+    without_filled_nulls,
+)
+from megarl.data.preferences import read_ranking
+from megarl.data.prompts import PromptReader, Row
+from megarl.data.sft import chat_columns, chat_of_row, text_of_row
 from megarl.data.tokenizer import tokenizer_files
-from megarl.doctor.facts import gpus_here
-from megarl.doctor.preflight_data import data_problems
+from megarl.doctor.nodes import gpus_here
 from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.weight_files import check_model_files
 from megarl.trainer.roles.adapters import adapter_problems
-from megarl.trainer.run.resumed import likely_refusals
+from megarl.trainer.run.earlier_runs import likely_refusals
+from megarl.trainer.stages.prompt_data import may_lack, preference_keys, reading
 
 Config = TrainConfig | TuningConfig | EvalConfig
 
 
 def preflight(config: Config) -> None:
-    """Check the keys of a configuration, resolved or not, and what they name: models' configurations, data, checkpoints.
+    """Check the keys of a configuration, resolved or not, and the models' configurations, data and checkpoints that they name.
 
-    Models that are named by their id on the Hub are looked at (and their configurations downloaded) once all keys are right.
+    Models that are named by their id on the Hub are checked (and their configurations downloaded) once all keys are right.
 
     Raises:
         ValueError: one line for each key, file or layout that is wrong.
@@ -48,16 +77,16 @@ def preflight(config: Config) -> None:
     if not unreadable and not isinstance(config, EvalConfig):
         problems += likely_refusals(config)
     if not problems and not isinstance(config, EvalConfig):
-        problems += adapter_problems(config, *models[:2])  # of layouts that can be
+        problems += adapter_problems(config, *models[:2])  # needs valid layouts
     raise_if_any("configuration", problems)
 
 
 def _read_models(config: Config) -> tuple[list[ModelConfig | None], list[str]]:
-    """The facts of the trained or evaluated model, the critic and the reward model, None where there are none; and why."""
-    facts: dict[str, ModelConfig | str] = {}  # by folder; what is wrong with it
+    """The facts of the trained or evaluated model, the critic and the reward model (None: none readable), and the problems."""
+    facts: dict[str, ModelConfig | str] = {}  # by folder; a str is its problem
     models: list[ModelConfig | None] = []
     for key, path in _model_paths(config).items():
-        # One that is not there is config_problems' to tell; an id of the Hub's is no folder yet.
+        # A missing folder is reported by config_problems; an id on the Hub is no folder yet.
         if path is None or list(model_problems(key, path)) or not Path(path).expanduser().is_dir():
             models.append(None)
             continue
@@ -84,7 +113,7 @@ def _model_paths(config: Config) -> dict[str, str | None]:
 
 
 def _weight_problems(config: Config) -> Iterator[str]:
-    """Of models' folders; those of the Hub are checked once they are fetched."""
+    """Problems of models' weight files; models of the Hub are checked after they are fetched."""
     for path, key in {path: key for key, path in reversed(_model_paths(config).items())}.items():
         if path is not None and (Path(path).expanduser() / "config.json").is_file():
             try:
@@ -94,7 +123,7 @@ def _weight_problems(config: Config) -> Iterator[str]:
 
 
 def _tokenizer_problems(config: Config) -> Iterator[str]:
-    """Of folders; one that is not there is config_problems' to tell."""
+    """Problems of tokenizers' folders; a missing folder is reported by config_problems."""
     if isinstance(config, TrainConfig):
         paths = {"actor_rollout_ref.model.tokenizer_path": config.actor_rollout_ref.model.tokenizer_path}
         if config.reward_model.enable:
@@ -110,7 +139,7 @@ def _tokenizer_problems(config: Config) -> Iterator[str]:
 
 
 def check_environment(config: TrainConfig | EvalConfig) -> None:
-    """That there is an environment of the name, which takes the options. Users' plugins have been imported.
+    """Check that the environment exists and takes the options; users' plugins have been imported.
 
     Raises:
         ValueError: see `find_environment`.
@@ -121,7 +150,7 @@ def check_environment(config: TrainConfig | EvalConfig) -> None:
 
 
 def _environment_problems(config: Config) -> Iterator[str]:
-    """Of options. Another name is config_problems' to tell, or an environment of a plugin that is imported later."""
+    """Problems of an environment's options; an unknown name is reported by config_problems, or is of a plugin imported later."""
     if not isinstance(config, TuningConfig) and _multi_turn(config).environment in ENVIRONMENTS:
         try:
             check_environment(config)
@@ -135,7 +164,7 @@ def _multi_turn(config: TrainConfig | EvalConfig) -> MultiTurnConfig:
 
 
 def _attention_problems(config: Config) -> Iterator[str]:
-    """Without Transformer Engine (megarl/megatron/cpu/attention.py) each context parallel rank would hold its scores of a sequence whole."""
+    """Without Transformer Engine (megarl/megatron/cpu/attention.py) each context parallel rank would hold the full attention scores of a sequence."""
     if isinstance(config, EvalConfig) or importlib.util.find_spec("transformer_engine") is not None:
         return
     if (keys := split_sequences(config)) and gpus_here():
@@ -161,3 +190,168 @@ def _vocabulary_problems(config: Config, model: ModelConfig | None) -> Iterator[
             f"{key}.tensor_model_parallel_size={tp} does not divide the model's {model.vocab_size} tokens, padded to {padded}, "
             "as SGLang needs it on GPUs; a power of two up to 64 does"
         )
+
+
+ROWS = 16  # rows of each file that are checked
+
+
+class _Rows(NamedTuple):
+    """The requirements on the rows of a file.
+
+    Attributes:
+        columns: columns that are read.
+        needed: maps the columns of a file to those that it must have.
+        check: raises a ValueError for a row that cannot be used.
+    """
+
+    columns: Sequence[str]
+    needed: Callable[[Sequence[str]], Sequence[Column]]
+    check: Callable[[Row], object]
+
+
+class _Source(NamedTuple):
+    """The files that a key names.
+
+    Attributes:
+        batch: (key, rows) of a batch, which the files must fill at least once; None: any number of rows is enough.
+    """
+
+    key: str
+    files: str | tuple[str, ...] | None
+    rows: _Rows
+    batch: tuple[str, int] | None = None
+
+
+def data_problems(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[str]:
+    """Problems of the data of a resolved configuration, a line for each file: its first wrong row of the first `ROWS`.
+
+    Remote files are not checked; missing files are reported by `check_config`.
+    """
+    sources = {
+        TrainConfig: _of_training,
+        EvalConfig: _of_evaluation,
+        SFTConfig: _of_sft,
+        RMConfig: _of_rankings,
+        DPOConfig: _of_rankings,
+    }[type(config)]
+    for source in sources(config):
+        if source.files is None or list(file_problems(source.key, source.files)):
+            continue
+        names = [source.files] if isinstance(source.files, str) else list(source.files)
+        try:
+            files = [file for file in resolve_files(names) if not file.is_remote]
+        except ValueError as error:  # of a server, or a file that is given twice
+            yield f"{source.key}: {error}"
+            continue
+        wrong = [f"{source.key}: {text}" for file in files for text in _file_problems(file, source)]
+        yield from wrong or _few_rows(files, source)
+
+
+def _file_problems(file: DataFile, source: _Source) -> Iterator[str]:
+    rows = source.rows
+    try:
+        problem = missing_columns(file, rows.needed)
+        if problem is not None:
+            yield f"{file}: {problem}"
+            return
+        for number, values in islice(iter_rows(file, rows.columns), ROWS):
+            try:
+                rows.check(Row(file, number, "", values))
+            except ValueError as error:
+                yield f"{file} row {number}: {error}"
+                return
+    except (ValueError, OSError) as error:  # they name the file
+        yield str(error)
+
+
+def _few_rows(files: Sequence[DataFile], source: _Source) -> Iterator[str]:
+    counts = [num_rows(file) for file in files]
+    if source.batch is None or not counts or None in counts:
+        return
+    key, size = source.batch
+    if sum(counts) < size:
+        yield f"{source.key}: {sum(counts)} rows, too few for one batch of {key}={size}: lower it or give more data"
+
+
+def _prompts(config: TrainConfig | EvalConfig) -> _Rows:
+    reader = PromptReader(None, may_lack=may_lack(config), **reading(config.data))
+    return _Rows(reader.columns, reader.needed, reader.fields)
+
+
+def _of_training(config: TrainConfig) -> Iterator[_Source]:
+    data, rows = config.data, _prompts(config)
+    if config.trainer.train_only is None:
+        batch = ("data.train_batch_size", data.train_batch_size)
+        yield _Source("data.train_files", data.train_files, rows, batch)
+        for name, part in (data.mixture or {}).items():
+            yield _Source(f"data.mixture.{name}.files", part.files, rows)
+        yield from _held_out(data, rows)
+    if data.ptx is not None:
+        yield _Source("data.ptx.files", data.ptx.files, _examples(data.ptx, "data.ptx"))
+
+
+def _of_evaluation(config: EvalConfig) -> Iterator[_Source]:
+    yield from _held_out(config.data, _prompts(config))
+
+
+def _held_out(data: DataConfig | EvalDataConfig, rows: _Rows) -> Iterator[_Source]:
+    yield _Source("data.val_files", data.val_files, rows)
+    for name, val_set in (data.val_sets or {}).items():
+        yield _Source(f"data.val_sets.{name}.files", val_set.files, rows)
+
+
+def _examples(data: Any, section: str) -> _Rows:
+    """`data`: a section with the keys of a text's or a chat's columns."""
+    if data.text_key is not None:
+        text = Column(data.text_key, f"{section}.text_key")
+        return _Rows(_top([text.name]), lambda _: [text], lambda row: text_of_row(row.values, data.text_key))
+    keywords = ChatKeywords(data.tools_key, data.apply_chat_template_kwargs)
+    columns = chat_columns(data.prompt_key, data.response_key, section)
+    keys = [*(column.name for column in columns), *keywords.columns]
+
+    def check(row: Row) -> None:
+        values = without_filled_nulls(row.values, keys, row.file)
+        chat_of_row(values, data.prompt_key, data.response_key)
+        keywords.of_row(values)
+
+    return _Rows(_top(keys), lambda _: [*columns, *keywords.needed], check)
+
+
+def _of_sft(config: SFTConfig) -> Iterator[_Source]:
+    data = config.data
+    # A text may be split into several examples.
+    batch = None if data.truncation == "split" else ("data.train_batch_size", data.train_batch_size)
+    yield _Source("data.train_files", data.train_files, _examples(data, "data"), batch)
+    yield _Source("data.val_files", data.val_files, _examples(data, "data"))
+
+
+def _of_rankings(config: RMConfig | DPOConfig) -> Iterator[_Source]:
+    data = config.data
+    keys = preference_keys(data, data.margin_key if isinstance(config, RMConfig) else None)
+    keywords = ChatKeywords(data.tools_key, data.apply_chat_template_kwargs)
+    chats = [*keys.chats(), *keywords.columns]
+
+    def check(row: Row) -> None:
+        values = without_filled_nulls(row.values, chats, row.file)
+        read_ranking(values, keys)
+        keywords.of_row(values)
+
+    rows = _Rows(
+        _top([*keys.columns(), *keywords.columns]),
+        lambda present: [*keys.needed(present), *keywords.needed],
+        check,
+    )
+    batch = ("data.train_batch_size", data.train_batch_size)
+    yield _Source("data.train_files", data.train_files, rows, batch)
+    yield _Source("data.val_files", data.val_files, rows)
+    if isinstance(config, RMConfig) and data.normalize != "none":
+        answer = data.normalize_response_key
+        if answer is not None:
+            column = Column(answer, "data.normalize_response_key")
+            rows = _Rows(_top([answer]), lambda _: [column], lambda row: lookup(row.values, answer))
+        yield _Source("data.normalize_files", data.normalize_files, rows)
+
+
+def _top(keys: Sequence[str]) -> list[str]:
+    """The columns that dotted keys may be in."""
+    return list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))

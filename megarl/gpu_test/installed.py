@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.doctor.checks import FAILURE, OK, judge_node
-from megarl.doctor.facts import node_facts
+from megarl.doctor.nodes import FAILURE, OK, check_node, node_facts
 from megarl.gpu_test.runner import Check
 from megarl.gpu_test.steps import machine_here
 
@@ -32,7 +31,7 @@ OTHERS = ("deep_gemm", "flashinfer", "flash_attn", "amp_C", "fused_weight_gradie
 
 def run(folder: Path) -> Iterator[Check]:
     machine = machine_here()
-    for finding in judge_node(node_facts(".", ""), len(machine.gpus), {}):
+    for finding in check_node(node_facts(".", ""), len(machine.gpus), {}):
         wrong = finding.level == FAILURE
         text = f"{finding.found}; {finding.advice}" if finding.advice else finding.found
         yield Check(finding.what, False if wrong else True if finding.level == OK else None, text)

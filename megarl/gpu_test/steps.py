@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.loading.problems import did_you_mean
-from megarl.doctor.facts import Gpu, node_facts
+from megarl.doctor.nodes import Gpu, node_facts
 from megarl.util.packages import KNOWN, installed
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from megarl.plan.inputs import PlanInputs, precision
 from megarl.plan.memory import MemoryPlan, engine_layout, memory_json, served_bytes
 from megarl.plan.seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
 from megarl.plan.sync import PlanReport, configured_sync, report
-from megarl.trainer.roles.lora_sync import served_adapters
+from megarl.trainer.roles.adapters import served_adapters
 
 NOTE = "seconds are estimates by formulas, nothing was measured; assumed (--assume name=value)"
 

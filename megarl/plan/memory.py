@@ -36,7 +36,7 @@ from megarl.costs.reserve import EngineRank, reserved
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.plan.inputs import PlanInputs, model_use, precision
-from megarl.trainer.roles.lora_sync import served_adapters
+from megarl.trainer.roles.adapters import served_adapters
 from megarl.weight_sync.layouts import EngineLayout
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import yaml
 
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
 from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, lacks_size, least_tokens
-from megarl.doctor.facts import gpus_here
-from megarl.trainer.run.resumed import CONFIG_FILE, checkpoint_to_go_on_from
+from megarl.doctor.nodes import gpus_here
+from megarl.trainer.run.earlier_runs import CONFIG_FILE, checkpoint_to_resume
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
@@ -61,7 +61,7 @@ def _with_size(config: Any, key: str, size: int) -> Any:
 
 def _saved_size(full: TrainConfig | TuningConfig, key: str) -> int | None:
     """The size in the checkpoint that the run goes on from; None: there is no checkpoint, or no such size in it."""
-    folder = checkpoint_to_go_on_from(full)
+    folder = checkpoint_to_resume(full)
     value: Any = (
         None if folder is None else yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     )

@@ -18,9 +18,9 @@ from megarl.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from megarl.data.trajectories import list_lengths, read_trajectories
 from megarl.report.timeline import RecordedTimeline, read_timeline
 from megarl.trainer.health.monitor import HEALTH_FILE
+from megarl.trainer.run.earlier_runs import CONFIG_FILE
 from megarl.trainer.run.facts import RunFacts, read_facts
 from megarl.trainer.run.logger import METRICS_FILE, read_metrics
-from megarl.trainer.run.resumed import CONFIG_FILE
 from megarl.trainer.stages.saved_trajectories import step_file
 from megarl.trainer.stages.scoring import ERRORS_FILE
 

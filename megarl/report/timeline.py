@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.trainer.run.timeline import CONTROLLER, STEP
-from megarl.trainer.run.trace_file import read_events
+from megarl.trainer.run.timeline import CONTROLLER, STEP, read_events
 from megarl.util.spans import Span, busy
 
 Windows = Mapping[int, tuple[int, int]]

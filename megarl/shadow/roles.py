@@ -25,19 +25,15 @@ from megarl.megatron.step import StepResult
 from megarl.plan.inputs import PlanInputs, model_use, tuned_role
 from megarl.shadow.batches import Batch, Fill, examples, rankings, trajectories
 from megarl.shadow.requests import SHARED
-from megarl.trainer.roles.model_specs import actor_arguments, critic_spec, reference_spec, reward_model_spec
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.roles.model_roles import actor_arguments, critic_spec, reference_spec, reward_model_spec
+from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.updates import policy_update
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.critic import CriticWorker
-from megarl.trainer.workers.dpo import DPOWorker
+from megarl.trainer.workers.dispatch import ModelSpec
 from megarl.trainer.workers.model import ModelWorker
 from megarl.trainer.workers.ptx import PtxUpdate
-from megarl.trainer.workers.reward_model import RewardModelWorker
-from megarl.trainer.workers.reward_training import RMWorker
-from megarl.trainer.workers.sft import SFTWorker
-from megarl.trainer.workers.shared_critic import ActorCriticWorker
-from megarl.trainer.workers.specs import ModelSpec
+from megarl.trainer.workers.scalar_heads import ActorCriticWorker, CriticWorker, RewardModelWorker
+from megarl.trainer.workers.supervised import DPOWorker, RMWorker, SFTWorker
 
 NUM_STEPS = 100  # of the run that the rank would be of; schedules need one
 UNKNOWN = 1  # the value assumed for a number that no operation of a shadow knows (`Shadow.assume`)

@@ -21,7 +21,7 @@ from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang.start import read_model, server_arguments
 from megarl.shadow import collectives
 from megarl.shadow.mode import FakeMode, Shadow
-from megarl.trainer.roles.engine_config import gpu_engine
+from megarl.trainer.roles.engines import gpu_engine
 from megarl.weight_sync.layouts import EngineLayout, sglang_layout
 from megarl.weight_sync.packets import Slice
 from megarl.weight_sync.quantize import dtype_in_fp8, with_scales

@@ -27,7 +27,7 @@ from megarl.megatron.checkpoint.base import BaseModel
 from megarl.models import ModelConfig
 from megarl.plan.sync import configured_sync
 from megarl.shadow.tracker import Made, Tracker
-from megarl.trainer.roles.lora_sync import served_adapters
+from megarl.trainer.roles.adapters import served_adapters
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.model import ModelWorker
 from megarl.weight_sync.links import Token
@@ -58,7 +58,7 @@ class Released:
 
 def save_and_load(worker: ModelWorker, tracker: Tracker) -> int:
     """Save the rank's states and load them, as phases "save" and "load"; returns the bytes of the tensors in its file."""
-    from megarl.trainer.workers.rank_states import rank_states
+    from megarl.trainer.workers.model import rank_states
 
     if worker.spec.adapted:  # else its files are looked at, which a recipe need not have
         worker.base_model = BaseModel(worker.spec.path, "")

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import megarl
 from megarl import Trainer, make_trainer_config
-from megarl.api.prompts import PromptSupply
-from megarl.api.trainer import DataCollector
+from megarl.api.trainer import DataCollector, PromptSupply
 from megarl.config import check_config, load_config, resolve, resolve_batches
 from megarl.config.schema.commands import TrainConfig
 from megarl.data.prompts import PromptDataset

@@ -136,7 +136,7 @@ def test_a_reader_that_stops_is_no_error(arguments: str, code: int) -> None:
         assert (result.stdout, result.stderr) == (f"{code}\n", "")
 
 
-def test_only_what_is_missing_is_said_to_be_missing() -> None:
+def test_only_missing_arguments_are_reported_as_missing() -> None:
     assert megarl("train").stderr.endswith("the following arguments are required: recipe\n")
 
 
@@ -229,7 +229,7 @@ def test_more_devices_than_the_model_has_layers(refuse) -> None:
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
 def test_more_processes_than_cores_can_start(refuse, monkeypatch, command) -> None:
-    monkeypatch.setattr("megarl.trainer.run.devices.gpus_here", lambda: 0)
+    monkeypatch.setattr("megarl.trainer.run.cluster_setup.gpus_here", lambda: 0)
     many = 32 * len(os.sched_getaffinity(0))
     sizes = {
         "train": [f"data.train_batch_size={many}", f"{ACTOR}.ppo_mini_batch_size={many}"],

@@ -9,9 +9,8 @@ import pytest
 from megarl.cli.main import main
 from megarl.config import TrainConfig
 from megarl.config.loading.load import load_config
-from megarl.doctor.checks import FAILURE, GIB, OK, WARNING, Finding, judge_nodes
 from megarl.doctor.doctor import examine
-from megarl.doctor.facts import Gpu, NodeFacts
+from megarl.doctor.nodes import FAILURE, GIB, OK, WARNING, Finding, Gpu, NodeFacts, check_nodes
 from megarl.doctor.probe import bus_bandwidth
 from megarl.util.packages import PURPOSES, requirements
 from tests.disks import small_disk
@@ -34,11 +33,11 @@ def bad(findings: Sequence[Finding]) -> list[tuple[str, str]]:
 
 def judged(needed: dict[str, int] | None = None, **changes: object) -> list[Finding]:
     """What is told of one node that differs from a good one."""
-    return judge_nodes([replace(NODE, **changes)], 8, needed or {})
+    return check_nodes([replace(NODE, **changes)], 8, needed or {})
 
 
 def test_a_good_node_is_good() -> None:
-    assert bad(judged()) == [] and bad(judge_nodes([NODE, replace(NODE, host="b")], 8, {})) == []
+    assert bad(judged()) == [] and bad(check_nodes([NODE, replace(NODE, host="b")], 8, {})) == []
     assert {finding.what for finding in judged()} >= {"torch", "GPUs", "memory", "/dev/shm"}
 
 
@@ -63,7 +62,7 @@ def test_a_good_node_is_good() -> None:
         ({"probe": False}, (FAILURE, "run folder")),
     ],
 )
-def test_what_is_wrong_with_a_node(changes: dict[str, object], expected: tuple[str, str]) -> None:
+def test_findings_about_a_node(changes: dict[str, object], expected: tuple[str, str]) -> None:
     assert bad(judged(**changes)) == [expected]
     assert all(finding.advice for finding in judged(**changes) if finding.level != OK)
 
@@ -91,12 +90,12 @@ def test_drivers_are_judged_by_the_cuda_that_torch_is_built_for(
     assert [finding.what for finding in judged(cuda=cuda, gpus=gpus) if finding.level != OK] == found
 
 
-def test_what_is_missing_comes_with_its_purpose_and_a_command() -> None:
+def test_missing_packages_come_with_their_purpose_and_a_command() -> None:
     bare = {name: version for name, version in VERSIONS.items() if name not in ("megatron-core", "sglang")}
     node = replace(
         NODE, gpus=(), cuda=None, versions=bare, missing=("megatron-core", "sglang", "fastapi", "orjson")
     )
-    found = [finding for finding in judge_nodes([node], None, {}) if finding.level != OK]
+    found = [finding for finding in check_nodes([node], None, {}) if finding.level != OK]
     assert [(finding.level, finding.what, finding.found) for finding in found] == [
         (FAILURE, "megatron-core", "not installed on a: models in their parallel layouts"),
         (FAILURE, "sglang", "not installed on a: rollouts, evaluation"),
@@ -118,7 +117,7 @@ def test_without_gpus_none_are_asked_for() -> None:
         for name, version in VERSIONS.items()
         if name not in ("sglang-kernel", "transformer-engine")
     }
-    assert bad(judge_nodes([replace(NODE, gpus=(), versions=bare)], None, {})) == []
+    assert bad(check_nodes([replace(NODE, gpus=(), versions=bare)], None, {})) == []
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_without_gpus_none_are_asked_for() -> None:
     ],
 )
 def test_nodes_are_compared(changes: dict[str, object], expected: list[tuple[str, str]]) -> None:
-    assert bad(judge_nodes([NODE, replace(NODE, host="b", **changes)], 8, {})) == expected
+    assert bad(check_nodes([NODE, replace(NODE, host="b", **changes)], 8, {})) == expected
 
 
 def test_bus_bandwidth() -> None:

@@ -13,9 +13,8 @@ from megarl.checkpoints import CheckpointStore, Keep
 from megarl.cli.main import SCHEMAS, main
 from megarl.config import load_config, resolve, save_config
 from megarl.config.loading import hub
-from megarl.doctor.facts import Gpu
-from megarl.doctor.preflight import preflight
-from megarl.doctor.preflight_data import ROWS
+from megarl.doctor.nodes import Gpu
+from megarl.doctor.preflight import ROWS, preflight
 from tests.fixtures.runs import PPO, REPOSITORY, on
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -84,7 +83,7 @@ def test_the_command_tells_before_it_starts_anything(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr("megarl.cli.main._run_supervised", lambda *_: pytest.fail("a process would start"))
+    monkeypatch.setattr("megarl.cli.main._run_with_restarts", lambda *_: pytest.fail("a process would start"))
     keys = [*PPO, *on(task, tmp_path / "run"), f"{ROLLOUT}.tensor_model_parallel_size=3"]
     assert main(["train", *keys]) == 2
     assert f"{ROLLOUT}.tensor_model_parallel_size=3" in capsys.readouterr().err

@@ -149,10 +149,10 @@ def test_between_two_generations_of_a_step(served: Served) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     restarts.replace_lost()
-    assert restarts.count == before + 1 and restarts.bare
+    assert restarts.count == before + 1 and restarts.lacks_weights
     answers = served.answer()
     served.same(answers)
-    assert set(answers["weight_version"].to_pylist()) == {version} and not restarts.bare
+    assert set(answers["weight_version"].to_pylist()) == {version} and not restarts.lacks_weights
 
 
 @pytest.mark.slow

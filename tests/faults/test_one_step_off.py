@@ -21,7 +21,7 @@ from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.schedule.collectors import Collected, OneStepOff
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.scoring import Rewards
 from tests.faults.live import STEPS, scheduler, start
 
@@ -85,7 +85,7 @@ def test_a_lost_engine_comes_back_with_what_was_learnt_meanwhile(live: Live, tmp
     batches, pids = live.batches, live.roles.engines.pids
     first = batches.of(1)
     live.disturb(lambda: os.kill(scheduler(live.roles, 1), signal.SIGKILL))
-    with live.run.timed("step", {"step": 1}), batches.meanwhile(1) as half:
+    with live.run.timed("step", {"step": 1}), batches.during_learning(1) as half:
         live.learn(half, first)
         assert live.roles.restarts.version == 1  # nobody has touched the weights of the engines
     assert live.roles.engines.pids[0] == pids[0] and live.roles.engines.pids[1] != pids[1]
@@ -118,7 +118,7 @@ def test_a_failure_of_the_half_that_collects_ends_the_other(live: Live) -> None:
         raise RuntimeError("no reward works")
 
     live.disturb(fail)
-    with pytest.raises(RuntimeError, match="no reward works"), live.batches.meanwhile(2) as (run, _):
+    with pytest.raises(RuntimeError, match="no reward works"), live.batches.during_learning(2) as (run, _):
         while True:  # a learning that takes long
             run.wait([])
     assert live.reports() == before
@@ -130,7 +130,10 @@ def test_a_dead_actor_ends_both_with_one_report(live: Live) -> None:
     """The last test: it is the run's end."""
     before, batches = live.reports(), live.batches
     batch = replace(batches.of(3), step=3)
-    with pytest.raises(WorkerDied, match=r"actor rank 0 .* died") as caught, batches.meanwhile(3) as half:
+    with (
+        pytest.raises(WorkerDied, match=r"actor rank 0 .* died") as caught,
+        batches.during_learning(3) as half,
+    ):
         os.kill(live.roles.actor.group.pids[0], signal.SIGKILL)
         live.learn(half, batch)
     assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())

@@ -22,10 +22,10 @@ from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.schedule.collectors import Collected
-from megarl.trainer.schedule.in_flight_files import save_under_way
+from megarl.trainer.schedule.in_flight import save_in_flight
 from megarl.trainer.schedule.modes import make_batches
 from megarl.trainer.schedule.streaming import Streamed
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.scoring import Rewards
 from tests.faults.live import STEPS, scheduler, start
 
@@ -49,7 +49,7 @@ class Live:
             export_hf(self.run, self.roles.actor.group, model, self.policies[step])
         with self.run.timed("step", {"step": step}):
             batch = self.batches.of(step)
-            with self.batches.meanwhile(step) as half, during():
+            with self.batches.during_learning(step) as half, during():
                 learn(self.config, *half, batch.table, make_controls(self.config, STEPS), step)
         self.trained += batch.table["uid"].to_pylist()
         return batch
@@ -113,7 +113,7 @@ def test_partial_rollouts_go_on_with_the_next_weights(live: Live) -> None:
         second = live.step(3)
         several = live.is_sampled_from(second.table)
     assert first.metrics["staleness/of_several_versions"] == 0.0
-    held = live.run.wait(live.roles.engines.call("under_way"))
+    held = live.run.wait(live.roles.engines.call("in_flight"))
     assert all(4 <= len(uids) <= 5 + 1 for uids in held), held  # rollout.max_num_seqs, and a few
     live.run.wait(
         live.roles.engines.call("land", 1.0)
@@ -130,8 +130,8 @@ def test_engines_go_on_while_the_models_learn(live: Live) -> None:
     live.batches.overlapped = True
     number = len(live.policies) + 1
     batches = [live.step(number)]
-    under_way = live.batches.under_way
-    came = sum(len(one.came) for one in under_way.asked.values()) + 2 * len(under_way.ready)
+    in_flight = live.batches.in_flight
+    came = sum(len(one.answers) for one in in_flight.prompts.values()) + 2 * len(in_flight.ready)
     assert came > 0 and live.run.seconds["meanwhile/generate"] > 0.0
     batches += [live.step(step) for step in range(number + 1, 5)]
     for step, batch in enumerate(batches, number):
@@ -141,14 +141,14 @@ def test_engines_go_on_while_the_models_learn(live: Live) -> None:
 
 def test_a_lost_engine_costs_no_trajectory(live: Live) -> None:
     batches, pids = live.batches, live.roles.engines.pids
-    expected = {one.uid for one in batches.under_way.asked.values()}
+    expected = {one.uid for one in batches.in_flight.prompts.values()}
     live.step(5, lambda: killed_at_once(scheduler(live.roles, 1)))
     assert live.roles.engines.pids[0] == pids[0] and live.roles.engines.pids[1] != pids[1]
     assert live.roles.restarts.count == 1
     sixth = live.step(6)
     seventh = live.step(7)
-    known = {one.uid for one in batches.under_way.asked.values()} | {
-        one.uid for one in batches.under_way.ready
+    known = {one.uid for one in batches.in_flight.prompts.values()} | {
+        one.uid for one in batches.in_flight.ready
     }
     assert expected <= known | {uid.rpartition("/")[0] for uid in live.trained}
     for batch in (sixth, seventh):
@@ -170,15 +170,15 @@ def test_what_was_saved_goes_on(live: Live, tmp_path: Path, started: ExitStack) 
     saved.mkdir()
     again.mkdir()
     batches.save(saved)
-    before = {one.uid for one in batches.under_way.asked.values()}
-    whole = [one.uid for one in batches.under_way.ready]
+    before = {one.uid for one in batches.in_flight.prompts.values()}
+    whole = [one.uid for one in batches.in_flight.ready]
     assert before
-    empty = replace(batches.under_way, asked={}, ready=[], dropped=[], drawn=0, too_late=0)
+    empty = replace(batches.in_flight, prompts={}, ready=[], dropped=[], drawn=0, too_late=0)
     scorer = started.enter_context(make_scorer(live.config))
     rewards = replace(batches.rewards, scorer=scorer)
-    other = replace(batches, under_way=empty, drawn=None, engine_of={}, rewards=rewards)
+    other = replace(batches, in_flight=empty, drawn=None, engine_of={}, rewards=rewards)
     other.load(saved)
-    save_under_way(other.under_way, other.drawn, again)
+    save_in_flight(other.in_flight, other.drawn, again)
     assert sorted(file.name for file in saved.iterdir()) == sorted(file.name for file in again.iterdir())
     for file in saved.iterdir():
         assert file.read_bytes() == (again / file.name).read_bytes()
@@ -187,7 +187,7 @@ def test_what_was_saved_goes_on(live: Live, tmp_path: Path, started: ExitStack) 
     live.roles.restarts.connect()
     live.batches = other
     eighth, ninth = live.step(8), live.step(9)
-    assert not other.under_way.asked and not other.under_way.ready  # the run ends here: nothing was in vain
+    assert not other.in_flight.prompts and not other.in_flight.ready  # the run ends here: nothing was in vain
     uids = set(eighth.table["prompt_uid"].to_pylist()) | set(ninth.table["prompt_uid"].to_pylist())
     assert before | set(whole) <= uids and len(uids) == 32
     live.is_sampled_from(eighth.table)

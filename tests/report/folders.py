@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.data.trajectories import append_column, expand_prompts, replace_column, write_trajectories
-from megarl.trainer.run.trace_file import TraceFile
+from megarl.trainer.run.timeline import TraceFile
 from tests.trainer.trajectories import answer, prompts
 
 SECOND = 1_000_000  # microseconds

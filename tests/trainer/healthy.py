@@ -3,7 +3,7 @@
 from megarl.config import TrainConfig, load_config, resolve
 from megarl.trainer.health.findings import History, find
 from megarl.trainer.health.monitor import HealthMonitor
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.advantages import make_controls
 
 ACTOR = "actor_rollout_ref.actor"
 REQUIRED = [

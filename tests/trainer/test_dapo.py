@@ -52,7 +52,7 @@ def batches(out):
     return [read_trajectories(out / "rollouts" / f"step-{number:06d}.parquet") for number in (1, 2)]
 
 
-def test_every_step_trains_on_whole_groups_that_differ(run):
+def test_every_step_trains_on_complete_groups_that_differ(run):
     out, _ = run
     for step, batch in zip(steps(out), batches(out), strict=True):
         prompts = batch["prompt_uid"].to_pylist()

@@ -24,14 +24,19 @@ from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 from megarl.data.trajectories import list_lengths
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.trainer.loops.sft import learnt_tokens
+from megarl.trainer.loops.sft import trained_tokens
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.critic import CriticWorker
-from megarl.trainer.workers.dispatch import MicroBatching, forward_plan, plan_rows, update_plan
+from megarl.trainer.workers.dispatch import (
+    MicroBatching,
+    ModelSpec,
+    PolicyUpdate,
+    forward_plan,
+    plan_rows,
+    update_plan,
+)
 from megarl.trainer.workers.model import ModelWorker
-from megarl.trainer.workers.sft import SFTWorker
-from megarl.trainer.workers.shared_critic import ActorCriticWorker
-from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
+from megarl.trainer.workers.scalar_heads import ActorCriticWorker, CriticWorker
+from megarl.trainer.workers.supervised import SFTWorker
 from tests.megatron.hf import make_table, save_model
 from tests.ranks import RankPool
 from tests.trainer.test_runs import losses_of
@@ -306,7 +311,7 @@ def _fine_tune(
     optim = OptimConfig(lr=1e-3, weight_decay=0.0, clip_grad=1.0)
     worker = SFTWorker(info, ModelSpec(folder, "lm", MegatronConfig(**megatron), optim, 3, 60.0, lora=lora))
     plan = plan_rows(list_lengths(examples, "input_ids"), worker.layout, 64)
-    losses = [worker.train_examples(examples, plan, learnt_tokens(examples))["train/loss"] for _ in range(3)]
+    losses = [worker.train_examples(examples, plan, trained_tokens(examples))["train/loss"] for _ in range(3)]
     worker.adapter_plan()
     return losses, worker.pack_adapters()
 

@@ -157,7 +157,7 @@ def test_a_batch_is_of_the_weights_before_the_last_update(whole: Whole, task: Pa
         assert apart.argmin() == sampled_from and apart[sampled_from] < 1e-4 < 100 * np.delete(apart, sampled_from).min(), apart  # fmt: skip
 
 
-def test_the_correction_sees_what_is_behind(whole: Whole) -> None:
+def test_the_correction_sees_stale_trajectories(whole: Whole) -> None:
     first, *others = steps(whole.folder)
     assert first["training/rollout_log_prob_diff_max"] < 1e-4
     for step in others:
@@ -175,7 +175,7 @@ def test_its_seconds_are_told_apart(whole: Whole) -> None:
     assert not any(name.startswith("timing_s/ahead") for name in last)
 
 
-def test_the_timeline_shows_both_halves_at_once(whole: Whole) -> None:
+def test_the_timeline_shows_collecting_and_learning_at_once(whole: Whole) -> None:
     """While the actor learns from batch k, the engine answers for batch k + 1: neither waits for the other.
 
     The answers are asked for before the step's learning ends, in every step; learning begins before they and their
@@ -295,8 +295,8 @@ def test_an_actor_that_dies_while_it_learns(whole: Whole, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_ppo_with_a_reward_model_beside_the_engines(task: Path, tmp_path: Path) -> None:
-    """Memory comes and goes in both halves at once; scores of batches that are collected ahead are the model's."""
+def test_ppo_with_a_reward_model_in_the_engines_pool(task: Path, tmp_path: Path) -> None:
+    """Collecting and learning both move device memory at once; batches collected ahead have the reward model's scores."""
     make_tiny_model(
         tmp_path / "judge", arithmetic_texts(40), vocab_size=320, hidden_size=32, ffn_hidden_size=48, num_layers=2,
         family="llama", head="score", seed=7,

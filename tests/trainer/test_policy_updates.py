@@ -30,9 +30,8 @@ from megarl.megatron.packing import PackedBatch
 from megarl.megatron.parallel import coords
 from megarl.megatron.sequences import sequence_ids
 from megarl.megatron.step import train_step
-from megarl.trainer.workers.actor import ActorWorker, whole_sequences, with_selection
-from megarl.trainer.workers.dispatch import merge_columns
-from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
+from megarl.trainer.workers.actor import ActorWorker, trajectories_of, with_selection
+from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate, merge_columns
 from tests.megatron.hf import VOCAB, check_gradients, make_table, optimizer_settings, place_model, save_model
 
 LOW, HIGH = 0.2, 0.3
@@ -111,7 +110,7 @@ def _train(rank: int, world: int, layout: dict, folder: str, table: pa.Table, mo
             weights=batch.fields["loss_weights"],
             old_log_probs=batch.fields["old_log_probs"],
             advantages=batch.fields["advantages"],
-            sequences=whole_sequences(batch),
+            sequences=trajectories_of(batch),
         )
         return actor_loss(output.view(batch.num_tokens, -1)[:, 0], None, tokens, options)
 

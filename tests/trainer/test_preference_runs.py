@@ -1,4 +1,4 @@
-"""Real runs of what learns from texts and preferences: DPO, and PPO with texts beside the rewards."""
+"""Real runs that learn from texts and preferences: DPO, and PPO with an auxiliary language-model loss."""
 
 import math
 from itertools import pairwise
@@ -46,7 +46,7 @@ def test_dpo_begins_at_the_reference_and_learns(preferences: Path, tmp_path: Pat
     AutoModelForCausalLM.from_pretrained(run / "hf")
 
 
-def test_texts_beside_the_rewards(preferences: Path, task: Path, tmp_path: Path) -> None:
+def test_an_auxiliary_language_model_loss(preferences: Path, task: Path, tmp_path: Path) -> None:
     """The texts' loss of the first step is transformers' on the loader's first batches."""
     run, files = tmp_path / "run", preferences / "data/texts.parquet"
     succeed(

@@ -80,7 +80,7 @@ def test_all_that_a_run_writes_would_be_kept_from_a_later_one(ppo_run):
     assert {path.name for path in out.iterdir()} == entries_of_a_run(out) | {"checkpoints"}
 
 
-def test_what_is_not_healthy_is_said_once(ppo_run):
+def test_an_unhealthy_metric_is_reported_once(ppo_run):
     """Every gradient is over the bound; it is reported with what to do, and not again in the next step."""
     _, out, printed = ppo_run
     findings = [json.loads(line) for line in (out / "health.jsonl").read_text().splitlines()]

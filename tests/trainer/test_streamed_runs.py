@@ -42,7 +42,7 @@ def trained(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["partial_rollouts", "fully_async"])
-def test_a_whole_run(task: Path, tmp_path: Path, mode: str) -> None:
+def test_a_complete_run(task: Path, tmp_path: Path, mode: str) -> None:
     succeed("train", *arguments(task, mode, tmp_path / "run"))
     rows = steps(tmp_path / "run")
     assert len(rows) == 6 and max(row["staleness/max"] for row in rows) <= 2

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.report.timeline import RecordedTimeline, read_timeline
-from megarl.trainer.run.trace_file import TIMELINE
+from megarl.trainer.run.timeline import TIMELINE
 from tests.fixtures.runs import steps
 
 

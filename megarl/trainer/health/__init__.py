@@ -1,1 +1,1 @@
-"""Whether a run is healthy: what its metrics say, and what to do about it."""
+"""The health of a run: findings in its metrics, and advice."""

@@ -1,7 +1,7 @@
-"""What is not healthy in a step's metrics: each finding with what was seen and what to do, in keys and values.
+"""Findings in a step's metrics that are not healthy, each with its value and a remedy in keys and values.
 
-Pure functions of the configuration, the controls in force, the metrics and what steps before told. A metric that is not
-there, or is NaN, tells nothing. What a single step shows may be noise: see `beyond_noise`.
+Pure functions of the configuration, the controls in force, the metrics and the history of earlier steps. A metric that is missing or
+NaN gives no finding. A finding of a single step may be noise: see `beyond_noise`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import fmean, linear_regression, stdev
 
 from megarl.algorithms.kl import KLController
 from megarl.config import ActorConfig, HealthConfig, TrainConfig
-from megarl.trainer.stages.controls import Controls
+from megarl.trainer.stages.advantages import Controls
 
 ACTOR = "actor_rollout_ref.actor"
 NUM_SCORES = 10  # steps whose mean scores are compared with as many others
@@ -24,7 +24,7 @@ _LARGEST_EXCESS = math.log(1000)
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be: what was seen, and what to do (keys and values).
+    """A metric that is not healthy, and a remedy in keys and values.
 
     Attributes:
         excess: how far the value is beyond its bound, as the logarithm of their quotient; 0: there is no bound.
@@ -41,11 +41,11 @@ class Finding:
 
 @dataclass
 class History:
-    """What steps before told; part of a checkpoint.
+    """The history of earlier steps; part of a checkpoint.
 
     Attributes:
-        first_entropy: the first step's that has one; None before it.
-        best_score, best_step: of the best validation so far; None before the first.
+        first_entropy: the first entropy of the run; None before it.
+        best_score, best_step: the best validation so far; None before the first.
         since_best: the scores of the validations since then.
         first_scores, last_scores: the mean scores of the first and of the last `NUM_SCORES` steps.
         num_scores: steps that had one.
@@ -102,10 +102,10 @@ class History:
 
 
 def beyond_noise(findings: Sequence[Finding]) -> bool:
-    """Whether what was found in some steps in a row is more than noise: their mean excess is over two standard errors.
+    """Whether findings of consecutive steps are more than noise: their mean excess is over two standard errors.
 
-    The error is the larger one of what the steps' differences and what the counts of trajectories tell. Logarithms are
-    compared, as gradient norms and KLs may differ by orders of magnitude from step to step.
+    The error is the larger one of two estimates: from the differences of the steps, and from the counts of trajectories. Logarithms
+    are compared, as gradient norms and KLs may differ by orders of magnitude from step to step.
     """
     excesses = [finding.excess for finding in findings]
     if not any(excesses):
@@ -126,8 +126,8 @@ def kl_coefficients(config: TrainConfig, controls: Controls) -> dict[str, KLCont
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a check looks at: a step of a run. `history` has this step."""
+class CheckedStep:
+    """The inputs of a check: a step of a run. `history` includes this step."""
 
     config: TrainConfig
     controls: Controls
@@ -144,16 +144,16 @@ class Look:
 
     @property
     def trajectories(self) -> int:
-        """Of a step, at most."""
+        """The most trajectories of a step."""
         return self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
 
     def over(self, name: str, bound: float | None) -> tuple[float, float] | None:
-        """The metric and its bound, if both are there and the metric is over it."""
+        """The metric and its bound, if both exist and the metric exceeds it."""
         value = self.metrics.get(name)
         return (value, bound) if bound is not None and value is not None and value > bound else None
 
     def share_error(self, share: float) -> float:
-        """The standard error of the logarithm of a share of the trajectories, or of their tokens, which are no more independent."""
+        """The standard error of the logarithm of a share of the trajectories, or of their tokens, as the tokens of a trajectory are not independent."""
         return math.sqrt((1 - share) / share / self.trajectories)
 
     def scale_kl(self, verb: str, factor: float) -> str:
@@ -172,8 +172,8 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A finding without its name; `bound` None: there is none. `error`: as `Finding.error`."""
+class UnnamedFinding:
+    """A finding before its kind is attached; `bound` None: there is none. `error`: as `Finding.error`."""
 
     value: float
     bound: float | None
@@ -192,63 +192,63 @@ class Seen:
 def find(
     config: TrainConfig, controls: Controls, metrics: Mapping[str, float], history: History
 ) -> list[Finding]:
-    """All that is not as `config.health` has it, whether or not it is to be reported; `history` has this step."""
-    look = Look(config, controls, metrics, history)
-    found = {kind: check(look) for kind, check in CHECKS.items()}
-    return [seen.named(kind) for kind, seen in found.items() if seen is not None]
+    """All metrics outside the bounds of `config.health`, whether or not they are to be reported; `history` includes this step."""
+    step = CheckedStep(config, controls, metrics, history)
+    found = {kind: check(step) for kind, check in CHECKS.items()}
+    return [finding.named(kind) for kind, finding in found.items() if finding is not None]
 
 
-def _ppo_kl_high(look: Look) -> Seen | None:
-    found = look.over("actor/ppo_kl", look.health.ppo_kl_high)
+def _ppo_kl_high(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("actor/ppo_kl", step.health.ppo_kl_high)
     if found is None:
         return None
     value, bound = found
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"actor/ppo_kl is {value:.3g} nats, over {bound:g}: the policy moves too far in one step",
-        f"Do: {look.more_kl()}; or set {ACTOR}.target_kl={bound:g}, or lower {ACTOR}.optim.lr from "
-        f"{look.actor.optim.lr:g}",
+        f"Do: {step.more_kl()}; or set {ACTOR}.target_kl={bound:g}, or lower {ACTOR}.optim.lr from "
+        f"{step.actor.optim.lr:g}",
     )
 
 
-def _ppo_kl_low(look: Look) -> Seen | None:
-    bound, actor, metrics = look.health.ppo_kl_low, look.actor, look.metrics
-    updates = look.config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+def _ppo_kl_low(step: CheckedStep) -> UnnamedFinding | None:
+    bound, actor, metrics = step.health.ppo_kl_low, step.actor, step.metrics
+    updates = step.config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     # In the first update of a step the policy is still the one that was sampled: with one update it always is 0.
-    if bound is None or updates < 2 or not kl_coefficients(look.config, look.controls):
+    if bound is None or updates < 2 or not kl_coefficients(step.config, step.controls):
         return None
-    # While the learning rate warms up, or has decayed, small steps are what was asked for.
-    if not look.history.is_flat or metrics.get("actor/lr", 0.0) < actor.optim.lr / 2:
+    # While the learning rate warms up, or has decayed, small steps are intended.
+    if not step.history.is_flat or metrics.get("actor/lr", 0.0) < actor.optim.lr / 2:
         return None
     # Of the same tokens the estimate k1, actor/ppo_kl, is mostly noise; k3 (algorithms/kl.py) is not.
     value = metrics.get("actor/ratio_mean", math.nan) - 1.0 + metrics.get("actor/ppo_kl", math.nan)
     if not value < bound:
         return None
-    return Seen(
+    return UnnamedFinding(
         value,
         bound,
         f"the policy moves by {value:.3g} nats a token in a step (actor/ratio_mean - 1 + actor/ppo_kl), under {bound:g}, and "
         "critic/score/mean has not risen since the first steps: the policy hardly moves",
-        f"Do: {look.scale_kl('lower', 0.5)}; or raise {ACTOR}.optim.lr from {actor.optim.lr:g}",
+        f"Do: {step.scale_kl('lower', 0.5)}; or raise {ACTOR}.optim.lr from {actor.optim.lr:g}",
     )
 
 
-def _grad_norm(look: Look) -> Seen | None:
-    found, optim = look.over("actor/grad_norm", look.health.grad_norm), look.actor.optim
+def _grad_norm(step: CheckedStep) -> UnnamedFinding | None:
+    found, optim = step.over("actor/grad_norm", step.health.grad_norm), step.actor.optim
     if found is None:
         return None
     value, bound = found
     clip = "" if optim.clip_grad else f", and clip gradients ({ACTOR}.optim.clip_grad=1.0)"
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"actor/grad_norm is {value:.3g}, over {bound:g} (healthy: under 10)",
         f"Do: lower {ACTOR}.optim.lr from {optim.lr:g} to {optim.lr / 2:g}{clip}",
     )
 
 
-def _entropy(look: Look) -> Seen | None:
-    health, coeff, clip = look.health, look.actor.entropy_coeff, look.controls.clip_high
-    value, first = look.metrics.get("actor/entropy"), look.history.first_entropy
+def _entropy(step: CheckedStep) -> UnnamedFinding | None:
+    health, coeff, clip = step.health, step.actor.entropy_coeff, step.controls.clip_high
+    value, first = step.metrics.get("actor/entropy"), step.history.first_entropy
     if value is None:
         return None
     bounds = {f"health.entropy_min={health.entropy_min}": health.entropy_min}
@@ -258,65 +258,65 @@ def _entropy(look: Look) -> Seen | None:
     if not under:
         return None
     text, bound = max(under.items(), key=lambda item: item[1])
-    return Seen(
+    return UnnamedFinding(
         value,
         bound,
         f"actor/entropy is {value:.3g} nats, under {text}: the policy stops exploring",
         f"Do: raise {ACTOR}.entropy_coeff from {coeff:g} to {max(2 * coeff, 0.001):g}, or {ACTOR}.clip_ratio_high "
-        f"from {clip:g} to {max(1.4 * clip, 0.28):g}; or {look.more_kl()}",
+        f"from {clip:g} to {max(1.4 * clip, 0.28):g}; or {step.more_kl()}",
     )
 
 
-def _clip_fraction(look: Look) -> Seen | None:
-    found, actor = look.over("actor/pg_clipfrac", look.health.clip_fraction), look.actor
+def _clip_fraction(step: CheckedStep) -> UnnamedFinding | None:
+    found, actor = step.over("actor/pg_clipfrac", step.health.clip_fraction), step.actor
     if found is None:
         return None
     value, bound = found
     epochs = f", or {ACTOR}.ppo_epochs from {actor.ppo_epochs} to 1" if actor.ppo_epochs > 1 else ""
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"actor/pg_clipfrac is {value:.0%}, over {bound:.0%}: most of what is learnt is clipped away",
         f"Do: lower {ACTOR}.optim.lr from {actor.optim.lr:g} to {actor.optim.lr / 2:g}{epochs}",
-        look.share_error(value),
+        step.share_error(value),
     )
 
 
-def _duplicate_responses(look: Look) -> Seen | None:
-    found = look.over("health/duplicate_responses", look.health.duplicate_responses)
+def _duplicate_responses(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("health/duplicate_responses", step.health.duplicate_responses)
     if found is None:
         return None
     value, bound = found
-    temperature = look.config.actor_rollout_ref.rollout.temperature
-    return Seen(
+    temperature = step.config.actor_rollout_ref.rollout.temperature
+    return UnnamedFinding(
         *found,
         f"{value:.0%} of the responses to a prompt repeat another one, over {bound:.0%}",
-        f"Do: {look.more_kl()}, and {ACTOR}.clip_ratio=0.1; or raise actor_rollout_ref.rollout.temperature from "
+        f"Do: {step.more_kl()}, and {ACTOR}.clip_ratio=0.1; or raise actor_rollout_ref.rollout.temperature from "
         f"{temperature:g}; where they are right, take harder prompts",
-        look.share_error(value),
+        step.share_error(value),
     )
 
 
-def _ngram_repetition(look: Look) -> Seen | None:
-    found = look.over("health/ngram_repetition", look.health.ngram_repetition)
+def _ngram_repetition(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("health/ngram_repetition", step.health.ngram_repetition)
     if found is None:
         return None
     value, bound = found
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"{value:.0%} of the runs of 4 tokens occurred in their response before, over {bound:.0%}: responses go round "
         "in circles",
-        f"Do: {look.more_kl()}, and {ACTOR}.clip_ratio=0.1; look at the trajectories in the run folder",
-        look.share_error(value),
+        f"Do: {step.more_kl()}, and {ACTOR}.clip_ratio=0.1; look at the trajectories in the run folder",
+        step.share_error(value),
     )
 
 
-def _equal_rewards(look: Look) -> Seen | None:
-    least, most = look.metrics.get("critic/score/min"), look.metrics.get("critic/score/max")
-    if not look.health.equal_rewards or least is None or least != most:
+def _equal_rewards(step: CheckedStep) -> UnnamedFinding | None:
+    least, most = step.metrics.get("critic/score/min"), step.metrics.get("critic/score/max")
+    if not step.health.equal_rewards or least is None or least != most:
         return None
-    if look.history.equal * look.trajectories < NUM_EQUAL:
+    if step.history.equal * step.trajectories < NUM_EQUAL:
         return None
-    return Seen(
+    return UnnamedFinding(
         least,
         None,
         f"all trajectories of the step have the score {least:g}: there is nothing to prefer",
@@ -325,48 +325,48 @@ def _equal_rewards(look: Look) -> Seen | None:
     )
 
 
-def _long_responses(look: Look) -> Seen | None:
-    found = look.over("response_length/clip_ratio", look.health.long_responses)
+def _long_responses(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("response_length/clip_ratio", step.health.long_responses)
     if found is None:
         return None
-    (value, bound), longest = found, look.config.data.max_response_length
-    return Seen(
+    (value, bound), longest = found, step.config.data.max_response_length
+    return UnnamedFinding(
         *found,
         f"{value:.0%} of the responses were cut at data.max_response_length={longest}, over {bound:.0%}",
         f"Do: raise data.max_response_length to {2 * longest}, or penalise length "
         "(reward_model.overlong_buffer.enable=true)",
-        look.share_error(value),
+        step.share_error(value),
     )
 
 
-def _mismatch(look: Look) -> Seen | None:
-    found = look.over("training/rollout_log_prob_diff_mean", look.health.mismatch)
+def _mismatch(step: CheckedStep) -> UnnamedFinding | None:
+    found = step.over("training/rollout_log_prob_diff_mean", step.health.mismatch)
     if found is None:
         return None
     value, bound = found
     weigh = (
         ""
-        if look.config.algorithm.rollout_correction.rollout_is
+        if step.config.algorithm.rollout_correction.rollout_is
         else "set algorithm.rollout_correction.rollout_is=token, or "
     )
     older = (
         ""
-        if look.config.trainer.mode == "sync"
+        if step.config.trainer.mode == "sync"
         else f"lower {ACTOR}.optim.lr (responses are a step older), or "
     )
-    return Seen(
+    return UnnamedFinding(
         *found,
         f"engine and trainer differ by {value:.3g} nats a token, over {bound:g}",
         f"Do: {weigh}{older}give both the same dtype (actor_rollout_ref.rollout.dtype, {ACTOR}.megatron.dtype)",
     )
 
 
-def _stagnation(look: Look) -> Seen | None:
-    bound, history = look.health.stagnation, look.history
+def _stagnation(step: CheckedStep) -> UnnamedFinding | None:
+    bound, history = step.health.stagnation, step.history
     number = len(history.since_best)
-    if bound is None or "val/score/mean" not in look.metrics or number < bound or history.rises:
+    if bound is None or "val/score/mean" not in step.metrics or number < bound or history.rises:
         return None
-    return Seen(
+    return UnnamedFinding(
         float(number),
         None,
         f"val/score/mean has not risen above {history.best_score:.4g} (step {history.best_step}) in {number} validations",
@@ -375,7 +375,7 @@ def _stagnation(look: Look) -> Seen | None:
     )
 
 
-CHECKS: dict[str, Callable[[Look], Seen | None]] = {
+CHECKS: dict[str, Callable[[CheckedStep], UnnamedFinding | None]] = {
     "ppo_kl_high": _ppo_kl_high,
     "ppo_kl_low": _ppo_kl_low,
     "grad_norm": _grad_norm,

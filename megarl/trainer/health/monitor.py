@@ -1,9 +1,9 @@
-"""The health of a run: what its metrics and trajectories say, what to do about it, and what is done.
+"""The health of a run: findings in its metrics and trajectories, advice, and automatic actions.
 
 Guarantees:
-- A finding is reported (printed, and as a line of `health.jsonl`) once it was so in `health.patience` steps in a row and these
-  are more than noise (`findings.beyond_noise`), and its kind then for `health.every` steps not again.
-- Nothing is changed but with `health.auto_action`, nothing stopped but for `health.early_stop`; both are reported.
+- A finding is reported (printed, and as a line of `health.jsonl`) after `health.patience` consecutive steps that are more than noise
+  (`findings.beyond_noise`), and its kind is not reported again for `health.every` steps.
+- Coefficients change only with `health.auto_action`, and a run stops only for `health.early_stop`; both are reported.
 
 The thresholds are rules of thumb: ppo_kl up to 0.03 nats a token is usual, over 0.05 the KL coefficient should rise;
 gradient norms are under 10, over 100 the learning rate is too high; where trajectories repeat each other the KL coefficient
@@ -26,26 +26,26 @@ from megarl.config import TrainConfig
 from megarl.data.trajectories import ragged
 from megarl.trainer.health.findings import ACTOR, Finding, History, beyond_noise, find, kl_coefficients
 from megarl.trainer.run.logger import keep_lines
-from megarl.trainer.stages.controls import Controls
+from megarl.trainer.stages.advantages import Controls
 from megarl.util.files import naming
 
 if TYPE_CHECKING:
     from megarl.trainer.run.run import Run
 
 HEALTH_FILE = "health.jsonl"
-MOST = 20  # steps in a row that are looked at together
-COLLAPSE = ("ppo_kl_high", "duplicate_responses", "ngram_repetition")  # what `auto_action` acts on
+MOST = 20  # consecutive steps that are compared
+COLLAPSE = ("ppo_kl_high", "duplicate_responses", "ngram_repetition")  # findings that `auto_action` acts on
 
 
 @dataclass
 class HealthMonitor:
-    """Looks at every step of a run.
+    """Checks every step of a run.
 
     Attributes:
-        controls: what `auto_action` changes.
-        in_a_row: by kind, what was found in the last steps in a row, at most `MOST` of them.
-        reported: by kind, the step in which it was last reported.
-        stop: why the run is to end after this step; None: it goes on.
+        controls: coefficients that `auto_action` changes.
+        in_a_row: by kind, the findings of the last consecutive steps, at most `MOST`.
+        reported: by kind, the step of the last report.
+        stop: the reason to end the run after this step; None: it continues.
     """
 
     config: TrainConfig
@@ -56,10 +56,10 @@ class HealthMonitor:
     stop: str | None = None
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """What is to be reported after `step`; sets `stop`.
+        """The findings to report after `step`; sets `stop`.
 
         Args:
-            metrics: all of the step's, with those of `repetition_metrics`.
+            metrics: all metrics of the step, including `repetition_metrics`.
         """
         health = self.config.health
         self.history.add(step, metrics)
@@ -87,8 +87,8 @@ class HealthMonitor:
         return due
 
     def act(self, findings: list[Finding]) -> list[str]:
-        """With `health.auto_action`, raise KL coefficients and lower clip ratios where the policy collapses; what was
-        done, in words."""
+        """With `health.auto_action`, raise KL coefficients and lower clip ratios where the policy collapses; returns
+        the changes as text."""
         health, controls = self.config.health, self.controls
         if not health.auto_action or not any(finding.kind in COLLAPSE for finding in findings):
             return []
@@ -109,7 +109,7 @@ class HealthMonitor:
         return done
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has seen so far, as JSON values; the controls, which it changes, have a state of their own."""
+        """The state as JSON values; the controls, which it changes, have a state of their own."""
         return {
             "history": asdict(self.history),
             "in_a_row": {
@@ -127,7 +127,7 @@ class HealthMonitor:
 
 
 def start_monitor(run: Run, config: TrainConfig, controls: Controls) -> HealthMonitor:
-    """The monitor of a run; what was reported in its folder of steps that it has not come to is dropped."""
+    """The monitor of a run; earlier reports in its folder about steps that are still to come are dropped."""
     if (run.folder / HEALTH_FILE).exists():
         keep_lines(run.folder / HEALTH_FILE, run.resumed_step)
     return HealthMonitor(config, controls)
@@ -136,9 +136,9 @@ def start_monitor(run: Run, config: TrainConfig, controls: Controls) -> HealthMo
 def watch(
     run: Run, monitor: HealthMonitor, step: int, metrics: Mapping[str, float], batch: pa.Table
 ) -> dict[str, float]:
-    """Look at a step, report what is not healthy and act as configured; returns the metrics health/...
+    """Check a step, report its findings and act as configured; returns the metrics health/...
 
-    health/findings counts what is reported in this step, health/actions what was changed.
+    health/findings counts the reports of this step, health/actions the changes.
     """
     if not monitor.config.health.enable:
         return {}

@@ -1,7 +1,7 @@
 """Direct preference optimization: the loop.
 
-The reference is the policy before the first step: its log-probs of all chats are computed then, once, so that no second
-copy of the weights is held.
+The reference is the policy before the first step: its log-probs of all chats are computed once, before training, so that no
+second copy of the weights is held.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from megarl.models import read_model_config
 from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_group
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.opening import tuning_facts
+from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.prompt_data import preference_keys
-from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
-from megarl.trainer.workers.rankings import compared_chats
+from megarl.trainer.workers.dispatch import compared_chats, plan_rows, rows_to_share
 
-WORKER = "megarl.trainer.workers.dpo:DPOWorker"
+WORKER = "megarl.trainer.workers.supervised:DPOWorker"
 
 
 def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
@@ -46,7 +45,7 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
     steps_of_epoch = len(TableLoader(training, data.train_batch_size, data.shuffle, data.seed))
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
     counts = training.table.num_rows, None if validation is None else validation.table.num_rows
-    with open_run(config, num_steps, cluster_setup, facts=tuning_facts(config, model, *counts)) as run:
+    with open_run(config, num_steps, cluster_setup, facts=supervised_facts(config, model, *counts)) as run:
         for warning in position_warnings(config, model):
             run.say(warning)
         if training.num_dropped:
@@ -93,10 +92,10 @@ def load_preferences(config: DPOConfig) -> tuple[PreferenceChats, PreferenceChat
 def chat_sums(
     config: DPOConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, rankings: pa.Table
 ) -> np.ndarray:
-    """The policy's log-prob of what is learnt of each chat, of any number of rankings, one after the other: [chats]."""
+    """The policy's log-prob of the trained tokens of each chat of any number of rankings: [chats]."""
     chats = chats_of(rankings)
     lengths = list_lengths(chats, "input_ids")
-    # Data parallel ranks share out equal numbers: the shortest chat fills up.
+    # Data parallel ranks get equal numbers of chats: copies of the shortest one fill up.
     filling = chats.slice(int(lengths.argmin()), 1)
     shared = pa.concat_tables([chats, *[filling] * (rows_to_share(chats.num_rows, layout) - chats.num_rows)])
     plan = plan_rows(list_lengths(shared, "input_ids"), layout, config.max_token_len_per_gpu)
@@ -113,7 +112,7 @@ def chat_sums(
 def with_reference(
     config: DPOConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, rankings: pa.Table
 ) -> pa.Table:
-    """The rankings with the policy's log-prob of each chat, as it is now, as `ref_log_probs`."""
+    """The rankings with the current policy's log-prob of each chat as `ref_log_probs`."""
     bounds = np.cumsum([0, *(len(own) for own in rankings["scores"])])
     sums = chat_sums(config, run, group, layout, rankings)
     lists = [sums[a:b].tolist() for a, b in itertools.pairwise(bounds)]
@@ -131,7 +130,7 @@ def train_batch(
 def validate(
     config: DPOConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, rankings: pa.Table
 ) -> dict[str, float]:
-    """Loss, accuracy, margin and implicit rewards on held-out rankings, of which there may be any number."""
+    """Loss, accuracy, margin and implicit rewards on any number of held-out rankings."""
     pairs, reference = compared_chats(rankings)
     log_ratios = torch.from_numpy(chat_sums(config, run, group, layout, rankings)).float() - reference
     how, count = config.dpo, rankings.num_rows

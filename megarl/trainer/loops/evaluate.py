@@ -17,12 +17,12 @@ from megarl.data.trajectories import list_lengths, write_trajectories
 from megarl.models import read_model_config
 from megarl.rewards.processes.scorer import Scorer, make_scorer
 from megarl.trainer.roles.device_memory import DeviceMemory
+from megarl.trainer.roles.engines import reporting_slow_start
 from megarl.trainer.roles.restarts import EngineRestarts
 from megarl.trainer.roles.roles import ENGINE_LOG, open_pools, start_engines
-from megarl.trainer.roles.slow_start import telling
-from megarl.trainer.run.devices import pools_of
+from megarl.trainer.run.cluster_setup import pools_of
 from megarl.trainer.run.earlier_runs import set_aside_earlier_run
-from megarl.trainer.run.full_disk import naming_keys
+from megarl.trainer.run.failures import naming_keys
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import engine_limits, open_engine_run
 from megarl.trainer.stages.prompt_data import may_lack, read_prompts
@@ -31,13 +31,13 @@ from megarl.trainer.stages.validation import ValidationSet, validate
 from megarl.trainer.workers.multi_turn import turns_spec
 from megarl.util.files import whole_file
 
-FILES = "trajectories"  # of data.val_files; those of a set are in trajectories-<name>.parquet
+FILES = "trajectories"  # file of data.val_files; a set has trajectories-<name>.parquet
 
 
 def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str, float]:
     """Answer the problems as `config` (resolved) says; writes trajectories and scores, returns the scores.
 
-    An engine that is lost is started anew, and asked again for what it had not answered.
+    A lost engine is restarted, and its missing trajectories are requested again.
     """
     model = read_model_config(config.model.path)
     check_models(config, model)
@@ -45,6 +45,7 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
     folder, data, trainer = Path(config.trainer.default_local_dir), config.data, config.trainer
     with naming_keys({"trainer.default_local_dir": folder}), make_scorer(config) as scorer:
+        # Mistakes in the data are found before files are moved and processes started.
         sets = load_problems(config, tokenizer, scorer)
         set_aside_earlier_run(config, print)
         save_config(config, folder / "config.yaml")
@@ -52,7 +53,10 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
         with open_engine_run(trainer.ray_address, num_devices, folder, limits, cluster_setup) as run:
             open_pools(run, pools_of(config))
             context = data.max_prompt_length + data.max_response_length
-            with run.status("starting the rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
+            with (
+                run.status("starting the rollout engines"),
+                reporting_slow_start(run.say, run.log_dir / ENGINE_LOG),
+            ):
                 turns = turns_spec(
                     config.rollout, config.model, data.apply_chat_template_kwargs, config.plugins
                 )
@@ -86,7 +90,7 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
 
 
 def restarts_of(run: Run, engines: WorkerGroup, max_restarts: int) -> EngineRestarts:
-    """Of engines that serve the model folder's weights: a new one has them, and nobody makes room for it."""
+    """Restarts of engines that serve the weights of the model folder: a new engine loads them itself, and no models make room."""
     memory = DeviceMemory(run, [], {"sync": (), "generate": ()})
     return EngineRestarts(
         run,

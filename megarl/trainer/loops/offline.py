@@ -1,32 +1,52 @@
-"""Either half of training alone: trajectories without updates, and updates on trajectories that are there.
+"""Half of training alone: trajectories without updates, updates on saved trajectories, and `megarl replay`.
 
-Guarantee, asserted by a test: `trainer.train_only` on what `trainer.rollout_only` wrote is a run's first step, bit for bit.
+    trainer.rollout_only    generate, score and write trajectories
+    trainer.train_only      train on trajectories that are written already
+    megarl replay           the learning part of a step again, from a checkpoint and the trajectories that the run wrote
+
+Guarantees, each asserted by a test:
+- `trainer.train_only` on the files of `trainer.rollout_only` is a run's first step, bit for bit.
+- A replay generates and scores nothing, and changes nothing in the run's folder but the new `replays/step-<n>`.
+- With the run's own configuration, and where its kernels are deterministic (CPUs in float32), the numbers of a replay are those
+  of the run bit for bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoints import steps_in
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from megarl.checkpoints import Checkpoint, find_damage, read_checkpoint, steps_in
+from megarl.checkpoints.manifest import folder_name, shortened
 from megarl.cluster import ClusterSetup
-from megarl.config import TrainConfig
+from megarl.config import TrainConfig, check_config, load_config, resolve, resolve_batches
+from megarl.config.checks.run import changed_keys
 from megarl.rewards.processes.scorer import make_scorer
-from megarl.trainer.health.monitor import start_monitor, watch
+from megarl.trainer.health.monitor import HealthMonitor, repetition_metrics, start_monitor, watch
 from megarl.trainer.loops.ppo import collect, epochs, learn
 from megarl.trainer.roles.roles import policy_checkpoints, start_learners, start_roles
 from megarl.trainer.roles.types import Roles
-from megarl.trainer.run.earlier_runs import set_aside_earlier_run
+from megarl.trainer.run.cluster_setup import cluster_setup_of
+from megarl.trainer.run.earlier_runs import CHECKPOINTS, CONFIG_FILE, set_aside_earlier_run
 from megarl.trainer.run.export import FOLDER, export_hf
-from megarl.trainer.run.resumed import FOLDER as CHECKPOINTS
+from megarl.trainer.run.logger import METRICS_FILE, read_metrics
 from megarl.trainer.run.run import Run
-from megarl.trainer.run.start import open_run
-from megarl.trainer.stages.controls import make_controls
-from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs
-from megarl.trainer.stages.nonfinite import GENERATED, require_finite, whole_step
+from megarl.trainer.run.start import limits, open_engine_run, open_run
+from megarl.trainer.stages.advantages import make_controls
+from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs, num_training_steps
+from megarl.trainer.stages.nonfinite import GENERATED, NotFinite, finite_step, require_finite
+from megarl.trainer.stages.prompt_data import may_lack, training_prompts
 from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
 from megarl.trainer.stages.scoring import Rewards
 from megarl.trainer.workers.ptx import load_ptx
+from megarl.util.plugins import load_plugins
 
 
 def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
@@ -54,7 +74,7 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
             rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config))
             prompts = epochs(inputs.loader)
             for step in range(1, inputs.num_steps + 1):
-                with run.step(step) as metrics, whole_step(run, config, controls, step, metrics):
+                with run.step(step) as metrics, finite_step(run, config, controls, step, metrics):
                     groups, collected = collect(
                         config, run, roles, prompts, rewards, inputs.reward_model, step
                     )
@@ -95,13 +115,13 @@ def _learn_steps(config: TrainConfig, run: Run, roles: Roles, source: Path, num_
         config, run, roles, {"controls": controls, "monitor": monitor, "ptx": ptx}
     )
     done = checkpoints.resume()
-    texts = epochs(ptx) if ptx is not None else None
+    ptx_batches = epochs(ptx) if ptx is not None else None
     for step in range(done + 1, num_steps + 1):
         batch = None
         with run.step(step) as metrics:
-            with whole_step(run, config, controls, step, metrics):
+            with finite_step(run, config, controls, step, metrics):
                 read = read_step(step_file(source, step), config)
-                batch, learnt = learn(config, run, roles, read, controls, step, texts)
+                batch, learnt = learn(config, run, roles, read, controls, step, ptx_batches)
                 metrics |= learnt
             metrics |= roles.memory.report()
             if batch is not None:
@@ -109,3 +129,190 @@ def _learn_steps(config: TrainConfig, run: Run, roles: Roles, source: Path, num_
         checkpoints.after(step, metrics, last=step == num_steps or monitor.stop is not None)
         if monitor.stop is not None:
             break
+
+
+REPLAYS = "replays"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The step to replay, and how.
+
+    Attributes:
+        folder: the run folder.
+        overrides: key=value, applied to the run's configuration.
+        trajectories: the file of the step's trajectories; None: the run's own.
+        checkpoint: the checkpoint to begin from; None: the newest good one before the step, or the models' first weights.
+        out: the folder for the weights after the step, as a Hugging Face model; None: they are not written.
+    """
+
+    folder: Path
+    step: int
+    overrides: Sequence[str] = ()
+    trajectories: Path | None = None
+    checkpoint: Path | None = None
+    out: Path | None = None
+
+
+def replay(request: Request) -> bool:
+    """Train the step again and print its numbers next to those of the run; returns whether all are equal, bit for bit.
+
+    Raises:
+        ValueError: there is no such run, or no trajectories from a checkpoint to the step; says which steps can be replayed.
+        NotFinite: as the run's.
+    """
+    config = _read_config(request)
+    begin = _beginning(request)
+    first = begin.step + 1 if begin is not None else 1
+    files = _files(request, config, first)
+    models = load_model_inputs(config)
+    num_steps = _run_steps(config, models.tokenizer)
+    folder = request.folder / REPLAYS / f"step-{request.step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    devices = resolve_batches(config).devices
+    with (
+        cluster_setup_of(config) as cluster_setup,
+        open_engine_run(config.trainer.ray_address, devices, folder, limits(config), cluster_setup) as run,
+    ):
+        run.resumed, run.trajectory_folder, run.relays_from = begin, folder, config.trainer.relays_from
+        where = "the models' first weights" if begin is None else str(begin.folder)
+        run.say(f"replaying {_steps(list(files))} of {request.folder} from {where}")
+        _say_changes(run, config, request.folder)
+        roles = start_learners(config, run, num_steps)
+        found = _replay_steps(config, run, roles, files, num_steps, load_ptx(config, models.tokenizer))
+        logged = {entry["step"]: entry for entry in read_metrics(request.folder)}
+        equal = [print_comparison(run.console, step, logged.get(step), found[step]) for step in found]
+        if request.out is not None:
+            with roles.memory.held("export"):
+                export_hf(run, roles.actor.group, config.actor_rollout_ref.model, request.out)
+    return all(equal)
+
+
+def _replay_steps(
+    config: TrainConfig, run: Run, roles: Roles, files: Mapping[int, Path], num_steps: int, ptx
+) -> dict[int, dict[str, float]]:
+    """The metrics of each step."""
+    controls = make_controls(config, num_steps)
+    monitor = HealthMonitor(config, controls)  # `health.auto_action` may change the controls
+    policy_checkpoints(config, run, roles, {"controls": controls, "monitor": monitor, "ptx": ptx}).resume()
+    ptx_batches, found = epochs(ptx) if ptx is not None else None, {}
+    for step, path in files.items():
+        batch, before = read_step(path, config), controls.state_dict()
+        run.at_step = step
+        run.seconds.clear()
+        try:
+            learnt, metrics = learn(config, run, roles, batch, controls, step, ptx_batches)
+        except NotFinite as problem:
+            if config.trainer.on_nonfinite == "stop":
+                raise
+            run.say(f"step {step}: the rest of it is left out: {problem}")
+            controls.load_state_dict(before)
+            found[step] = {"training/skipped": 1.0}
+            continue
+        found[step] = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+        if config.health.enable:
+            monitor.act(monitor.check(step, {**metrics, **repetition_metrics(learnt)}))
+    return found
+
+
+def _run_steps(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of steps of the run, which its schedules depend on."""
+    trainer = config.trainer
+    if trainer.train_only is not None:
+        return count_steps(Path(trainer.train_only), trainer.total_training_steps)
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    loader, _ = training_prompts(config.data, tokenizer, lambda _: None, may_lack(config))
+    return num_training_steps(config, loader)
+
+
+def _read_config(request: Request) -> TrainConfig:
+    """The run's configuration with the overrides, resolved and checked."""
+    path = request.folder / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{request.folder} is no folder of a run: it has no {CONFIG_FILE}")
+    config = load_config(TrainConfig, path, list(request.overrides))
+    check_config(config, data_files=False)
+    load_plugins(config.plugins)
+    return resolve(config)
+
+
+def _say_changes(run: Run, config: TrainConfig, folder: Path) -> None:
+    for key, (before, after) in changed_keys(config, folder / CONFIG_FILE).items():
+        run.say(f"  changed: {key}: {before!r} -> {after!r}")
+
+
+def _beginning(request: Request) -> Checkpoint | None:
+    """The checkpoint to begin from; None: there is none before the step."""
+    if request.step < 1:
+        raise ValueError(f"--step {request.step}: steps are counted from 1")
+    if request.checkpoint is not None:
+        found = read_checkpoint(request.checkpoint)
+        damage = find_damage(found, hashes=True)
+        if damage:
+            raise ValueError(f"--checkpoint {request.checkpoint}: {shortened(damage)}")
+        if found.step >= request.step:
+            raise ValueError(
+                f"--checkpoint {request.checkpoint} is of step {found.step}, after which step {request.step} cannot be "
+                f"replayed; steps from {found.step + 1} on can"
+            )
+        return found
+    root = request.folder / CHECKPOINTS
+    for step in sorted((step for step in steps_in(root) if step < request.step), reverse=True):
+        try:
+            found = read_checkpoint(root / folder_name(step))
+        except ValueError:  # no valid manifest: not a checkpoint
+            continue
+        if not find_damage(found, hashes=True):
+            return found
+    return None
+
+
+def _files(request: Request, config: TrainConfig, first: int) -> dict[int, Path]:
+    """The file of trajectories of each step from `first` to the requested one."""
+    source = config.trainer.train_only or config.trainer.rollout_data_dir
+    files = {step: step_file(source, step) for step in range(first, request.step + 1)}
+    if request.trajectories is not None:
+        files[request.step] = request.trajectories
+    missing = [step for step, path in files.items() if not path.is_file()]
+    if missing:
+        can = f"steps {first} to {missing[0] - 1} can be replayed" if missing[0] > first else "no step can be"
+        raise ValueError(
+            f"step {request.step} is replayed from step {first} on, and {files[missing[0]]} is missing; from there {can}"
+        )
+    return files
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def print_comparison(
+    console: Console, step: int, logged: Mapping[str, float] | None, found: Mapping[str, float]
+) -> bool:
+    """Print the numbers of a step next to those that the run logged; returns whether all are equal, bit for bit.
+
+    If the run ended within the step and logged no numbers, those of the replay are printed alone.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headers = ("metric", "replayed") if logged is None else ("metric", "logged", "replayed", "")
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    equal = 0
+    for name, value in sorted(found.items()):
+        after = repr(float(value))
+        if logged is None:
+            table.add_row(name, after)
+            continue
+        before = repr(float(logged[name])) if name in logged else ""
+        equal += before == after
+        table.add_row(name, before, after, "" if before == after else "differs")
+    console.print(table)
+    if logged is None:
+        text = f"nothing to compare: {METRICS_FILE} has no line of this step, within which the run ended"
+    elif equal < len(found):
+        text = f"{len(found) - equal} of {len(found)} numbers are not those of the run"
+    else:
+        text = f"all {equal} numbers are equal bit for bit"
+    console.print(f"step {step}: {text}", highlight=False, soft_wrap=True)
+    return equal == len(found)

@@ -1,4 +1,4 @@
-"""PPO, GRPO and their kin: the loop. Each line is a stage; where it runs is in `roles`."""
+"""The loop of PPO, GRPO and related algorithms. Each line is a stage; `roles` decides where it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig, evaluates
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.health.monitor import start_monitor, watch
-from megarl.trainer.loops.samples import sample_rows
 from megarl.trainer.roles.roles import policy_checkpoints, start_roles
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
@@ -19,17 +18,21 @@ from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.schedule.modes import make_batches
-from megarl.trainer.stages.advantages import compute_batch_advantages
-from megarl.trainer.stages.controls import Controls, make_controls
+from megarl.trainer.stages.advantages import Controls, compute_batch_advantages, make_controls
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
-from megarl.trainer.stages.nonfinite import GENERATED, LEARNT_FROM, blaming, require_finite, whole_step
-from megarl.trainer.stages.passes import evaluate_models, throughput
+from megarl.trainer.stages.nonfinite import (
+    GENERATED,
+    LEARNT_FROM,
+    finite_step,
+    rank_errors_as_not_finite,
+    require_finite,
+)
 from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores, score_weights
 from megarl.trainer.stages.rollouts import noise_seed, roll_out
 from megarl.trainer.stages.scoring import Rewards, training_scores
-from megarl.trainer.stages.updates import update
-from megarl.trainer.stages.validation import validate
+from megarl.trainer.stages.updates import evaluate_models, throughput, update
+from megarl.trainer.stages.validation import sample_rows, validate
 
 
 def train(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
@@ -53,13 +56,15 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     trainer = config.trainer
     controls = make_controls(config, inputs.num_steps)
     monitor = start_monitor(run, config, controls)
-    halves = partial(collect, config), partial(answer, config)
-    asked = epochs(inputs.loader), inputs.reward_model
-    batches = make_batches(config, run, roles, rewards, inputs.num_steps, *asked, *halves)
+    collectors = partial(collect, config), partial(answer, config)
+    prompts = epochs(inputs.loader)
+    batches = make_batches(
+        config, run, roles, rewards, inputs.num_steps, prompts, inputs.reward_model, *collectors
+    )
     parts = {"controls": controls, "monitor": monitor, "data": inputs.loader, "ptx": inputs.ptx}
     checkpoints = policy_checkpoints(config, run, roles, parts, batches.folders)
     done = checkpoints.resume()
-    texts = epochs(inputs.ptx) if inputs.ptx is not None else None
+    ptx_batches = epochs(inputs.ptx) if inputs.ptx is not None else None
     if trainer.val_before_train and not done:
         with run.step(0) as metrics:
             metrics |= sync_and_validate(config, run, roles, inputs, rewards, step=0)
@@ -67,13 +72,15 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
     for step in range(done + 1, inputs.num_steps + 1):
         batch = None
         with run.step(step) as metrics:
-            with whole_step(run, config, controls, step, metrics):
+            with finite_step(run, config, controls, step, metrics):
                 collected = batches.of(step)
                 metrics |= collected.metrics
                 if step == done + 1:
                     show_samples(config, run, inputs, step, "train", collected.table)
-                with batches.meanwhile(step) as learner:  # by trainer.mode others are collected
-                    batch, learnt = learn(config, *learner, collected.table, controls, step, texts)
+                with batches.during_learning(
+                    step
+                ) as learner:  # with some trainer.mode later batches are collected
+                    batch, learnt = learn(config, *learner, collected.table, controls, step, ptx_batches)
                 metrics |= learnt
                 inputs.loader.report(collected.prompt_uids, collected.scores)
             if due(trainer.test_freq, step, last=inputs.num_steps):
@@ -95,7 +102,7 @@ def collect(
     reward_inputs: RewardModelInputs | None,
     step: int,
 ) -> tuple[Groups, dict[str, float]]:
-    """The first half of a step: the newest weights answer prompts, and rewards score the answers as they come."""
+    """Collecting: sync the newest weights, generate responses to prompts, and score them as they arrive."""
     with roles.memory.phase("sync"):
         synced = sync_weights(run, roles, version=step)
     groups, metrics = answer(config, run, roles, prompts, rewards, reward_inputs, step)
@@ -111,7 +118,7 @@ def answer(
     reward_inputs: RewardModelInputs | None,
     step: int,
 ) -> tuple[Groups, dict[str, float]]:
-    """`collect` with the weights that the engines have."""
+    """`collect` without a sync, with the weights in the engines."""
     phase = roles.memory.phase
     groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
     noise = noise_seed(config, step)
@@ -133,12 +140,12 @@ def learn(
     batch: pa.Table,
     controls: Controls,
     step: int,
-    texts: Iterator[pa.Table] | None = None,
+    ptx_batches: Iterator[pa.Table] | None = None,
 ) -> tuple[pa.Table, dict[str, float]]:
-    """The second half: log-probs and values, advantages, updates of critic and policy; the batch as it was trained on.
+    """Learning: log-probs and values, advantages, updates of critic and policy; returns the batch as it was trained on.
 
     Raises:
-        NotFinite: a number that it works on, or makes, is not; nothing is trained from there on.
+        NotFinite: an input or a computed number is not finite; no later update is made.
     """
     seed = config.trainer.seed * 1_000_003 + step
     require_finite(batch, GENERATED)
@@ -148,14 +155,14 @@ def learn(
     with run.timed("advantages"):
         batch, metrics = compute_batch_advantages(batch, config.algorithm, controls.kl)
     require_finite(batch, LEARNT_FROM)
-    run.save_trajectories(batch, "step", step)  # before the updates, for one that fails
-    with run.timed("update"), blaming(batch):
-        metrics |= update(run, roles, batch, config, controls, step, seed, texts)
+    run.save_trajectories(batch, "step", step)  # before the updates, in case one fails
+    with run.timed("update"), rank_errors_as_not_finite(batch):
+        metrics |= update(run, roles, batch, config, controls, step, seed, ptx_batches)
     return batch, metrics | throughput(batch, run.seconds)
 
 
 def epochs(loader: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Batches of prompts, epoch after epoch, as many as are asked for."""
+    """Batches, epoch after epoch, without end."""
     while True:
         yield from loader
 
@@ -168,9 +175,9 @@ def due(freq: int, step: int, last: int | None = None) -> bool:
 def sync_and_validate(
     config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards, step: int
 ) -> dict[str, float]:
-    """What the policy after `step` (0: before the first) answers to the validation prompts, as metrics.
+    """Validate the policy after `step` (0: before the first); returns the metrics.
 
-    It is synced for it: step 0's metrics are those of that sync, too.
+    Its weights are synced for this: the metrics of step 0 include those of that sync.
     """
     if not inputs.validation:
         return {}
@@ -187,13 +194,13 @@ def sync_and_validate(
             run.save_trajectories(table, name, step)
             show_samples(config, run, inputs, step, name, table)
     metrics = {f"val/{name}": value for name, value in metrics.items()}
-    # A step reports the sync of its own rollouts; before the first there is none, and this is the run's first sync.
+    # A step reports the sync of its own rollouts; step 0 has none, and this is the run's first sync.
     return metrics if step else metrics | synced
 
 
 def show_samples(
     config: TrainConfig, run: Run, inputs: TrainInputs, step: int, name: str, table: pa.Table
 ) -> None:
-    """Show a few scored trajectories to people; `name` says which."""
+    """Log a few scored trajectories as text; `name` is their label."""
     samples = sample_rows(table, inputs.tokenizer, config.trainer.log_val_generations)
     run.logger.log_samples(step, f"{name}/generations", samples)

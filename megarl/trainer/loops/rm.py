@@ -30,25 +30,23 @@ from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_g
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.opening import tuning_facts
+from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.stages.prompt_data import preference_keys
-from megarl.trainer.stages.reward_model import score_lists
-from megarl.trainer.stages.reward_normalization import FILE, measure_normalization
-from megarl.trainer.workers.dispatch import MicroBatching, plan_rows
-from megarl.trainer.workers.rankings import compared_texts
+from megarl.trainer.stages.reward_model import FILE, measure_normalization, score_lists
+from megarl.trainer.workers.dispatch import MicroBatching, compared_texts, plan_rows
 
-WORKER = "megarl.trainer.workers.reward_training:RMWorker"
+WORKER = "megarl.trainer.workers.supervised:RMWorker"
 
 
 @dataclass(frozen=True)
 class RMInputs:
-    """What a run reads before it starts anything.
+    """The inputs of a run, read before any process starts.
 
     Attributes:
         validation: `PREFERENCE_SCHEMA`; None: there is none.
-        answers: the reference answers, whose rewards get mean 0: column `input_ids`; None: rewards stay as they are.
+        answers: the reference answers, whose mean reward becomes 0: column `input_ids`; None: rewards are not shifted.
     """
 
     model: ModelConfig
@@ -65,7 +63,9 @@ def train(config: RMConfig, cluster_setup: ClusterSetup | None) -> str:
     loader = TableLoader(inputs.training, data.train_batch_size, data.shuffle, data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     counts = inputs.training.table.num_rows, None if inputs.validation is None else inputs.validation.num_rows
-    with open_run(config, num_steps, cluster_setup, facts=tuning_facts(config, inputs.model, *counts)) as run:
+    with open_run(
+        config, num_steps, cluster_setup, facts=supervised_facts(config, inputs.model, *counts)
+    ) as run:
         for warning in position_warnings(config, inputs.model):
             run.say(warning)
         for number, done in (
@@ -124,7 +124,7 @@ def load_preferences(
 
 
 def load_answers(config: RMConfig, training: pa.Table, tokenizer: PreTrainedTokenizerBase) -> pa.Table | None:
-    """The reference answers; None: none are asked for.
+    """The reference answers; None: none are configured.
 
     Args:
         training: the training rankings.
@@ -160,7 +160,7 @@ def train_batch(
 
 
 def validate(run: Run, role: Role, rankings: pa.Table) -> dict[str, float]:
-    """Loss, accuracy and margin on held-out rankings, of which there may be any number; mean and deviation of rewards."""
+    """Loss, accuracy and margin on any number of held-out rankings; mean and deviation of rewards."""
     rewards = torch.from_numpy(score_lists(run, role, token_lists(texts_of(rankings))))
     _, sums = preference_loss(rewards, *compared_texts(rankings), rankings.num_rows)
     found = preference_metrics({name: value.item() for name, value in sums.items()}, rankings.num_rows)
@@ -173,7 +173,7 @@ def validate(run: Run, role: Role, rankings: pa.Table) -> dict[str, float]:
 
 
 def export(config: RMConfig, run: Run, role: Role, inputs: RMInputs, folder: Path) -> str:
-    """Write the reward model, with what makes the mean reward of the reference answers 0; returns the folder's path."""
+    """Write the reward model, with the shift that makes the mean reward of the reference answers 0; returns the folder's path."""
     files = {}
     if inputs.answers is not None:
         outputs = score_lists(run, role, token_lists(inputs.answers))
@@ -192,10 +192,10 @@ def export(config: RMConfig, run: Run, role: Role, inputs: RMInputs, folder: Pat
 
 
 def classifier_fields(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What config.json says of a model for sequence classification with one label in place of its language model's.
+    """The fields of config.json that make a language model one for sequence classification with one label.
 
-    transformers scores a text at its last token that is not padding: where the end token is the padding, too, it would
-    take another one than the text's last, so no padding is named then.
+    transformers scores a text at its last token that is not padding: where the end token is also the padding it would take an
+    earlier token, so no padding is named then.
     """
     pad = tokenizer.pad_token_id
     return {

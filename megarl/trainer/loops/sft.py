@@ -16,12 +16,12 @@ from megarl.models import read_model_config
 from megarl.trainer.loops.supervised import VAL_LOSS, Stages, run_steps, start_group
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.run.export import export_hf
-from megarl.trainer.run.opening import tuning_facts
+from megarl.trainer.run.facts import supervised_facts
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
 
-WORKER = "megarl.trainer.workers.sft:SFTWorker"
+WORKER = "megarl.trainer.workers.supervised:SFTWorker"
 
 
 def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
@@ -34,7 +34,7 @@ def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     counts = len(training), None if validation is None else len(validation)
-    with open_run(config, num_steps, cluster_setup, facts=tuning_facts(config, model, *counts)) as run:
+    with open_run(config, num_steps, cluster_setup, facts=supervised_facts(config, model, *counts)) as run:
         for warning in position_warnings(config, model):
             run.say(warning)
         if training.num_truncated:
@@ -85,24 +85,24 @@ def train_batch(
     batch: pa.Table,
     pair_share: float,
 ) -> dict[str, float]:
-    """One optimizer step on the mean loss over all learnt tokens of the batch; `pair_share`: see `sequence_costs`."""
+    """One optimizer step on the mean loss over all trained tokens of the batch; `pair_share`: see `sequence_costs`."""
     lengths = list_lengths(batch, "input_ids")
     plan = plan_rows(lengths, layout, config.max_token_len_per_gpu, pair_share=pair_share)
-    return run.wait(group.call("train_examples", run.put(batch), run.put(plan), learnt_tokens(batch)))[0]
+    return run.wait(group.call("train_examples", run.put(batch), run.put(plan), trained_tokens(batch)))[0]
 
 
 def validate(
     config: SFTConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, examples: pa.Table
 ) -> dict[str, float]:
-    """The mean loss over all learnt tokens of held-out examples, of which there may be any number."""
+    """The mean loss over all trained tokens of any number of held-out examples."""
     shared = with_idle_rows(examples, rows_to_share(examples.num_rows, layout))
     plan = plan_rows(list_lengths(shared, "input_ids"), layout, config.max_token_len_per_gpu)
     sums = run.wait(group.call("sum_losses", run.put(shared), run.put(plan)))
-    return {VAL_LOSS: sum(value for value in sums if value is not None) / learnt_tokens(examples)}
+    return {VAL_LOSS: sum(value for value in sums if value is not None) / trained_tokens(examples)}
 
 
 def with_idle_rows(examples: pa.Table, num_rows: int) -> pa.Table:
-    """The examples with copies of the shortest one, of which nothing is learnt, up to `num_rows`."""
+    """The examples, filled up to `num_rows` with copies of the shortest one that have no trained token."""
     shortest = examples.slice(int(list_lengths(examples, "input_ids").argmin()), 1)
     idle = shortest.set_column(
         shortest.schema.get_field_index("loss_mask"),
@@ -112,6 +112,6 @@ def with_idle_rows(examples: pa.Table, num_rows: int) -> pa.Table:
     return pa.concat_tables([examples, *[idle] * (num_rows - examples.num_rows)])
 
 
-def learnt_tokens(batch: pa.Table) -> int:
-    """Tokens that are learnt; the first token of an example is predicted by none."""
+def trained_tokens(batch: pa.Table) -> int:
+    """The number of trained tokens; no token predicts the first one of an example."""
     return sum(sum(mask[1:]) for mask in batch["loss_mask"].to_pylist())

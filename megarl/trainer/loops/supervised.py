@@ -1,4 +1,4 @@
-"""The loop of the commands that fit one Megatron model to examples: steps, validations, the best model, an early end."""
+"""The loop that SFT, reward models and DPO share: steps, validations, the best model, early stopping."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from megarl.trainer.loops.ppo import due, epochs
 from megarl.trainer.roles.model_roles import say_layers
 from megarl.trainer.roles.roles import open_pools
 from megarl.trainer.run.checkpoints import Stateful, make_checkpoints
-from megarl.trainer.run.devices import pools_of
+from megarl.trainer.run.cluster_setup import MODEL_PROCESSES, pools_of
 from megarl.trainer.run.export import FOLDER
-from megarl.trainer.run.process_kinds import MODEL
 from megarl.trainer.run.run import Run
-from megarl.trainer.workers.specs import NAMED, ModelSpec
+from megarl.trainer.workers.dispatch import NAMED, ModelSpec
 from megarl.util.files import whole_file
 
 VAL_LOSS = "val/loss"
@@ -37,12 +36,12 @@ class Loader(Stateful, Protocol):
 
 @dataclass(frozen=True)
 class Stages:
-    """What the commands do differently.
+    """The stages that differ between the commands.
 
     Attributes:
-        update: one optimizer step on a batch; its metrics.
-        validate: metrics of held-out examples, `val/loss` among them; None: there are none.
-        export: write the model as a Hugging Face folder, whole or not at all; returns its path.
+        update: makes one optimizer step on a batch; returns its metrics.
+        validate: returns metrics of held-out examples, including `val/loss`; None: there are no such examples.
+        export: writes the model as a Hugging Face folder, completely or not at all; returns its path.
     """
 
     update: Callable[[pa.Table], dict[str, float]]
@@ -52,10 +51,10 @@ class Stages:
 
 @dataclass
 class Progress:
-    """Validation losses so far: which is the best, and whether it is time to stop.
+    """Validation losses so far: the best one, and whether the run is to stop early.
 
     Attributes:
-        patience: validations in a row without a lower loss after which the run ends; None: it does not.
+        patience: consecutive validations without a lower loss after which the run ends; None: it does not end early.
         min_delta: how much lower than `threshold` a loss must be to count for `patience`.
         best: the lowest loss; infinite before the first.
         threshold: the lowest one that counted.
@@ -69,7 +68,7 @@ class Progress:
     stale: int = 0
 
     def observe(self, loss: float) -> bool:
-        """Whether this loss is the lowest so far; one that is no number is not."""
+        """Record a loss; returns whether it is the lowest so far (NaN never is)."""
         if loss < self.threshold - self.min_delta:
             self.threshold, self.stale = loss, 0
         else:
@@ -79,7 +78,7 @@ class Progress:
         return lowest
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON values, which know no infinity."""
+        """The state as JSON values, which have no infinity."""
         return {
             "best": self.best if math.isfinite(self.best) else None,
             "threshold": self.threshold if math.isfinite(self.threshold) else None,
@@ -103,7 +102,7 @@ def start_group(
     """The model's ranks on all devices of the run, and their layout.
 
     Args:
-        worker: the ranks' class, as module:class; `arguments` beside `spec` are given to it.
+        worker: the ranks' class, as module:class; it gets `arguments` in addition to `spec`.
         head: "lm" or "value".
     """
     trainer = config.trainer
@@ -129,7 +128,7 @@ def start_group(
                 {"spec": spec, **arguments},
                 run.log_dir,
                 around=NAMED,
-                fork_server=run.fork_servers.get(MODEL),
+                fork_server=run.fork_servers.get(MODEL_PROCESSES),
             )
         )
         run.profiled.append(group)
@@ -146,9 +145,9 @@ def run_steps(
     stages: Stages,
     group: WorkerGroup,
 ) -> str:
-    """All steps that are still to be made; returns the folder of the model after the last one.
+    """Make all remaining steps; returns the folder of the model after the last one.
 
-    Besides checkpoints, as the trainer's keys say, and the best model so far as `best/hf`.
+    Also saves checkpoints, as the trainer's keys say, and the best model so far as `best/hf`.
     """
     progress = Progress(trainer.early_stop_patience, trainer.early_stop_min_delta)
     parts = {"data": loader, "progress": progress}
@@ -157,7 +156,7 @@ def run_steps(
     )
     done = checkpoints.resume()
     for step, batch in zip(range(done + 1, num_steps + 1), epochs(loader), strict=False):
-        if progress.stop:  # before it was interrupted
+        if progress.stop:  # already before the checkpoint
             break
         with run.step(step) as metrics:
             with run.timed("update"):
@@ -178,9 +177,11 @@ def run_steps(
 
 
 def save_best(run: Run, step: int, metrics: dict[str, float], export: Callable[[Path], str]) -> None:
-    """Write the model as `best/hf` in the run folder, and of which step it is into `best/best.json`."""
+    """Write the model as `best/hf` in the run folder, and its step and metrics into `best/best.json`."""
     folder = run.folder / "best"
-    (folder / "best.json").unlink(missing_ok=True)  # it would say of another model while this one is written
+    (folder / "best.json").unlink(
+        missing_ok=True
+    )  # it would describe another model while this one is written
     run.say(f"step {step}: the lowest {VAL_LOSS} so far, {metrics[VAL_LOSS]:.6g}")
     export(folder / FOLDER)
     found = {"step": step, **{name: value for name, value in metrics.items() if name.startswith("val/")}}

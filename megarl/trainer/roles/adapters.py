@@ -1,22 +1,25 @@
-"""What the sections `lora` of a run say, against the models' files: before anything is started."""
+"""The sections `lora` of a run: checked against the models' files before anything is started, and the form in which engines serve adapters.
+
+Engines serve the adapters next to the frozen weights, or weights with the adapters merged in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.config import LoraConfig, MegatronConfig, TrainConfig, pool_devices
+from megarl.config import LoraConfig, MegatronConfig, RolloutConfig, TrainConfig, pool_devices
 from megarl.config.loading.problems import raise_if_any
 from megarl.config.schema.supervised import TuningConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.models.lora import adapted_weights, check_expert_groups
-from megarl.trainer.roles.lora_sync import ADAPTERS, why_merged
+from megarl.models.lora import adapted_layers, adapted_weights, check_expert_groups, scaling, why_not_served
+from megarl.rollout.engine import AdapterConfig
 
 
 @dataclass(frozen=True)
 class _Section:
-    """A section `lora`, `key` the one that it is in, and the model on `devices` of which it is."""
+    """A section `lora`: the `key` of the section around it, and the model, on `devices` devices, that it is for."""
 
     key: str
     lora: LoraConfig
@@ -96,3 +99,39 @@ def _problems(section: _Section) -> Iterator[str]:
             reader.check(lora)
     except ValueError as error:
         yield f"{key}.lora.adapter_path: {error}"
+
+
+MERGED, ADAPTERS = "merged", "adapters"
+
+
+def why_merged(rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig) -> str | None:
+    """The reason why engines cannot serve the adapters next to the weights; None: they can."""
+    if rollout.quantization is not None:
+        return f"rollout.quantization={rollout.quantization}: float8 engines are sent merged weights"
+    return why_not_served(model, lora)
+
+
+def served_adapters(
+    rollout: RolloutConfig, model: ModelConfig, lora: LoraConfig, freed: bool
+) -> tuple[LoraConfig | None, str | None]:
+    """The adapters that engines serve next to the weights (None: none), and a line for the user (None: there are no adapters).
+
+    Args:
+        freed: whether the engines' weights leave their devices in each step: all weights are then sent in each sync.
+    """
+    if lora.rank == 0:
+        return None, None
+    reason = why_merged(rollout, model, lora)
+    if reason is None and freed:
+        reason = "the engines' memory is freed in each step, so that all weights are sent in each"
+    if reason is None and rollout.sync_skip_unchanged:
+        reason = "rollout.sync_skip_unchanged=true"
+    if rollout.lora_sync == ADAPTERS or (rollout.lora_sync is None and reason is None):
+        return lora, "rollout engines serve adapters beside the weights: only adapters are sent"
+    reason = "rollout.lora_sync=merged" if rollout.lora_sync == MERGED else reason
+    return None, f"rollout engines are sent weights with adapters merged in: {reason}"
+
+
+def engine_adapters(model: ModelConfig, lora: LoraConfig) -> AdapterConfig:
+    """The start options with which an engine serves adapters."""
+    return AdapterConfig(lora.rank, scaling(lora), adapted_layers(adapted_weights(model, lora)))

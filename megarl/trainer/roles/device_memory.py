@@ -1,6 +1,6 @@
-"""Moves what the phases of a step need onto the devices, and keeps the account of what is there.
+"""Moves memory onto the devices for the phases of a step that need it, and keeps the account of device memory.
 
-What each phase needs, and what leaves the devices in others, is in `megarl.costs.phases`.
+The needs of each phase, and the parts that leave the devices in other phases, are in `megarl.costs.phases`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACCOUNT_EVERY = 10  # steps: asking all processes takes some 20 ms a phase
 Account = dict[str, dict["Device", int]]
 """Owner -> device -> bytes."""
 Recover = Callable[[WorkerLost | None], object]
-"""Replaces engines that were lost meanwhile, also the one that a failure tells of; raises this if that cannot be."""
+"""Replaces lost engines, including the one of a given failure; raises the failure if it cannot be replaced."""
 
 
 def nothing_is_replaced(failure: WorkerLost | None) -> None:
@@ -38,13 +38,13 @@ def nothing_is_replaced(failure: WorkerLost | None) -> None:
 
 @dataclass
 class Owner:
-    """Memory that is on the devices of a group, or is not, as a whole.
+    """Memory of a group that is moved on and off its devices as one part.
 
     Attributes:
-        name: as in NEEDS.
-        part: as the group's processes call it.
+        name: its name in NEEDS.
+        part: its name in the group's processes.
         movable: whether it leaves the devices in phases that do not need it.
-        resident: whether it is there now (it may be empty: buffers of a transport that has none).
+        resident: whether it is on the devices now (it may be empty: a transport without buffers).
     """
 
     name: str
@@ -56,7 +56,7 @@ class Owner:
 
 @dataclass
 class DeviceMemory:
-    """Moves what the phases of a step need onto the devices, and says what is there."""
+    """The memory of a run's devices: moved for each phase of a step, and reported."""
 
     run: Run
     owners: list[Owner]
@@ -64,29 +64,29 @@ class DeviceMemory:
     phases: dict[str, Account] = field(default_factory=dict)
     steps: int = 0
     written: list[list[str]] = field(default_factory=list)
-    most: str = ""  # MiB, as they were said
+    most: str = ""  # MiB on the fullest device, as printed last
     recover: Recover = nothing_is_replaced
 
-    def half(self, run: Run, groups: Collection[WorkerGroup], recover: Recover) -> DeviceMemory:
-        """A view for a half of a step that works beside another: of what `groups` own; nothing else is moved or asked.
+    def view(self, run: Run, groups: Collection[WorkerGroup], recover: Recover) -> DeviceMemory:
+        """A view for a concurrent part of a step, of the memory of `groups`; no other memory is moved or measured.
 
-        Its accounts are among this one's; it is for one step.
+        It adds to the accounts of this object, and is for one step.
         """
         owners = [owner for owner in self.owners if owner.group in groups]
         return replace(self, run=run, owners=owners, recover=recover)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """As `held`; what is done within is timed as a phase of the step."""
+        """As `held`, and the block is timed as a phase of the step."""
         with self.held(name), self.run.timed(name):
             yield
 
     @contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Have what the phase `name` needs on the devices, and nothing else of what is movable.
+        """Keep the memory that the phase `name` needs on the devices during the block, and no other movable memory.
 
-        At its end, when all that it makes is there, it is accounted for, in the first two steps (the optimizer's states
-        are made in the first one) and in every `ACCOUNT_EVERY`th.
+        At its end, with all memory that the phase allocates, it is measured: in the first two steps (the optimizer's states are
+        made in the first one) and in every `ACCOUNT_EVERY`th.
         """
         if name == "sync":
             self.recover(None)
@@ -97,7 +97,7 @@ class DeviceMemory:
             self._account(name)
 
     def _account(self, name: str) -> None:
-        """Every process is asked: of the engines those that have ended, or end meanwhile, are replaced before."""
+        """Ask every process for its memory; engines that have ended, or end during the call, are replaced first."""
         failure = None
         while True:
             self.recover(failure)
@@ -109,7 +109,7 @@ class DeviceMemory:
                 failure = found
 
     def reserve(self) -> None:
-        """Have models make room on their hosts for what will leave their GPUs: it takes minutes, in which other things begin."""
+        """Have models reserve host memory for parts that will leave their GPUs; this takes minutes, during which the run continues."""
         parts: dict[WorkerGroup, list[str]] = defaultdict(list)
         for owner in self.owners:
             if owner.movable and not owner.name.startswith("rollout_"):
@@ -119,7 +119,7 @@ class DeviceMemory:
         )
 
     def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-        """In which phases `roles` are updated: (phase, roles), all at once unless they make room for each other."""
+        """The phases in which `roles` are updated: (phase, roles), all at once unless they make room for each other."""
         groups = {
             role: owner.group for role in roles for owner in self.owners if owner.name == f"{role}_optimizer"
         }
@@ -133,10 +133,9 @@ class DeviceMemory:
         return [("update", tuple(roles))]
 
     def report(self) -> dict[str, float]:
-        """At the end of a step: its account as metrics, in bytes: of the fullest device for each owner, and in all.
+        """At the end of a step: its account as metrics in bytes, for each owner that of its fullest device, and the total.
 
-        Writes it as a table into the run folder's `memory.txt` where it is not that of the last time, and says so where the
-        most that is ever there has changed.
+        Writes the account as a table into the run folder's `memory.txt` if it has changed, and prints the peak if that has changed.
         """
         self.steps += 1
         if not self.phases:
@@ -161,12 +160,12 @@ class DeviceMemory:
         return metrics
 
     def make_room(self, group: WorkerGroup) -> None:
-        """Take everything that is movable and not of `group` off the devices: processes of it are started anew."""
+        """Take all movable memory of other groups off the devices, because processes of `group` are restarted."""
         others = [owner for owner in self.owners if owner.group is not group]
         self._move("release_memory", [owner for owner in others if owner.movable and owner.resident])
 
     def join(self, group: WorkerGroup, ranks: Sequence[int]) -> None:
-        """Release what new processes of a group, which have all their memory, have more than the group's others."""
+        """Release memory that new processes of a group hold and its other processes have released."""
         parts = [owner.part for owner in self.owners if owner.group is group and not owner.resident]
         if parts:
             self.run.wait([group.call_rank(rank, "release_memory", parts) for rank in ranks])
@@ -191,7 +190,7 @@ class DeviceMemory:
             owner.resident = method == "resume_memory"
 
     def _measure(self) -> Account:
-        """What every process says that it has; parts that are no owner's are named after their group."""
+        """The memory that every process reports; parts without an owner are named after their group."""
         names = {(owner.group.role, owner.part): owner.name for owner in self.owners}
         groups = {owner.group.role: owner.group for owner in self.owners}
         calls = {role: group.call("memory") for role, group in groups.items()}
@@ -209,7 +208,7 @@ class DeviceMemory:
         return {owner.name for owner in self.owners}
 
     def _rows(self, totals: dict[str, int]) -> list[list[str]]:
-        """A header, the owners in their order, their sum, and what is not on the devices or is counted otherwise."""
+        """A header, the owners in their order, their sum, and parts that are not on the devices or counted otherwise."""
         own = [owner.name for owner in self.owners]
         others = sorted({name for account in self.phases.values() for name in account} - set(own))
         rows = [["MiB", *self.phases]]
@@ -271,7 +270,7 @@ def device_memory(
     *,
     trains: bool = True,
 ) -> DeviceMemory:
-    """The owners of a run's memory; engines that are freed have been released already.
+    """The memory of a run's devices, by owner; freed engines have been released already.
 
     Args:
         trains: whether the actor has gradients and an optimizer.

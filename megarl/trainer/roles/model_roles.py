@@ -1,80 +1,164 @@
-"""The models of a run: which worker groups they are, how each is cut over ranks and its batches into micro-batches."""
+"""The models of a run: their specs, their worker groups, how each is divided over ranks and its batches into micro-batches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from megarl.cluster import ResourcePool, WorkerGroup, group_kind
-from megarl.config import ActorConfig, CriticConfig, TrainConfig, reference_in_actor
+from megarl.config import ActorConfig, CriticConfig, TrainConfig, needs_reference, reference_in_actor
 from megarl.costs.flops import model_flops
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
-from megarl.trainer.roles.model_specs import actor_arguments, critic_spec, reference_spec, reward_model_spec
-from megarl.trainer.run.process_kinds import MODEL
+from megarl.trainer.run.cluster_setup import MODEL_PROCESSES
 from megarl.trainer.run.run import Run
-from megarl.trainer.workers.dispatch import MicroBatching
-from megarl.trainer.workers.specs import NAMED, ModelSpec
+from megarl.trainer.workers.dispatch import NAMED, MicroBatching, ModelSpec
+
+
+def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any]:
+    """The keyword arguments of the actor's ranks; with `critic` where the critic shares the actor's model.
+
+    Args:
+        num_steps: of the run; None: no model is trained, and there is neither an optimizer nor a reference.
+    """
+    policy, trains = config.actor_rollout_ref, num_steps is not None
+    shared_reference = trains and needs_reference(config) and reference_in_actor(config)
+    spec = ModelSpec(
+        path=policy.model.path,
+        head="lm",
+        megatron=policy.actor.megatron,
+        optim=policy.actor.optim if trains else None,
+        num_updates=num_steps * _updates_per_step(config, policy.actor) if trains else 0,
+        timeout=config.trainer.collective_timeout,
+        # The ranks' working directory need not be this one.
+        plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
+        lora=policy.model.lora,
+        share_prompts=_share_prompts(config),
+    )
+    arguments: dict[str, Any] = {
+        "spec": spec,
+        "temperature": policy.rollout.temperature,
+        "reference_path": policy.model.path if shared_reference and not spec.adapted else None,
+    }
+    if trains and config.critic is not None and config.critic.model.share_base:
+        arguments["critic"] = critic_spec(config, num_steps)
+    return arguments
+
+
+def critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
+    critic = config.critic
+    assert critic is not None
+    return ModelSpec(
+        path=critic.model.path,
+        head="value",
+        megatron=critic.megatron,
+        optim=critic.optim,
+        num_updates=num_steps * _updates_per_step(config, critic),
+        timeout=config.trainer.collective_timeout,
+        lora=critic.model.lora,
+        share_prompts=_share_prompts(config),
+    )
+
+
+def reference_spec(config: TrainConfig) -> ModelSpec:
+    """The spec of a reference with processes of its own."""
+    policy = config.actor_rollout_ref
+    return ModelSpec(
+        path=policy.model.path,
+        head="lm",
+        megatron=policy.ref.megatron,
+        optim=None,
+        num_updates=0,
+        timeout=config.trainer.collective_timeout,
+        lora=policy.model.lora,  # it has no adapters, but its weights are stored as the actor's are
+        share_prompts=_share_prompts(config),
+    )
+
+
+def reward_model_spec(config: TrainConfig) -> ModelSpec:
+    reward = config.reward_model
+    return ModelSpec(
+        path=reward.model.path,
+        head="value",
+        megatron=reward.megatron,
+        optim=None,
+        num_updates=0,
+        timeout=config.trainer.collective_timeout,
+    )
+
+
+def _share_prompts(config: TrainConfig) -> str | None:
+    """The option that enables shared prompts, for error messages; None: it is not set."""
+    return "actor_rollout_ref.actor.share_prompts" if config.actor_rollout_ref.actor.share_prompts else None
+
+
+def _updates_per_step(config: TrainConfig, section: ActorConfig | CriticConfig) -> int:
+    return config.data.train_batch_size // section.ppo_mini_batch_size * section.ppo_epochs
+
 
 ACTOR = "megarl.trainer.workers.actor:ActorWorker"
-ACTOR_CRITIC = "megarl.trainer.workers.shared_critic:ActorCriticWorker"
-CRITIC = "megarl.trainer.workers.critic:CriticWorker"
-REWARD_MODEL = "megarl.trainer.workers.reward_model:RewardModelWorker"
+ACTOR_CRITIC = "megarl.trainer.workers.scalar_heads:ActorCriticWorker"
+CRITIC = "megarl.trainer.workers.scalar_heads:CriticWorker"
+REWARD_MODEL = "megarl.trainer.workers.scalar_heads:RewardModelWorker"
 
 
 @dataclass(frozen=True)
 class Role:
-    """A model's ranks, how they share it, and how its batches are cut."""
+    """A model's ranks, their layout, and how its batches are divided into micro-batches."""
 
     group: WorkerGroup
     layout: ParallelLayout
-    cut: MicroBatching
+    batching: MicroBatching
 
 
 def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
     """The actor's processes, with the critic in them where it shares the actor's model.
 
     Args:
-        num_steps: of the run; None: nothing is trained, and there is neither an optimizer nor a reference.
+        num_steps: of the run; None: no model is trained, and there is neither an optimizer nor a reference.
     """
     actor = config.actor_rollout_ref.actor
     kwargs = actor_arguments(config, num_steps)
     worker = ACTOR_CRITIC if "critic" in kwargs else ACTOR
     return _start_model(
-        run, "actor", worker, actor.resource_pool, kwargs["spec"], kwargs, _cut(config, actor)
+        run, "actor", worker, actor.resource_pool, kwargs["spec"], kwargs, _batching(config, actor)
     )
 
 
 def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
     """The critic: in processes of its own, or in the actor's where it shares the actor's model."""
-    critic, cut = config.critic, _cut(config, config.critic)
+    critic, batching = config.critic, _batching(config, config.critic)
     if critic.model.share_base:
-        return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
+        return Role(actor.group, actor.layout, replace(batching, pair_share=actor.batching.pair_share))
     spec = critic_spec(config, num_steps)
-    return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, cut)
+    return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, batching)
 
 
 def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
     """The reference policy: in the actor's processes, or in processes of its own."""
     policy = config.actor_rollout_ref
-    cut = MicroBatching(
+    batching = MicroBatching(
         0,
         policy.ref.log_prob_max_token_len_per_gpu,
         policy.ref.log_prob_micro_batch_size_per_gpu,
         share_prompts=policy.actor.share_prompts,
     )
     if reference_in_actor(config):
-        return Role(actor.group, actor.layout, replace(cut, pair_share=actor.cut.pair_share))
+        return Role(actor.group, actor.layout, replace(batching, pair_share=actor.batching.pair_share))
     spec = reference_spec(config)
     kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
-    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, cut)
+    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, batching)
 
 
 def start_reward_model(config: TrainConfig, run: Run) -> Role:
     """The reward model's processes."""
     reward = config.reward_model
     spec = reward_model_spec(config)
-    cut = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
-    return _start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, cut)
+    batching = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
+    return _start_model(
+        run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, batching
+    )
 
 
 def _start_model(
@@ -84,7 +168,7 @@ def _start_model(
     pool_name: str,
     spec: ModelSpec,
     kwargs: dict[str, object],
-    cut: MicroBatching,
+    batching: MicroBatching,
 ) -> Role:
     pool, model = run.pools[pool_name], read_model_config(spec.path)
     group = group_kind(len(pool), run.relays_from)(
@@ -97,14 +181,14 @@ def _start_model(
         watched_groups=run.groups,
         watch=run.watch,
         around=NAMED,
-        fork_server=run.fork_servers.get(MODEL),
+        fork_server=run.fork_servers.get(MODEL_PROCESSES),
     )
     run.profiled.append(group)
-    cut = replace(cut, pair_share=model_flops(model, spec.head).pair_share)
-    return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), cut)
+    batching = replace(batching, pair_share=model_flops(model, spec.head).pair_share)
+    return Role(run.start(group), ParallelLayout.from_config(spec.megatron, len(pool)), batching)
 
 
-def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
+def _batching(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
     return MicroBatching(
         mini_batch_size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
         max_tokens=section.ppo_max_token_len_per_gpu,
@@ -116,7 +200,7 @@ def _cut(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatch
 
 
 def say_layers(run: Run, group: WorkerGroup, pool: ResourcePool) -> None:
-    """On GPUs, say which layers models are made of there: of what is installed it depends, and much speed with it."""
+    """On GPUs, print the layer implementations of the models, which depend on the installed packages and decide the speed."""
     if pool.use_gpu:
         (found,) = run.wait([group.call_rank(0, "layers_used")])
         run.say(f"layers: {found}")

@@ -1,7 +1,7 @@
-"""Rollout engines that died or hang are started anew, while the models that are trained stay as they are.
+"""Restarts of rollout engines that died or hang; the trained models are not touched.
 
-A new engine gets the current version of the weights, verified as ever, before it serves anything. Trajectories that had not
-come are asked for again (`rollouts.generate`): their noise depends on seed and uid, so they come out as they would have.
+A new engine gets the current version of the weights, verified as in every sync, before it serves requests. Missing trajectories are
+requested again (`rollouts.generate`): their noise depends on seed and uid, so that they equal the lost ones.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class EngineRestarts:
     """Replaces lost engines, at most `max_restarts` times in a run.
 
     Attributes:
-        memory: of the devices that the engines may share.
-        connect: tells all engines anew where weights come from.
-        sync: gives all engines the weights of the actor as a version.
-        version: the one that they serve; None: none was synced yet.
-        key: what `max_restarts` is called in the configuration.
-        hung: ranks of engines that live, but do not answer any more.
+        memory: the memory of the devices, which engines may share with models.
+        connect: connects all engines to the actor's ranks again.
+        sync: sends the actor's weights to all engines as a version.
+        version: the version that the engines serve; None: none was synced yet.
+        key: the configuration key of `max_restarts`.
+        hung: ranks of engines that live but do not answer.
         count: restarts so far.
-        bare: whether one was started anew since all were given weights: it has none.
+        lacks_weights: whether an engine was restarted since the last sync.
     """
 
     run: Run
@@ -45,56 +45,56 @@ class EngineRestarts:
     key: str = KEY
     hung: set[int] = field(default_factory=set)
     count: int = 0
-    bare: bool = False
+    lacks_weights: bool = False
 
     def note(self, failure: WorkerLost) -> None:
-        """Remember whom to replace; raises the failure if it is not an engine's, or one too many."""
+        """Remember an engine to replace; raises the failure if it is not of an engine, or exceeds `max_restarts`."""
         if failure.role != self.engines.role or self.count >= self.max_restarts:
             raise failure
         self.hung.add(failure.rank)
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:
-        """Start all engines anew that have ended or hang; they hold no weights yet.
+        """Restart all engines that have ended or hang; they hold no weights yet.
 
         Args:
-            failure: how that was noticed, if by one.
+            failure: the failure that showed the loss; None: there was none.
 
         Raises:
-            RuntimeError: it is one too many, or one does not come up.
-            WorkerLost: the failure; it is not an engine's, or one too many.
+            RuntimeError: `max_restarts` is exceeded, or a new engine does not start.
+            WorkerLost: the failure; it is not of an engine, or exceeds `max_restarts`.
         """
         if failure is not None:
             self.note(failure)
         while ranks := self.lost():
             try:
                 self._replace(ranks)
-            except WorkerLost as failure:  # yet another
+            except WorkerLost as failure:  # another engine is lost
                 self.note(failure)
 
     def revive(self, failure: WorkerLost) -> None:
-        """In the middle of a generation: replace the engine that is lost, and have all serve what they served."""
+        """During generation: replace the lost engine, and sync the version that all engines served."""
         self.note(failure)
         assert self.version is not None, "engines generate with synced weights"
         self.renew(self.version)
 
     def serve_all(self) -> None:
-        """Before a generation goes on: have all serve what they served, also those that were replaced when nobody generated."""
-        while self.bare:
+        """Before generation continues: sync the served version if an engine was replaced since the last sync."""
+        while self.lacks_weights:
             assert self.version is not None, "engines generate with synced weights"
             self.renew(self.version)
 
     def renew(self, version: int) -> None:
-        """Replace the engines that are lost, and have all serve the actor's weights, which are `version`."""
+        """Replace lost engines, and sync the actor's weights, which are `version`, to all engines."""
         self.replace_lost()
         with self.memory.held("sync"):
             self.sync(version)
             self.served(version)
         with self.memory.held("generate"):
-            pass  # the caller goes on with it
+            pass  # the caller continues in this phase
 
     def served(self, version: int) -> None:
-        """Note that all engines have a version of the weights."""
-        self.version, self.bare = version, False
+        """Record that all engines have a version of the weights."""
+        self.version, self.lacks_weights = version, False
 
     def lost(self) -> list[int]:
         """Ranks of engines that have ended or hang."""
@@ -114,7 +114,7 @@ class EngineRestarts:
             self.count += 1
             what = f"{process} is lost: starting it anew, {self.count} of {self.max_restarts} times"
             with self.run.status(what):
-                starts, self.bare = self.engines.restart(rank), True
+                starts, self.lacks_weights = self.engines.restart(rank), True
                 self.hung.discard(rank)
                 self.run.wait(starts)
         self.memory.join(self.engines, ranks)
@@ -122,12 +122,12 @@ class EngineRestarts:
 
 
 @dataclass(frozen=True)
-class LaterRestarts:
-    """The same while the actor learns: a new engine waits until it has, and all then serve what it has learnt.
+class DeferredRestarts:
+    """Restarts while the actor learns: a new engine gets weights after the updates, and all engines then serve the updated ones.
 
     Attributes:
-        ask: has something done when learning is over; returns when it is done.
-        version: that of the actor's weights by then.
+        ask: runs a call in the main thread once learning is over; returns after it.
+        version: the version of the actor's weights by then.
     """
 
     restarts: EngineRestarts
@@ -139,13 +139,13 @@ class LaterRestarts:
         return self.restarts.engines
 
     def revive(self, failure: WorkerLost) -> None:
-        """As `EngineRestarts.revive`; raises the failure at once if it cannot be."""
+        """As `EngineRestarts.revive`; raises the failure at once if the engine cannot be replaced."""
         self.restarts.note(failure)
         self.ask(lambda: self.restarts.renew(self.version))
 
     def serve_all(self) -> None:
         """As `EngineRestarts.serve_all`."""
-        while self.restarts.bare:
+        while self.restarts.lacks_weights:
             self.ask(lambda: self.restarts.renew(self.version))
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Who runs where: the worker groups of a run and the devices they share."""
+"""The worker groups of a run and the devices that they share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig
 from megarl.rollout.sglang.before_import import sglang_environment
+from megarl.trainer.roles.adapters import engine_adapters, served_adapters
 from megarl.trainer.roles.device_memory import device_memory, gpu_pools
-from megarl.trainer.roles.engine_config import engine_config, fp8_block, rollout_dtype
-from megarl.trainer.roles.lora_sync import engine_adapters, served_adapters
+from megarl.trainer.roles.engines import engine_config, fp8_block, reporting_slow_start, rollout_dtype
 from megarl.trainer.roles.model_roles import (
     Role,
     say_layers,
@@ -33,12 +33,10 @@ from megarl.trainer.roles.model_roles import (
     start_reward_model,
 )
 from megarl.trainer.roles.restarts import EngineRestarts
-from megarl.trainer.roles.slow_start import telling
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import connect, sync_weights
-from megarl.trainer.run import process_kinds as kinds
 from megarl.trainer.run.checkpoints import Checkpoints, InFolder, Stateful, make_checkpoints
-from megarl.trainer.run.devices import pools_of
+from megarl.trainer.run.cluster_setup import ENGINE_PROCESSES, pools_of
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.workers.multi_turn import TurnsSpec, turns_spec
@@ -55,22 +53,26 @@ def start_roles(
     """Start all worker groups of a PPO run, at once, and wait until every process is ready.
 
     Args:
-        trains: whether models are trained; else the actor alone is there, and has no optimizer.
+        trains: whether models are trained; else there is only an actor, without an optimizer.
     """
     open_pools(run, config.resource_pools)
     policy = config.actor_rollout_ref
     actor_pool, engine_pool = run.pools[policy.actor.resource_pool], run.pools[policy.rollout.resource_pool]
     layout = ParallelLayout.from_config(policy.actor.megatron, len(actor_pool))
+    # The plan of the weight sync decides which devices the engines take, before they start.
     order = engine_devices(policy.rollout, model, layout, actor_pool, engine_pool)
     freed = frees_engines(config, gpu_pools(run))
     adapters, way = served_adapters(policy.rollout, model, policy.model.lora, freed)
     if way is not None:
         run.say(way)
     sync = sync_plan(policy.rollout, model, layout, actor_pool, engine_pool, order, adapters)
-    with run.status("starting models and rollout engines"), telling(run.say, run.log_dir / ENGINE_LOG):
+    with (
+        run.status("starting models and rollout engines"),
+        reporting_slow_start(run.say, run.log_dir / ENGINE_LOG),
+    ):
         start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
-        # A fork server has the models' imports before the engines'.
-        last = kinds.ENGINE in run.fork_servers and not freed
+        # The fork server of the models is ready before that of the engines: start the models first.
+        last = ENGINE_PROCESSES in run.fork_servers and not freed
         engines = None if last else start_synced()
         actor, critic, ref = _start_models(config, run, num_steps if trains else None)
         engines = start_synced() if last else engines
@@ -78,6 +80,7 @@ def start_roles(
         run.wait([ref for group in run.groups for ref in group.started])
     say_layers(run, actor.group, actor_pool)
     timeout, skip = config.trainer.collective_timeout, policy.rollout.sync_skip_unchanged
+    # Connecting and syncing are repeated after each engine restart; `roles` exists by then.
     join = partial(connect, run, actor.group, engines, sync, timeout, skip)
     facts = join()
     memory = device_memory(config, run, actor, engines, critic, ref, reward_model, trains=trains)
@@ -98,7 +101,7 @@ def start_roles(
 
 
 def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
-    """Start what trains, on its pools alone: no engines, no reward model."""
+    """Start the trained models and the reference, on their pools alone: no engines, no reward model."""
     open_pools(run, pools_of(config))
     with run.status("starting models"):
         actor, critic, ref = _start_models(config, run, num_steps)
@@ -111,7 +114,7 @@ def start_learners(config: TrainConfig, run: Run, num_steps: int) -> Roles:
 def _start_models(
     config: TrainConfig, run: Run, num_steps: int | None
 ) -> tuple[Role, Role | None, Role | None]:
-    """Actor, critic and reference, as far as there are any; `num_steps` as for `start_actor`."""
+    """Start the actor and, where the run has them, critic and reference; `num_steps` as for `start_actor`."""
     actor = start_actor(config, run, num_steps)
     if num_steps is None:
         return actor, None, None
@@ -128,7 +131,7 @@ def _synced_engines(
     model: ModelConfig,
     adapters: LoraConfig | None,
 ) -> WorkerGroup:
-    """The engines of a run that syncs them; their memory is released already where it is to come and go."""
+    """The engines of a run that syncs them; their memory is released already if it is freed in phases that do not need it."""
     policy, data = config.actor_rollout_ref, config.data
     engines = start_engines(
         run,
@@ -142,7 +145,7 @@ def _synced_engines(
         adapters=engine_adapters(model, adapters) if adapters is not None else None,
         turns=turns_spec(policy.rollout, policy.model, data.apply_chat_template_kwargs, config.plugins),
     )
-    if freed:  # before anything else comes to their devices
+    if freed:  # before models are loaded onto their devices
         run.wait(engines.started)
         run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
     return engines
@@ -155,8 +158,7 @@ def policy_checkpoints(
     parts: Mapping[str, Stateful | None],
     folders: Mapping[str, InFolder] | None = None,
 ) -> Checkpoints:
-    """The checkpoints of a PPO run: of actor and critic, and of what changes in the controller (`parts` and `folders`, by
-    name)."""
+    """The checkpoints of a PPO run: of actor and critic, and of the controller's state (`parts` and `folders`, by name)."""
     groups = {"actor": roles.actor.group}
     if roles.critic is not None:
         groups["critic"] = roles.critic.group
@@ -194,7 +196,7 @@ def engine_devices(
     actor_pool: ResourcePool,
     engine_pool: ResourcePool,
 ) -> tuple[int, ...]:
-    """Which devices the engines' ranks take: those that hold most of their weights already."""
+    """The devices of the engines' ranks: those that hold most of their weights already."""
     sources = _places(actor_pool)[: layout.world]
     return best_device_order(model, layout, sources, engine_layout(rollout), _places(engine_pool))
 
@@ -208,7 +210,7 @@ def sync_plan(
     device_order: Sequence[int],
     adapters: LoraConfig | None = None,
 ) -> SyncPlan:
-    """The way of the actor's weights into the engines. `adapters`: what these serve beside the weights."""
+    """The plan by which the actor's weights reach the engines. `adapters`: which the engines serve next to the weights."""
     places = _places(engine_pool)
     return SyncPlan(
         config=model,
@@ -244,8 +246,8 @@ def start_engines(
         device_order: the numbers of the pool's devices in the order in which the engines' ranks take them.
         synced: whether they wait for weights; others serve those of the model folder.
         releasable: whether their memory can be released.
-        adapters: what they serve beside the weights; None: nothing.
-        turns: how trajectories of several turns are played; None: they have one.
+        adapters: the adapters that they serve next to the weights; None: none.
+        turns: how multi-turn trajectories are generated; None: trajectories have one turn.
     """
     tp, nodes = rollout.tensor_model_parallel_size, rollout.nodes_per_engine
     engine = engine_config(
@@ -271,7 +273,7 @@ def start_engines(
             device_order=device_order,
             watched_groups=run.groups,
             watch=run.watch,
-            fork_server=run.fork_servers.get(kinds.ENGINE),
+            fork_server=run.fork_servers.get(ENGINE_PROCESSES),
         )
     )
 

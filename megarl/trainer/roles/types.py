@@ -1,4 +1,4 @@
-"""What a PPO run consists of, as its stages see it: the roles, and what is known of their weight syncs."""
+"""The roles of a PPO run as its stages see them, and the planned sizes of their weight syncs."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from megarl.trainer.roles.restarts import EngineRestarts
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """What is known of a version before it is sent.
+    """Planned sizes of a version before it is sent.
 
     Attributes:
-        account: bytes by link, in all, and the most for a rank (`SyncPlan.account`).
-        received: what each engine rank shall receive, in bytes.
+        account: bytes by link, in total, and the most for a rank (`SyncPlan.account`).
+        received: bytes that each engine rank receives.
     """
 
     account: dict[str, int]
@@ -24,13 +24,13 @@ class VersionFacts:
 
 @dataclass(frozen=True)
 class SyncFacts:
-    """What is known of all syncs of a run.
+    """Facts that all syncs of a run share.
 
     Attributes:
-        whole: of a version with all weights, and the adapters if engines serve any.
-        adapters: of a version of adapters alone; None: engines serve none.
-        engine_ranks: of one engine.
-        skip_unchanged: whether slices are sent that have not changed since the version that an engine holds.
+        whole: a version with all weights, and the adapters if engines serve any.
+        adapters: a version of adapters alone; None: engines serve none.
+        engine_ranks: the number of ranks of an engine.
+        skip_unchanged: whether slices that equal those of the version in an engine are not sent.
     """
 
     whole: VersionFacts

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def connect(
     run: Run, actor: WorkerGroup, engines: WorkerGroup, plan: SyncPlan, timeout: float, skip_unchanged: bool
 ) -> SyncFacts:
-    """Work the plan out, give each rank its share of it, and tell the engines where the actor's ranks are.
+    """Give each rank its share of the plan, and tell the engines the addresses of the actor's ranks.
 
-    To be called again when an engine was started anew.
+    To be called again after an engine was restarted.
 
     Args:
         timeout: seconds that the two sides wait for each other.
@@ -57,9 +57,9 @@ def connect(
 def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
     """Give every engine the actor's weights as `version`; nothing is served in between.
 
-    If engines are lost meanwhile and may be started anew, all of it is done again.
+    If an engine is lost during it and can be restarted, the sync is repeated.
 
-    Returns: bytes by link, memory, and the time that each part took, as metrics.
+    Returns: bytes by link, memory, and the seconds of each part, as metrics.
     """
     while True:
         try:
@@ -67,7 +67,7 @@ def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
         except WorkerLost as failure:
             roles.restarts.replace_lost(failure)
             with roles.memory.held("sync"):
-                pass  # back onto the devices, from where the start of an engine took what it could
+                pass  # back onto the devices, which were freed for the start of an engine
         else:
             roles.restarts.served(version)
             run.mark(f"weights {version}")
@@ -91,7 +91,7 @@ def _sync_once(run: Run, roles: Roles, version: int) -> dict[str, float]:
 
 
 def sync_metrics(facts: VersionFacts, sent: list[SendReport], reports: list[SyncReport]) -> dict[str, float]:
-    """The plan's bytes, and what the ranks measured: bytes, memory, and seconds of the slowest rank in each phase."""
+    """The plan's bytes, and the ranks' measurements: bytes, memory, and seconds of the slowest rank in each phase."""
     written = [count for report in reports for count in report.bytes_written]
     kept = [count for report in reports for count in report.bytes_kept]
     for rank, (planned, *found) in enumerate(zip(facts.received, written, kept, strict=True)):

@@ -1,19 +1,20 @@
-"""Checkpoints of a run: what of it is saved and when, and how it goes on from one.
+"""Checkpoints of a run: their content, when they are saved, and how a run continues from one.
 
 Guarantees:
-- A run that goes on from a checkpoint of step k begins step k + 1 as the one that saved it did: with its weights,
-  optimizers, schedules, random numbers, coefficients and data positions.
-- A checkpoint that cannot be written changes nothing of older ones, and nothing of the run (`trainer.on_save_error`).
-- Checkpoints that are not of this run's course, and with them all of an earlier run, are moved aside, never overwritten.
+- A run that continues from a checkpoint of step k begins step k + 1 as the run that saved it did: with its weights, optimizer
+  states, schedules, random numbers, coefficients and data positions.
+- A checkpoint that cannot be written changes neither older ones nor the run (`trainer.on_save_error`).
+- Checkpoints that do not belong to this run's history are moved aside with the other files of their run, never overwritten.
 
-In a checkpoint's folder: a folder for each role that is trained (Megatron's distributed format), `run.json` (what only
-the controller knows), `config.yaml`, with trainer.save_hf `hf`, with trainer.mode=one_step_off `ahead` (the next step's
-batch), with partial_rollouts and fully_async `under_way` (groups that are whole, prompts of those that are not), and the manifest.
+In a checkpoint's folder: a folder for each trained role (Megatron's distributed format), `run.json` (the controller's state),
+`config.yaml`, with trainer.save_hf `hf`, with trainer.mode=one_step_off `ahead` (the next step's batch), with partial_rollouts and
+fully_async `under_way` (finished groups, prompts of unfinished ones), and the manifest.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,13 +37,49 @@ from megarl.cluster import WorkerFailed, WorkerGroup
 from megarl.config import TrainConfig, TuningConfig
 from megarl.config.checks.run import changed_keys
 from megarl.config.schema.run import SavingConfig
-from megarl.trainer.run.best import Best
-from megarl.trainer.run.earlier_runs import move_checkpoints, set_aside_earlier_run
+from megarl.trainer.run.earlier_runs import CONFIG_FILE, move_checkpoints, refusals, set_aside_earlier_run
 from megarl.trainer.run.preemption import REQUEUE
-from megarl.trainer.run.resumed import CONFIG_FILE, refusals
 
 if TYPE_CHECKING:
     from megarl.trainer.run.run import Run
+
+
+@dataclass
+class Best:
+    """The best value of `trainer.best_metric` so far, among validations whose checkpoint was written."""
+
+    metric: str | None
+    mode: str
+    value: float | None = None
+
+    def found(self, metrics: Mapping[str, float]) -> float | None:
+        """The value in a validation's metrics; None: the step had no validation, or no metric is configured.
+
+        Raises:
+            ValueError: a validation has no metric of that name.
+        """
+        if self.metric is None or not any(name.startswith("val/") for name in metrics):
+            return None
+        if self.metric not in metrics:
+            known = ", ".join(sorted(name for name in metrics if name.startswith("val/")))
+            raise ValueError(f"trainer.best_metric={self.metric!r}: validations have {known}")
+        return metrics[self.metric]
+
+    def is_beaten_by(self, value: float | None) -> bool:
+        """Whether a value of `found` is better than all before."""
+        if value is None or not math.isfinite(value):
+            return False
+        sign = 1.0 if self.mode == "max" else -1.0
+        return self.value is None or sign * value > sign * self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, "mode": self.mode, "value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a saved best value, unless it is of another metric."""
+        if (state["metric"], state["mode"]) == (self.metric, self.mode):
+            self.value = state["value"]
+
 
 STATE_FILE = "run.json"
 HF_FOLDER = "hf"
@@ -50,47 +87,55 @@ _FILE_ERRORS = ("OSError", "FileNotFoundError", "PermissionError")
 
 
 class Stateful(Protocol):
-    """Something of the controller that changes from step to step."""
+    """Controller state that changes from step to step, saved as JSON."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with a state. ValueError: it is of something else."""
+        """Continue with a saved state.
+
+        Raises:
+            ValueError: it does not fit this object.
+        """
         ...
 
 
 class InFolder(Protocol):
-    """Something of the controller that has a folder of its own in a checkpoint."""
+    """Controller state that is saved as files, in a folder of its own in a checkpoint."""
 
     def save(self, folder: Path) -> None:
         """Write its files into an empty folder."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Continue with what is there. ValueError: it is of something else."""
+        """Continue with saved files.
+
+        Raises:
+            ValueError: they do not fit this object.
+        """
         ...
 
 
-Held = Callable[[str], AbstractContextManager[None]]
+HoldMemory = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A checkpoint that was begun in the folder `partial`.
+    """A checkpoint whose files are being written, in the folder `partial`.
 
     Attributes:
         better: whether its value is the best so far.
-        beaten: the best value before it; None: there was none.
-        begun: by `time.perf_counter`.
-        seconds: that the run has waited for it so far.
+        previous_best: the best value before it; None: there was none.
+        begun: its start, by `time.perf_counter`.
+        seconds: the seconds that the run has waited for it so far.
     """
 
     step: int
     partial: Path
     better: bool
-    beaten: float | None
+    previous_best: float | None
     begun: float
     seconds: float
 
@@ -100,10 +145,10 @@ class Checkpoints:
     """Saves a run's state after its steps, when that is due.
 
     Attributes:
-        groups: the roles that are trained, by the name of their folder.
-        parts: what of the controller changes from step to step, by name.
-        folders: what of it has files of its own, by the name of the folder.
-        held: has on the devices what a phase ("save_<role>") needs, for the duration of a block.
+        groups: the trained roles, by the name of their folder.
+        parts: controller state saved as JSON, by name.
+        folders: controller state saved as files, by the name of its folder.
+        held: keeps the memory that a phase ("save_<role>") needs on the devices during a block.
         export: writes the policy as a Hugging Face model into a folder.
     """
 
@@ -111,7 +156,7 @@ class Checkpoints:
     trainer: SavingConfig
     groups: Mapping[str, WorkerGroup]
     parts: Mapping[str, Stateful]
-    held: Held
+    held: HoldMemory
     export: Callable[[Path], Any]
     schedule: SaveSchedule
     best: Best
@@ -119,10 +164,10 @@ class Checkpoints:
     _unfinished: Unfinished | None = None
 
     def resume(self) -> int:
-        """Take over the state of the checkpoint that the run goes on from; returns its step, 0 without one.
+        """Load the checkpoint that the run continues from; returns its step, 0 without one.
 
         Raises:
-            ValueError: it does not fit this run; names what.
+            ValueError: it does not fit this run; names the part.
         """
         found = self.run.resumed
         if found is None:
@@ -143,7 +188,7 @@ class Checkpoints:
 
         Args:
             metrics: the step's.
-            last: whether the run is over with it.
+            last: whether it is the last step of the run.
 
         Raises:
             OSError: the checkpoint could not be written, and trainer.on_save_error says stop.
@@ -155,7 +200,7 @@ class Checkpoints:
         reason = None if last else self._ending(due)
         save = reason is not None or due in ("steps", "minutes")
         with self.run.timed("save"):
-            # Whether the last best value is one, its checkpoint says.
+            # A value is the best only if its checkpoint is written: finish that before the next comparison.
             self._finish(wait=save or last or value is not None)
             better = self.best.is_beaten_by(value)
             if save or better:
@@ -183,7 +228,7 @@ class Checkpoints:
             self._finish(wait=True)
 
     def _ending(self, due: str | None) -> str | None:
-        """Why the run cannot make another step."""
+        """The reason why the run cannot make another step; None: it can."""
         if self.run.preemption.requested is not None:
             return f"the run was told to end ({self.run.preemption.requested})"
         if due == "deadline":
@@ -191,13 +236,13 @@ class Checkpoints:
         return None
 
     def _begin(self, step: int, best: float | None) -> None:
-        """Begin a checkpoint: what is not in the ranks is written, what is there is copied, or written, too.
+        """Begin a checkpoint: write the controller's state, and have the ranks copy (in the background) or write theirs.
 
-        best: the value that is the best so far, if it is this step's.
+        best: this step's value if it is the best so far.
         """
-        begun, beaten = time.perf_counter(), self.best.value
-        with self._may_fail(step, beaten), self.run.store.building(step) as partial:
-            self.best.value = beaten if best is None else best
+        begun, previous_best = time.perf_counter(), self.best.value
+        with self._may_fail(step, previous_best), self.run.store.building(step) as partial:
+            self.best.value = previous_best if best is None else best
             state = {name: part.state_dict() for name, part in self._all_parts().items()}
             (partial / STATE_FILE).write_text(json.dumps(state, allow_nan=False), encoding="utf-8")
             shutil.copyfile(self.run.folder / CONFIG_FILE, partial / CONFIG_FILE)
@@ -214,16 +259,16 @@ class Checkpoints:
                 with self.held(f"save_{role}"):
                     self.run.wait(group.call("begin_save", folder, role, background=self.trainer.async_save))
             self._unfinished = Unfinished(
-                step, partial, best is not None, beaten, begun, time.perf_counter() - begun
+                step, partial, best is not None, previous_best, begun, time.perf_counter() - begun
             )
 
     def _finish(self, *, wait: bool) -> Checkpoint | None:
-        """Commit the checkpoint that was begun; without `wait` only if its files are written."""
+        """Commit the unfinished checkpoint; without `wait` only if all its files are written."""
         saving = self._unfinished
         if saving is None or not (wait or self._is_written()):
             return None
         self._unfinished, begun = None, time.perf_counter()
-        with self._may_fail(saving.step, saving.beaten), self.run.store.discarding(saving.partial):
+        with self._may_fail(saving.step, saving.previous_best), self.run.store.discarding(saving.partial):
             files = self._written()
             files |= {name: None for name in _files_in(saving.partial) if name not in files}
             checkpoint = self.run.store.commit(saving.step, saving.partial, files, {"step": saving.step})
@@ -239,7 +284,7 @@ class Checkpoints:
         return None
 
     def _written(self) -> dict[str, FileFacts | None]:
-        """What all ranks have written, by path; raises the first failure, when no role saves any more."""
+        """The files of all ranks, by path; raises the first failure after all roles have ended saving."""
         files: dict[str, FileFacts | None] = {}
         failure: WorkerFailed | None = None
         for role, group in self.groups.items():
@@ -259,13 +304,13 @@ class Checkpoints:
         return all(self.run.wait(calls))
 
     @contextmanager
-    def _may_fail(self, step: int, beaten: float | None) -> Iterator[None]:
-        """An error of the file system, here or in a rank, is the run's end or a warning; `beaten` is the best value then."""
+    def _may_fail(self, step: int, previous_best: float | None) -> Iterator[None]:
+        """Turn a file system error, here or in a rank, into the run's end or a warning, and restore the best value `previous_best`."""
         try:
             yield
         except (OSError, WorkerFailed) as error:
-            self.best.value = beaten
-            # Ranks report theirs in words.
+            self.best.value = previous_best
+            # Errors of ranks arrive as text with the name of their type.
             of_files = isinstance(error, OSError) or error.kind in _FILE_ERRORS
             stops = self.trainer.on_save_error == "stop"
             if of_files and stops:
@@ -287,7 +332,7 @@ def make_checkpoints(
     trainer: SavingConfig,
     groups: Mapping[str, WorkerGroup],
     parts: Mapping[str, Stateful],
-    held: Held,
+    held: HoldMemory,
     export: Callable[[Path], Any],
     folders: Mapping[str, InFolder] | None = None,
 ) -> Checkpoints:
@@ -335,18 +380,18 @@ def find_resumed(
     say: Callable[[str], None],
     total_steps: int | None = None,
 ) -> Checkpoint | None:
-    """The checkpoint that a run goes on from, as `trainer.resume_mode` says; says what has changed since.
+    """The checkpoint that a run continues from, as `trainer.resume_mode` says; prints the keys that have changed since.
 
-    What is in the run folder and not of this run's course is moved aside: later checkpoints, or all of an earlier run if this one goes on
-    from none of its checkpoints.
+    Files in the run folder that do not belong to this run's history are moved aside: later checkpoints, or all files of an earlier run
+    if this one continues from none of its checkpoints.
 
     Args:
         config: resolved.
-        total_steps: of the whole run; None: its end is not known.
+        total_steps: of the run; None: its end is not known.
 
     Raises:
-        ValueError: the checkpoint is damaged, was saved with something that cannot be changed, or is of a step after the
-            run's last one; the run reads files of the earlier run that would be moved.
+        ValueError: the checkpoint is damaged, was saved with another value of a fixed key or another model, or is of a step after
+            the run's last one; the run reads files of the earlier run that would be moved.
     """
     trainer = config.trainer
     if trainer.resume_mode == "disable":
@@ -367,11 +412,12 @@ def find_resumed(
         say(f"going on from step {found.step}: {found.folder}")
         for key, (before, after) in changed_keys(config, found.folder / CONFIG_FILE).items():
             say(f"  changed since: {key}: {before!r} -> {after!r}")
+    # A checkpoint from elsewhere begins a new history in this folder, as a new run does.
     if found is not None and found.folder.resolve().parent == store.root.resolve():
         last = found.step
         move_checkpoints(store.root, last + 1, None, say)
     else:
         last = -1
         set_aside_earlier_run(config, say)
-    store.abandon_later(last)  # at the remote, and as the best so far
+    store.abandon_later(last)  # in the remote store, and as the best checkpoint
     return found

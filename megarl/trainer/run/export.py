@@ -1,4 +1,4 @@
-"""The trained policy as a Hugging Face folder; with LoRA its adapters in PEFT's format, too."""
+"""The trained policy as a Hugging Face folder, with LoRA its adapters in PEFT's format too, and a check against transformers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
 from megarl.checkpoints.hf.adapters import AdapterExport, write_peft_adapter
 from megarl.checkpoints.hf.export import Bundle, ExportPlan, write_hf_checkpoint
 from megarl.cluster import WorkerGroup
 from megarl.config import TrainedModelConfig
+from megarl.data.trajectories import read_trajectories
+from megarl.models import read_model_config
 from megarl.trainer.run.run import Run
 
 FOLDER = "hf"
@@ -25,12 +31,12 @@ def export_hf(
     fields: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> str:
-    """Gather the group's shards, file by file, into `folder`, whole or not at all; returns its path.
+    """Gather the group's shards, file by file, into `folder`, completely or not at all; returns its path.
 
     With LoRA these are the merged weights, and the adapters are written as well.
 
     Args:
-        adapter: their folder; None: `adapter` beside `folder`.
+        adapter: their folder; None: `adapter` next to `folder`.
         fields, files: see `write_hf_checkpoint`.
     """
     plan: ExportPlan = run.wait(group.call("export_plan", model.mtp == "keep"))[0]
@@ -52,3 +58,37 @@ def _export_adapters(run: Run, group: WorkerGroup, model: TrainedModelConfig, fo
     plan: AdapterExport = run.wait(group.call("adapter_plan"))[0]
     write_peft_adapter(str(folder), model.path, plan, run.wait(group.call("pack_adapters")))
     run.say(f"exported adapters: {folder}")
+
+
+@torch.no_grad()
+def verify_greedy(model_path: str, trajectories: str, max_samples: int) -> None:
+    """Answer the trajectories' prompts again, and compare token by token.
+
+    Raises:
+        ValueError: no such model or file; answers of several turns; or an answer differs: names the first trajectory that does, and how
+            many.
+    """
+    read_model_config(model_path)  # transformers takes a folder that is not there for a name on the Hub
+    batch = read_trajectories(trajectories).slice(0, max_samples)
+    if any(num_turns > 1 for num_turns in batch["num_turns"].to_pylist()):
+        raise ValueError(
+            f"{trajectories} has answers of several turns: transformers has no environment for them"
+        )
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    different = []
+    for uid, prompt, response in zip(
+        *(batch[name].to_pylist() for name in ("uid", "prompt_ids", "response_ids")), strict=True
+    ):
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=len(response),
+            do_sample=False,
+        )
+        answer = output[0, len(prompt) :].tolist()
+        if answer != response:
+            different.append(f"{uid}: transformers {answer}, engine {response}")
+    if different:
+        raise ValueError(f"{len(different)} of {batch.num_rows} greedy answers differ; first {different[0]}")
+    Console().print(f"verified: {batch.num_rows} of {batch.num_rows} greedy answers are transformers' own")

@@ -1,20 +1,21 @@
-"""What a run is, written to its folder before it starts: its configuration, its batch arithmetic, and `run.json`, which has the
-command, when and where it started, versions, and how it ended.
+"""What a run is: its configuration, batch arithmetic and `run.json` in its folder, and one screen of text when it starts.
 
-`run.json` is written again when the run ends; a run that was killed has no outcome.
+`run.json` has the command, when and where the run started, versions, and how it ended. It is written again when the run ends; a run
+that was killed has no outcome. Every key of the configuration is in the folder's config.yaml.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +23,21 @@ from pathlib import Path
 import psutil
 
 from megarl import __version__
-from megarl.config import BatchPlan, TrainConfig, TuningBatchPlan, TuningConfig, save_batch_plan, save_config
+from megarl.config import (
+    BatchPlan,
+    DPOConfig,
+    RMConfig,
+    TrainConfig,
+    TuningBatchPlan,
+    TuningConfig,
+    batch_summary,
+    batch_table,
+    needs_reference,
+    needs_rules,
+    save_batch_plan,
+    save_config,
+)
+from megarl.models import ModelConfig, logical_tensors
 from megarl.util.files import whole_file
 
 RUN_FILE = "run.json"
@@ -33,11 +48,11 @@ _CLOCKS_APART = 2.0  # seconds between this file's and the kernel's start of a p
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What `run.json` holds.
+    """The content of `run.json`.
 
     Attributes:
-        command: what was typed. started, ended: seconds since the epoch; None: it has not ended, or was killed.
-        host, process: where the controller runs.
+        command: as typed. started, ended: seconds since the epoch; None: it has not ended, or was killed.
+        host, process: of the controller.
         versions: by package, Python's among them.
         outcome: FINISHED, or why the run ended before its last step; None: it has not ended, or was killed.
     """
@@ -52,7 +67,7 @@ class RunFacts:
 
     @property
     def is_running(self) -> bool:
-        """Whether the controller is alive, which can be told on its own machine alone."""
+        """Whether the controller is alive; False on other machines than its own."""
         if (
             self.outcome is not None
             or self.host != socket.gethostname()
@@ -66,7 +81,7 @@ class RunFacts:
 def recorded(
     config: TrainConfig | TuningConfig, plan: BatchPlan | TuningBatchPlan, folder: Path
 ) -> Iterator[None]:
-    """Write down what is run, and at the end of the block, however it ends, the outcome."""
+    """Write the facts of a run, and at the end of the block, however it ends, its outcome."""
     save_config(config, folder / "config.yaml")
     save_batch_plan(plan, folder)
     facts = RunFacts(_command(), time.time(), socket.gethostname(), os.getpid(), _versions())
@@ -93,14 +108,14 @@ def _write(folder: Path, facts: RunFacts) -> None:
 
 
 def _command() -> str:
-    """What was typed, however megarl was started (`megarl`, `python -m megarl`)."""
+    """The command as typed, for all ways to start megarl (`megarl`, `python -m megarl`)."""
     program = Path(sys.argv[0])
     own = program.name == "megarl" or program.resolve().is_relative_to(Path(__file__).resolve().parents[2])
     return shlex.join(["megarl", *sys.argv[1:]] if own else sys.argv)
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Versions of the installed packages."""
     found = {"megarl": __version__, "Python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -108,3 +123,132 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:  # such as SGLang where nothing is generated
             continue
     return found
+
+
+Facts = Mapping[str, str]
+"""Text about each input of a run: "model", "data", "validation", "critic", "reward model"."""
+
+
+def model_text(path: str, model: ModelConfig) -> str:
+    """Such as "outputs/model: qwen2, 2 layers of 128, 0.3M parameters"."""
+    number = sum(math.prod(shape) for shape in logical_tensors(model).values())
+    size = f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
+    return f"{path}: {model.family}, {model.num_layers} layers of {model.hidden_size}, {size} parameters"
+
+
+def data_text(files: object, number: int, noun: str) -> str:
+    """Such as "data/train.parquet: 6,000 prompts"."""
+    names = [files] if isinstance(files, str) else list(files) if isinstance(files, tuple) else []
+    place = names[0] if names else "data.mixture"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{place}{more}: {number:,} {noun}"
+
+
+def supervised_facts(
+    config: TuningConfig, model: ModelConfig, training: int, validation: int | None
+) -> Facts:
+    """The facts of supervised training. `training`, `validation`: the number of examples; None: there are none."""
+    noun = "rankings" if isinstance(config, RMConfig | DPOConfig) else "examples"
+    found = {
+        "model": model_text(config.model.path, model),
+        "data": data_text(config.data.train_files, training, noun),
+    }
+    if validation is not None:
+        found["validation"] = data_text(config.data.val_files, validation, noun)
+    return found
+
+
+def opening_lines(
+    config: TrainConfig | TuningConfig,
+    plan: BatchPlan | TuningBatchPlan,
+    total_steps: int,
+    facts: Facts,
+    folder: Path,
+) -> list[str]:
+    """Models, data, algorithm, batches, layouts, and the files that the run will write.
+
+    Args:
+        config: resolved.
+        facts: of models and data; missing ones are taken from the configuration.
+    """
+    every = f", after every {config.trainer.test_freq} steps" if config.trainer.test_freq > 0 else ""
+    shown = {"model": _model_path(config), **facts}
+    if "validation" in shown:
+        shown["validation"] += every
+    if isinstance(config, TrainConfig):
+        shown |= {"rewards": _rewards(config), "algorithm": _algorithm(config)}
+    shown["steps"] = f"{total_steps}, each of {batch_summary(plan)}"
+    width = max(map(len, shown))
+    lines = [f"{name:<{width}}  {text}" for name, text in shown.items()]
+    return [*lines, "", *_aligned(batch_table(plan)), "", *_places(config, folder)]
+
+
+def _model_path(config: TrainConfig | TuningConfig) -> str:
+    return config.actor_rollout_ref.model.path if isinstance(config, TrainConfig) else config.model.path
+
+
+def _rewards(config: TrainConfig) -> str:
+    custom, sources = config.custom_reward_function, []
+    if config.reward_model.enable:
+        sources.append(f"the reward model {config.reward_model.model.path}")
+    if needs_rules(config):
+        if custom.path is not None:
+            sources.append(f"{custom.name} of {custom.path}")
+        else:
+            sources.append(
+                f"the rule {config.reward.rule}"
+                if config.reward.rule
+                else "the rule of each row's data_source"
+            )
+    if config.actor_rollout_ref.rollout.multi_turn.enable:
+        sources.append(f"the environment {config.actor_rollout_ref.rollout.multi_turn.environment}")
+    return ", ".join(sources)
+
+
+def _algorithm(config: TrainConfig) -> str:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    parts = [f"adv_estimator={algorithm.adv_estimator}", f"lr {actor.optim.lr:g}"]
+    if config.critic is not None:
+        parts[-1] += f" (critic {config.critic.optim.lr:g})"
+    if algorithm.use_kl_in_reward:
+        parts.append(f"KL to the reference in the reward x {algorithm.kl_ctrl.kl_coef:g}")
+    if actor.use_kl_loss:
+        parts.append(f"KL to the reference in the loss x {actor.kl_loss_coef:g}")
+    if not needs_reference(config):
+        parts.append("no reference policy")
+    return ", ".join(parts)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _places(config: TrainConfig | TuningConfig, folder: Path) -> list[str]:
+    """The files of the run folder, and the command that shows them."""
+    trains = isinstance(config, TrainConfig)
+    save = config.trainer.save_freq > 0 or config.trainer.save_minutes is not None
+    names = [
+        "config.yaml (every key)",
+        "metrics.jsonl (a line a step)",
+        *(["rollouts/ (trajectories)", "memory.txt (of the devices, by phase)"] if trains else []),
+        *(["checkpoints/"] if save else []),
+        "logs/ (of every process)",
+        "hf/ (the model, at the end)",
+    ]
+    half = (len(names) + 1) // 2
+    lines = [
+        f"in {folder}: {', '.join(names[:half])},",
+        f"  {', '.join(names[half:])}",
+        f"to look at it, also meanwhile: megarl report {folder}",
+    ]
+    if not save:
+        lines.append(
+            "no checkpoints: a run that ends early begins anew (trainer.save_freq=N saves one every N steps)"
+        )
+    if "tensorboard" in config.trainer.logger:
+        lines[2] += f", or: tensorboard --logdir {folder}/tensorboard"
+    return lines

@@ -1,20 +1,23 @@
-"""A run's metrics: to the console, to TensorBoard, to experiment trackers and, always, to `metrics.jsonl` in the run folder.
+"""A run's metrics: to the console, to TensorBoard, to experiment trackers and, always, to `metrics.jsonl` in the run folder."""
 
-Guarantees: after `log` returns, the step is on disk; a step is in `metrics.jsonl` once, also when a run is resumed
-from an earlier step than its last one; each line of it is strict JSON.
-"""
+from __future__ import annotations
 
 import io
 import json
 import math
 import os
+import re
 import socket
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from types import TracebackType
+from statistics import median
+from types import ModuleType, TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -31,9 +34,154 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megarl.trainer.run.pace import Pace
-from megarl.trainer.run.trackers import TRACKERS, TrackedRun, open_trackers
 from megarl.util.files import naming, whole_file
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker sees it; `config`: the resolved configuration as nested dictionaries."""
+
+    project: str
+    name: str
+    config: Mapping[str, Any]
+
+
+class Tracker(ABC):
+    """One tracker's run, from its construction to `finish`."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step; steps come in their order."""
+
+    @abstractmethod
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Answers of a validation, all with the same columns, under the name `tag`; before the step's metrics."""
+
+    @abstractmethod
+    def finish(self, error: BaseException | None) -> None:
+        """End the run: as failed where there is an error."""
+
+
+class WandbTracker(Tracker):
+    def __init__(self, module: ModuleType, run: TrackedRun, folder: Path) -> None:
+        self.wandb = module
+        self.run = module.init(project=run.project, name=run.name, config=dict(run.config), dir=str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = list(rows[0])
+        table = self.wandb.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
+        self.run.log({tag: table}, step=step)
+
+    def finish(self, error: BaseException | None) -> None:
+        self.run.finish(exit_code=0 if error is None else 1)
+
+
+class MlflowTracker(Tracker):
+    def __init__(self, module: ModuleType, run: TrackedRun, folder: Path) -> None:
+        self.mlflow = module
+        module.set_experiment(experiment_name=run.project)
+        module.start_run(run_name=run.name)
+        module.log_params(flatten(run.config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.mlflow.log_metrics({mlflow_name(name): value for name, value in metrics.items()}, step=step)
+
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = {column: [row[column] for row in rows] for column in rows[0]}
+        self.mlflow.log_dict(columns, f"{tag}/step-{step:06d}.json")
+
+    def finish(self, error: BaseException | None) -> None:
+        self.mlflow.end_run(status="FINISHED" if error is None else "FAILED")
+
+
+class SwanlabTracker(Tracker):
+    def __init__(self, module: ModuleType, run: TrackedRun, folder: Path) -> None:
+        self.swanlab = module
+        module.init(
+            project=run.project, name=run.name, config=dict(run.config), log_dir=str(folder / "swanlog")
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.swanlab.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, tag: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        texts = ["\n\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
+        self.swanlab.log({tag: [self.swanlab.Text(text) for text in texts]}, step=step)
+
+    def finish(self, error: BaseException | None) -> None:
+        if error is None:
+            self.swanlab.finish()
+        else:
+            self.swanlab.finish(state="crashed", error=f"{type(error).__name__}: {error}")
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanlabTracker,
+}
+
+
+def open_trackers(names: Sequence[str], run: TrackedRun, folder: Path) -> list[Tracker]:
+    """Begin a run in each of the trackers `names`, which are installed; `folder`: for their local files."""
+    opened: list[Tracker] = []
+    try:
+        for name in names:
+            opened.append(TRACKERS[name](import_module(name), run, folder))
+    except BaseException as error:
+        for tracker in opened:
+            tracker.finish(error)
+        raise
+    return opened
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys with dots: {"a": {"b": 1}} as {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def mlflow_name(metric: str) -> str:
+    """A metric's name in MLflow, which knows letters, digits and `_-. /:` alone: `pass@4` is `pass_at_4`."""
+    return re.sub(r"[^\w\-./ :]", "_", metric.replace("@", "_at_"))
+
+
+RECENT = 20  # steps
+
+
+@dataclass
+class Pace:
+    """Seconds between the ends of the last `RECENT` steps, including checkpoints and validations.
+
+    Their median is the time of a step, so that a few steps with a validation or a checkpoint do not count.
+    """
+
+    last: float | None = None  # when the last step ended
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def ended(self, now: float, step_seconds: float | None) -> None:
+        """A step ended. `step_seconds`: its own time, which counts where none ended before it."""
+        taken = step_seconds if self.last is None else now - self.last
+        if taken is not None:
+            self.seconds.append(taken)
+        self.last = now
+
+    def left(self, num_steps: int) -> str | None:
+        """The time of `num_steps` more steps, such as 0:48 or 26:02:05; None: no step has ended, or none is left."""
+        if not self.seconds or num_steps <= 0:
+            return None
+        minutes, seconds = divmod(round(median(self.seconds) * num_steps), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
 
 METRICS_FILE = "metrics.jsonl"  # the sink "file"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -44,7 +192,7 @@ DEFAULT_SINKS = ("console", "tensorboard")
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the console line: its label, and the metrics of which the first that is there is shown."""
+    """A number of the console line: its label, and its metrics, the first present one of which is shown."""
 
     label: str
     metrics: tuple[str, ...]
@@ -71,14 +219,14 @@ class RunLogger:
     Args:
         folder: the run folder.
         sinks: of "console" (a line a step, and a progress bar on a terminal), "tensorboard", "file" (`metrics.jsonl`,
-            which is written in any case) and the trackers of `trackers.TRACKERS`.
+            which is written in any case) and the trackers of `TRACKERS`.
         total_steps: for the progress bar; None where it is not known.
-        resumed_step: the last step of the run that is resumed; None: the run is new. What an earlier run logged in
-            this folder for later steps (for a new run: for all) is dropped.
+        resumed_step: the last step of the run that is resumed; None: the run is new. Metrics that an earlier run
+            logged in this folder for later steps (for a new run: for all steps) are dropped.
         description: names the run in the progress bar.
-        figures: what the console line shows, where the metrics have it.
+        figures: the numbers of the console line, as far as the metrics have them.
         console: where to print; None: standard output.
-        tracked: what trackers are told of the run; needed with any of them.
+        tracked: the run as trackers see it; required with any tracker.
     """
 
     def __init__(
@@ -114,7 +262,7 @@ class RunLogger:
         )
         self._pace = Pace()
 
-    def __enter__(self) -> "RunLogger":
+    def __enter__(self) -> RunLogger:
         self._progress.start()
         return self
 
@@ -125,7 +273,7 @@ class RunLogger:
         traceback: TracebackType | None,
     ) -> None:
         self._progress.stop()
-        with ExitStack() as endings:  # each one's, whatever another's raises
+        with ExitStack() as endings:  # every tracker finishes, also after another one's exception
             for tracker in self._trackers:
                 endings.callback(tracker.finish, error)
 
@@ -142,7 +290,7 @@ class RunLogger:
             _write_scalars(self._events, step, values)
         for tracker in self._trackers:
             tracker.log(step, values)
-        if step:  # what comes before the first one is no step
+        if step:  # step 0 is the validation before training
             self._pace.ended(time.monotonic(), values.get("timing_s/step"))
         if self._to_console:
             left = None if self._total_steps is None else self._pace.left(self._total_steps - step)
@@ -155,7 +303,7 @@ class RunLogger:
         To be called before `log` of the same step.
 
         Args:
-            tag: what they are called there.
+            tag: their name there.
         """
         if not rows:
             return
@@ -223,7 +371,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 
 def keep_lines(path: Path, last_step: int) -> None:
-    """Drop what a file of JSON lines holds of steps after `last_step`, and a last line that was cut off."""
+    """Drop lines of a file of JSON lines about steps after `last_step`, and a last line that was cut off."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     if lines and not _is_json(lines[-1]):
         lines.pop()
@@ -240,7 +388,7 @@ def _is_json(line: str) -> bool:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Append all of it, or nothing where the disk is full."""
+    """Append all data, or none if the disk is full."""
     size = path.stat().st_size
     try:
         with naming(path), path.open("ab") as file:
@@ -267,7 +415,7 @@ def _open_events(folder: Path, first_step: int) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         path.touch()
     _append_event(path, Event(wall_time=time.time(), file_version="brain.Event:2"))
-    # TensorBoard drops what earlier files of the folder hold from this step on.
+    # TensorBoard drops events of earlier files in the folder from this step on.
     restart = SessionLog(status=SessionLog.START)
     _append_event(path, Event(wall_time=time.time(), step=first_step, session_log=restart))
     return path

@@ -1,4 +1,4 @@
-"""The job is told to end: the signal is noted, and the loop ends between two steps; before there is a loop it ends at once.
+"""Signals that tell a job to end: the loop then ends between two steps; before the loop the process ends at once.
 
 Slurm (preemption, time limits), Kubernetes and spot machines send SIGTERM or SIGUSR1 some time before they kill. Only the
 controller acts on it (megarl/util/signals.py). The exit code then asks for another run (trainer/run/checkpoints.py).
@@ -43,9 +43,11 @@ class Preemption:
 
 @contextmanager
 def noting_signals() -> Iterator[Preemption]:
-    """Note SIGTERM and SIGUSR1 meanwhile, instead of what they did before; from another thread than the main one nothing."""
+    """Record SIGTERM and SIGUSR1 during the block instead of their earlier handlers; outside the main thread do nothing."""
     preemption = Preemption()
-    if threading.current_thread() is not threading.main_thread():  # Python takes no handlers from others
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # Python sets handlers in the main thread only
         yield preemption
         return
     before = {number: signal.signal(number, preemption.note) for number in JOB_SIGNALS}
@@ -61,10 +63,10 @@ BEFORE_THE_FIRST_STEP = "ending before the first step, to be started again"
 
 @contextmanager
 def ending_at_once(why: str = BEFORE_THE_FIRST_STEP, *, keep_handlers: bool = False) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 end this process with REQUEUE meanwhile, and one line: for a run that reads and starts what it needs,
-    and for a program of the user's own. Otherwise Ray's handler would write stacks and abort.
+    """SIGTERM and SIGUSR1 end this process with REQUEUE and one line during the block: while a run reads inputs and starts
+    processes, and in a user's own program. Otherwise Ray's handler would write stacks and abort.
 
-    Where the main thread has no part in it nothing changes.
+    Outside the main thread it does nothing.
 
     Args:
         why: the line, after the signal's name.
@@ -90,4 +92,4 @@ def ending_at_once(why: str = BEFORE_THE_FIRST_STEP, *, keep_handlers: bool = Fa
 
 
 def _write(text: str) -> None:
-    os.write(2, text.encode())  # print may be at work where the signal came
+    os.write(2, text.encode())  # the signal may have interrupted print

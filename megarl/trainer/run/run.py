@@ -1,4 +1,4 @@
-"""A run: its folder, its cluster, its log. Ended whole, whatever ends it."""
+"""A run: its folder, its cluster, its log, and the calls of its processes, with a report when one of them fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROFILES = "profiles"  # in the run folder: traces of torch's profiler
 
 
 class Restarts(Protocol):
-    """Starts lost engines anew."""
+    """Restarts lost engines."""
 
     @property
     def engines(self) -> WorkerGroup:
@@ -46,23 +46,23 @@ class Restarts(Protocol):
         ...
 
     def revive(self, failure: WorkerLost) -> None:
-        """Replace an engine that was lost while it generated; raises the failure if that cannot be."""
+        """Replace an engine that was lost while it generated; raises the failure if it cannot be replaced."""
         ...
 
     def serve_all(self) -> None:
-        """Have all engines serve what they served, also those that were replaced since."""
+        """Give all engines the weights that they served before, including replaced ones."""
         ...
 
     def replace_lost(self, failure: WorkerLost | None = None) -> None:
-        """Start all engines anew that have ended or hang; raises the failure if that cannot be."""
+        """Restart all engines that have ended or hang; raises the failure if they cannot be."""
         ...
 
 
 @dataclass
 class Run:
-    """What the stages of a run share; `seconds` holds the phases of the step in progress.
+    """The state that the stages of a run share; `seconds` holds the phases of the step in progress.
 
-    Where two halves of a step work at once, each has a view of its own (`dataclasses.replace`).
+    Where collecting and learning run concurrently, each has a view of its own (`dataclasses.replace`).
     """
 
     folder: Path
@@ -73,48 +73,48 @@ class Run:
     pools: dict[str, ResourcePool] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     at_step: int | None = None  # the last one that has begun
-    phases: list[str] = field(default_factory=list)  # those that are open, the outermost first
-    watch: Watch | None = None  # for processes that hang
-    phase_timeout: float | None = None  # seconds that a call may take
-    restarts: Restarts | None = None  # engines that may die: they are started anew
+    phases: list[str] = field(default_factory=list)  # the open phases, outermost first
+    watch: Watch | None = None  # detects processes that hang
+    phase_timeout: float | None = None  # the most seconds of a call
+    restarts: Restarts | None = None  # restarts engines that die; None: their death ends the run
     watched: list[WorkerGroup] | None = None  # the groups of a view; None: all
-    relays_from: int | None = None  # ranks of a model, whose calls go by relays then
-    interrupt: Callable[[], None] = lambda: None  # raises what ends a view's calls from outside
-    beside: list[str] = field(default_factory=list)  # the phases of the other view
+    relays_from: int | None = None  # from so many ranks of a model on, calls go through relays
+    interrupt: Callable[[], None] = lambda: None  # raises if the view's calls are to end
+    other_phases: list[str] = field(default_factory=list)  # the open phases of the concurrent view
     store: CheckpointStore | None = None
-    resumed: Checkpoint | None = None  # the checkpoint that the run goes on from
+    resumed: Checkpoint | None = None  # the checkpoint that the run continues from
     started: float = field(default_factory=time.monotonic)
     preemption: Preemption = field(default_factory=Preemption)
-    profiled: list[WorkerGroup] = field(default_factory=list)  # whose ranks can be traced
+    profiled: list[WorkerGroup] = field(default_factory=list)  # groups whose ranks can be traced
     profile_steps: Sequence[int] = ()
     profile_ranks: Sequence[int] = ()
-    timeline: Timeline | None = None  # None: nobody wants one
-    blocks: Blocks = field(default_factory=Blocks)  # memory of the batches' columns
-    plans: Plans = field(default_factory=Plans)  # of the batch that is learnt from
+    timeline: Timeline | None = None  # None: none is written
+    blocks: Blocks = field(default_factory=Blocks)  # reused memory of the batches' columns
+    plans: Plans = field(default_factory=Plans)  # of the batch in training
 
     @property
     def resumed_step(self) -> int:
-        """The last step that was made before the run began; -1: it is new, and not even step 0 was."""
+        """The last step before the run's start; -1: the run is new, and step 0 is still to come."""
         return -1 if self.resumed is None else self.resumed.step
 
     @property
     def fork_servers(self) -> Mapping[str, str]:
-        """The sockets of fork servers, by process kind (process_kinds.py)."""
+        """The sockets of the fork servers, by process kind (cluster_setup.py)."""
         assert self.watch is not None and self.watch.cluster is not None
         return self.watch.cluster.fork_servers
 
     @property
     def log_dir(self) -> Path:
-        """Where every process has a log of its own."""
+        """The folder with a log of every process."""
         return self.folder / "logs"
 
     def say(self, text: str) -> None:
-        """Print a line, as it is."""
+        """Print a line without markup."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def status(self, what: str) -> Iterator[None]:
-        """Say what takes a while, and afterwards how long it took."""
+        """Print the name of a slow block, and its seconds at the end."""
         self.say(f"{what} ...")
         begun = time.perf_counter()
         with self._noted(what):
@@ -122,7 +122,7 @@ class Run:
         self.say(f"  {time.perf_counter() - begun:.1f} s")
 
     def start(self, group: WorkerGroup) -> WorkerGroup:
-        """Watch over a group from now on, and end it with the run."""
+        """Watch a group from now on, and end it with the run."""
         self.groups.append(group)
         return group
 
@@ -130,18 +130,18 @@ class Run:
         """The results; raises within seconds when any process of the run died or a call failed, and soon if one hangs.
 
         Raises:
-            RunFailure: names a report of all processes. Engines that may be started anew count only where `refs` are theirs.
+            RunFailure: names a report of all processes. A dead engine that can be restarted counts only if `refs` are calls of it.
         """
         with self._reporting():
             return wait(refs, self._watched, self.phase_timeout, self.watch, self._spare)
 
     def stream(self, streams: list[ray.ObjectRefGenerator]) -> Iterator[pa.Table]:
-        """The tables that generator methods yield, as they come, from any rank; raises as `wait` does."""
+        """Tables from generator methods of all ranks, as they arrive; raises as `wait` does."""
         with self._reporting():
             yield from stream(streams, self._watched, self.phase_timeout, self.watch, self._spare)
 
     def revive(self, failure: WorkerLost) -> None:
-        """Go on after an engine was lost while it generated; raises the failure if that cannot be."""
+        """Continue after an engine was lost while it generated; raises the failure if it cannot be replaced."""
         if self.restarts is None:
             raise failure
         self.restarts.revive(failure)
@@ -160,13 +160,13 @@ class Run:
         try:
             yield
         except RunFailure as failure:
-            if failure.report is not None:  # the other view's
+            if failure.report is not None:  # reported by the other view
                 raise
             self.interrupt()
             step = "none yet" if self.at_step is None else str(self.at_step)
             facts = {"step": step, "phase": " / ".join(self.phases) or "start"}
-            if self.beside:
-                facts["meanwhile"] = " / ".join(self.beside)
+            if self.other_phases:
+                facts["meanwhile"] = " / ".join(self.other_phases)
             self.mark(f"failure: {type(failure).__name__}")
             try:
                 write_report(self.folder, failure, self.groups, facts)
@@ -175,7 +175,7 @@ class Run:
             raise
 
     def put(self, value: Any) -> ray.ObjectRef:
-        """A value in the object store, once for all ranks; what it has of tables and arrays every process reads in place.
+        """Put a value into the object store, once for all ranks; processes read its tables and arrays in place.
 
         Raises:
             RunFailure: as `wait`. Ray 2.60 itself ends this process, without a word, if its raylet is gone.
@@ -184,12 +184,12 @@ class Run:
         return ray.put(value)
 
     def mark(self, what: str) -> None:
-        """A moment that the timeline shows across all processes."""
+        """Mark a moment that the timeline shows across all processes."""
         if self.timeline is not None:
             self.timeline.mark(what)
 
     def show_rewards(self, scorer: Scorer) -> None:
-        """Have the scorer's workers in the timeline."""
+        """Show the scorer's workers in the timeline."""
         if self.timeline is not None:
             self.timeline.rewards = scorer.spans
 
@@ -198,7 +198,7 @@ class Run:
 
     @contextmanager
     def timed(self, phase: str, facts: SpanFacts | None = None) -> Iterator[None]:
-        """Count the seconds of a phase of the step. `facts`: what the timeline tells of it."""
+        """Count the seconds of a phase of the step. `facts`: shown in the timeline."""
         begun = time.perf_counter()
         self.phases.append(phase)
         try:
@@ -210,7 +210,7 @@ class Run:
 
     @contextmanager
     def step(self, step: int) -> Iterator[dict[str, float]]:
-        """Time a step; what the caller puts into the dictionary is logged at its end."""
+        """Time a step; metrics that the caller puts into the dictionary are logged at its end."""
         self.seconds.clear()
         metrics: dict[str, float] = {}
         self.at_step = step
@@ -227,7 +227,7 @@ class Run:
             self.write_timeline(self.timeline.collect)
 
     def write_timeline(self, write: Callable[[list[WorkerGroup]], None]) -> None:
-        """A timeline that cannot be written, on a full disk say, ends, and nothing else with it."""
+        """Write the timeline; if that fails (on a full disk, say) the timeline ends, but not the run."""
         try:
             write(self.groups)
         except OSError as error:
@@ -236,7 +236,7 @@ class Run:
 
     @contextmanager
     def _profiling(self, step: int) -> Iterator[None]:
-        """Have ranks traced, if the step is one of those; a step that fails leaves no traces."""
+        """Trace ranks if the step is in `profile_steps`; a step that fails leaves no traces."""
         if step not in self.profile_steps:
             yield
             return
@@ -250,6 +250,6 @@ class Run:
         self.wait([group.call_rank(rank, "write_profile", path) for (group, rank), path in calls])
 
     def save_trajectories(self, batch: pa.Table, kind: str, step: int) -> None:
-        """Write trajectories: a step's ("step"), as they were trained on, or the validation's after it ("val")."""
+        """Write trajectories: of a step ("step") as they were trained on, or of a validation after it ("val")."""
         assert self.trajectory_folder is not None
         write_trajectories(batch, self.trajectory_folder / f"{kind}-{step:06d}.parquet")

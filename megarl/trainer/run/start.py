@@ -1,4 +1,4 @@
-"""Opens a run: its checkpoint to go on from, its cluster, its log; ends every process that it started."""
+"""Opens a run: its checkpoint to continue from, its cluster, its log; ends every process that it started."""
 
 from __future__ import annotations
 
@@ -24,22 +24,19 @@ from megarl.cluster import (
 )
 from megarl.config import RolloutConfig, TrainConfig, TuningConfig, resolve_batches, to_dict
 from megarl.trainer.run.checkpoints import find_resumed, open_store
-from megarl.trainer.run.facts import recorded
-from megarl.trainer.run.full_disk import naming_keys
-from megarl.trainer.run.logger import RunLogger
-from megarl.trainer.run.opening import Facts, opening_lines
+from megarl.trainer.run.cluster_setup import cluster_setup_of
+from megarl.trainer.run.earlier_runs import CHECKPOINTS
+from megarl.trainer.run.facts import Facts, opening_lines, recorded
+from megarl.trainer.run.failures import ending_after_signal, naming_keys
+from megarl.trainer.run.logger import RunLogger, TrackedRun
 from megarl.trainer.run.preemption import REQUEUE, noting_signals
-from megarl.trainer.run.process_kinds import cluster_setup_of
-from megarl.trainer.run.resumed import FOLDER as CHECKPOINTS
 from megarl.trainer.run.run import Run
-from megarl.trainer.run.supervision import not_again_once_told
 from megarl.trainer.run.timeline import Timeline
-from megarl.trainer.run.trackers import TrackedRun
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: that a call may take, and that nobody need work on it (see cluster/watch.py); None: no limit."""
+    """Limits in seconds of a call, and of the time in which no process works on it; None: no limit."""
 
     phase: float | None = None
     idle: float | None = 60.0
@@ -55,17 +52,17 @@ def open_run(
     resumable: bool = True,
     signals: bool = True,
 ) -> Iterator[Run]:
-    """A training run: finds where it goes on, writes down what is run, starts the cluster, opens the log.
+    """A training run: finds its checkpoint, records its facts, starts the cluster, opens the log.
 
     Args:
         config: resolved and checked.
-        cluster_setup: the setup of its cluster (`cluster_setup_of`); None: one is made now.
-        facts: of what was read, to be shown; see opening.py.
-        resumable: whether it can go on from a checkpoint; else it begins anew.
-        signals: whether a loop of `total_steps` asks it for the signals that tell a job to end; a program may make more steps.
+        cluster_setup: of its cluster (`cluster_setup_of`); None: they are opened here.
+        facts: of models and data, to be printed (facts.py).
+        resumable: whether it can continue from a checkpoint; else it begins anew.
+        signals: whether a loop of `total_steps` acts on signals that tell the job to end; a program may make more steps.
 
     Raises:
-        ValueError: another run writes to its folder, or the checkpoint that it should go on from does not fit it.
+        ValueError: another run writes to its folder, or the checkpoint that it should continue from does not fit it.
     """
     trainer, plan = config.trainer, resolve_batches(config)
     folder = Path(trainer.default_local_dir)
@@ -75,6 +72,7 @@ def open_run(
     with ExitStack() as stack:
         stack.enter_context(naming_keys(places))
         say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
+        # Everything that can be refused comes before the cluster starts.
         store = stack.enter_context(open_store(trainer, folder / CHECKPOINTS, say))
         resumed = find_resumed(config, store, say, total_steps if signals else None) if resumable else None
         stack.enter_context(recorded(config, plan, folder))
@@ -84,15 +82,16 @@ def open_run(
             open_engine_run(trainer.ray_address, plan.devices, folder, limits(config), cluster_setup)
         )
         run.store, run.resumed, run.relays_from = store, resumed, trainer.relays_from
-        if resumable and signals:  # over the handler that Ray has put there
+        if resumable and signals:  # replaces the handlers that Ray has set
             run.preemption = stack.enter_context(noting_signals())
-            stack.enter_context(not_again_once_told(run.preemption))
+            stack.enter_context(ending_after_signal(run.preemption))
         run.say("\n".join(opening_lines(config, plan, total_steps, facts or {}, folder)))
         if isinstance(config, TrainConfig):
             run.trajectory_folder = Path(trainer.rollout_data_dir)
         run.profile_steps, run.profile_ranks = trainer.profile_steps, trainer.profile_ranks
         if trainer.timeline_mb:
             run.timeline = Timeline(folder, trainer.timeline_mb, goes_on=resumed is not None)
+        # The logger opens last: it drops lines after the step that the run continues from.
         tracked = TrackedRun(trainer.project_name, trainer.experiment_name, to_dict(config))
         run.logger = stack.enter_context(
             RunLogger(
@@ -108,7 +107,7 @@ def open_run(
 
 
 def limits(config: TrainConfig | TuningConfig) -> Limits:
-    """The limits that a configuration gives to calls."""
+    """The limits of calls in a configuration."""
     trainer = config.trainer
     if isinstance(config, TrainConfig):
         return engine_limits(config.actor_rollout_ref.rollout, trainer.phase_timeout, trainer.idle_timeout)
@@ -116,7 +115,7 @@ def limits(config: TrainConfig | TuningConfig) -> Limits:
 
 
 def engine_limits(rollout: RolloutConfig, phase: float | None = None, idle: float | None = 60.0) -> Limits:
-    """Limits of a run with engines, which idle while all environments think."""
+    """Limits of a run with engines, which are idle while all environments compute."""
     if idle is not None and rollout.multi_turn.enable:
         idle = max(idle, 2 * rollout.multi_turn.step_timeout)
     return Limits(phase, idle)
@@ -133,7 +132,7 @@ def open_engine_run(
     """A run's folder and cluster (the one at `address`, or one of its own); ends every process it started.
 
     Raises:
-        RayFailed: a server of the cluster has ended, whatever a call of Ray said of it.
+        RayFailed: a server of the cluster has ended, whatever error the calls of Ray gave.
     """
     run = Run(folder, Console(), phase_timeout=limits.phase)
     run.say(f"run folder: {folder}")

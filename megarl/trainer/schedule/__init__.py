@@ -1,1 +1,1 @@
-"""Where the batches of a loop come from: collected when a step begins, one step ahead, or out of a stream of responses."""
+"""The source of a loop's batches: collected when a step begins, one step ahead, or from a stream of responses."""

@@ -1,15 +1,15 @@
-"""What a step is trained on: collected when it begins, or while the models learn from the step before (`trainer.mode`).
+"""The batch of a step: collected when the step begins, or while the models learn from the batch before it (`trainer.mode`).
 
     sync            step k: weights after k - 1 updates into the engines, collect batch k; learn from it
-    one_step_off    step k: weights after k - 1 updates into the engines; collect batch k + 1, and meanwhile learn from batch k
+    one_step_off    step k: weights after k - 1 updates into the engines; collect batch k + 1 while the models learn from batch k
 
 Guarantees of one_step_off:
-- Which prompts a batch has, with which noise and which weights they are answered, and what a sampler knows of scores by then,
-  depends on the step alone, not on which half is the faster.
-- A checkpoint of step k has batch k + 1, whole. A run that goes on from it is the one that saved it.
-- A failure of either half ends both, with one report.
-- An engine that is lost meanwhile is started anew when the actor has learnt; all engines then serve what it has learnt, as the
-  next version, and the trajectories that had not come are generated with that.
+- The prompts of a batch, the noise and the weights of its responses, and the scores that a sampler knows by then depend on the
+  step alone, not on whether collecting or learning is faster.
+- A checkpoint of step k has the complete batch k + 1. A run that continues from it equals the one that saved it.
+- A failure of collecting or of learning ends both, with one report.
+- An engine that is lost while the models learn is restarted after the actor's updates; all engines then serve the updated weights
+  as the next version, and the missing trajectories are generated with these.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ import pyarrow as pa
 
 from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
-from megarl.trainer.roles.restarts import LaterRestarts
+from megarl.trainer.roles.restarts import DeferredRestarts
 from megarl.trainer.roles.weight_sync import sync_weights
-from megarl.trainer.schedule.background import Background
-from megarl.trainer.schedule.concurrent_views import two_halves
+from megarl.trainer.schedule.concurrent_views import Background, make_views
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.saved_trajectories import check_sizes
@@ -51,8 +50,8 @@ class Collected:
     Attributes:
         table: its trajectories, scored.
         prompt_uids, scores: of every trajectory that was generated for it (`Groups.prompt_scores`).
-        metrics: of its collection.
-        problem: what of it is not finite; None: nothing is known of such.
+        metrics: the metrics of collecting it.
+        problem: which number of it is not finite; None: no such number is known.
     """
 
     step: int
@@ -64,7 +63,7 @@ class Collected:
 
 
 class Collect(Protocol):
-    """A half that collects (`ppo.collect`, or `ppo.answer` with the weights that are there) but for its configuration."""
+    """`ppo.collect`, or `ppo.answer` with the engines' current weights, with the configuration already bound."""
 
     def __call__(
         self, run: Run, roles: Roles, *, rewards: Rewards, step: int
@@ -72,25 +71,29 @@ class Collect(Protocol):
 
 
 class Batches(Protocol):
-    """Where the loop's batches come from."""
+    """The source of the loop's batches."""
 
     def of(self, step: int) -> Collected:
-        """The step's batch. NotFinite: a number of it is not."""
+        """The step's batch.
+
+        Raises:
+            NotFinite: a number of it is not finite.
+        """
         ...
 
-    def meanwhile(self, step: int) -> AbstractContextManager[tuple[Run, Roles]]:
-        """A context manager, around the part of a step that learns: gives (run, roles) for it."""
+    def during_learning(self, step: int) -> AbstractContextManager[tuple[Run, Roles]]:
+        """A context manager around the learning part of a step, which gives the view of (run, roles) for it."""
         ...
 
     @property
     def folders(self) -> Mapping[str, InFolder]:
-        """What of it belongs to a checkpoint."""
+        """Its parts of a checkpoint that have files, by the name of their folder."""
         ...
 
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Collects a step's batch when it is asked for."""
+    """Collects a step's batch when the step begins."""
 
     run: Run
     roles: Roles
@@ -102,7 +105,7 @@ class Synchronous:
         return Collected(step, groups.batch(), *groups.prompt_scores(), metrics)
 
     @contextmanager
-    def meanwhile(self, step: int) -> Iterator[tuple[Run, Roles]]:
+    def during_learning(self, step: int) -> Iterator[tuple[Run, Roles]]:
         yield self.run, self.roles
 
     @property
@@ -115,10 +118,10 @@ class OneStepOff:
     """Collects the next step's batch while the models learn.
 
     Attributes:
-        last_step: after it nothing is collected.
-        collect: with the newest weights; of a step whose batch was not collected before: a run's first one.
-        answer: with the weights that the engines have.
-        ahead: the batch that is there; None: there is none.
+        last_step: the last step that a batch is collected for.
+        collect: collects with the newest weights, for the first step of a run.
+        answer: collects with the weights that the engines hold.
+        ahead: the batch that was collected ahead; None: there is none.
     """
 
     config: TrainConfig
@@ -131,7 +134,7 @@ class OneStepOff:
     ahead: Collected | None = None
 
     def of(self, step: int) -> Collected:
-        """As `Batches.of`; its metrics say how many versions its trajectories' weights are behind those that are trained."""
+        """As `Batches.of`; its metrics have the number of versions between the weights of its trajectories and the trained ones."""
         found, self.ahead = self.ahead, None
         if found is None:
             groups, metrics = self.collect(self.run, self.roles, rewards=self.rewards, step=step)
@@ -144,11 +147,11 @@ class OneStepOff:
         return replace(found, metrics=found.metrics | staleness)
 
     @contextmanager
-    def meanwhile(self, step: int) -> Iterator[tuple[Run, Roles]]:
-        """Collect batch `step + 1` with the weights as they are at the beginning of the block; it is there at its end.
+    def during_learning(self, step: int) -> Iterator[tuple[Run, Roles]]:
+        """Collect batch `step + 1` during the block, with the weights from its beginning.
 
         Raises:
-            Whatever the collection raises, at the block's next look.
+            The exceptions of collecting, at the next call that the block waits for.
         """
         if step >= self.last_step:
             yield self.run, self.roles
@@ -157,14 +160,14 @@ class OneStepOff:
             synced = sync_weights(self.run, self.roles, version=step)
         background: Background[Collected] = Background("collect-ahead")
         assert self.roles.restarts is not None, "a run with engines"
-        later = LaterRestarts(self.roles.restarts, background.ask, version=step + 1)
-        (run, roles), learner = two_halves(self.run, self.roles, background, later)
+        deferred = DeferredRestarts(self.roles.restarts, background.ask, version=step + 1)
+        (run, roles), learner = make_views(self.run, self.roles, background, deferred)
         background.start(partial(self._collect_ahead, run, roles, step + 1, synced))
         try:
             try:
                 yield learner
             except NotFinite:
-                if self.config.trainer.on_nonfinite == "skip":  # the run goes on, with what is collected
+                if self.config.trainer.on_nonfinite == "skip":  # the run continues with the next batch
                     self._take(background, learner[0], run.seconds)
                 raise
             self._take(background, learner[0], run.seconds)
@@ -177,7 +180,7 @@ class OneStepOff:
         return {"ahead": self}
 
     def save(self, folder: Path) -> None:
-        """Write the batch that is there: its trajectories, its prompts' scores, its metrics."""
+        """Write the batch that was collected ahead: its trajectories, its prompts' scores, its metrics."""
         found, state = self.ahead, {}
         if found is not None:
             write_arrow(found.table, folder / _TABLE)
@@ -187,7 +190,11 @@ class OneStepOff:
         (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Go on with a batch that was saved. ValueError: it is not one of this configuration."""
+        """Continue with a saved batch.
+
+        Raises:
+            ValueError: its sizes are not those of this configuration.
+        """
         state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         if not state:
             self.ahead = None
@@ -208,14 +215,14 @@ class OneStepOff:
         with run.timed("ahead", {"for_step": step}):
             try:
                 groups, metrics = self.answer(run, roles, rewards=replace(self.rewards, run=run), step=step)
-            except NotFinite as found:  # the step's that it is for
+            except NotFinite as found:  # reported by the step that the batch is for
                 return Collected(step, found.batch, [], np.empty(0), {}, str(found))
             return Collected(step, groups.batch(), *groups.prompt_scores(), synced | metrics)
 
     def _take(self, background: Background[Collected], learner: Run, seconds: dict[str, float]) -> None:
-        """Wait for the batch; the seconds of its collection become those of the step.
+        """Wait for the batch, and add the seconds of collecting it to those of the step.
 
-        `ahead_wait`: that the learning half waited for it; `ahead_overlap`: of its collection, those in which it did not.
+        `ahead_wait`: seconds that the main thread waited for it; `ahead_overlap`: the other seconds of collecting it.
         """
         run = self.run
         with run.timed("ahead_wait"):

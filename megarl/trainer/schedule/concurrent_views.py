@@ -1,43 +1,49 @@
-"""The two halves of a step that work at once: one collects trajectories, the other learns. Each has a view of run and roles."""
+"""Collecting and learning at the same time: a background task, and the view of run and roles that each of two threads has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import queue
+import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from megarl.cluster import Cluster, Watch
+from megarl.cluster.ranks import RankProcess
+from megarl.cluster.watch import Hang
 from megarl.trainer.roles.device_memory import Recover, nothing_is_replaced
-from megarl.trainer.schedule.background import Background, InterruptedWatch
 
 if TYPE_CHECKING:
-    from megarl.trainer.roles.restarts import LaterRestarts
+    from megarl.trainer.roles.restarts import DeferredRestarts
     from megarl.trainer.roles.types import Roles
     from megarl.trainer.run.run import Run
+
 
 View = tuple["Run", "Roles"]
 
 
-def two_halves(
+def make_views(
     run: Run,
     roles: Roles,
     background: Background[Any],
-    later: LaterRestarts,
+    deferred: DeferredRestarts,
     busy: Callable[[], Collection[str]] = tuple,
 ) -> tuple[View, View]:
-    """(run, roles) as the half that collects, in the background, and the one that learns see them.
+    """Two views of (run, roles): of the background thread that collects, and of the main thread that learns.
 
-    Either watches its own groups' processes, obeys what ends the other, and times its own phases.
+    Each watches the processes of its own groups, ends when the other fails, and times its own phases.
 
     Args:
-        later: how engines are started anew that are lost meanwhile.
-        busy: marks of processes that should be at work, though no call waits for them.
+        deferred: restarts engines that are lost during the block.
+        busy: marks of processes that should be working although no call waits for them.
     """
-    judge = [roles.reward_model.group] if roles.reward_model is not None else []
-    collecting = [roles.engines, *judge]
+    # The reward model scores what the engines generate, so that it belongs to the collecting view.
+    scoring = [roles.reward_model.group] if roles.reward_model is not None else []
+    collecting = [roles.engines, *scoring]
     learning = [group for group in run.groups if group not in collecting]
     assert run.watch is not None, "a run with engines"
     idle_timeout, cluster = run.watch.idle_timeout, run.watch.cluster
-    phases = [*run.phases]
+    phases = [*run.phases]  # shared with the other view, for reports of failures
     collector = replace(
         run,
         watched=collecting,
@@ -45,21 +51,132 @@ def two_halves(
         interrupt=background.obey,
         seconds={},
         phases=phases,
-        beside=run.phases,
-        restarts=later if run.restarts is not None else None,
+        other_phases=run.phases,
+        restarts=deferred if run.restarts is not None else None,
     )
     learner = replace(
         run,
         watched=learning,
         watch=InterruptedWatch(idle_timeout, cluster, background.check),
         interrupt=background.check,
-        beside=phases,
+        other_phases=phases,
     )
     return (
-        (collector, _with_memory_of(roles, collector, collecting, later.replace_lost)),
+        (collector, _with_memory_of(roles, collector, collecting, deferred.replace_lost)),
         (learner, _with_memory_of(roles, learner, learning, nothing_is_replaced)),
     )
 
 
 def _with_memory_of(roles: Roles, run: Run, groups: list, recover: Recover) -> Roles:
-    return replace(roles, memory=roles.memory.half(run, groups, recover))
+    return replace(roles, memory=roles.memory.view(run, groups, recover))
+
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.25
+# The main thread continues after this time without a task that was told to end; the task may wait for a reward and end later.
+_END_SECONDS = 5.0
+
+
+class Ended(Exception):
+    """Raised in a task that was told to end."""
+
+
+class Background(Generic[T]):
+    """One task; `start` begins it."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the thread."""
+        self._name = name
+        self._told = threading.Event()
+        self._failure: BaseException | None = None
+        self._result: T
+        self._asked: queue.SimpleQueue[tuple[Callable[[], object], threading.Event] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+
+    def start(self, task: Callable[[], T]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(task,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """For the main thread, to be called often: raises the exception of the task, if it has failed."""
+        if self._failure is not None:
+            raise self._failure
+
+    def obey(self) -> None:
+        """For the task, to be called often.
+
+        Raises:
+            Ended: the main thread told the task to end.
+        """
+        if self._told.is_set():
+            raise Ended
+
+    def ask(self, call: Callable[[], object]) -> None:
+        """For the task: run `call` in the main thread, and return after it.
+
+        Raises:
+            Ended: the main thread told the task to end.
+        """
+        done = threading.Event()
+        self._asked.put((call, done))
+        while not done.wait(_LOOK_SECONDS):
+            self.obey()
+
+    def result(self, look: Callable[[], object]) -> T:
+        """For the main thread: wait for the task, running the calls that it asks for, and `look` between them.
+
+        Raises the exceptions of all three.
+        """
+        assert self._thread is not None, "it was started"
+        while True:
+            try:
+                asked = self._asked.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                look()
+                continue
+            if asked is None:
+                break
+            call, done = asked
+            call()
+            done.set()
+        self._thread.join()
+        self.check()
+        return self._result
+
+    def end(self) -> None:
+        """For the main thread: tell the task to end, and wait a few seconds for it."""
+        self._told.set()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+
+    def _run(self, task: Callable[[], T]) -> None:
+        try:
+            self._result = task()
+        except Ended:
+            pass
+        except BaseException as failure:  # raised by the main thread
+            self._failure = failure
+        finally:
+            self._asked.put(None)
+
+
+class InterruptedWatch(Watch):
+    """A watch of calls that can also be ended from outside: `interrupt` then raises."""
+
+    def __init__(
+        self,
+        idle_timeout: float | None,
+        cluster: Cluster | None,
+        interrupt: Callable[[], None],
+        busy: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        """`busy`: marks of processes that should be working although no call waits for them."""
+        super().__init__(idle_timeout, cluster)
+        self._interrupt, self._busy = interrupt, busy
+
+    def look(self, processes: Sequence[RankProcess], called: Collection[str]) -> Hang | None:
+        self._interrupt()
+        return super().look(processes, {*called, *self._busy()})

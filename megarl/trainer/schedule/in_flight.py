@@ -1,22 +1,20 @@
-"""Prompts whose responses are under way, and groups that are whole and wait to be trained on. Nothing is started here.
+"""In-flight requests: prompts whose responses are being generated, finished groups that wait to be trained on, and their files.
 
-Guarantees of `UnderWay`, each asserted by a test:
-- Every prompt that was drawn is trained on once, or left out for a reason that is counted; none is lost, none comes twice.
-- A group is trained on at most `max_staleness` steps after the step whose weights began it. For that, so many prompts are under
-  way at most that all fit: (max_staleness + 1) steps' before a step takes its batch, max_staleness steps' from then on. A step takes
-  the oldest of what is whole, and waits for so many of the old ones that the rest of them fits into the steps that are left to them,
-  however many others are whole. Only where a step is left out (trainer.on_nonfinite) groups can come too late; these are dropped.
+Nothing is started here. In a checkpoint they are Arrow tables that are read back the same in every bit.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from megarl.config import FilterGroupsConfig
+from megarl.data.files import read_arrow, write_arrow
 from megarl.data.trajectories import expand_prompts, replace_column, take
 from megarl.trainer.stages.groups import Groups, metric_values
 from megarl.trainer.stages.rollouts import greedy_requests
@@ -24,16 +22,16 @@ from megarl.trainer.stages.scoring import Scored, concat_scored, group_numbers
 
 
 @dataclass
-class Asked:
-    """A prompt whose responses are under way.
+class InFlightPrompt:
+    """A prompt whose responses are being generated.
 
     Attributes:
-        uid: under which it is asked: "<the data's>@<version>".
-        name: the data's uid.
-        number: in the order in which prompts were drawn.
-        version: of the weights when it was asked.
-        prompt: its row of the prompt table, under `uid`.
-        came: by uid, the trajectories that are there, of one row each.
+        uid: the uid of its requests: "<uid in the data>@<version>".
+        name: the uid in the data.
+        number: its position in the order in which prompts were drawn.
+        version: the weight version when it was sent to the engines.
+        prompt: its row of the prompt table, with `uid`.
+        answers: finished trajectories by uid, one row each.
     """
 
     uid: str
@@ -41,15 +39,17 @@ class Asked:
     number: int
     version: int
     prompt: pa.Table
-    came: dict[str, pa.Table] = field(default_factory=dict)
+    answers: dict[str, pa.Table] = field(default_factory=dict)
 
     def requests(self, n: int, greedy: bool) -> list[pa.Table]:
-        """The samples that are asked for, and, for ReMax, the greedy answer."""
+        """Its requests: `n` samples and, for ReMax, the greedy answer."""
         return [expand_prompts(self.prompt, n), *([greedy_requests(self.prompt)] if greedy else [])]
 
     def table(self) -> pa.Table:
         """The trajectories in the order of their requests: samples, then the greedy answer."""
-        return pa.concat_tables([self.came[uid] for uid in sorted(self.came, key=_sample)]).combine_chunks()
+        return pa.concat_tables(
+            [self.answers[uid] for uid in sorted(self.answers, key=_sample)]
+        ).combine_chunks()
 
 
 def _sample(uid: str) -> float:
@@ -58,8 +58,8 @@ def _sample(uid: str) -> float:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A group that is whole and scored; of `Asked` what is still of use."""
+class FinishedGroup:
+    """A group whose responses are all generated and scored."""
 
     uid: str
     name: str
@@ -69,20 +69,20 @@ class Whole:
 
 
 @dataclass
-class UnderWay:
-    """What is asked, what is whole, and what a step may take.
+class InFlight:
+    """In-flight prompts, finished groups, and which groups a step may train on.
 
     Attributes:
-        num_prompts: of a step.
-        num_answers: of a prompt.
-        max_staleness: most steps between the one whose weights began a group, and the one that trains on it.
-        last_step: after it nothing is trained.
-        asked: by uid.
-        ready: in the order in which they became whole.
-        dropped: since the last step's batch: groups that teach nothing (see `Groups`).
-        too_late: since then: groups that no step could take in time.
-        drawn: prompts so far.
-        given_up: uids of prompts of which no answer is of use any more.
+        num_prompts: prompts of a step.
+        num_answers: responses to a prompt.
+        max_staleness: the most steps between the one whose weights began a group and the one that trains on it.
+        last_step: the last step of the run.
+        prompts: prompts with unfinished groups, by uid.
+        ready: finished groups in the order in which they were finished.
+        dropped: groups without a learning signal (see `Groups`) since the last step's batch.
+        too_late: the number of groups since then that no step could take in time.
+        drawn: the number of prompts drawn so far.
+        given_up: uids of prompts whose responses are discarded when they arrive.
     """
 
     options: FilterGroupsConfig
@@ -90,21 +90,25 @@ class UnderWay:
     num_answers: int
     max_staleness: int
     last_step: int
-    asked: dict[str, Asked] = field(default_factory=dict)
-    ready: list[Whole] = field(default_factory=list)
-    dropped: list[Whole] = field(default_factory=list)
+    prompts: dict[str, InFlightPrompt] = field(default_factory=dict)
+    ready: list[FinishedGroup] = field(default_factory=list)
+    dropped: list[FinishedGroup] = field(default_factory=list)
     too_late: int = 0
     drawn: int = 0
     given_up: set[str] = field(default_factory=set)
 
     def room(self, step: int, taken: bool) -> int:
-        """How many prompts may be asked more during a step; `taken`: it has its batch already."""
+        """How many more prompts may be sent to engines during a step; `taken`: the step has its batch already."""
         steps = min(self.max_staleness + 1, self.last_step - step + 1) - taken
-        return max(0, steps * self.num_prompts - len(self.asked) - len(self.ready))
+        return max(0, steps * self.num_prompts - len(self.prompts) - len(self.ready))
 
     def ask(self, prompts: pa.Table, version: int) -> None:
-        """Have prompts (rows of a prompt table) answered from now on."""
-        used = {*self.asked, *(group.uid for group in self.ready), *(group.uid for group in self.dropped)}
+        """Add prompts (rows of a prompt table) whose responses are to be generated with the weights `version`."""
+        used = {
+            *self.prompts,
+            *(group.uid for group in self.ready),
+            *(group.uid for group in self.dropped),
+        }
         for row, name in enumerate(prompts["uid"].to_pylist()):
             uid, again = f"{name}@{version}", 1
             while uid in used:
@@ -112,34 +116,34 @@ class UnderWay:
                 uid = f"{name}@{version}~{again}"
             used.add(uid)
             prompt = replace_column(prompts.slice(row, 1), "uid", pa.array([uid], pa.string()))
-            self.asked[uid] = Asked(uid, name, self.drawn, version, prompt)
+            self.prompts[uid] = InFlightPrompt(uid, name, self.drawn, version, prompt)
             self.drawn += 1
 
-    def note(self, table: pa.Table) -> pa.Table:
-        """Trajectories came; returns those that somebody waits for."""
+    def receive(self, table: pa.Table) -> pa.Table:
+        """Store finished trajectories; returns those whose prompts have not been given up."""
         rows = []
         for row, (uid, prompt_uid) in enumerate(
             zip(table["uid"].to_pylist(), table["prompt_uid"].to_pylist(), strict=True)
         ):
             if prompt_uid in self.given_up:
                 continue
-            came = self.asked[prompt_uid].came
+            came = self.prompts[prompt_uid].answers
             assert uid not in came, f"trajectory {uid} came twice"
             came[uid] = table.slice(row, 1)
             rows.append(row)
         return take(table, rows)
 
-    def whole(self) -> list[Asked]:
-        """Prompts whose answers are all there, and not scored yet."""
-        return [one for one in self.asked.values() if len(one.came) == self.num_answers]
+    def finished(self) -> list[InFlightPrompt]:
+        """Prompts whose responses are all generated and not scored yet."""
+        return [one for one in self.prompts.values() if len(one.answers) == self.num_answers]
 
     def due(self, step: int) -> bool:
-        """Whether the step's batch is there once what is whole has been scored, if all of it stays."""
-        whole = self.whole()
-        return bool(whole) and not self.is_enough(step) and self._suffice(step, [*whole, *self.ready])
+        """Whether scoring the finished groups would complete the step's batch, if none is dropped."""
+        groups = self.finished()
+        return bool(groups) and not self.is_enough(step) and self._suffice(step, [*groups, *self.ready])
 
-    def keep(self, groups: list[Asked], scored: Scored) -> None:
-        """Groups that were whole have been scored: rows group by group, in their order.
+    def keep(self, groups: list[InFlightPrompt], scored: Scored) -> None:
+        """Take the scores of finished groups: rows group by group, in the order of `groups`.
 
         Raises:
             ValueError: the reward does not give the metric that groups are compared by.
@@ -148,24 +152,24 @@ class UnderWay:
         numbers = group_numbers(scored.table)
         for number, asked in enumerate(groups):
             rows = np.flatnonzero(numbers == number)
-            group = Whole(asked.uid, asked.name, asked.number, asked.version, scored.take(rows))
+            group = FinishedGroup(asked.uid, asked.name, asked.number, asked.version, scored.take(rows))
             of_live = None if values is None else values[rows[group.scored.live]]
             teaches = of_live is None or (len(of_live) > 1 and float(np.ptp(of_live)) > 0.0)
             (self.ready if teaches else self.dropped).append(group)
-            del self.asked[asked.uid]
+            del self.prompts[asked.uid]
 
-    def give_up(self, groups: list[Asked]) -> None:
-        """These are of no use any more; what still comes of them is left out."""
+    def give_up(self, groups: list[InFlightPrompt]) -> None:
+        """Discard these prompts, and their responses that have not arrived yet."""
         for asked in groups:
-            del self.asked[asked.uid]
+            del self.prompts[asked.uid]
             self.given_up.add(asked.uid)
 
     def is_enough(self, step: int) -> bool:
-        """Whether the step's batch is there: enough groups, and of the old ones so many that the others fit into later steps."""
+        """Whether the step's batch is complete: enough groups, and so many old ones that the remaining old ones fit into later steps."""
         return self._suffice(step, self.ready)
 
     def take(self, step: int) -> tuple[Groups, dict[str, float]]:
-        """The step's batch, the oldest groups of those that are ready; and what is told of it."""
+        """The step's batch, which is the oldest finished groups, and its metrics."""
         assert self.is_enough(step)
         chosen = sorted(self.ready, key=lambda group: group.version)[: self.num_prompts]
         chosen.sort(key=lambda group: group.number)
@@ -184,22 +188,22 @@ class UnderWay:
             metrics["filter_groups/dropped"] = float(len(dropped))
             metrics["filter_groups/score_before"] = float(every.scores[every.live].mean())
         columns = groups.parts[0].table.column_names
-        for group in dropped:  # a sampler hears of them, too
+        for group in dropped:  # the sampler is told their scores, too
             groups.parts.append(replace(group.scored, table=group.scored.table.select(columns)))
         return groups, metrics
 
     def drop_late(self, step: int) -> None:
-        """Before a step: leave out what it could not train on in time, which is only so after a step that was left out."""
+        """Before a step: discard groups that are too old for it, which there are only after a step that was skipped."""
         oldest = step - self.max_staleness
-        late = [one for one in self.asked.values() if one.version < oldest]
+        late = [one for one in self.prompts.values() if one.version < oldest]
         self.give_up(late)
         in_time = [group for group in self.ready if group.version >= oldest]
         self.too_late += len(late) + len(self.ready) - len(in_time)
         self.ready = in_time
 
-    def _suffice(self, step: int, there: Sequence[Asked | Whole]) -> bool:
-        """Whether a step can take its batch from `there`, and later ones all else that is under way in its time."""
-        every = [*self.asked.values(), *self.ready]
+    def _suffice(self, step: int, there: Sequence[InFlightPrompt | FinishedGroup]) -> bool:
+        """Whether a step can take its batch from `there`, and later steps everything else before it is too old."""
+        every = [*self.prompts.values(), *self.ready]
         if len(there) < self.num_prompts:
             return False
         for later in range(self.max_staleness + 1):
@@ -208,3 +212,74 @@ class UnderWay:
             if sum(one.version <= oldest for one in there) < old - later * self.num_prompts:
                 return False
         return True
+
+
+_ASKED, _GROUPS, _TRAJECTORIES, _DRAWN, _COUNTS = (
+    "asked.arrow", "groups.arrow", "trajectories.arrow", "drawn.arrow", "counts.json",
+)  # fmt: skip
+_NUMBER = "number/"  # prefix of the columns with the rewards' numbers
+_PRED, _ERROR = "reward/pred", "reward/error"
+
+
+def save_in_flight(state: InFlight, drawn: pa.Table | None, folder: Path) -> None:
+    """Write the state into an empty folder.
+
+    Args:
+        drawn: prompts that were drawn and not sent to engines yet.
+    """
+    asked, groups = list(state.prompts.values()), [*state.ready, *state.dropped]
+    if asked:
+        table = pa.concat_tables([one.prompt for one in asked]).combine_chunks()
+        write_arrow(_with_facts(table, asked), folder / _ASKED)
+    if groups:
+        write_arrow(_with_facts(pa.table({"uid": [group.uid for group in groups]}), groups), folder / _GROUPS)
+        write_arrow(_as_table(concat_scored([group.scored for group in groups])), folder / _TRAJECTORIES)
+    if drawn is not None:
+        write_arrow(drawn.combine_chunks(), folder / _DRAWN)
+    counts = {"ready": len(state.ready), "drawn": state.drawn, "too_late": state.too_late}
+    (folder / _COUNTS).write_text(json.dumps(counts), encoding="utf-8")
+
+
+def load_in_flight(state: InFlight, folder: Path) -> pa.Table | None:
+    """Read the files into a new `state`; returns the prompts that were drawn and not sent to engines yet."""
+    counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
+    state.drawn, state.too_late = counts["drawn"], counts["too_late"]
+    if (folder / _ASKED).exists():
+        table = read_arrow(folder / _ASKED)
+        prompts = table.drop_columns(["name", "number", "version"])
+        for row, (uid, *facts) in enumerate(_facts(table)):
+            state.prompts[uid] = InFlightPrompt(uid, *facts, prompts.slice(row, 1))
+    if (folder / _GROUPS).exists():
+        scored = _as_scored(read_arrow(folder / _TRAJECTORIES))
+        prompt_uids = np.array(scored.table["prompt_uid"].to_pylist())
+        groups = [
+            FinishedGroup(uid, *facts, scored.take(np.flatnonzero(prompt_uids == uid)))
+            for uid, *facts in _facts(read_arrow(folder / _GROUPS))
+        ]
+        state.ready, state.dropped = groups[: counts["ready"]], groups[counts["ready"] :]
+    return read_arrow(folder / _DRAWN) if (folder / _DRAWN).exists() else None
+
+
+def _with_facts(table: pa.Table, of: list[InFlightPrompt] | list[FinishedGroup]) -> pa.Table:
+    for name in ("name", "number", "version"):
+        table = table.append_column(name, pa.array([getattr(one, name) for one in of]))
+    return table
+
+
+def _facts(table: pa.Table) -> list[tuple]:
+    return list(zip(*(table[name].to_pylist() for name in ("uid", "name", "number", "version")), strict=True))
+
+
+def _as_table(scored: Scored) -> pa.Table:
+    table = scored.table
+    for name, values in scored.numbers.items():
+        table = table.append_column(_NUMBER + name, pa.array(values, pa.float64()))
+    table = table.append_column(_PRED, pa.array(scored.preds, pa.string()))
+    return table.append_column(_ERROR, pa.array(scored.errors, pa.string()))
+
+
+def _as_scored(table: pa.Table) -> Scored:
+    names = [name for name in table.column_names if name.startswith(_NUMBER)]
+    numbers = {name.removeprefix(_NUMBER): table[name].to_numpy() for name in names}
+    preds, errors = table[_PRED].to_pylist(), table[_ERROR].to_pylist()
+    return Scored(table.drop_columns([*names, _PRED, _ERROR]), numbers, preds, errors)

@@ -1,4 +1,4 @@
-"""Where the loop's batches come from, as `trainer.mode` says."""
+"""The source of the loop's batches, chosen by `trainer.mode`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from megarl.config import TrainConfig
 from megarl.trainer.schedule.collectors import Batches, Collect, OneStepOff, Synchronous
-from megarl.trainer.schedule.in_flight import UnderWay
+from megarl.trainer.schedule.in_flight import InFlight
 from megarl.trainer.schedule.streaming import Streamed
 from megarl.trainer.stages.reward_model import RewardModelInputs
 
@@ -31,17 +31,17 @@ def make_batches(
     collect: Collect,
     answer: Collect,
 ) -> Batches:
-    """`collect` and `answer` as of `OneStepOff`, but for `prompts` and `reward_inputs`."""
-    asked = {"prompts": prompts, "reward_inputs": reward_inputs}
-    halves = partial(collect, **asked), partial(answer, **asked)
+    """Arguments as of `OneStepOff`; `collect` and `answer` still lack `prompts` and `reward_inputs`, which are bound here."""
+    inputs = {"prompts": prompts, "reward_inputs": reward_inputs}
+    collectors = partial(collect, **inputs), partial(answer, **inputs)
     mode = config.trainer.mode
     if mode == "sync":
-        return Synchronous(run, roles, rewards, halves[0])
+        return Synchronous(run, roles, rewards, collectors[0])
     if mode == "one_step_off":
-        return OneStepOff(config, run, roles, rewards, last_step, *halves)
+        return OneStepOff(config, run, roles, rewards, last_step, *collectors)
     staleness = config.trainer.max_staleness
     assert staleness is not None, "resolved"
-    under_way = UnderWay(
+    in_flight = InFlight(
         config.algorithm.filter_groups,
         config.data.train_batch_size,
         config.actor_rollout_ref.rollout.n + (config.algorithm.adv_estimator == "remax"),
@@ -49,4 +49,4 @@ def make_batches(
         last_step,
     )
     overlapped = mode == "fully_async"
-    return Streamed(config, run, roles, rewards, prompts, reward_inputs, under_way, overlapped)
+    return Streamed(config, run, roles, rewards, prompts, reward_inputs, in_flight, overlapped)

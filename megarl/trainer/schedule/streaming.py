@@ -1,16 +1,16 @@
-"""Batches out of a stream of responses that does not end with a step: partial rollouts, and fully asynchronous training.
+"""Batches from a stream of responses that continues from step to step: partial rollouts, and fully asynchronous training.
 
-    partial_rollouts   step k: weights after k - 1 updates into the engines; generate until batch k is there, interrupt the rest;
+    partial_rollouts   step k: weights after k - 1 updates into the engines; generate until batch k is complete, interrupt the rest;
                        learn from batch k
-    fully_async        step k: the same, but the engines, in a pool of their own, go on while the models learn
+    fully_async        step k: the same, but the engines, in a pool of their own, continue while the models learn
 
-Responses that are interrupted, by either or by the weights of the next step, go on from their last token with the weights that
-come then; `rollout_log_probs` are those of the weights that chose each token.
+Responses that are interrupted at the end of a step or for new weights continue from their last token with the next weights;
+`rollout_log_probs` are those of the weights that chose each token.
 
-Guarantees, each asserted by a test, besides those of `UnderWay`:
-- Engines get no more requests than they run at once (rollout.max_num_seqs) and a few: the next goes to whichever has room.
-- An engine that is lost costs no trajectory: what it had under way is asked for again.
-- A checkpoint has what is whole, and the prompts of what is not: of these all responses are generated anew by the run that goes on.
+Guarantees, each asserted by a test, besides those of `InFlight`:
+- An engine gets a few requests more than it runs at once (rollout.max_num_seqs): the next one goes to the engine with most room.
+- A lost engine costs no trajectory: its in-flight requests are sent again.
+- A checkpoint has finished groups, and the prompts of unfinished ones: the run that continues generates all responses to these anew.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ from megarl.cluster import WorkerLost
 from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
 from megarl.data.trajectories import take
-from megarl.trainer.roles.restarts import LaterRestarts
+from megarl.trainer.roles.restarts import DeferredRestarts
 from megarl.trainer.roles.weight_sync import sync_weights
-from megarl.trainer.schedule.background import Background, InterruptedWatch
 from megarl.trainer.schedule.collectors import Collected
-from megarl.trainer.schedule.concurrent_views import View, two_halves
-from megarl.trainer.schedule.in_flight import Asked, UnderWay
-from megarl.trainer.schedule.in_flight_files import load_under_way, save_under_way
+from megarl.trainer.schedule.concurrent_views import Background, InterruptedWatch, View, make_views
+from megarl.trainer.schedule.in_flight import InFlight, InFlightPrompt, load_in_flight, save_in_flight
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores
 from megarl.trainer.stages.rollouts import noise_seed, training_sampling
@@ -49,23 +47,23 @@ if TYPE_CHECKING:
     from megarl.trainer.run.run import Run
     from megarl.trainer.stages.scoring import Rewards
 
-# That an engine is asked for what has ended: a call returns at once if something has.
+# The longest time that a call waits for finished trajectories; it returns at once if there are any.
 LAND_SECONDS = 0.2
-# Requests of an engine, in those that it runs at once: some wait there, so that none of its places is empty meanwhile.
+# Requests sent to an engine, as a multiple of those that it runs at once: the surplus fills places that become free between calls.
 _WINDOW = 1.25
 _PROBLEM, _ITS_BATCH = "problem.json", "problem.arrow"
 
 
 @dataclass
 class Streamed:
-    """See above.
+    """Batches of partial rollouts and of fully asynchronous training.
 
     Attributes:
         prompts: endless tables of prompts.
-        overlapped: whether the engines go on while the models learn.
-        drawn: prompts that were drawn, and not asked yet.
-        engine_of: by uid of a request, the number of the engine that it was given to.
-        problem: what of a group was not finite; the next step's to tell.
+        overlapped: whether the engines continue while the models learn.
+        drawn: prompts that were drawn and not sent to engines yet.
+        engine_of: the number of the engine that has a request, by the request's uid.
+        problem: which number of a group was not finite; raised by the next step.
     """
 
     config: TrainConfig
@@ -74,29 +72,29 @@ class Streamed:
     rewards: Rewards
     prompts: Iterator[pa.Table]
     reward_inputs: RewardModelInputs | None
-    under_way: UnderWay
+    in_flight: InFlight
     overlapped: bool
     drawn: pa.Table | None = None
     engine_of: dict[str, int] = field(default_factory=dict)
     problem: NotFinite | None = None
 
     def of(self, step: int) -> Collected:
-        """As `Batches.of`: weights into the engines, and what they answer until the step's batch is there."""
-        under_way = self.under_way
+        """As `Batches.of`: sync the weights, and generate until the step's batch is complete."""
+        in_flight = self.in_flight
         found, self.problem = self.problem, None
         if found is not None:
             raise found
-        under_way.drop_late(step)
+        in_flight.drop_late(step)
         run = replace(self.run, watch=self._watch())
         roles = replace(self.roles, memory=replace(self.roles.memory, run=run))
         with roles.memory.phase("sync"):
             metrics = sync_weights(run, roles, version=step)
         self._collect(
-            (run, roles), step, partial(under_way.room, step, False), lambda: under_way.is_enough(step)
+            (run, roles), step, partial(in_flight.room, step, False), lambda: in_flight.is_enough(step)
         )
         if not self.overlapped:
             self._interrupt(run)
-        groups, taken = under_way.take(step)
+        groups, taken = in_flight.take(step)
         table = groups.batch()
         first, last = (table[name].to_numpy() for name in ("weight_version", "last_weight_version"))
         staleness = {
@@ -107,21 +105,21 @@ class Streamed:
         return Collected(step, table, *groups.prompt_scores(), metrics | taken | staleness)
 
     @contextmanager
-    def meanwhile(self, step: int) -> Iterator[View]:
-        """Go on with what is under way, if that is asked for, until the end of the block.
+    def during_learning(self, step: int) -> Iterator[View]:
+        """Continue generating until the end of the block if `overlapped`.
 
         Raises:
-            Whatever that raises, at the block's next look.
+            The exceptions of generating, at the next call that the block waits for.
         """
-        if not self.overlapped or step >= self.under_way.last_step:
+        if not self.overlapped or step >= self.in_flight.last_step:
             yield self.run, self.roles
             return
         background: Background[None] = Background("collect-meanwhile")
         assert self.roles.restarts is not None, "a run with engines"
-        later = LaterRestarts(self.roles.restarts, background.ask, version=step + 1)
-        collector, learner = two_halves(self.run, self.roles, background, later, self._busy)
+        deferred = DeferredRestarts(self.roles.restarts, background.ask, version=step + 1)
+        collector, learner = make_views(self.run, self.roles, background, deferred, self._busy)
         told = threading.Event()
-        room = partial(self.under_way.room, step, True)
+        room = partial(self.in_flight.room, step, True)
         background.start(partial(self._collect, collector, step + 1, room, told.is_set))
         try:
             try:
@@ -130,7 +128,7 @@ class Streamed:
                 told.set()
             self._join(background, learner[0])
         except NotFinite:
-            if self.config.trainer.on_nonfinite == "skip":  # the run goes on
+            if self.config.trainer.on_nonfinite == "skip":  # the run continues
                 self._join(background, learner[0])
             else:
                 background.end()
@@ -145,15 +143,15 @@ class Streamed:
         return {"under_way": self}
 
     def save(self, folder: Path) -> None:
-        """Write what is whole, and the prompts of what is not."""
-        save_under_way(self.under_way, self.drawn, folder)
+        """Save finished groups, and the prompts of unfinished ones."""
+        save_in_flight(self.in_flight, self.drawn, folder)
         if self.problem is not None:
             (folder / _PROBLEM).write_text(json.dumps(str(self.problem)), encoding="utf-8")
             write_arrow(self.problem.batch, folder / _ITS_BATCH)
 
     def load(self, folder: Path) -> None:
-        """Go on with that."""
-        self.drawn = load_under_way(self.under_way, folder)
+        """Continue from saved groups and prompts."""
+        self.drawn = load_in_flight(self.in_flight, folder)
         if (folder / _PROBLEM).exists():
             text = json.loads((folder / _PROBLEM).read_text(encoding="utf-8"))
             self.problem = NotFinite(text, read_arrow(folder / _ITS_BATCH))
@@ -163,53 +161,53 @@ class Streamed:
             background.result(look=lambda: learner.wait([]))
 
     def _collect(self, view: View, step: int, room: Callable[[], int], is_done: Callable[[], bool]) -> None:
-        """Generate and score for a step's batch, or until it `is_done`; `room`: for how many prompts more."""
+        """Generate and score for a step's batch until `is_done`; `room`: how many more prompts may be sent to engines."""
         run, roles = view
         while not is_done():
             self._ask(room())
             with roles.memory.phase("generate"):
                 self._launch_missing(run)
-                while not is_done() and not self.under_way.due(step):
+                while not is_done() and not self.in_flight.due(step):
                     self._land(run)
-            if self.under_way.due(step):
+            if self.in_flight.due(step):
                 self._score(run, roles, step)
 
     def _ask(self, count: int) -> None:
-        """Draw prompts."""
+        """Draw `count` prompts and add them to the in-flight ones."""
         while count:
             if self.drawn is None or not self.drawn.num_rows:
                 self.drawn = next(self.prompts)
             some = self.drawn.slice(0, count)
-            self.under_way.ask(some, self.roles.restarts.version)
+            self.in_flight.ask(some, self.roles.restarts.version)
             self.drawn = self.drawn.slice(some.num_rows)
             count -= some.num_rows
 
     def _land(self, run: Run) -> None:
-        """Take what has ended, have it scored, and give the engines more."""
+        """Take finished trajectories, submit them to the rewards, and send the engines more requests."""
         if not self.engine_of:
             run.wait([])
             time.sleep(LAND_SECONDS)
             return
         try:
             tables = run.wait(self.roles.engines.call("land", LAND_SECONDS))
-            came = [table for table in tables if table is not None]
-            if came:
-                table = pa.concat_tables(came)
+            finished = [table for table in tables if table is not None]
+            if finished:
+                table = pa.concat_tables(finished)
                 for uid in table["uid"].to_pylist():
                     self.engine_of.pop(uid, None)
-                self._rewards_of(run).submit(self.under_way.note(table))
+                self._rewards_of(run).submit(self.in_flight.receive(table))
                 self._launch(run)
         except WorkerLost as failure:
             run.revive(failure)
             self._launch_missing(run)
 
     def _launch_missing(self, run: Run) -> None:
-        """Ask the engines what they have: what was lost with one, or on its way from one, is launched again, and what is new."""
+        """Ask the engines which requests they have, and launch all others: new ones, and those lost with an engine or its reply."""
         while True:
             if run.restarts is not None:
                 run.restarts.serve_all()
             try:
-                held = run.wait(self.roles.engines.call("under_way"))
+                held = run.wait(self.roles.engines.call("in_flight"))
                 self.engine_of = {uid: engine for engine, uids in enumerate(held) for uid in uids}
                 self._launch(run)
                 return
@@ -217,69 +215,69 @@ class Streamed:
                 run.revive(failure)
 
     def _interrupt(self, run: Run) -> None:
-        """Have the engines rest; one that is lost is replaced before the next weights come."""
+        """Interrupt the engines; a lost one is replaced before the next sync."""
         try:
             run.wait(self.roles.engines.call("interrupt"))
         except WorkerLost as failure:
             self.roles.restarts.note(failure)
 
     def _score(self, run: Run, roles: Roles, step: int) -> None:
-        """What is whole becomes ready, or is left out."""
-        groups = self.under_way.whole()
+        """Score finished groups, and keep or discard them."""
+        groups = self.in_flight.finished()
         table = pa.concat_tables([one.table() for one in groups]).combine_chunks()
         try:
             by_model = model_scores(run, roles.reward_model, table, self.reward_inputs, roles.memory.phase)
         except NotFinite as found:
             self.problem = found
-            self.under_way.give_up(groups)
+            self.in_flight.give_up(groups)
             return
         with run.timed("reward"):
             scored = self._rewards_of(run).collect(table, f"step {step}", by_model)
         if (
-            len(groups) >= self.under_way.num_prompts
-        ):  # of fewer all may fail without the rewards being broken
+            len(groups) >= self.in_flight.num_prompts
+        ):  # all of fewer groups may fail although the rewards work
             refuse_if_all_failed(scored)
-        self.under_way.keep(groups, trained_scores(scored, self.config))
+        self.in_flight.keep(groups, trained_scores(scored, self.config))
 
     def _rewards_of(self, run: Run) -> Rewards:
         return replace(self.rewards, run=run)
 
     def _launch(self, run: Run) -> None:
-        """Give engines what they have room for, oldest prompts first; all answers of a prompt go to one of them."""
+        """Send engines as many requests as they have room for, oldest prompts first; all requests of a prompt go to one engine."""
         engines = self.roles.engines
         loads = [0] * engines.world_size
         for engine in self.engine_of.values():
             loads[engine] += 1
         window = int(_WINDOW * self.config.actor_rollout_ref.rollout.max_num_seqs)
         parts: list[list] = [[] for _ in loads]
-        for asked in self.under_way.asked.values():
+        for prompt in self.in_flight.prompts.values():
             engine = min(range(len(loads)), key=loads.__getitem__)
             if loads[engine] >= window:
                 break
-            for requests, sampling in self._missing(asked):
+            for requests, sampling in self._missing(prompt):
                 parts[engine].append((requests, sampling))
                 loads[engine] += requests.num_rows
                 self.engine_of |= dict.fromkeys(requests["uid"].to_pylist(), engine)
         if any(parts):
             run.wait(engines.call_each("launch", [(part,) for part in parts]))
 
-    def _missing(self, asked: Asked) -> Iterator[tuple[pa.Table, object]]:
-        """Requests of a prompt that no engine has, and that are not answered."""
+    def _missing(self, prompt: InFlightPrompt) -> Iterator[tuple[pa.Table, object]]:
+        """Requests of a prompt that no engine has and that are not answered."""
         rollout, greedy = (
             self.config.actor_rollout_ref.rollout,
             self.config.algorithm.adv_estimator == "remax",
         )
-        samplings = training_sampling(self.config, noise_seed(self.config, asked.version))
-        for requests, sampling in zip(asked.requests(rollout.n, greedy), samplings, strict=False):
+        samplings = training_sampling(self.config, noise_seed(self.config, prompt.version))
+        for requests, sampling in zip(prompt.requests(rollout.n, greedy), samplings, strict=False):
             uids = requests["uid"].to_pylist()
             rows = [
-                row for row, uid in enumerate(uids) if uid not in asked.came and uid not in self.engine_of
+                row for row, uid in enumerate(uids) if uid not in prompt.answers and uid not in self.engine_of
             ]
             if rows:
                 yield take(requests, rows), sampling
 
     def _busy(self) -> set[str]:
-        """Marks of the engines that have something to answer."""
+        """Marks of the engines that have requests."""
         working = {*self.engine_of.values()}
         return {process.mark for process in self.roles.engines.processes if process.rank in working}
 

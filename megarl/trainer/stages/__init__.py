@@ -1,1 +1,1 @@
-"""The stages of a step. Each is one call that names what it does."""
+"""The stages of a step. Each is one call whose name says what it does."""

@@ -1,31 +1,89 @@
-"""From scores and log-probs to the advantages of a step."""
+"""From scores and log-probs to the advantages of a step, and the coefficients of a run's losses that change from step to step."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from megarl.algorithms.advantages import AdvantageBatch, AdvantageOptions, compute_advantages
-from megarl.algorithms.kl import KLController, apply_kl_penalty, place_scores
+from megarl.algorithms.kl import (
+    FixedKLController,
+    KLController,
+    LinearKLController,
+    apply_kl_penalty,
+    make_kl_controller,
+    place_scores,
+)
 from megarl.algorithms.metrics import batch_metrics, rollout_difference
 from megarl.algorithms.ragged import segment_sum
 from megarl.algorithms.rollout_correction import CorrectionOptions, correct_rollout
-from megarl.config import AlgorithmConfig
+from megarl.config import AlgorithmConfig, TrainConfig
 from megarl.data.trajectories import append_column, from_ragged, ragged
 
-SCORED_MASK = "scored_mask"  # `response_mask` as it was before tokens were rejected: 1 on live ones
+
+@dataclass
+class Controls:
+    """The settings in force; part of a checkpoint.
+
+    Attributes:
+        kl: coefficient of the KL in the reward; adapted in `compute_batch_advantages`.
+        kl_loss: coefficient of the KL in the actor's loss; adapted in `update`.
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+    """
+
+    kl: KLController
+    kl_loss: KLController
+    clip_low: float
+    clip_high: float
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "kl": self.kl.state_dict(),
+            "kl_loss": self.kl_loss.state_dict(),
+            "clip_low": self.clip_low,
+            "clip_high": self.clip_high,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl.load_state_dict(state["kl"])
+        self.kl_loss.load_state_dict(state["kl_loss"])
+        self.clip_low, self.clip_high = float(state["clip_low"]), float(state["clip_high"])
+
+
+def make_controls(config: TrainConfig, num_steps: int) -> Controls:
+    """The controls at the start of a run of `num_steps` steps (`config` is resolved)."""
+    control, actor = config.algorithm.kl_ctrl, config.actor_rollout_ref.actor
+    kl = make_kl_controller(
+        control.type,
+        control.kl_coef,
+        control.target_kl,
+        control.horizon,
+        control.end_kl_coef,
+        control.schedule_steps or num_steps,
+    )
+    kl_loss: KLController = FixedKLController(actor.kl_loss_coef)
+    if actor.kl_loss_end_coef is not None:
+        kl_loss = LinearKLController(
+            actor.kl_loss_coef, actor.kl_loss_end_coef, actor.kl_loss_schedule_steps or num_steps
+        )
+    return Controls(kl, kl_loss, actor.clip_ratio_low, actor.clip_ratio_high)
+
+
+SCORED_MASK = "scored_mask"  # column: `response_mask` before tokens were rejected, 1 on live tokens
 
 
 def compute_batch_advantages(
     batch: pa.Table, algorithm: AlgorithmConfig, kl: KLController
 ) -> tuple[pa.Table, dict[str, float]]:
-    """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapts the KL coefficient.
+    """Append `token_level_rewards`, `advantages` and, with a critic, `returns`; adapt the KL coefficient.
 
-    With `algorithm.rollout_correction` what it rejects leaves `response_mask` (which is kept as SCORED_MASK), and its weights
-    are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) takes no part in any statistic.
+    With `algorithm.rollout_correction` rejected tokens are removed from `response_mask` (which is kept as SCORED_MASK), and weights
+    are appended as `rollout_is_weights`. A trajectory without a live token (a failed reward, say) counts in no statistic.
 
     Args:
         batch: columns `score`, `old_log_probs` (not where a step is a single update), and those that the estimator and the KL
@@ -41,6 +99,7 @@ def compute_batch_advantages(
         metrics |= rollout_difference(column["old_log_probs"], column["rollout_log_probs"], mask)
         batch, mask, found = _correct(batch, column, mask, offsets, algorithm)
         metrics |= found
+    # From here on `mask` lacks rejected tokens; a trajectory that failed has lost its tokens before.
     rewards, found = _token_rewards(scores, column, mask, offsets, algorithm, kl, batch.num_rows)
     metrics |= found
     baselines = None
@@ -96,7 +155,7 @@ def _token_rewards(
         column.get("full_kl"),
     )
     metrics = {"actor/ref_kl": mean_kl, "actor/kl_coef": kl.coef}
-    if math.isfinite(mean_kl):  # else the rewards are not, and the step is not trained on
+    if math.isfinite(mean_kl):  # else the rewards are not finite, and the step is not trained on
         kl.update(mean_kl, num_rows)
     return rewards, metrics
 
@@ -108,7 +167,7 @@ def _correct(
     offsets: torch.Tensor,
     algorithm: AlgorithmConfig,
 ) -> tuple[pa.Table, torch.Tensor, dict[str, float]]:
-    """The batch with what `algorithm.rollout_correction` makes of it, its live tokens, and metrics."""
+    """The batch corrected by `algorithm.rollout_correction`, its mask of live tokens, and metrics."""
     settings = algorithm.rollout_correction
     options = CorrectionOptions(
         settings.rollout_is,

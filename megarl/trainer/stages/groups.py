@@ -28,8 +28,8 @@ class Groups:
 
     options: FilterGroupsConfig
     num_prompts: int  # of the step
-    parts: list[Scored] = field(default_factory=list)  # all that was generated, but for its texts
-    kept: list[Scored] = field(default_factory=list)  # of each generation, the groups that stay
+    parts: list[Scored] = field(default_factory=list)  # all generations, without token ids
+    kept: list[Scored] = field(default_factory=list)  # the kept groups of each generation
     num_kept: int = 0
     num_dropped: int = 0
     num_surplus: int = 0
@@ -41,7 +41,7 @@ class Groups:
 
     @property
     def generated_tokens(self) -> int:
-        """Response tokens of all generations, of what was dropped too."""
+        """Response tokens of all generations, including dropped groups."""
         return sum(int(list_lengths(part.table, "response_mask").sum()) for part in self.parts)
 
     def distinct(self, prompts: pa.Table) -> pa.Table:
@@ -103,7 +103,7 @@ class Groups:
         return [self.names[uid] for uid in every.table["prompt_uid"].to_pylist()], every.scores
 
     def metrics(self) -> dict[str, float]:
-        """What the rewards told of all that was generated, and what became of it."""
+        """The rewards' metrics of all generated trajectories, and the counts of dropped groups."""
         every = concat_scored(self.parts)
         metrics = every.metrics()
         if OVERLONG_PENALTY in every.table.column_names:
@@ -121,7 +121,7 @@ class Groups:
 
 
 def metric_values(scored: Scored, metric: str) -> np.ndarray:
-    """The metric that groups are compared by [rows]; "score" is what the reward gave, "seq_reward" what is trained on.
+    """The metric that groups are compared by [rows]; "score" is the reward's score, "seq_reward" the score for training.
 
     Raises:
         ValueError: the reward does not give the metric to every trajectory that it scored.

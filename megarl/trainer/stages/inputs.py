@@ -1,4 +1,4 @@
-"""What a run reads before it starts anything: data, tokenizer, model facts, reward. Errors come early and cheap."""
+"""The inputs of a run, read before any process starts: data, tokenizer, model facts, reward. So mistakes are found early."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.models import ModelConfig, read_model_config
 from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.roles.adapters import check_adapters
-from megarl.trainer.run.opening import Facts, data_text, model_text
+from megarl.trainer.run.facts import Facts, data_text, model_text
 from megarl.trainer.stages.prompt_data import may_lack, read_prompts, training_prompts
 from megarl.trainer.stages.reward_model import RewardModelInputs, load_reward_model
 from megarl.trainer.stages.scoring import check_prompts
@@ -28,11 +28,13 @@ from megarl.util.plugins import load_plugins
 
 @dataclass(frozen=True)
 class TrainInputs:
-    """`num_steps` counts rollout steps of the run, each of which trains on data.train_batch_size prompts.
+    """The inputs of `megarl train`.
 
-    `ptx`: batches of the texts that are learnt beside the rewards; None: there are none.
-    `num_filtered` prompts, of training and validation, were left out as too long.
-    `warnings`: what the user should know before the run.
+    Attributes:
+        ptx: batches of the auxiliary language-model loss; None: there is none.
+        num_steps: rollout steps of the run, each of which trains on data.train_batch_size prompts.
+        num_filtered: prompts of training and validation that were dropped as too long.
+        warnings: text for the user before the run.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -46,7 +48,7 @@ class TrainInputs:
     warnings: tuple[str, ...]
 
     def facts(self, config: TrainConfig) -> Facts:
-        """What of it a run shows at its start."""
+        """The facts that a run prints at its start."""
         files, epochs = config.data.train_files, self.num_steps / steps_of_epoch(config, self.loader)
         found = {
             "model": model_text(config.actor_rollout_ref.model.path, self.model),
@@ -60,7 +62,7 @@ class TrainInputs:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What is read of the models of a run."""
+    """The inputs of a run that concern its models."""
 
     tokenizer: PreTrainedTokenizerBase
     model: ModelConfig
@@ -69,7 +71,7 @@ class ModelInputs:
 
 
 def load_model_inputs(config: TrainConfig) -> ModelInputs:
-    """Read, and check, what a run needs of its models before it starts them.
+    """Read and check the models of a run before they are started.
 
     Raises:
         ValueError: names the key or file that is wrong.
@@ -100,7 +102,7 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
     plays = config.actor_rollout_ref.rollout.multi_turn.enable
 
     def check(prompts: pa.Table) -> None:
-        # An environment may score all by itself; a data source of which it does not is refused when it is met.
+        # An environment may give all scores; a data source that it does not score is refused when its first trajectory arrives.
         if needs_rules(config) and not plays:
             check_prompts(scorer, prompts)
 

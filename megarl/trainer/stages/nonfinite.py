@@ -1,11 +1,11 @@
-"""Numbers of a step that are not finite: where they first appear, and what becomes of the step.
+"""Numbers of a step that are not finite: where they first appear, and whether the run stops or skips the step.
 
 Guarantees:
-- From the first one on nothing is trained: no weight, no optimizer state, no schedule and no coefficient changes any more
-  in that step. Updates of the step that were made before it stay.
-- The step's trajectories, with all that was computed of them, are in `failures/step-<n>.parquet`, from which `megarl replay`
-  does the training part again.
-- What costs a sample by itself is no such number: a reward that fails, or returns none that is finite.
+- After the first such number no weight, optimizer state, schedule or coefficient changes in that step. Earlier updates of the step
+  stay.
+- The step's trajectories, with all columns computed by then, are saved in `failures/step-<n>.parquet`, from which `megarl replay`
+  repeats the learning part.
+- A reward that fails or returns a number that is not finite does not count: it costs its sample alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.cluster.report import FOLDER
 from megarl.config import TrainConfig
 from megarl.data.files import write_parquet
 from megarl.data.trajectories import ragged
-from megarl.trainer.stages.controls import Controls
+from megarl.trainer.stages.advantages import Controls
 
 if TYPE_CHECKING:
     from megarl.trainer.run.run import Run
@@ -34,11 +34,11 @@ COMPUTED = ("old_log_probs", "ref_log_probs", "full_kl", "values")
 LEARNT_FROM = ("rollout_is_weights", "token_level_rewards", "advantages", "returns")
 
 Answers = Sequence[tuple[str, Sequence[Any]]]
-"""Of each call of a role's ranks: the role, and what each rank returned (`RowColumns` or None)."""
+"""For each call of a role's ranks: the role, and the result of each rank (`RowColumns` or None)."""
 
 
 class NotFinite(RuntimeError):
-    """A number of a step is not finite. `batch`: its trajectories, with the columns that were there by then."""
+    """A number of a step is not finite. `batch`: its trajectories with the columns computed by then."""
 
     def __init__(self, what: str, batch: pa.Table) -> None:
         super().__init__(what)
@@ -46,11 +46,11 @@ class NotFinite(RuntimeError):
 
 
 def require_finite(batch: pa.Table, names: Sequence[str], answers: Answers = ()) -> None:
-    """Look through columns, as far as they are there.
+    """Check the columns that are present.
 
     Args:
-        names: in the order in which the columns were made.
-        answers: from which they came, where ranks computed them.
+        names: columns in the order in which they were computed.
+        answers: the results of the ranks that computed them; empty: the controller did.
 
     Raises:
         NotFinite: names the first such column and trajectory, and the rank that computed it.
@@ -86,8 +86,8 @@ def _computed_by(answers: Answers, name: str, row: int) -> str:
 
 
 @contextmanager
-def blaming(batch: pa.Table) -> Iterator[None]:
-    """A rank's FloatingPointError is one of the batch that it was given."""
+def rank_errors_as_not_finite(batch: pa.Table) -> Iterator[None]:
+    """Turn a rank's FloatingPointError into a NotFinite of the batch that it was given."""
     try:
         yield
     except WorkerFailed as failure:
@@ -97,21 +97,21 @@ def blaming(batch: pa.Table) -> Iterator[None]:
 
 
 @contextmanager
-def whole_step(
+def finite_step(
     run: Run, config: TrainConfig, controls: Controls, step: int, metrics: dict[str, float]
 ) -> Iterator[None]:
-    """What a number that is not finite does to a step: by `trainer.on_nonfinite` it ends the run, or only the step.
+    """Handle a number of a step that is not finite: by `trainer.on_nonfinite` it ends the run, or only the step.
 
-    With `skip` the metric training/skipped is 1 for such a step, else 0, and `controls` are as they were before it.
+    With `skip` the metric training/skipped is 1 for such a step, else 0, and `controls` are restored to their state before it.
 
     Raises:
-        NotFinite: the run is to end; says what was found, where the trajectories are, and how to go through it again.
+        NotFinite: the run is to end; names the number, the file of the trajectories, and the command that replays the step.
     """
     before, skips = controls.state_dict(), config.trainer.on_nonfinite == "skip"
     try:
         yield
     except NotFinite as found:
-        message = f"step {step}: {found}\n{_dumped(run.folder, found.batch, step)}"
+        message = f"step {step}: {found}\n{_save_trajectories(run.folder, found.batch, step)}"
         if not skips:
             advice = "trainer.on_nonfinite=skip goes on with the next step"
             raise NotFinite(f"{message}\n{advice}", found.batch) from found
@@ -123,13 +123,13 @@ def whole_step(
             metrics["training/skipped"] = 0.0
 
 
-def _dumped(folder: Path, batch: pa.Table, step: int) -> str:
-    """Write the trajectories of a step that is not trained on; says where they are."""
+def _save_trajectories(folder: Path, batch: pa.Table, step: int) -> str:
+    """Save the trajectories of a step that is not trained on; returns text with their path."""
     path = folder / FOLDER / f"step-{step:06d}.parquet"
     try:
         path.parent.mkdir(exist_ok=True)
         write_parquet(batch, path)
-    except OSError as error:  # what was found matters more
+    except OSError as error:  # the non-finite number matters more
         return f"its trajectories could not be written: {error}"
     text = f"its trajectories: {path}"
     if "score" not in batch.column_names:

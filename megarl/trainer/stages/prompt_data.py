@@ -1,4 +1,4 @@
-"""The prompts that section `data` names, read as it says."""
+"""The prompts of section `data`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def may_lack(config: TrainConfig | EvalConfig) -> frozenset[str]:
 
 
 def reading(data: DataConfig | EvalDataConfig, several_turns: bool = False) -> dict[str, Any]:
-    """The keywords of `PromptReader`; with several turns, the chats go on after the prompt."""
+    """The keywords of `PromptReader`; with several turns, chats continue after the prompt."""
     keywords: dict[str, Any] = {
         "max_prompt_length": data.max_prompt_length,
         "prompt_key": data.prompt_key,
@@ -95,7 +95,7 @@ def read_prompts(
     Args:
         max_samples: the first so many rows; -1: all.
         may_lack: columns that rows may lack, see the function `may_lack`.
-        several_turns: an environment goes on with the chats (rollout.multi_turn).
+        several_turns: an environment continues the chats (rollout.multi_turn).
 
     Raises:
         ValueError: names the file and row that is wrong.
@@ -124,7 +124,7 @@ def training_prompts(
     Args:
         check: raises a ValueError for prompts that the run cannot use.
         may_lack: columns that rows may lack, see the function `may_lack`.
-        several_turns: an environment goes on with the chats (rollout.multi_turn).
+        several_turns: an environment continues the chats (rollout.multi_turn).
 
     Raises:
         ValueError: names the key, file or row that is wrong.

@@ -1,17 +1,17 @@
-"""The reward model's part of a step: trajectories as the texts that it reads, and its score of each.
+"""The reward model's part of a step: the text that it reads of each trajectory, its score, and how scores become rewards.
 
-A reward model is a Hugging Face folder of a model for sequence classification with one label: the decoder, and
-`score.weight` [1, hidden]. Its score of a text is the head's output at the text's last token, shifted and scaled as the
-folder's reward_normalization.json says if there is one (`megarl rm` writes it).
+Scores are shifted, and scaled if that is configured, by the mean and deviation that reference answers get.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,6 @@ from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
 from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
 from megarl.models import ModelConfig, read_model_config
 from megarl.trainer.stages.nonfinite import NotFinite
-from megarl.trainer.stages.reward_normalization import AS_IT_IS, RewardNormalization, read_normalization
 from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
 
 if TYPE_CHECKING:
@@ -32,18 +31,86 @@ if TYPE_CHECKING:
     from megarl.trainer.roles.model_roles import Role
     from megarl.trainer.run.run import Run
 
+
+FILE = "reward_normalization.json"
+
+
+@dataclass(frozen=True)
+class RewardNormalization:
+    """A reward is (output - mean) / std; `num_answers` were measured."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    num_answers: int = 0
+
+    def apply(self, outputs: np.ndarray) -> np.ndarray:
+        """Rewards from the head's outputs: float32 [texts] each."""
+        return ((outputs.astype(np.float64) - self.mean) / self.std).astype(np.float32)
+
+    def to_json(self) -> bytes:
+        return (json.dumps(asdict(self), indent=2) + "\n").encode()
+
+
+AS_IT_IS = RewardNormalization()
+
+
+def measure_normalization(outputs: np.ndarray, kind: str) -> RewardNormalization:
+    """The normalization that gives the measured outputs mean 0, and with kind "mean_std" standard deviation 1.
+
+    Args:
+        outputs: float32 [reference answers].
+        kind: "mean" or "mean_std".
+
+    Raises:
+        ValueError: all outputs are equal, so that nothing can be divided by their deviation.
+    """
+    assert kind in ("mean", "mean_std"), kind
+    values = outputs.astype(np.float64)
+    std = 1.0
+    if kind == "mean_std":
+        std = float(values.std())
+        if std == 0.0:
+            raise ValueError(
+                f"data.normalize=mean_std: the {len(values)} reference answers all get the reward {values[0]:g}; give more "
+                "of them (data.normalize_files, data.normalize_max_samples), or set data.normalize=mean"
+            )
+    return RewardNormalization(float(values.mean()), std, len(values))
+
+
+def read_normalization(path: str | Path) -> RewardNormalization:
+    """The normalization in a reward model's folder; outputs stay unchanged without one.
+
+    Raises:
+        ValueError: the file has not the format that `megarl rm` writes.
+    """
+    file = Path(path).expanduser() / FILE
+    if not file.is_file():
+        return AS_IT_IS
+    try:
+        found = json.loads(file.read_text())
+        mean, std = float(found["mean"]), float(found["std"])
+        number = int(found.get("num_answers", 0))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{file} must be a JSON object with the numbers mean and std: {type(error).__name__}: {error}"
+        ) from None
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise ValueError(f"{file}: mean={mean} must be finite, std={std} positive and finite")
+    return RewardNormalization(mean, std, number)
+
+
 HEAD = "score.weight"
 
 
 @dataclass(frozen=True)
 class RewardModelInputs:
-    """What is known of the reward model before it is started.
+    """The reward model's facts and tokenizers, read before it is started.
 
     Attributes:
         policy: the policy's tokenizer.
         own: the reward model's; None: it reads the policy's token ids.
         max_length: tokens of a text that it reads; the end of a longer one is cut off.
-        normalization: what is made of the head's outputs; by default they are left alone.
+        normalization: applied to the head's outputs; by default they stay unchanged.
     """
 
     model: ModelConfig
@@ -55,19 +122,19 @@ class RewardModelInputs:
 
 @dataclass(frozen=True)
 class ModelScores:
-    """Of a table of trajectories.
+    """A reward model's scores of a table of trajectories.
 
     Attributes:
         scores: float32 [rows].
-        cut: rows whose text was longer than the model reads [rows].
+        truncated: rows whose text was longer than the model reads [rows].
     """
 
     scores: np.ndarray
-    cut: np.ndarray
+    truncated: np.ndarray
 
 
 def load_reward_model(config: RewardModelConfig, policy: PreTrainedTokenizerBase) -> RewardModelInputs:
-    """Read what is needed of the model of an enabled, resolved section.
+    """Read and check the reward model of an enabled, resolved section.
 
     Args:
         policy: the policy's tokenizer.
@@ -145,7 +212,7 @@ def model_scores(
 
 
 def score_weights(config: TrainConfig) -> tuple[float, float]:
-    """(of the rules' score, of the reward model's)."""
+    """The weights of the rules' score and of the reward model's."""
     reward = config.reward_model
     return (reward.rule_weight, reward.weight) if reward.enable else (1.0, 0.0)
 
@@ -159,24 +226,26 @@ def score_with_model(run: Run, role: Role, batch: pa.Table, inputs: RewardModelI
     """
     lists = texts_of(batch, inputs)
     lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
-    cut = lengths > inputs.max_length
+    truncated = lengths > inputs.max_length
     scores = score_lists(run, role, [ids[: inputs.max_length] for ids in lists])
     scores = inputs.normalization.apply(scores)
     if not np.isfinite(scores).all():
         row = int(np.argmin(np.isfinite(scores)))
         raise NotFinite(f"the reward model's score of trajectory {batch['uid'][row]} is {scores[row]}", batch)
-    return ModelScores(scores, cut)
+    return ModelScores(scores, truncated)
 
 
 def score_lists(run: Run, role: Role, lists: list[np.ndarray]) -> np.ndarray:
-    """What the head gives at the last token of each of any number of texts (token ids): float32 [texts]."""
-    # Data parallel ranks share out equal numbers: the shortest text fills up.
+    """The head's output at the last token of each of any number of texts (token ids): float32 [texts]."""
+    # Data parallel ranks get equal numbers of texts: copies of the shortest one fill up.
     shortest = min(lists, key=len)
     shared = lists + [shortest] * (rows_to_share(len(lists), role.layout) - len(lists))
     table = pa.table({"input_ids": from_ragged(*from_lists(shared, np.int32))})
     lengths = np.array([len(ids) for ids in shared])
-    cut = role.cut
-    shares = plan_rows(lengths, role.layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
+    batching = role.batching
+    shares = plan_rows(
+        lengths, role.layout, batching.max_tokens, batching.micro_batch_size, batching.pair_share
+    )
     results = run.wait(role.group.call("score_texts", run.put(table), run.put(shares)))
     return merge_scores(results, len(shared))[: len(lists)]
 
@@ -199,7 +268,7 @@ def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
         batch["uid"].to_pylist(), batch[MESSAGES].to_pylist(), keywords, answers, strict=True
     ):
         chat = [*json.loads(messages), {"role": "assistant", "content": answer}]
-        # Other keywords than tools are of the policy's template.
+        # All keywords but tools are for the policy's template.
         tools = {name: value for name, value in json.loads(given).items() if name == "tools"}
         try:
             rendered.append(render_text(inputs.own, chat, add_generation_prompt=False, template_kwargs=tools))
@@ -209,7 +278,7 @@ def texts_of(batch: pa.Table, inputs: RewardModelInputs) -> list[np.ndarray]:
 
 
 def merge_scores(results: list, num_rows: int) -> np.ndarray:
-    """What the ranks returned (`RowColumns` of one value a row, or None) in the order of the rows: float32 [rows]."""
+    """The ranks' results (`RowColumns` of one value a row, or None) in the order of the rows: float32 [rows]."""
     parts = [part for part in results if part is not None]
     rows = np.concatenate([np.asarray(part_rows, dtype=np.int64) for part_rows, _ in parts])
     assert np.array_equal(np.sort(rows), np.arange(num_rows)), "each row is computed exactly once"

@@ -1,4 +1,4 @@
-"""Rollouts: trajectories for prompts, from all engines, handed on as they finish."""
+"""Rollouts: trajectories for prompts from all engines, passed on as they finish."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from megarl.cluster import WorkerGroup
     from megarl.trainer.run.run import Run
 
-# Seconds for each engine between two tables of one: so many come to the controller, which is busy with one for a millisecond.
+# Seconds between two tables of an engine, for each engine of the run: the controller needs a millisecond for a table.
 APART = 0.05
-GREEDY = "/greedy"  # ends the uid of a prompt's greedy answer, beside "/0", "/1", ... of its samples
+GREEDY = "/greedy"  # suffix of the uid of a prompt's greedy answer; its samples have "/0", "/1", ...
 
 Finished = Callable[[pa.Table], None]
-"""Is told of trajectories as they finish: some rows at a time, in no order."""
+"""Called with trajectories as they finish: some rows at a time, in any order."""
 
 
 def roll_out(
@@ -31,7 +31,7 @@ def roll_out(
 ) -> pa.Table:
     """A step's trajectories: `rollout.n` for each prompt, in the prompts' order.
 
-    ReMax's baseline is the score of the prompt's greedy answer: for it these follow after all samples.
+    ReMax's baseline is the score of the prompt's greedy answer: the greedy answers follow after all samples.
 
     Args:
         seed: of the noise.
@@ -46,7 +46,7 @@ def roll_out(
 
 
 def training_sampling(config: TrainConfig, seed: int) -> tuple[SamplingParams, SamplingParams]:
-    """How a step's samples are drawn, and ReMax's greedy answers. `seed`: of the noise."""
+    """The sampling parameters of a step's samples, and of ReMax's greedy answers. `seed`: of the noise."""
     rollout, length = config.actor_rollout_ref.rollout, config.data.max_response_length
     sampling = SamplingParams(
         temperature=rollout.temperature,
@@ -59,7 +59,7 @@ def training_sampling(config: TrainConfig, seed: int) -> tuple[SamplingParams, S
 
 
 def noise_seed(config: TrainConfig, version: int) -> int:
-    """The seed of the noise of what is generated for a step, or with a version."""
+    """The seed of the noise of a step's rollouts, or of those with a weight version."""
     return config.actor_rollout_ref.rollout.seed * 1_000_003 + version
 
 
@@ -73,9 +73,9 @@ def greedy_requests(prompts: pa.Table) -> pa.Table:
 def generate(
     run: Run, engines: WorkerGroup, requests: pa.Table, sampling: SamplingParams, finished: Finished
 ) -> pa.Table:
-    """The trajectories of `requests`, in their order; `finished` has been told of all of them by then.
+    """The trajectories of `requests`, in their order; `finished` has been called with all of them by then.
 
-    Those that were lost with their engine are asked for again when it has been started anew, if the run does that.
+    Trajectories that were lost with their engine are requested again after its restart, if the run restarts engines.
     """
     uids, tables, missing = requests["uid"].to_pylist(), [], requests
     while missing.num_rows:
@@ -102,7 +102,7 @@ def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> 
 
 
 def sampling_params(sampling: SamplingConfig, max_new_tokens: int, seed: int) -> SamplingParams:
-    """How validation and evaluation sample."""
+    """The sampling parameters of validation and evaluation."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

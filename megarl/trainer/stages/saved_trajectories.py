@@ -1,4 +1,4 @@
-"""Trajectories that a run has written, read back as what a step is trained on."""
+"""Trajectories that a run has written, read back as the batch of a step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.data.trajectories import (
 from megarl.trainer.stages.advantages import SCORED_MASK
 from megarl.trainer.stages.scoring import BASELINE_SCORE, OVERLONG_PENALTY
 
-# All that a step's second half reads of its first; what else is in the file it computes anew.
+# The columns that learning reads; the others of the file are computed again.
 _COLUMNS = (*TRAJECTORY_SCHEMA.names, MESSAGES, TEMPLATE_KWARGS, "score", OVERLONG_PENALTY, BASELINE_SCORE)
 
 
 def step_file(folder: str | Path, step: int) -> Path:
-    """Where a run with the trajectory folder `folder` writes those of a step."""
+    """The file of a step's trajectories in a run's trajectory folder."""
     return Path(folder, f"step-{step:06d}.parquet")
 
 
@@ -62,10 +62,10 @@ def check_sizes(table: pa.Table, path: str | Path, config: TrainConfig) -> None:
 
 
 def count_steps(folder: Path, asked: int | None) -> int:
-    """The steps of a run on the trajectories in `folder`: as many as are `asked` for, or as are there without a gap.
+    """The number of steps of a run on the trajectories in `folder`: `asked`, or all that are there without a gap.
 
     Raises:
-        ValueError: not so many are there.
+        ValueError: there are fewer than `asked`, or none.
     """
     there = 0
     while there != asked and step_file(folder, there + 1).is_file():

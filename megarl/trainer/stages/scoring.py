@@ -1,4 +1,4 @@
-"""Scores of trajectories: asked for while others are still generated, and what else their rewards tell.
+"""Scores of trajectories, requested while other trajectories are still generated, and further results of their rewards.
 
 Guarantees
 - Scores are joined by uid: in whatever order trajectories finish and rewards answer, each row gets its own.
@@ -45,7 +45,7 @@ OVERLONG_PENALTY = "overlong_penalty"
 
 @dataclass(frozen=True)
 class Scored:
-    """Trajectories and what their rewards told, row by row.
+    """Trajectories and the results of their rewards, row by row.
 
     Attributes:
         table: with the column `score`.
@@ -106,9 +106,9 @@ class Rewards:
     model_weight: float = 0.0
 
     def submit(self, table: pa.Table) -> None:
-        """Ask for the scores of trajectories that have finished; returns at once.
+        """Request the scores of finished trajectories; returns at once.
 
-        What an environment has scored itself is not asked for.
+        Trajectories that their environment has scored are left out.
         """
         if self.rule_weight:
             rows = np.flatnonzero(np.isnan(environment_scores(table)))
@@ -119,8 +119,8 @@ class Rewards:
         """Append `score` to trajectories that were submitted, in any order; waits for those that are open.
 
         Args:
-            when: such as "step 3", for reports of what failed.
-            by_model: the reward model's; it and what the scorer gave become numbers, too.
+            when: such as "step 3", for reports of failed rewards.
+            by_model: the reward model's scores; they and the scorer's are also added to the reward's numbers.
         """
         scored = join_scores(table, self._collect(table) if self.rule_weight else {})
         if by_model is not None:
@@ -129,7 +129,7 @@ class Rewards:
         return scored
 
     def _collect(self, table: pa.Table) -> dict[str, Score]:
-        """Of the scorer; a death elsewhere ends the wait for it."""
+        """The scorer's scores; the death of a process ends the wait for them."""
         return self.scorer.collect(lambda: self.run.wait([]), table["uid"].to_pylist())
 
     def _report(self, scored: Scored, when: str) -> None:
@@ -154,7 +154,7 @@ class Rewards:
 
 
 def check_prompts(scorer: Scorer, prompts: pa.Table) -> None:
-    """ValueError: the scorer has no rule for a prompt, or the prompt not what its rule compares with."""
+    """ValueError: the scorer has no rule for a prompt, or the prompt lacks the ground truth of its rule."""
     columns = [prompts[name].to_pylist() for name in ("uid", "data_source", "ground_truth")]
     scorer.check(zip(*columns, strict=True))
 
@@ -175,10 +175,10 @@ def make_samples(table: pa.Table, tokenizer: PreTrainedTokenizerBase) -> list[Sa
 
 
 def mix_scores(scored: Scored, by_model: ModelScores, rule_weight: float, model_weight: float) -> Scored:
-    """score = rule_weight * what the scorer gave + model_weight * the reward model's; 0 where the former failed."""
+    """score = rule_weight * the scorer's + model_weight * the reward model's; 0 where the scorer failed."""
     rules = scored.scores
     mixed = np.where(scored.failed, 0.0, rule_weight * rules + model_weight * by_model.scores)
-    numbers = {"model": by_model.scores, "model_text_cut": by_model.cut.astype(np.float32)}
+    numbers = {"model": by_model.scores, "model_text_cut": by_model.truncated.astype(np.float32)}
     if rule_weight:
         numbers["rule"] = np.where(scored.failed, np.nan, rules)
     table = replace_column(scored.table, "score", pa.array(mixed.astype(np.float32)))
@@ -186,17 +186,17 @@ def mix_scores(scored: Scored, by_model: ModelScores, rule_weight: float, model_
 
 
 def environment_scores(table: pa.Table) -> np.ndarray:
-    """What the environments of multi-turn trajectories scored [rows]; NaN: nothing."""
+    """The scores of the environments of multi-turn trajectories [rows]; NaN: none."""
     if ENVIRONMENT_SCORE not in table.column_names:
         return np.full(table.num_rows, np.nan)
     return table[ENVIRONMENT_SCORE].to_numpy()
 
 
 def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
-    """Append `score` (0 where nothing scores); what failed loses all tokens of its `response_mask`.
+    """Append `score` (0 where there is none); rows whose reward failed lose all tokens of their `response_mask`.
 
-    An environment's score counts before the one of `scores`; rows of neither are a reward model's alone. An
-    environment that failed costs its trajectory as a reward does; its numbers are among the reward's.
+    An environment's score is used before the one of `scores`; rows with neither are scored by the reward model alone. An environment
+    that failed costs its trajectory as a reward does; its numbers are added to the reward's.
     """
     found = [scores.get(uid) for uid in table["uid"].to_pylist()]
     own = environment_scores(table)
@@ -220,7 +220,7 @@ def join_scores(table: pa.Table, scores: dict[str, Score]) -> Scored:
 
 
 def refuse_if_all_failed(scored: Scored) -> None:
-    """RuntimeError, with the first error, if no reward succeeded: not the samples are to blame, then."""
+    """RuntimeError, with the first error, if no reward succeeded: the reward is broken, not the samples."""
     if scored.failed.all():
         first = {name: scored.table[name][0].as_py() for name in ("uid", "data_source")}
         raise RuntimeError(
@@ -251,7 +251,7 @@ def group_numbers(table: pa.Table) -> np.ndarray:
 
 
 def training_scores(scored: Scored, config: TrainConfig) -> Scored:
-    """From scores to what is trained on: long responses are punished, greedy answers become ReMax's baseline.
+    """Scores for training: penalties for long responses are added, and greedy answers become ReMax's baseline.
 
     Raises:
         RuntimeError: every reward failed.
@@ -261,7 +261,7 @@ def training_scores(scored: Scored, config: TrainConfig) -> Scored:
 
 
 def trained_scores(scored: Scored, config: TrainConfig) -> Scored:
-    """`training_scores` of a part of a step, all rewards of which may fail."""
+    """`training_scores` of a part of a step, in which all rewards may fail."""
     overlong = config.reward_model.overlong_buffer
     if overlong.enable:
         scored = punish_overlong(scored, overlong, config.data.max_response_length)

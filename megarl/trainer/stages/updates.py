@@ -1,10 +1,10 @@
-"""The optimizer steps of a step: the critic's and the actor's."""
+"""The trained models' part of a step: log-probs and values, then the optimizer steps of the critic and the actor."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,17 +13,97 @@ from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.kl import FULL_KL
 from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyLossOptions
-from megarl.config import TrainConfig
+from megarl.config import (
+    TrainConfig,
+    full_kl_in_reward,
+    is_single_update,
+    needs_old_log_probs,
+    needs_ref_log_probs,
+)
+from megarl.data.trajectories import append_column, ragged, sequence_lengths
 from megarl.trainer.roles.types import Roles
-from megarl.trainer.stages.controls import Controls
-from megarl.trainer.workers.dispatch import LEARNT, columns_of, packing_metrics, update_plan
+from megarl.trainer.stages.advantages import Controls
+from megarl.trainer.stages.nonfinite import COMPUTED, require_finite
+from megarl.trainer.workers.dispatch import (
+    LEARNT,
+    READ,
+    PolicyUpdate,
+    columns_of,
+    first_pass_plan,
+    forward_plan,
+    merge_columns,
+    packing_metrics,
+    update_plan,
+)
 from megarl.trainer.workers.ptx import plan_ptx
-from megarl.trainer.workers.specs import PolicyUpdate
 
 if TYPE_CHECKING:
     import ray
 
     from megarl.trainer.run.run import Run
+
+
+def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, seed: int) -> pa.Table:
+    """Append `old_log_probs`, `ref_log_probs`, `full_kl` and `values`, as far as the algorithm uses them.
+
+    All roles compute at once. With `algorithm.rollout_correction.bypass_mode` the old log-probs are those of the engine; where a step
+    is a single update, the update computes them (`is_single_update`).
+
+    Args:
+        seed: of the step's `update`.
+
+    Raises:
+        NotFinite: a computed number is not finite.
+    """
+    table = run.put(columns_of(batch, READ))
+    actor, ref, critic = roles.actor, roles.ref, roles.critic
+    calls = []
+    wants_ref = ref is not None and needs_ref_log_probs(config)
+    # One call where one group does both: each costs the controller time for every rank.
+    both = wants_ref and ref.group is actor.group and needs_old_log_probs(config)
+    if needs_old_log_probs(config):
+        plan, _ = update_plan(batch, actor.layout, actor.batching, seed, run.plans)
+        shares = run.put(first_pass_plan(plan, actor.batching.epochs))
+        if both:
+            of_ref = run.put(forward_plan(batch, ref.layout, ref.batching, run.plans))
+            calls.append(
+                (("actor", "ref"), actor.group.call("compute_both_log_probs", table, shares, of_ref))
+            )
+        else:
+            method = "compute_full_kl" if full_kl_in_reward(config) else "compute_log_probs"
+            calls.append((("actor",), actor.group.call(method, table, shares, "old_log_probs")))
+    elif not is_single_update(config):
+        batch = append_column(batch, "old_log_probs", ragged(batch, "rollout_log_probs"))
+    # Calls of all roles are made before any is waited for, so that they run at once.
+    if wants_ref and not both:
+        shares = forward_plan(batch, ref.layout, ref.batching, run.plans)
+        method = "compute_ref_log_probs" if ref.group is actor.group else "compute_log_probs"
+        calls.append((("ref",), ref.group.call(method, table, run.put(shares), "ref_log_probs")))
+    if critic is not None:
+        shares = forward_plan(batch, critic.layout, critic.batching, run.plans)
+        calls.append((("critic",), critic.group.call("compute_values", table, run.put(shares))))
+    answers = [answer for names, refs in calls for answer in _by_role(names, run.wait(refs))]
+    for _, results in answers:
+        batch = merge_columns(batch, results, run.blocks)
+    require_finite(batch, COMPUTED, answers)
+    return batch
+
+
+def _by_role(names: Sequence[str], results: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """The results of a call for each of its roles: a rank of several roles returns a tuple, or None."""
+    if len(names) == 1:
+        yield names[0], results
+        return
+    for number, name in enumerate(names):
+        yield name, [None if answer is None else answer[number] for answer in results]
+
+
+def throughput(batch: pa.Table, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a second of the phases that go through all tokens of a batch."""
+    tokens = int(sequence_lengths(batch).sum())
+    phases = ("evaluate_models", "update")
+    rates = {f"perf/{phase}_tokens_per_s": tokens / seconds[phase] for phase in phases if phase in seconds}
+    return {"perf/tokens": float(tokens), **rates}
 
 
 def update(
@@ -34,16 +114,16 @@ def update(
     controls: Controls,
     step: int,
     seed: int,
-    texts: Iterator[pa.Table] | None = None,
+    ptx_batches: Iterator[pa.Table] | None = None,
 ) -> dict[str, float]:
-    """The critic's and the actor's updates; the actor waits out the critic's warm-up.
+    """The critic's and the actor's updates; the actor is not trained during the critic's warm-up.
 
-    Both at once, unless they make room for each other on the same devices. Moves the coefficient of the KL loss.
+    Both run at once, unless they make room for each other on the same devices. Adapts the coefficient of the KL loss.
 
     Args:
-        texts: batches of data.ptx, of which the actor takes one for each of its mini-batches; None: there are none.
+        ptx_batches: batches of data.ptx, one for each mini-batch of the actor; None: there is no auxiliary loss.
     """
-    table, metrics = run.put(learnt_of(batch, config)), {}
+    table, metrics = run.put(learning_columns(batch, config)), {}
     trains_actor = roles.critic is None or step > config.critic.warmup_steps
     trained = [
         name for name, there in (("critic", roles.critic is not None), ("actor", trains_actor)) if there
@@ -51,7 +131,7 @@ def update(
     for phase, names in roles.memory.turns(trained):
         with roles.memory.held(phase):
             calls = {
-                name: _start_update(name, run, roles, batch, table, config, controls, seed, texts)
+                name: _start_update(name, run, roles, batch, table, config, controls, seed, ptx_batches)
                 for name in names
             }
             for name, (refs, packing) in calls.items():
@@ -66,7 +146,7 @@ def update(
     return metrics
 
 
-def learnt_of(batch: pa.Table, config: TrainConfig) -> pa.Table:
+def learning_columns(batch: pa.Table, config: TrainConfig) -> pa.Table:
     """The columns of trajectories that the updates use."""
     actor, names = config.actor_rollout_ref.actor, LEARNT
     if "old_log_probs" not in batch.column_names:  # the update compares its own with the engine's
@@ -85,29 +165,29 @@ def _start_update(
     config: TrainConfig,
     controls: Controls,
     seed: int,
-    texts: Iterator[pa.Table] | None,
+    ptx_batches: Iterator[pa.Table] | None,
 ) -> tuple[list[ray.ObjectRef], dict[str, float]]:
-    """Call the update of "critic" or "actor" on `table`, which is of `batch` in the object store; also how even its plan is."""
+    """Call the update of "critic" or "actor" on `table`, the columns of `batch` in the object store; also returns metrics of its plan."""
     how = policy_update(config, controls, seed)
     role = roles.critic if name == "critic" else roles.actor
-    plan, counts = update_plan(batch, role.layout, role.cut, seed, run.plans)
-    packing = packing_metrics(name, plan, batch, role.layout, role.cut)
-    # What is not put is pickled anew for each rank: 0.7 s for a thousand of them.
+    plan, counts = update_plan(batch, role.layout, role.batching, seed, run.plans)
+    packing = packing_metrics(name, plan, batch, role.layout, role.batching)
+    # Arguments that are not in the object store are pickled for each rank: 0.7 s for a thousand ranks.
     shared = (table, run.put(plan), run.put(counts))
     if name == "critic":
         critic = config.critic
         own = (run.put(how.aggregation), critic.cliprange_value, critic.vf_coef)
         return role.group.call("update_values", *shared, *own), packing
     how = run.put(how)
-    if texts is None:
+    if ptx_batches is None:
         return role.group.call("update_policy", *shared, how), packing
-    beside = list(itertools.islice(texts, len(plan)))
-    joined, ptx = plan_ptx(beside, role.layout, role.cut, config.actor_rollout_ref.actor.ptx_coef)
+    examples = list(itertools.islice(ptx_batches, len(plan)))
+    joined, ptx = plan_ptx(examples, role.layout, role.batching, config.actor_rollout_ref.actor.ptx_coef)
     return role.group.call("update_policy", *shared, how, run.put(joined), run.put(ptx)), packing
 
 
 def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float]:
-    """What is logged of the updates of "critic" or "actor": one entry of `steps` for each that was taken."""
+    """Metrics of the updates of "critic" or "actor"; `steps` has an entry for each update."""
     if not steps:  # no mini-batch had a live token
         return {f"{name}/updates": 0.0}
     own = ("grad_norm", "lr", "loss_scale", "skipped", "stopped_early")
@@ -128,7 +208,7 @@ def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float
 
 
 def policy_update(config: TrainConfig, controls: Controls, seed: int) -> PolicyUpdate:
-    """How the actor is updated in a step; `config` is resolved."""
+    """The options of the actor's updates in a step; `config` is resolved."""
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss
     select: ClipCov | KLCov | None = None

@@ -1,4 +1,4 @@
-"""Answers to held-out prompts: sets with sampling of their own, and what is told of several answers to a prompt."""
+"""Answers to held-out prompts: sets with their own sampling, metrics of several answers to a prompt, and samples to read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import comb
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from megarl.config import SamplingConfig
 from megarl.data.trajectories import expand_prompts
@@ -21,6 +22,24 @@ if TYPE_CHECKING:
     from megarl.cluster import WorkerGroup
     from megarl.trainer.run.run import Run
     from megarl.trainer.stages.reward_model import ModelScores
+
+
+def sample_rows(table: pa.Table, tokenizer: PreTrainedTokenizerBase, count: int) -> list[dict[str, Any]]:
+    """`count` answers (or all), evenly spaced in the table: the same prompts in every validation.
+
+    Args:
+        table: scored trajectories.
+    """
+    rows = np.unique(np.linspace(0, table.num_rows - 1, min(count, table.num_rows)).astype(np.int64))
+    return [
+        {
+            "prompt": tokenizer.decode(row["prompt_ids"]),
+            "response": tokenizer.decode(row["response_ids"]),
+            "ground_truth": row["ground_truth"],
+            "score": row["score"],
+        }
+        for row in table.take(pa.array(rows)).to_pylist()
+    ]
 
 
 @dataclass(frozen=True)
@@ -57,9 +76,9 @@ def validate(
     """Answer held-out prompts with the weights that the engines hold.
 
     Args:
-        batch_size: prompts that are generated for at a time; None: all of a set.
-        when: such as "validation after step 3", for reports of rewards that failed.
-        generating: within it the engines can answer.
+        batch_size: prompts of a generation; None: all prompts of a set.
+        when: such as "validation after step 3", for reports of failed rewards.
+        generating: a context manager in which the engines can generate.
         by_model: a reward model's scores of trajectories.
 
     Returns:
@@ -76,6 +95,7 @@ def validate(
         parts = []
         for start in range(0, val_set.prompts.num_rows, size):
             requests = expand_prompts(val_set.prompts.slice(start, size), val_set.sampling.n)
+            # Rewards are requested as responses finish, and waited for after generation.
             with generating():
                 table = generate(run, engines, requests, sampling, rewards.submit)
             label = f"{when}{val_set.name and ', set '}{val_set.name}"
@@ -90,7 +110,7 @@ def validate(
 
 
 def answer_metrics(scored: Scored, sampling: SamplingConfig) -> dict[str, float]:
-    """What the answers whose reward did not fail tell.
+    """Metrics of the answers whose reward did not fail.
 
     score/mean and score/<data source>: mean scores. With several answers to a prompt also the means over prompts of
     mean@n (the mean score of its n answers), best@n (the best one), pass@k for k = 1, 2, 4, ... n, and, where the reward

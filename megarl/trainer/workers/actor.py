@@ -27,10 +27,10 @@ from megarl.megatron.packing import OtherHead, PackedBatch
 from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks
 from megarl.megatron.step import forward_only
+from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
 from megarl.trainer.workers.ptx import PtxUpdate, pack_ptx, with_ptx
-from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
 from megarl.weight_sync.packets import Address, SyncShare
 from megarl.weight_sync.sender import Outbox, SendReport, Slots
 
@@ -89,12 +89,12 @@ class ActorWorker(ModelWorker):
         """The policy's log-probs of the responses as `column`, the exact KL to the reference at each token as `full_kl` and
         the reference's log-probs as `ref_log_probs`, all at the sampling temperature."""
         share = shares[self.coords.dp]
-        batches = self.beside_reference(self.pack_share(table, share))
+        batches = self.with_reference_head(self.pack_share(table, share))
         head = self.lm_head(temperature=self.temperature)
         return self.forward_columns(self.chunks, batches, share, head, [column, "full_kl", "ref_log_probs"])
 
-    def beside_reference(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
-        """The batches with the reference's head, which the exact KL to it needs where log-probs are made."""
+    def with_reference_head(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
+        """The batches with the reference's hidden states and head, from which the exact KL to it is computed with the log-probs."""
         assert self.reference is not None
         assert_resident(self.reference)
         with self._without_adapters():
@@ -126,26 +126,27 @@ class ActorWorker(ModelWorker):
         plan: list[list[Share]],
         counts: list[LossCounts],
         how: PolicyUpdate,
-        texts: pa.Table | None = None,
+        examples: pa.Table | None = None,
         ptx: PtxUpdate | None = None,
     ) -> list[dict[str, float]]:
         """One optimizer step for each mini-batch of `plan`; returns each step's sums, gradient norm and lr.
 
-        A mini-batch without a live token is left out. So are those after one whose ppo_kl is over `how.target_kl`, which
-        is measured before that one's own step; the last step then has `stopped_early` 1.
+        A mini-batch without a live token is skipped. Mini-batches after one whose ppo_kl is over `how.target_kl` (measured before its
+        own step) are skipped, too; the last step then has `stopped_early` 1.
 
-        Without old log-probs, which is so where `plan` is one mini-batch, those of its own forward pass are the old ones, and its
-        step has the metrics of `rollout_difference`.
+        Without old log-probs, where `plan` is one mini-batch, the log-probs of its own forward pass are the old ones, and its step has
+        the metrics of `rollout_difference`.
 
         Args:
             plan: by mini-batch, by data parallel rank, the rows of each micro-batch.
-            counts: by mini-batch, what all of it holds.
-            texts: what is learnt beside the trajectories, shared out as `ptx` says; None: nothing.
+            counts: by mini-batch, its live tokens and trajectories on all ranks.
+            examples: of the auxiliary language-model loss, distributed as `ptx` says; None: there is no such loss.
         """
         head = self.lm_head(temperature=self.temperature, with_entropy=True)
         first = RolloutDifference() if "old_log_probs" not in table.column_names else None
         assert first is None or len(plan) == 1, "later updates need the log-probs from before the first"
         old = "old_log_probs" if first is None else "rollout_log_probs"
+        # The columns that the losses of this configuration read, packed with each micro-batch.
         fields = [old, "advantages", "loss_weights"]
         full_kl = how.options.kl_kind == FULL_KL
         if how.options.kl_kind is not None and not full_kl:
@@ -166,7 +167,7 @@ class ActorWorker(ModelWorker):
                 full_kl=output[:, 2] if full_kl else None,
                 rollout_is_weights=batch.fields.get("rollout_is_weights"),
                 selected=batch.fields["selected"] > 0 if how.select is not None else None,
-                sequences=whole_sequences(batch),
+                sequences=trajectories_of(batch),
             )
             value, sums = actor_loss(log_probs, output[:, 1], tokens, how.options)
             if first is not None:
@@ -176,18 +177,19 @@ class ActorWorker(ModelWorker):
         head, loss = (head, loss) if ptx is None else with_ptx(head, loss, self.lm_head())
         steps: list[dict[str, float]] = []
         for number, (shares, count) in enumerate(zip(plan, counts, strict=True)):
-            if count.tokens == 0:
+            if count.tokens == 0:  # the same on all ranks, so that collectives match
                 continue
             source = table
+            # Tokens are selected over the whole mini-batch, not over this rank's share of it.
             if how.select is not None:
                 rows = [row for share in shares for micro in share for row in micro]
                 source = with_selection(table, rows, how.select, seed=how.seed * 4096 + number)
             batches = pack_weighted(self, source, shares[self.coords.dp], fields, how.aggregation, count)
             if full_kl:
-                batches = self.beside_reference(batches)
+                batches = self.with_reference_head(batches)
             if ptx is not None:
-                assert texts is not None
-                batches = [*batches, *pack_ptx(self, texts, ptx, number)]
+                assert examples is not None
+                batches = [*batches, *pack_ptx(self, examples, ptx, number)]
             names = partial(trajectory_names, table, shares[self.coords.dp])
             result = self.train(batches, head, loss, names)
             steps.append({**result.stats, **result.numbers()})
@@ -195,6 +197,7 @@ class ActorWorker(ModelWorker):
                 steps[-1] |= reported_difference(
                     result.stats, largest_on_ranks(first), result.stats["actor/tokens"]
                 )
+            # All ranks must stop together, or the next collective hangs.
             if how.target_kl is not None:
                 change = result.stats["actor/ppo_kl"] / result.stats["actor/tokens"]
                 steps[-1]["stopped_early"] = float(on_any_rank(change > how.target_kl))
@@ -203,7 +206,7 @@ class ActorWorker(ModelWorker):
         return steps
 
     def open_outbox(self, share: SyncShare, host: str, timeout: float) -> Address:
-        """Get ready to send this rank's share of the weights to the engines; ends a connection that was there.
+        """Prepare to send this rank's share of the weights to the engines; closes an earlier connection.
 
         Args:
             host: this machine's address.
@@ -220,9 +223,9 @@ class ActorWorker(ModelWorker):
         """Send this rank's share.
 
         Args:
-            held: what each engine rank holds (None: send what has not changed, too).
-            merged: whether weights have adapters in them; else these travel beside the weights.
-            complete: whether weights that training does not change are sent, too.
+            held: the version that each engine rank holds (None: send unchanged slices, too).
+            merged: whether adapters are merged into the weights; else they are sent next to the weights.
+            whole: whether weights that are not trained are sent.
         """
         assert self.outbox is not None
         tensors = self.trained_tensors() if merged else self.own_tensors()
@@ -248,7 +251,7 @@ def pack_weighted(
     return worker.pack_share(local, renumbered, fields)
 
 
-def whole_sequences(batch: PackedBatch) -> Sequences:
+def trajectories_of(batch: PackedBatch) -> Sequences:
     """The trajectories of a micro-batch, also where each context parallel rank holds a part of them."""
     ids, count = sequence_ids(batch), len(batch.lengths)
     if batch.cp == 1:

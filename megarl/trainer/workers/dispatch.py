@@ -1,7 +1,7 @@
-"""Tables to data parallel ranks and back.
+"""The data that the controller sends to ranks: specs of models and updates, and each data parallel rank's rows of tables.
 
-Tables travel by reference: every rank gets the same object of Ray's store, and the numbers of the rows that
-are its own. Results come back from one rank of each data parallel rank and are put in the table's order.
+Tables travel by reference: every rank gets the same object of Ray's store, and the numbers of its own rows. Results come from one
+rank of each data parallel rank and are put into the table's order. Importable without torch's distributed parts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
+import torch
 
-from megarl.algorithms.aggregate import LossCounts
+from megarl.algorithms.aggregate import LossAggregation, LossCounts
+from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyLossOptions
+from megarl.algorithms.preference import Pairs, ranking_pairs
+from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 from megarl.data.balance import (
     aligned_total,
     plan_figures,
@@ -34,15 +38,65 @@ from megarl.data.trajectories import (
 )
 from megarl.layout.grid import ParallelLayout
 
+NAMED = "megarl.trainer.workers.model:named"  # around each call of a rank with a model
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One Megatron model and how it is trained.
+
+    Attributes:
+        head: "lm" or "value".
+        optim: None for a model that is only evaluated.
+        num_updates: optimizer steps of the whole run, over which learning rates may decay.
+        timeout: seconds after which a collective that not all ranks joined is an error.
+        plugins: the user's files, whole paths, that the ranks import before anything is looked up by name.
+        lora: the adapters that are trained instead of the weights, if their rank is not 0.
+        share_prompts: the option that has trajectories of one prompt compute it once; None: they do not.
+    """
+
+    path: str
+    head: str
+    megatron: MegatronConfig
+    optim: OptimConfig | None
+    num_updates: int
+    timeout: float
+    plugins: tuple[str, ...] = ()
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    share_prompts: str | None = None
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and nothing of the model but a value head."""
+        return self.optim is not None and self.lora.rank > 0
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """How the actor is updated in a step.
+
+    Attributes:
+        aggregation: from token losses to a mini-batch's loss.
+        select: which tokens of each mini-batch the loss treats apart; None: none.
+        target_kl: after a mini-batch whose ppo_kl (nats a token) is over this the step's others are left out; None: never.
+        seed: of the step's random choices.
+    """
+
+    aggregation: LossAggregation
+    options: PolicyLossOptions
+    select: ClipCov | KLCov | None
+    target_kl: float | None
+    seed: int
+
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a role's rows are cut; exactly one of the limits is set.
+    """How a role's rows are divided into mini- and micro-batches; exactly one of the limits is set.
 
     Attributes:
         mini_batch_size: trajectories of an optimizer step.
         max_tokens, micro_batch_size: the most tokens, or trajectories, of a micro-batch.
-        pair_share: as in `sequence_costs`: how much of what a trajectory costs is attention's.
+        pair_share: as in `sequence_costs`: the share of attention in the cost of a trajectory.
         share_prompts: whether trajectories of one prompt are kept together (`shared_prompts`).
     """
 
@@ -55,7 +109,7 @@ class MicroBatching:
     share_prompts: bool = False
 
 
-# What ranks read of trajectories: to compute columns, and to learn.
+# The columns of trajectories that ranks read: to compute columns, and to learn.
 READ = ("uid", "prompt_ids", "response_ids", "response_mask")
 LEARNT = (*READ, "old_log_probs", "advantages", "rollout_is_weights", "values", "returns")
 
@@ -65,22 +119,22 @@ Plan = list[list[list[list[int]]]]
 
 @dataclass
 class Plans:
-    """Plans of the last lengths that were asked for, each made once: a step's passes, and roles of the same layout and limits,
-    share theirs. A plan depends on nothing but what it is asked by."""
+    """Plans for the last trajectories' lengths, each made once and shared by a step's passes and by roles of the same layout and
+    limits. A plan depends on its arguments alone."""
 
     read: tuple[bytes, ...] = ()
     made: dict[tuple[object, ...], Plan] = field(default_factory=dict)
 
-    def of(self, table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int = 0) -> Plan:
-        """As `plan_mini_batches`. `seed`: of an order that is drawn, if `cut` has it so."""
+    def of(self, table: pa.Table, layout: ParallelLayout, batching: MicroBatching, seed: int = 0) -> Plan:
+        """As `plan_mini_batches`. `seed`: of the order, if `batching.shuffle`."""
         lengths = sequence_lengths(table)
-        shared = shared_of(table) if cut.share_prompts else None
+        shared = shared_of(table) if batching.share_prompts else None
         read = (lengths.tobytes(), b"" if shared is None else shared.tobytes())
         if read != self.read:
             self.read, self.made = read, {}
-        key = (layout.dp, _schedule_multiple(layout), cut, seed if cut.shuffle else 0)
+        key = (layout.dp, _schedule_multiple(layout), batching, seed if batching.shuffle else 0)
         if key not in self.made:
-            self.made[key] = _plan(lengths, shared, layout, cut, seed)
+            self.made[key] = _plan(lengths, shared, layout, batching, seed)
         return self.made[key]
 
 
@@ -90,30 +144,34 @@ def shared_of(table: pa.Table) -> np.ndarray:
 
 
 def _plan(
-    lengths: np.ndarray, shared: np.ndarray | None, layout: ParallelLayout, cut: MicroBatching, seed: int
+    lengths: np.ndarray, shared: np.ndarray | None, layout: ParallelLayout, batching: MicroBatching, seed: int
 ) -> Plan:
     limits = {
         "num_dp": layout.dp,
-        "mini_batch_size": cut.mini_batch_size,
-        "max_tokens": cut.max_tokens,
-        "micro_batch_size": cut.micro_batch_size,
-        "epochs": cut.epochs,
-        "shuffle": cut.shuffle,
+        "mini_batch_size": batching.mini_batch_size,
+        "max_tokens": batching.max_tokens,
+        "micro_batch_size": batching.micro_batch_size,
+        "epochs": batching.epochs,
+        "shuffle": batching.shuffle,
         "seed": seed,
         "multiple_of": _schedule_multiple(layout),
     }
-    together = None if shared is None else plan_groups(lengths, shared, pair_share=cut.pair_share, **limits)
-    return together or plan_mini_batches(lengths, costs=sequence_costs(lengths, cut.pair_share), **limits)
+    together = (
+        None if shared is None else plan_groups(lengths, shared, pair_share=batching.pair_share, **limits)
+    )
+    return together or plan_mini_batches(
+        lengths, costs=sequence_costs(lengths, batching.pair_share), **limits
+    )
 
 
 def forward_plan(
-    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, plans: Plans | None = None
+    table: pa.Table, layout: ParallelLayout, batching: MicroBatching, plans: Plans | None = None
 ) -> list[list[list[int]]]:
     """All rows of a table as one batch: by data parallel rank, by micro-batch, row numbers.
 
     plans: those that were made before; None: none.
     """
-    whole = replace(cut, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
+    whole = replace(batching, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
     return (plans or Plans()).of(table, layout, whole)[0]
 
 
@@ -147,13 +205,13 @@ def plan_rows(
 
 
 def update_plan(
-    table: pa.Table, layout: ParallelLayout, cut: MicroBatching, seed: int, plans: Plans | None = None
+    table: pa.Table, layout: ParallelLayout, batching: MicroBatching, seed: int, plans: Plans | None = None
 ) -> tuple[Plan, list[LossCounts]]:
-    """The mini-batches of all epochs, and what each holds of tokens and trajectories that are trained on.
+    """The mini-batches of all epochs, and the trained tokens and trajectories of each.
 
     plans: as for `forward_plan`.
     """
-    plan = (plans or Plans()).of(table, layout, cut, seed)
+    plan = (plans or Plans()).of(table, layout, batching, seed)
     live = _live_tokens(table)
     counts = []
     for shares in plan:
@@ -163,7 +221,7 @@ def update_plan(
 
 
 def _live_tokens(table: pa.Table) -> np.ndarray:
-    """Tokens of each trajectory that are trained on [rows]; counted as they lie there, eight to a byte."""
+    """Tokens of each trajectory that are trained on [rows]; counted in the bitmap, eight to a byte."""
     column = table["response_mask"]
     mask = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
     bounds = itertools.pairwise(mask.offsets.to_pylist())
@@ -171,23 +229,23 @@ def _live_tokens(table: pa.Table) -> np.ndarray:
 
 
 def packing_metrics(
-    role: str, plan: Plan, table: pa.Table, layout: ParallelLayout, cut: MicroBatching
+    role: str, plan: Plan, table: pa.Table, layout: ParallelLayout, batching: MicroBatching
 ) -> dict[str, float]:
-    """What is logged of a plan: `perf/<role>/padding`, the part of all packed tokens that is there for even shares only,
+    """Metrics of a plan: `perf/<role>/padding`, the share of packed tokens that only make ranks' shares equal,
     the figures of `PlanFigures`, and where prompts are shared `perf/<role>/shared`, the part of all tokens that is not computed."""
     lengths = sequence_lengths(table).astype(np.int64)
     micros = [rows for shares in plan for share in shares for rows in share]
     real = int(sums_of(lengths, micros).sum())
     packed = aligned_total(lengths, micros, tp=layout.tp, cp=layout.cp, sequence_parallel=layout.sp)
-    figures = plan_figures(plan, sequence_costs(lengths, cut.pair_share))
+    figures = plan_figures(plan, sequence_costs(lengths, batching.pair_share))
     found = {"padding": 1 - real / packed, **asdict(figures)}
-    if cut.share_prompts:
+    if batching.share_prompts:
         found["shared"] = float(_shared_in(plan, table).sum() / real)
     return {f"perf/{role}/{name}": value for name, value in found.items()}
 
 
 def _shared_in(plan: Plan, table: pa.Table) -> np.ndarray:
-    """What the trajectories of each micro-batch share, one after the other."""
+    """The number of tokens that trajectories of each micro-batch share, one after the other."""
     prompts, lengths = table["prompt_ids"].combine_chunks(), list_lengths(table, "prompt_ids")
     micros = [rows for shares in plan for share in shares for rows in share]
     return np.concatenate(
@@ -207,7 +265,7 @@ def _schedule_multiple(layout: ParallelLayout) -> int:
 
 
 def columns_of(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """The columns of these names that are there: what need not travel to every node of a job stays out."""
+    """The present columns of these names; others need not travel to every node of a job."""
     return table.select([name for name in table.column_names if name in names])
 
 
@@ -231,3 +289,23 @@ def split_requests(requests: pa.Table, num_engines: int) -> list[pa.Table]:
     bounds = [*starts, len(prompt_uids)]
     cuts = [bounds[round(part * len(starts) / num_engines)] for part in range(num_engines + 1)]
     return [requests.slice(a, b - a) for a, b in itertools.pairwise(cuts)]
+
+
+def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
+    """The pairs of these rankings' texts, numbered as `texts_of` has them, and each text's margin [texts] (float32)."""
+    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
+    scores, margins = chosen["scores"].to_pylist(), chosen["margin"].to_pylist()
+    counts = torch.tensor([len(own) for own in scores])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    flat = torch.tensor([score for own in scores for score in own], dtype=torch.float64)
+    return ranking_pairs(flat, offsets), torch.tensor(margins).repeat_interleave(counts)
+
+
+def compared_chats(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
+    """The pairs of these rankings' chats, numbered as `chats_of` has them, and each one's `ref_log_probs` [chats] (float32)."""
+    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
+    scores = chosen["scores"].to_pylist()
+    offsets = torch.nn.functional.pad(torch.tensor([len(own) for own in scores]).cumsum(0), (1, 0))
+    flat = torch.tensor([score for own in scores for score in own], dtype=torch.float64)
+    reference = [value for own in chosen["ref_log_probs"].to_pylist() for value in own]
+    return ranking_pairs(flat, offsets), torch.tensor(reference, dtype=torch.float32)

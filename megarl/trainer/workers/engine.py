@@ -1,7 +1,7 @@
 """The process that owns a rollout engine: takes weights, answers prompts with trajectories.
 
-An engine on several nodes has such a process on each. What is asked of an engine comes to the first; the others only start
-their node's ranks, and write down for these what they take from whom.
+An engine on several nodes has such a process on each. Requests go to the first; the others only start their
+node's ranks, and write their inboxes: the slices that each takes from which trainer rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EngineWorker:
     """One engine, or a further node's part of one: of `info.parts` processes this is number `info.part`."""
 
     def __init__(self, info: RankInfo, config: EngineConfig, turns: TurnsSpec | None = None) -> None:
-        """`turns`: how trajectories of several turns are played; None: they have one."""
+        """`turns`: how multi-turn trajectories are generated; None: trajectories have one turn."""
         self.info = info
         # SGLang and multiprocessing put sockets wherever this says, and leave them there when they are killed.
         tempfile.tempdir = info.scratch
@@ -59,9 +59,9 @@ class EngineWorker:
             yield build_trajectories(part, generations)
 
     def launch(self, parts: list[tuple[pa.Table, SamplingParams]]) -> None:
-        """Begin to answer requests, each table with a sampling of its own; they go on from call to call, `land` brings what ends.
+        """Begin to answer requests, each table with its own sampling; they continue between calls, and `land` returns finished ones.
 
-        While weights change, or memory is released, they wait, and then go on where they were.
+        While weights change or memory is released they wait, and then continue after their last token.
         """
         for requests, sampling in parts:
             for row, uid in enumerate(requests["uid"].to_pylist()):
@@ -70,7 +70,7 @@ class EngineWorker:
             self.flight.add(self._answers(requests, sampling))
 
     def land(self, seconds: float) -> pa.Table | None:
-        """The trajectories that have ended since the last time, at the latest after so many seconds; None: none has.
+        """The trajectories that have finished since the last call, after at most so many seconds; None: none has.
 
         Raises:
             EngineError: the engine gave no sign of life for `request_timeout` seconds in which requests were waited for.
@@ -90,12 +90,12 @@ class EngineWorker:
         requests = pa.concat_tables([self._launched.pop(generation.uid) for generation in generations])
         return build_trajectories(requests.combine_chunks(), generations)
 
-    def under_way(self) -> list[str]:
+    def in_flight(self) -> list[str]:
         """The uids of requests that were launched and have not landed."""
         return list(self._launched)
 
     def interrupt(self) -> None:
-        """Have what runs wait for the next version of the weights."""
+        """Pause running requests until the next version of the weights."""
         self.engine.interrupt()
 
     def _generations(
@@ -108,7 +108,7 @@ class EngineWorker:
         yield from self.engine.generate_stream(prompts, uids, sampling, apart)
 
     def _answers(self, requests: pa.Table, sampling: SamplingParams) -> list[Coroutine[Any, Any, Generation]]:
-        """What answers each of the requests, in their order."""
+        """A coroutine for each of the requests, in their order."""
         prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
         for uid, ids in zip(uids, prompts, strict=True):
             self.engine.check_request(uid, ids, sampling)
@@ -119,7 +119,7 @@ class EngineWorker:
         return [play(task, ids, sampling, version) for task, ids in zip(tasks, prompts, strict=True)]
 
     def write_inboxes(self, shares: list[SyncShare], addresses: list[Address], timeout: float) -> list[Path]:
-        """Write down for each TP rank of this process what it takes from which trainer ranks; returns the files."""
+        """Write a file for each TP rank of this process with the slices that it takes from each trainer rank; returns the files."""
         inboxes = [Path(self.info.scratch, f"inbox-{rank}") for rank in range(len(shares))]
         for share, inbox in zip(shares, inboxes, strict=True):
             needed = {address.rank: address for address in addresses if address.rank in share.transports}
@@ -127,7 +127,7 @@ class EngineWorker:
         return inboxes
 
     def connect(self, inboxes: Sequence[Path]) -> None:
-        """Tell each TP rank of the engine where that is written, on the rank's own node."""
+        """Give each TP rank of the engine the path of its inbox file on its own node."""
         self.engine.connect(inboxes)
 
     def release_memory(self, parts: list[str]) -> None:
@@ -144,12 +144,12 @@ class EngineWorker:
         """Announce a version; returns the one that the engine held."""
         return self.engine.begin_update(version)
 
-    def receive_weights(self, complete: bool = True) -> None:
-        """Take the version that the trainer ranks send meanwhile; `whole`: also what training leaves alone."""
-        self.engine.receive_weights(complete)
+    def receive_weights(self, whole: bool = True) -> None:
+        """Receive the version that the trainer ranks send at the same time; `whole`: including weights that are not trained."""
+        self.engine.receive_weights(whole)
 
     def finish_update(self) -> SyncReport:
-        """Serve the version that arrived."""
+        """Serve the received version."""
         return self.engine.finish_update()
 
 

@@ -1,29 +1,51 @@
-"""A rank of a Megatron role: builds its shards, loads them, runs them forward and trains them.
+"""A rank of a Megatron role: builds its shards, loads them, runs them forward, trains, saves and profiles them.
 
-Everything here is the same for actor, critic, reference, reward model and SFT; what they compute differs by the head and
-the loss that they pass.
+Everything here is the same for actor, critic, reference, reward model and supervised training; these differ by the head and the loss
+that they pass.
+
+- A checkpoint of a rank has the model's weights; with adapters it has these, the value head, and the identity of the base model.
+- Every call of a rank is a range with the method's name: in a trace of torch's profiler, and on CUDA as an NVTX range that
+  `nsys profile` shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from megarl import platform
-from megarl.checkpoints import FileFacts
-from megarl.checkpoints.hf.adapters import AdapterExport, adapter_export_plan, load_adapters
-from megarl.checkpoints.hf.export import Bundle, ExportPlan
+from megarl.checkpoints import FileFacts, seal_files
+from megarl.checkpoints.hf.adapters import (
+    AdapterExport,
+    adapter_export_plan,
+    adapter_layout,
+    adapter_tensors,
+    load_adapters,
+    write_adapter_config,
+)
+from megarl.checkpoints.hf.export import Bundle, ExportPlan, read_companions
 from megarl.checkpoints.hf.load import load_hf_weights, load_value_head
+from megarl.checkpoints.hf.peft_config import CONFIG_FILE
 from megarl.cluster.ranks import RankInfo, meet
 from megarl.data.trajectories import from_lists
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
-from megarl.megatron.checkpoint.base import BaseModel
-from megarl.megatron.checkpoint.checkpoint import Loaded, Saving, begin_save, finish_save, load_states
+from megarl.megatron.checkpoint.base import BaseModel, identify
+from megarl.megatron.checkpoint.checkpoint import (
+    Loaded,
+    RankStates,
+    Saving,
+    begin_save,
+    finish_save,
+    load_states,
+)
+from megarl.megatron.checkpoint.places import Places, adapter_places, model_places
 from megarl.megatron.heads import lm_head
 from megarl.megatron.layer_spec import layers_text
 from megarl.megatron.lora.fp8_base import ExactWeights
@@ -53,17 +75,15 @@ from megarl.megatron.packing import (
 from megarl.megatron.parallel import context_parallel_group, coords, init_parallel
 from megarl.megatron.shared_prompts import check_model
 from megarl.megatron.step import StepResult, forward_only, train_step
-from megarl.models import read_model_config
+from megarl.models import COMPANIONS, read_model_config
 from megarl.models.lora import ADAPTER
-from megarl.trainer.workers.nonfinite_source import Names, blame, check_update, no_names
-from megarl.trainer.workers.profiling import Profile
-from megarl.trainer.workers.rank_states import rank_states, write_companions
-from megarl.trainer.workers.specs import ModelSpec
+from megarl.trainer.workers.dispatch import ModelSpec
+from megarl.trainer.workers.nonfinite_source import Names, check_update, find_source, no_names
 from megarl.util.memory import keep_freed_memory
 from megarl.util.plugins import load_plugins
 from megarl.util.rendezvous import wait_for_all
 
-LOAD_TIMEOUTS = 10  # for all ranks to have loaded a model, in times of the one for collectives
+LOAD_TIMEOUTS = 10  # the time for all ranks to load a model, as a multiple of the timeout of collectives
 
 Share = list[list[int]]
 """The rows of a table that one data parallel rank works on, by micro-batch."""
@@ -98,6 +118,7 @@ class ModelWorker:
                 seed=spec.megatron.seed,
             )
         self.coords = coords()
+        # With a base model this rank shares its weights and parallel state, and adds adapters and a value head of its own.
         self.config = read_model_config(spec.path)
         self.dtype = platform.resolve_dtype(spec.megatron.dtype)
         self.adapter = ADAPTER if base is None else f"{ADAPTER}_{spec.head}"
@@ -112,6 +133,7 @@ class ModelWorker:
         if spec.share_prompts is not None:
             model, dropout = unwrap(self.chunks)[0].config, spec.lora.dropout if spec.adapted else 0.0
             check_model(spec.share_prompts, model, self.layout, dropout)
+        # Adapters come before the wrapper for training, so that only they get gradients and optimizer states.
         if spec.adapted:
             self._adapt()
         if spec.optim is not None:
@@ -129,7 +151,7 @@ class ModelWorker:
         self.adapter_export: AdapterExport | None = None
         self.saving: Saving | None = None
         self.profile: Profile | None = None
-        self.base_model: BaseModel | None = None  # found out by the first save or load
+        self.base_model: BaseModel | None = None  # identified by the first save or load
 
     def _adapt(self) -> None:
         """Freeze the model but for new adapters and its value head."""
@@ -152,7 +174,7 @@ class ModelWorker:
             self.chunks[-1].value_head.requires_grad_(True)
 
     def _parts(self, *, owns_model: bool) -> dict[str, Offloadable | Gradients | HostStates]:
-        """What this rank has on the device, by its name in the account of memory."""
+        """This rank's memory on the device, by its name in the account of memory."""
         parts: dict[str, Offloadable | Gradients | HostStates] = {}
         trained: tuple[torch.nn.Parameter, ...] = ()
         if self.spec.adapted:
@@ -166,17 +188,17 @@ class ModelWorker:
         return parts
 
     def layers_used(self) -> str:
-        """Which layers the model is made of, in words."""
+        """The layer implementations of the model, as text."""
         return layers_text()
 
     def own_tensors(self) -> Mapping[str, torch.Tensor]:
-        """This rank's local tensors, adapters beside the weights; what is held in float8 is made when it is asked for."""
+        """This rank's local tensors with separate adapters; tensors held in float8 are converted on access."""
         return ExactWeights(local_parameters(self.chunks), unwrap(self.chunks))
 
     def trained_tensors(self) -> Mapping[str, torch.Tensor]:
         """This rank's local tensors of the trained model, adapters merged into them, as `local_parameters` names them.
 
-        Called on all ranks at once. Merged tensors are made one by one, when they are asked for: do not collect them.
+        Called on all ranks at once. Merged tensors are made one by one on access: do not collect them.
         """
         if not self.spec.adapted:
             return local_parameters(self.chunks)
@@ -213,8 +235,8 @@ class ModelWorker:
         load_value_head(path, weight)
 
     def reserve_memory(self, parts: list[str]) -> None:
-        """Begin to make room on the host for `parts`, which will be released again and again; for what does not exist yet after
-        the first step."""
+        """Begin to reserve host memory for `parts`, which will be released repeatedly; for parts that do not exist yet, after the first
+        step."""
         self.reserved = [part for name in parts if isinstance(part := self.parts[name], Offloadable)]
         for part in self.reserved:
             part.reserve()
@@ -225,7 +247,7 @@ class ModelWorker:
             self.parts[part].offload()
 
     def resume_memory(self, parts: list[str]) -> None:
-        """Have them on the device again, as they were; gradients as zeros."""
+        """Move `parts` back onto the device with their values; gradients are zeros."""
         for part in parts:
             self.parts[part].reload()
 
@@ -239,7 +261,7 @@ class ModelWorker:
         return [found]
 
     def start_profile(self) -> None:
-        """Trace what this rank does from now on."""
+        """Begin a profiler trace of this rank."""
         self.profile = Profile()
 
     def write_profile(self, path: str) -> None:
@@ -314,7 +336,7 @@ class ModelWorker:
         In float16 a step whose gradient overflowed is left out (`ok` is false) and the loss scale lowered.
 
         Args:
-            names: of what is in the micro-batches, for the error.
+            names: gives the names of the micro-batches' sequences, for the error.
 
         Raises:
             FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
@@ -328,7 +350,7 @@ class ModelWorker:
         for part in self.reserved:  # the first step makes the optimizer's states
             part.reserve()
         self.reserved = []
-        why = partial(blame, self.chunks, batches, head, loss, names)
+        why = partial(find_source, self.chunks, batches, head, loss, names)
         check_update(result, self.spec.optim.min_loss_scale, why)
         return result
 
@@ -365,7 +387,7 @@ class ModelWorker:
     def begin_save(self, folder: str, role: str, *, background: bool) -> None:
         """Begin to save the role's state (`megarl.megatron.checkpoint.checkpoint`) into an empty folder.
 
-        background: it goes on while the role computes, from a copy in the host's memory.
+        background: files are written from a copy in host memory while the role computes.
         """
         worker = self.of_role(role)
         assert worker.saving is None, f"{role} is being saved"
@@ -378,7 +400,7 @@ class ModelWorker:
         return saving.written.done()
 
     def finish_save(self, role: str) -> dict[str, FileFacts]:
-        """Wait for what `begin_save` began.
+        """Wait for the save that `begin_save` began.
 
         Returns: the files that this rank wrote, by name in the folder; they are flushed.
 
@@ -397,3 +419,93 @@ class ModelWorker:
             ValueError: it does not fit the role's model, or is damaged; names what.
         """
         return load_states(folder, rank_states(self.of_role(role)))
+
+
+def rank_states(worker: ModelWorker) -> RankStates:
+    """The states of a worker that are saved and loaded; called on all ranks of the role at once.
+
+    They must be on the device: weights or adapters, and the optimizer.
+    """
+    assert worker.spec.optim is not None, "a model that is not trained is not saved"
+    for part in ("adapters" if worker.spec.adapted else "weights", "optimizer"):
+        worker.parts[part].require()
+    adapted = worker.spec.adapted
+    return RankStates(
+        worker.chunks,
+        worker.optimizer,
+        worker.scheduler,
+        worker.layout,
+        _adapter_places(worker) if adapted else model_places(unwrap(worker.chunks), worker.config.vocab_size),
+        worker.spec.megatron.seed,
+        _base(worker) if adapted else None,
+    )
+
+
+def _adapter_places(worker: ModelWorker) -> Places:
+    spec = worker.spec
+    layout = adapter_layout(worker.config, worker.layout, spec.lora, worker.adapter, spec.head)
+    return adapter_places(
+        layout.pieces(worker.info.rank), adapter_tensors(worker.config, spec.lora, spec.head)
+    )
+
+
+def _base(worker: ModelWorker) -> BaseModel:
+    """The model that the adapters are on; one rank looks at its files, once."""
+    if worker.base_model is None:
+        found = [identify(worker.spec.path) if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(found, src=0)
+        worker.base_model = found[0]
+    assert worker.base_model is not None
+    return worker.base_model
+
+
+def write_companions(worker: ModelWorker, folder: Path) -> dict[str, FileFacts]:
+    """Write the files that tell `megarl convert` the model of a checkpoint; one rank calls it.
+
+    Returns: the files, by name in the folder.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    spec, companions = worker.spec, folder / COMPANIONS
+    companions.mkdir()
+    source = Path(spec.path).expanduser()
+    names = []
+    for name, content in read_companions(source, worker.config, worker.dtype).items():
+        (companions / name).write_bytes(content)
+        names.append(f"{COMPANIONS}/{name}")
+    if spec.adapted:
+        write_adapter_config(folder, worker.config, spec.lora, spec.path, spec.head)
+        names.append(CONFIG_FILE)
+    return seal_files(folder, names)
+
+
+@contextmanager
+def named(method: str) -> Iterator[None]:
+    """A named range around a call of a rank; costs some microseconds without a profiler."""
+    with torch.profiler.record_function(method):
+        if not platform.is_cuda():
+            yield
+            return
+        torch.cuda.nvtx.range_push(method)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
+class Profile:
+    """A trace of everything that this process does with torch until `write`."""
+
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if platform.is_cuda():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+
+    def write(self, path: str | Path) -> None:
+        """End it; the file is one that ui.perfetto.dev opens, its folder is made."""
+        self._profiler.stop()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(path))

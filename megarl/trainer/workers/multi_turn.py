@@ -1,4 +1,4 @@
-"""Trajectories of several turns: from the configuration to what plays them in an engine's process."""
+"""Multi-turn trajectories: the specification from the configuration, and the player in an engine's process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.util.plugins import load_plugins
 
 @dataclass(frozen=True)
 class TurnsSpec:
-    """What an engine's process needs to play with an environment."""
+    """The settings with which an engine's process plays an environment."""
 
     environment: str
     options: Mapping[str, Any]
@@ -80,7 +80,7 @@ class Players:
     tokenizer: PreTrainedTokenizerBase
 
     def tasks(self, requests: pa.Table) -> list[Task]:
-        """What the environments are told of each request (see `expand_prompts`)."""
+        """The environments' tasks, one for each request (see `expand_prompts`)."""
         columns = ("uid", "prompt_ids", "data_source", "ground_truth", "extra_info")
         kept = (_json_column(requests, name) for name in (MESSAGES, TEMPLATE_KWARGS))
         rows = zip(*(requests[name].to_pylist() for name in columns), *kept, strict=True)
@@ -108,7 +108,7 @@ def make_players(spec: TurnsSpec, engine: RolloutEngine, stop_token_ids: tuple[i
 
 
 def _json_column(requests: pa.Table, name: str) -> list[Any]:
-    """What the rows of a column of JSON say; None for each without the column."""
+    """The parsed values of a column of JSON; None for each row without the column."""
     if name not in requests.column_names:
         return [None] * requests.num_rows
     return [json.loads(text) for text in requests[name].to_pylist()]

@@ -1,4 +1,4 @@
-"""Which trajectory and which rank an update's gradient is not finite from: looked for once it is not, never before."""
+"""The trajectory and the rank that make a gradient non-finite; searched for only after an update has failed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def trajectory_names(table: pa.Table, share: Sequence[Sequence[int]]) -> Sequenc
 
 
 def check_update(result: StepResult, least_scale: float, why: Callable[[], str]) -> None:
-    """That an update was made, or skipped at a loss scale that can go down.
+    """Check that an update was made, or skipped at a loss scale that can still be lowered.
 
     Args:
         least_scale: optim.min_loss_scale.
-        why: which trajectory and rank the gradient is not finite from.
+        why: gives the trajectory and rank that make the gradient non-finite, as text.
 
     Raises:
-        FloatingPointError: it was not.
+        FloatingPointError: the update was not made, and lowering the loss scale cannot help.
     """
     if result.ok:
         return
@@ -54,19 +54,19 @@ def check_update(result: StepResult, least_scale: float, why: Callable[[], str])
         )
 
 
-def blame(
+def find_source(
     chunks: Sequence[DistributedDataParallel],
     batches: Sequence[PackedBatch],
     head: Head,
     loss: Loss,
     names: Names,
 ) -> str:
-    """Run the micro-batches forward once more and say where numbers that are not finite come from.
+    """Run the micro-batches forward again; returns text that names the first output or loss that is not finite.
 
-    Called on all ranks of a model at once; the same text on each of them.
+    Called on all ranks of a model at once; every rank gets the same text.
 
     Args:
-        names: gives those of the texts of each micro-batch, as far as they have any.
+        names: gives the names of the sequences of each micro-batch, where they have any.
     """
     outputs = forward_only(unwrap(chunks), batches, head)
     own = None
@@ -85,11 +85,13 @@ def _first(
     loss: Loss,
     names: Sequence[Sequence[str]],
 ) -> str | None:
-    """Of this rank's micro-batches the first one whose outputs or loss are not finite."""
+    """The first of this rank's micro-batches whose outputs or loss are not finite, as text; None: all are finite."""
     told = []
     for number, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
         assert output is not None
-        total, _ = loss(output, batch)  # of all of them: context parallel ranks may add up in there
+        total, _ = loss(
+            output, batch
+        )  # for every micro-batch: the loss may have a collective over context parallel ranks
         texts = names[number] if number < len(names) else ()
         wrong = batch.mask & ~torch.isfinite(output.view(batch.num_tokens, -1)).all(-1)
         if bool(wrong.any()):

@@ -1,6 +1,6 @@
-"""PPO-ptx (InstructGPT, arXiv:2203.02155): texts whose likelihood the policy's updates raise beside the rewards.
+"""PPO-ptx (InstructGPT, arXiv:2203.02155): an auxiliary language-model loss in the policy's updates.
 
-The texts of a mini-batch are further micro-batches of its one pass through the pipeline, with a head and a loss of their
+The examples of a mini-batch are further micro-batches of its one pass through the pipeline, with a head and a loss of their
 own: gradients of both kinds are summed before they are reduced and the optimizer takes its step.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.megatron.packing import PackedBatch
     from megarl.trainer.workers.model import ModelWorker
 
-WEIGHTS = "ptx_weights"  # a field of micro-batches of texts, by which they are told from trajectories
+WEIGHTS = "ptx_weights"  # a field of the micro-batches of this loss, which tells them from trajectories
 
 Head = Callable[..., torch.Tensor]
 Loss = Callable[[torch.Tensor, "PackedBatch"], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -34,12 +34,12 @@ Loss = Callable[[torch.Tensor, "PackedBatch"], tuple[torch.Tensor, dict[str, tor
 
 @dataclass(frozen=True)
 class PtxUpdate:
-    """How the texts of a step take part in its updates.
+    """The auxiliary language-model loss of a step's updates.
 
     Attributes:
-        plan: the rows of the texts' table, by mini-batch, by data parallel rank, by micro-batch.
-        counts: the learnt tokens of each mini-batch's texts.
-        coef: of their mean negative log-likelihood.
+        plan: rows of the table of examples, by mini-batch, by data parallel rank, by micro-batch.
+        counts: the number of trained tokens of each mini-batch's examples.
+        coef: factor of their mean negative log-likelihood.
     """
 
     plan: Plan
@@ -48,7 +48,7 @@ class PtxUpdate:
 
 
 def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> SftLoader | None:
-    """The loader of data.ptx, with a position to resume from; None: the run has no such texts.
+    """The loader of data.ptx, whose position can be resumed; None: the run has no auxiliary loss.
 
     Raises:
         ValueError: names the file or row that is wrong.
@@ -72,35 +72,37 @@ def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> SftLoad
 
 
 def plan_ptx(
-    batches: Sequence[pa.Table], layout: ParallelLayout, cut: MicroBatching, coef: float
+    batches: Sequence[pa.Table], layout: ParallelLayout, batching: MicroBatching, coef: float
 ) -> tuple[pa.Table, PtxUpdate]:
-    """The texts of a step's mini-batches, one table of `SFT_SCHEMA` each, as one table and how ranks share it."""
+    """The examples of a step's mini-batches, one table of `SFT_SCHEMA` each, as one table and the rows of each rank."""
     plan: Plan = []
     counts, start = [], 0
     for batch in batches:
         lengths = list_lengths(batch, "input_ids")
-        shares = plan_rows(lengths, layout, cut.max_tokens, cut.micro_batch_size, cut.pair_share)
+        shares = plan_rows(
+            lengths, layout, batching.max_tokens, batching.micro_batch_size, batching.pair_share
+        )
         plan.append([[[start + row for row in micro] for micro in share] for share in shares])
-        # The first token of a text is predicted by none.
+        # No token predicts the first one of an example.
         counts.append(sum(sum(mask[1:]) for mask in batch["loss_mask"].to_pylist()))
         start += batch.num_rows
     return pa.concat_tables(batches), PtxUpdate(plan, counts, coef)
 
 
-def pack_ptx(worker: ModelWorker, texts: pa.Table, how: PtxUpdate, number: int) -> list[PackedBatch]:
-    """This rank's micro-batches of the texts of mini-batch `number`, each token with its weight in the loss."""
+def pack_ptx(worker: ModelWorker, examples: pa.Table, how: PtxUpdate, number: int) -> list[PackedBatch]:
+    """This rank's micro-batches of the examples of mini-batch `number`, each token with its weight in the loss."""
     weight = how.coef / max(how.counts[number], 1)
     return [
         replace(batch, fields={WEIGHTS: batch.mask.float() * weight})
-        for batch in worker.pack_examples(texts, how.plan[number][worker.coords.dp])
+        for batch in worker.pack_examples(examples, how.plan[number][worker.coords.dp])
     ]
 
 
 def with_ptx(head: Head, loss: Loss, text_head: Head) -> tuple[Head, Loss]:
-    """Head and loss of trajectories, made to give micro-batches of texts theirs.
+    """A head and a loss that apply those given to trajectories, and the auxiliary ones to micro-batches of examples.
 
     Args:
-        text_head: log-probs of texts [tokens, 1 or 2], at temperature 1.
+        text_head: log-probs of examples [tokens, 1 or 2], at temperature 1.
     """
 
     def either_head(*, context: tuple[PackedBatch, Any], **given: Any) -> torch.Tensor:

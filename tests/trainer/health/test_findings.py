@@ -14,7 +14,7 @@ import pytest
 from megarl.config.schema.run import FINDINGS
 from megarl.trainer.health.findings import CHECKS, Finding, History, beyond_noise, find
 from megarl.trainer.run.logger import read_metrics
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.advantages import make_controls
 from tests.trainer.healthy import ACTOR, HEALTHY, KL_LOSS, KL_REWARD, configuration, kinds, monitor
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from megarl.trainer.health.monitor import HealthMonitor, repetition_metrics, start_monitor, watch
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.advantages import make_controls
 from tests.trainer.healthy import ACTOR, KL_LOSS, KL_REWARD, configuration, monitor
 
 
@@ -102,7 +102,7 @@ def test_actions_double_the_kl_and_lower_the_clip_ratio() -> None:
     ]
 
 
-def test_actions_have_a_bound_and_leave_alone_what_is_not_used() -> None:
+def test_actions_have_a_bound_and_leave_unused_coefficients_alone() -> None:
     watcher = monitor(
         *KL_LOSS, "health.auto_action=true", "health.patience=1", "health.every=1", "health.kl_coef_max=0.03"
     )

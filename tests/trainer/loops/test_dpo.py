@@ -16,10 +16,9 @@ from megarl.config import DPOLossConfig, MegatronConfig, OptimConfig
 from megarl.data.preferences import PREFERENCE_CHAT_SCHEMA, ranking_lengths
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.loops.dpo import validate, with_reference
-from megarl.trainer.workers.dispatch import plan_rows
-from megarl.trainer.workers.dpo import DPOWorker
+from megarl.trainer.workers.dispatch import ModelSpec, plan_rows
 from megarl.trainer.workers.model import RowColumns
-from megarl.trainer.workers.specs import ModelSpec
+from megarl.trainer.workers.supervised import DPOWorker
 from megarl.weight_sync.layouts import megatron_layout
 from tests.megatron.hf import VOCAB, Rank, check_gradients, save_model
 from tests.ranks import RankPool

@@ -22,16 +22,15 @@ from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.trainer.loops.rm import classifier_fields
-from megarl.trainer.stages.reward_normalization import (
+from megarl.trainer.stages.reward_model import (
     AS_IT_IS,
     FILE,
     RewardNormalization,
     measure_normalization,
     read_normalization,
 )
-from megarl.trainer.workers.dispatch import plan_rows
-from megarl.trainer.workers.reward_training import RMWorker
-from megarl.trainer.workers.specs import ModelSpec
+from megarl.trainer.workers.dispatch import ModelSpec, plan_rows
+from megarl.trainer.workers.supervised import RMWorker
 from tests.ranks import RankPool
 
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 48, "num_layers": 4, "max_position_embeddings": 64}

@@ -13,7 +13,7 @@ import pytest
 from megarl.checkpoints import CheckpointStore, seal_file
 from megarl.config import SFTConfig, TuningTrainerConfig, load_config, resolve, save_config
 from megarl.data.loader import TableLoader
-from megarl.trainer.loops.sft import learnt_tokens, with_idle_rows
+from megarl.trainer.loops.sft import trained_tokens, with_idle_rows
 from megarl.trainer.loops.supervised import Progress, Stages, run_steps
 from megarl.trainer.run.checkpoints import find_resumed, open_store
 from megarl.trainer.run.run import Run
@@ -159,4 +159,4 @@ def test_idle_rows_teach_nothing(num_rows: int) -> None:
     shared = with_idle_rows(examples, num_rows)
     assert shared.num_rows == num_rows and shared.slice(0, 2).equals(examples)
     assert shared["input_ids"].to_pylist()[2:] == [[4, 5]] * (num_rows - 2)
-    assert learnt_tokens(shared) == learnt_tokens(examples) == 3
+    assert trained_tokens(shared) == trained_tokens(examples) == 3

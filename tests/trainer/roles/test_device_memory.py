@@ -109,7 +109,7 @@ def test_never_both_copies_and_both_caches():
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_the_exact_kl_in_the_loss_has_the_reference_beside_the_actor(used):
+def test_the_exact_kl_in_the_loss_keeps_the_reference_with_the_actor(used):
     actor = ActorConfig(
         ppo_mini_batch_size=8, optim=OptimConfig(lr=1.0), use_kl_loss=used, kl_loss_type="full"
     )
@@ -188,7 +188,7 @@ def test_updates_take_turns_only_to_make_room(movable, critic_devices, expected)
 
 @pytest.mark.parametrize("movable", [True, False])
 def test_a_critic_in_the_actors_processes_waits_for_them(movable):
-    """What it needs beside its own parts is the actor's model."""
+    """Besides its own parts it needs the actor's model."""
     memory, log, _ = make(movable)
     (actor,) = {
         owner.group.role: owner.group for owner in memory.owners if owner.name == "actor_weights"

@@ -62,7 +62,7 @@ def in_float8(model, out, block):
 
 
 @pytest.mark.slow
-def test_adapters_are_served_beside_weights_that_are_sent_once(task, tmp_path):
+def test_adapters_are_served_with_weights_that_are_sent_once(task, tmp_path):
     """Two actor ranks, two engines; step 2's validation is answered by adapters that came alone."""
     printed = succeed(
         "train", *PPO, *on(task, tmp_path), *SMALL, "trainer.test_freq=2", "actor_rollout_ref.model.lora.rank=4",

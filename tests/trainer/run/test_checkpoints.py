@@ -17,8 +17,14 @@ from megarl.cluster import WorkerFailed
 from megarl.cluster.ranks import RankError
 from megarl.config import SFTConfig, load_config, resolve, save_config
 from megarl.config.schema.run import SavingConfig
-from megarl.trainer.run.best import Best
-from megarl.trainer.run.checkpoints import REQUEUE, Checkpoints, find_resumed, make_checkpoints, open_store
+from megarl.trainer.run.checkpoints import (
+    REQUEUE,
+    Best,
+    Checkpoints,
+    find_resumed,
+    make_checkpoints,
+    open_store,
+)
 from megarl.trainer.run.preemption import noting_signals
 from megarl.trainer.run.run import Run
 

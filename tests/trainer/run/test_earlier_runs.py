@@ -42,7 +42,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_earlier_run_is_moved_whole_and_own_files_stay(tmp_path: Path) -> None:
+def test_all_files_of_an_earlier_run_are_moved_and_own_files_stay(tmp_path: Path) -> None:
     own = {"reward.py": "1", "data/train.parquet": "2", "model/config.json": "3", "recipe.yaml": "4"}
     for name, text in own.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,21 +1,32 @@
-"""`run.json`: what a run is, and how it ended."""
+"""`run.json` (the facts of a run and its outcome), and the lines that a run prints when it starts."""
 
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
 from megarl import __version__
-from megarl.config import SFTConfig, load_config, resolve, resolve_batches
+from megarl.config import DPOConfig, SFTConfig, TrainConfig, load_config, resolve, resolve_batches
+from megarl.examples.tiny_model import make_tiny_model
+from megarl.models import read_model_config
 from megarl.report.data import read_run
 from megarl.report.summary import status_of
-from megarl.trainer.run.facts import read_facts, recorded
+from megarl.trainer.run.facts import (
+    data_text,
+    model_text,
+    opening_lines,
+    read_facts,
+    recorded,
+    supervised_facts,
+)
 
 KEYS = ("data.train_files=x.jsonl", "data.max_length=8", "data.train_batch_size=2", "model.path=x", "optim.lr=1e-3", "max_token_len_per_gpu=16")  # fmt: skip
 
@@ -71,3 +82,76 @@ def test_the_status_of_a_run_without_an_outcome(tmp_path, planned):
     ):
         (tmp_path / "run.json").write_text(json.dumps(vars(changed)))
         assert status_of(read_run(tmp_path)).word == "no end known", changed
+
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def lines(schema: type, recipe: str, *overrides: str, **facts: str) -> list[str]:
+    config = resolve(load_config(schema, REPOSITORY / "recipes" / recipe, overrides))
+    return opening_lines(config, resolve_batches(config), 40, facts, Path("runs/x"))
+
+
+def test_the_demo_fits_on_a_screen_and_says_what_a_person_needs() -> None:
+    found = lines(
+        TrainConfig, "quickstart_ppo.yaml", data="train.parquet: 6,000 prompts", validation="test.parquet"
+    )
+    assert len(found) <= 20 and max(map(len, found)) <= 120
+    text = "\n".join(found)
+    for part in (
+        "model       outputs/demo/sft/hf",
+        "data        train.parquet: 6,000 prompts",
+        "validation  test.parquet, after every 10 steps",
+        "steps       40, each of 128 prompts x 1 response = 128 trajectories of at most 56 tokens",
+        "adv_estimator=gae, lr 0.0003 (critic 0.001), KL to the reference in the reward x 0.001",
+        "critic     4        tp1 x pp2 x cp1 x dp2  4 x 32 (16 a dp rank)   max 2048 tokens",
+        "in runs/x: config.yaml (every key)",
+        "megarl report runs/x, or: tensorboard --logdir runs/x/tensorboard",
+        "trainer.save_freq=N",
+    ):
+        assert part in text, part
+
+
+RECIPES = [
+    path
+    for path in sorted((REPOSITORY / "recipes").glob("*.yaml"))
+    if re.search(r"^# Run: +megarl train", path.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("recipe", [path.name for path in RECIPES])
+def test_every_recipe_that_trains_fits_on_a_screen(recipe: str) -> None:
+    assert len(lines(TrainConfig, recipe)) <= 22
+
+
+def test_what_changes_with_the_configuration() -> None:
+    text = "\n".join(
+        lines(
+            TrainConfig, "quickstart_ppo.yaml", "algorithm.use_kl_in_reward=false", "trainer.save_freq=5",
+            "trainer.logger=[console]", "custom_reward_function.path=reward.py",
+        )
+    )  # fmt: skip
+    assert "no reference policy" in text and "compute_score of reward.py" in text
+    assert "checkpoints/" in text and "no checkpoints" not in text and "tensorboard" not in text
+
+
+def test_tuning_says_how_many_examples(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, ["1 + 1 = 2"], hidden_size=64, ffn_hidden_size=128, num_layers=2)
+    model = read_model_config(str(tmp_path))
+    assert model_text("m", model).startswith("m: qwen2, 2 layers of 64, 0.")
+    config = load_config(SFTConfig, REPOSITORY / "recipes/quickstart_sft.yaml", ["data.val_files=v.parquet"])
+    facts = supervised_facts(config, model, 4000, 10)
+    assert facts["data"] == "outputs/demo/data/sft.parquet: 4,000 examples"
+    assert facts["validation"] == "v.parquet: 10 examples"
+    text = "\n".join(lines(SFTConfig, "quickstart_sft.yaml", **facts))
+    assert "40, each of 64 examples of at most 64 tokens" in text and "rollouts/" not in text
+    config = load_config(DPOConfig, REPOSITORY / "recipes/three_stages_dpo_cpu.yaml", [])
+    assert supervised_facts(config, model, 7, None)["data"].endswith(": 7 rankings")
+
+
+def test_several_files_are_counted() -> None:
+    assert (
+        data_text(("a.parquet", "b.parquet", "c.parquet"), 1234, "prompts")
+        == "a.parquet and 2 more: 1,234 prompts"
+    )
+    assert data_text(None, 5, "prompts") == "data.mixture: 5 prompts"

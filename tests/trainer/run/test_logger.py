@@ -1,14 +1,35 @@
+"""The metrics of a run on the console, in TensorBoard, in trackers and in `metrics.jsonl`, and the time that is left."""
+
+import importlib
 import io
 import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.trainer.run.logger import DEFAULT_SINKS, RunLogger, read_metrics
+from megarl.config.schema.run import DEFAULT_LOGGERS, LOGGERS
+from megarl.config.schema.run import TRACKERS as INSTALLED_BY
+from megarl.trainer.run.logger import (
+    DEFAULT_SINKS,
+    RECENT,
+    SINKS,
+    TRACKERS,
+    Pace,
+    RunLogger,
+    TrackedRun,
+    flatten,
+    mlflow_name,
+    open_trackers,
+    read_metrics,
+)
 
 
 def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -95,7 +116,7 @@ def test_the_console_shows_one_answer_in_a_few_lines(tmp_path: Path) -> None:
     assert text.getvalue() == ""
 
 
-def test_the_time_left_is_in_the_line_and_beside_the_bar(tmp_path: Path) -> None:
+def test_the_time_left_is_in_the_line_and_next_to_the_bar(tmp_path: Path) -> None:
     (out, lines), (terminal, bar) = console(), console(terminal=True)
     for printed in (out, terminal):
         with RunLogger(tmp_path, ["console"], 3, console=printed) as logger:
@@ -139,7 +160,7 @@ def test_a_terminal_has_a_progress_bar(tmp_path: Path) -> None:
     assert "step 2/4  reward 0.500" in text.getvalue()
 
 
-def test_tables_are_printed_beside_the_bar(tmp_path: Path) -> None:
+def test_tables_are_printed_above_the_bar(tmp_path: Path) -> None:
     out, text = console()
     table = Table("quantity")
     table.add_row("prompts a step")
@@ -195,3 +216,130 @@ def test_a_run_that_fails_leaves_its_metrics(tmp_path: Path) -> None:
         run()
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
     assert scalars(tmp_path, "a") == [(1, 1.0)]
+
+
+def after(seconds: list[float]) -> Pace:
+    """The pace of a run whose steps ended so many seconds after the one before."""
+    pace, now = Pace(), 1000.0
+    for number, taken in enumerate(seconds):
+        now += taken
+        pace.ended(now, taken if number == 0 else None)
+    return pace
+
+
+def test_the_median_of_recent_steps_times_those_that_are_left() -> None:
+    assert after([2.0]).left(10) == "0:20"
+    assert after([2.0, 4.0, 90.0]).left(10) == "0:40"  # one waited for a checkpoint
+    assert after([100.0] * 50 + [1.0] * RECENT).left(61) == "1:01"
+    assert after([3600.0]).left(26) == "26:00:00" and after([0.5]).left(7325) == "1:01:02"
+
+
+def test_nothing_is_said_before_the_first_and_after_the_last_step() -> None:
+    assert Pace().left(10) is None
+    pace = Pace()
+    pace.ended(5.0, None)  # its own time is not known, and no step ended before
+    assert pace.left(10) is None
+    assert after([2.0]).left(0) is None
+
+
+RUN = TrackedRun("project", "experiment", {"data": {"train_batch_size": 8}, "trainer": {"logger": ["file"]}})
+METRICS = {"critic/score/mean": 0.5, "val/pass@4": 0.75}
+ROWS = [
+    {"prompt": "1+1", "response": "2", "score": 1.0},
+    {"prompt": "1+2", "response": "4|\n5", "score": 0.0},
+]
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The stand-ins, importable by the real names."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "trackers"))
+    for name in TRACKERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.invalidate_caches()
+    yield {name: importlib.import_module(name) for name in TRACKERS}
+    for name in TRACKERS:
+        sys.modules.pop(name, None)
+
+
+def run(folder: Path, fails: bool = False) -> None:
+    with RunLogger(folder, ["file", *TRACKERS], tracked=RUN) as logger:
+        logger.log_samples(3, "val/generations", ROWS)
+        logger.log(3, METRICS)
+        if fails:
+            raise RuntimeError("rank 3 died")
+
+
+def test_wandb(packages: dict[str, ModuleType], tmp_path: Path) -> None:
+    run(tmp_path)
+    init, samples, log, finish = packages["wandb"].calls
+    assert init == (
+        "init",
+        {"project": "project", "name": "experiment", "dir": str(tmp_path), "config": RUN.config},
+    )
+    table = samples[1]["data"]["val/generations"]
+    assert samples[1]["step"] == 3
+    assert table.columns == ["prompt", "response", "score"]
+    assert table.data == [["1+1", "2", 1.0], ["1+2", "4|\n5", 0.0]]
+    assert log == ("log", {"data": METRICS, "step": 3})
+    assert finish == ("finish", {"exit_code": 0})
+
+
+def test_mlflow(packages: dict[str, ModuleType], tmp_path: Path) -> None:
+    run(tmp_path)
+    columns = {"prompt": ["1+1", "1+2"], "response": ["2", "4|\n5"], "score": [1.0, 0.0]}
+    assert packages["mlflow"].calls == [
+        ("set_experiment", {"experiment_name": "project"}),
+        ("start_run", {"run_name": "experiment"}),
+        ("log_params", {"params": {"data.train_batch_size": 8, "trainer.logger": ["file"]}}),
+        ("log_dict", {"dictionary": columns, "artifact_file": "val/generations/step-000003.json"}),
+        ("log_metrics", {"metrics": {"critic/score/mean": 0.5, "val/pass_at_4": 0.75}, "step": 3}),
+        ("end_run", {"status": "FINISHED"}),
+    ]
+
+
+def test_swanlab(packages: dict[str, ModuleType], tmp_path: Path) -> None:
+    run(tmp_path)
+    init, samples, log, finish = packages["swanlab"].calls
+    where = {"project": "project", "name": "experiment", "log_dir": str(tmp_path / "swanlog")}
+    assert init == ("init", {**where, "config": RUN.config})
+    texts = [text.content for text in samples[1]["data"]["val/generations"]]
+    assert texts == [
+        "prompt: 1+1\n\nresponse: 2\n\nscore: 1.0",
+        "prompt: 1+2\n\nresponse: 4|\n5\n\nscore: 0.0",
+    ]
+    assert log == ("log", {"data": METRICS, "step": 3})
+    assert finish == ("finish", {"state": "success", "error": None})
+
+
+def test_a_run_that_fails_is_marked_everywhere(packages: dict[str, ModuleType], tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 3 died"):
+        run(tmp_path, fails=True)
+    endings = {name: package.calls[-1] for name, package in packages.items()}
+    assert endings == {
+        "wandb": ("finish", {"exit_code": 1}),
+        "mlflow": ("end_run", {"status": "FAILED"}),
+        "swanlab": ("finish", {"state": "crashed", "error": "RuntimeError: rank 3 died"}),
+    }
+
+
+def test_a_tracker_that_cannot_begin_leaves_no_open_run(
+    packages: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**arguments: Any) -> None:
+        raise PermissionError("no key")
+
+    monkeypatch.setattr(packages["swanlab"], "init", refuse)
+    with pytest.raises(PermissionError, match="no key"):
+        open_trackers(["wandb", "swanlab"], RUN, tmp_path)
+    assert packages["wandb"].calls[-1] == ("finish", {"exit_code": 1})
+
+
+def test_the_configuration_knows_the_same_trackers() -> None:
+    assert LOGGERS == SINKS and DEFAULT_LOGGERS == DEFAULT_SINKS
+    assert list(INSTALLED_BY) == list(TRACKERS)
+
+
+def test_names() -> None:
+    assert flatten({"a": {"b": {"c": 1}, "d": None}, "e": [1]}) == {"a.b.c": 1, "a.d": None, "e": [1]}
+    assert mlflow_name("val/set one/maj@8 (x)") == "val/set one/maj_at_8 _x_"

@@ -1,4 +1,4 @@
-"""The timeline: a file that is whole whenever one looks, mended after a kill, bounded; and what is in it."""
+"""The timeline: a file that is whole whenever one looks, without_end after a kill, bounded; and what is in it."""
 
 import json
 import threading
@@ -9,8 +9,7 @@ from rich.console import Console
 from megarl.cluster.ranks import RankProcess
 from megarl.trainer.run import timeline as module
 from megarl.trainer.run.run import Run
-from megarl.trainer.run.timeline import LOOP, STEP, Timeline
-from megarl.trainer.run.trace_file import EARLIER, TIMELINE, TraceFile, read_events
+from megarl.trainer.run.timeline import EARLIER, LOOP, STEP, TIMELINE, Timeline, TraceFile, read_events
 from megarl.util.spans import Span, Spans
 
 EVENT = {"name": "update", "ph": "X", "pid": 1, "tid": 0, "ts": 10, "dur": 5, "args": {"what": "ü, ]"}}
@@ -136,7 +135,7 @@ def test_spans_know_the_step_that_had_begun(timeline, tmp_path):
         assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
 
-def test_what_is_collected_ahead_is_beside_the_loop(timeline, tmp_path):
+def test_collecting_ahead_is_a_thread_next_to_the_loop(timeline, tmp_path):
     def ahead():
         with timeline.span("generate", {}):
             began.set()

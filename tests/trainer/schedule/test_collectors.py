@@ -1,4 +1,4 @@
-"""Batches that are collected while the models learn: which, when, and what becomes of them; nothing is started."""
+"""Batches that are collected while the models learn: which ones, when, and after failures; no process is started."""
 
 import threading
 import time
@@ -41,7 +41,7 @@ class Memory:
     def phase(self, name: str):
         yield
 
-    def half(self, run: Any, groups: Any, recover: Any) -> "Memory":
+    def view(self, run: Any, groups: Any, recover: Any) -> "Memory":
         return self
 
 
@@ -120,7 +120,7 @@ class Play:
 
     def step(self, step: int) -> Any:
         batch = self.batches.of(step)
-        with self.batches.meanwhile(step):
+        with self.batches.during_learning(step):
             self.said.append(f"learn {step}")
         return batch
 
@@ -148,10 +148,10 @@ def test_in_sync_mode_each_step_has_the_newest(monkeypatch: pytest.MonkeyPatch, 
     assert not any(name.startswith("staleness") for one in found for name in one.metrics)
 
 
-def test_both_halves_work_at_once_and_the_wait_is_told(play: Play) -> None:
+def test_collecting_and_learning_run_at_once_and_the_wait_is_measured(play: Play) -> None:
     play.batches.of(1)
     play.release.clear()
-    with play.batches.meanwhile(1):
+    with play.batches.during_learning(1):
         time.sleep(0.3)  # learning
         threading.Timer(0.5, play.release.set).start()
     seconds = play.run.seconds
@@ -171,7 +171,7 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-def test_what_is_saved_is_what_goes_on(play: Play, tmp_path: Path) -> None:
+def test_a_saved_batch_is_the_one_that_is_continued_with(play: Play, tmp_path: Path) -> None:
     play.step(1)
     (tmp_path / "saved").mkdir()
     play.batches.save(tmp_path / "saved")
@@ -204,7 +204,7 @@ def test_a_batch_of_other_sizes_is_refused(play: Play, tmp_path: Path) -> None:
         other.load(tmp_path)
 
 
-def test_what_is_not_finite_is_its_own_steps(play: Play, tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_belongs_to_the_step_of_its_batch(play: Play, tmp_path: Path) -> None:
     """Found while step 1 learns, in batch 2: it is in the checkpoint, and step 2 is the one that is skipped or stops."""
     play.spoilt = 2
     play.step(1)
@@ -229,21 +229,21 @@ def test_a_step_that_is_skipped_leaves_the_next_its_batch(
     if skips:
         threading.Timer(0.2, play.release.set).start()
     play.release.clear()
-    with pytest.raises(NotFinite, match="a loss"), play.batches.meanwhile(1):
+    with pytest.raises(NotFinite, match="a loss"), play.batches.during_learning(1):
         raise NotFinite("a loss", batch.table)
     assert (play.batches.ahead is not None) == skips
     assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
 
 
-def test_whatever_ends_one_half_ends_the_other(play: Play) -> None:
+def test_a_failure_of_one_view_ends_the_other(play: Play) -> None:
     play.batches.of(1)
     play.release.clear()
     begun = time.monotonic()
-    with pytest.raises(SystemExit), play.batches.meanwhile(1):
+    with pytest.raises(SystemExit), play.batches.during_learning(1):
         raise SystemExit(75)  # a second SIGTERM
     assert not any(thread.name == "collect-ahead" for thread in threading.enumerate())
-    play.batches.answer = None  # not callable: whatever the half that collects raises
-    with pytest.raises(TypeError, match="not callable"), play.batches.meanwhile(2) as (run, _):
+    play.batches.answer = None  # not callable: so collecting raises
+    with pytest.raises(TypeError, match="not callable"), play.batches.during_learning(2) as (run, _):
         while True:
             run.wait([])
     assert time.monotonic() - begun < 3

@@ -1,4 +1,4 @@
-"""Which groups a step takes, how many prompts are under way, and what a checkpoint has of it; nothing is started."""
+"""Which groups a step takes, how many prompts are in flight, and what a checkpoint holds of them; no process is started."""
 
 import random
 
@@ -8,19 +8,18 @@ import pytest
 
 from megarl.config import FilterGroupsConfig
 from megarl.data.trajectories import replace_column
-from megarl.trainer.schedule.in_flight import UnderWay
-from megarl.trainer.schedule.in_flight_files import load_under_way, save_under_way
+from megarl.trainer.schedule.in_flight import InFlight, load_in_flight, save_in_flight
 from megarl.trainer.stages.scoring import Scored, concat_scored, join_scores
 from tests.trainer.trajectories import answer, prompts, score
 
 PLAIN, FILTER = FilterGroupsConfig(), FilterGroupsConfig(enable=True)
 
 
-def made(num_prompts=4, num_answers=2, max_staleness=2, last_step=50, options=PLAIN) -> UnderWay:
-    return UnderWay(options, num_prompts, num_answers, max_staleness, last_step)
+def made(num_prompts=4, num_answers=2, max_staleness=2, last_step=50, options=PLAIN) -> InFlight:
+    return InFlight(options, num_prompts, num_answers, max_staleness, last_step)
 
 
-def drawn(state: UnderWay, count: int) -> pa.Table:
+def drawn(state: InFlight, count: int) -> pa.Table:
     return prompts(*(f"q{number}" for number in range(state.drawn, state.drawn + count)))
 
 
@@ -41,12 +40,12 @@ def scores_of(groups, values=lambda name: [1.0, 0.0]) -> Scored:
     return concat_scored(parts)
 
 
-def finish(state: UnderWay, asked) -> None:
-    state.note(trajectories(asked, state.num_answers))
+def finish(state: InFlight, asked) -> None:
+    state.receive(trajectories(asked, state.num_answers))
 
 
-def keep(state: UnderWay, values=lambda name: [1.0, 0.0]) -> None:
-    groups = state.whole()
+def keep(state: InFlight, values=lambda name: [1.0, 0.0]) -> None:
+    groups = state.finished()
     state.keep(groups, scores_of(groups, values))
 
 
@@ -61,13 +60,13 @@ def test_nothing_is_staler_lost_or_twice_there_whatever_comes_first(max_stalenes
         count = state.room(step, taken)
         if count:
             state.ask(drawn(state, count), version=step)
-        for uid in state.asked:
+        for uid in state.prompts:
             patience.setdefault(uid, chance.choice([1, 1, 2, 3, 9, 40]))
 
     def tick() -> None:
-        for asked in list(state.asked.values()):
+        for asked in list(state.prompts.values()):
             patience[asked.uid] -= 1
-            if patience[asked.uid] <= 0 and len(asked.came) < 2:
+            if patience[asked.uid] <= 0 and len(asked.answers) < 2:
                 finish(state, asked)
 
     def values(name: str) -> list[float]:
@@ -77,7 +76,7 @@ def test_nothing_is_staler_lost_or_twice_there_whatever_comes_first(max_stalenes
         state.drop_late(step)
         while not state.is_enough(step):
             ask(step, False)
-            assert len(state.asked) + len(state.ready) <= 4 * (max_staleness + 1)
+            assert len(state.prompts) + len(state.ready) <= 4 * (max_staleness + 1)
             tick()
             if state.due(step):
                 keep(state, values)
@@ -89,21 +88,21 @@ def test_nothing_is_staler_lost_or_twice_there_whatever_comes_first(max_stalenes
         trained += [uid.partition("@")[0] for uid in uids]
         for _ in range(chance.randrange(4)):  # while the models learn
             ask(step, True)
-            assert len(state.asked) + len(state.ready) <= 4 * max_staleness
+            assert len(state.prompts) + len(state.ready) <= 4 * max_staleness
             tick()
             if state.due(step + 1):
                 keep(state, values)
     assert len(trained) == len(set(trained)) == 4 * last
     teaching = {f"q{number}" for number in range(state.drawn) if number % 5}
     assert set(trained) <= teaching
-    left = {one.name for one in state.asked.values()} | {group.name for group in state.ready}
+    left = {one.name for one in state.prompts.values()} | {group.name for group in state.ready}
     assert teaching == set(trained) | (left & teaching)
 
 
 def test_a_step_waits_for_those_whose_time_it_is() -> None:
     state = made(num_prompts=2, max_staleness=1)
     state.ask(drawn(state, state.room(1, False)), version=1)
-    slow, *others = state.asked.values()
+    slow, *others = state.prompts.values()
     assert len(others) == 3
     for one in others:
         finish(state, one)
@@ -112,7 +111,7 @@ def test_a_step_waits_for_those_whose_time_it_is() -> None:
     first = state.take(1)[0].batch()["prompt_uid"].to_pylist()
     assert set(first) == {"q1@1", "q2@1"}
     state.ask(drawn(state, state.room(2, False)), version=2)
-    for one in list(state.asked.values()):
+    for one in list(state.prompts.values()):
         if one is not slow:
             finish(state, one)
     assert not state.due(2) and not state.is_enough(2)  # three are whole, and two are all that it needs
@@ -127,15 +126,15 @@ def test_a_step_waits_for_those_whose_time_it_is() -> None:
 def test_what_came_too_late_after_a_step_that_was_left_out_is_counted() -> None:
     state = made(num_prompts=2, max_staleness=1)
     state.ask(drawn(state, 4), version=1)
-    slow, *others = state.asked.values()
+    slow, *others = state.prompts.values()
     for one in others:
         finish(state, one)
     keep(state)
     state.drop_late(3)
-    assert state.ready == [] and not state.asked
-    assert state.note(trajectories(slow, 2)).num_rows == 0  # nobody waits for it any more
+    assert state.ready == [] and not state.prompts
+    assert state.receive(trajectories(slow, 2)).num_rows == 0  # nobody waits for it any more
     state.ask(drawn(state, state.room(3, False)), version=3)
-    for one in list(state.asked.values()):
+    for one in list(state.prompts.values()):
         finish(state, one)
     keep(state)
     assert state.take(3)[1]["staleness/too_late"] == 4.0 and state.too_late == 0
@@ -152,29 +151,29 @@ def test_a_prompt_that_comes_again_has_a_uid_of_its_own() -> None:
     state.ask(prompts("a", "b", "a"), version=3)
     state.ask(prompts("a"), version=3)
     state.ask(prompts("a"), version=4)
-    assert list(state.asked) == ["a@3", "b@3", "a@3~2", "a@3~3", "a@4"]
-    assert [one.name for one in state.asked.values()] == ["a", "b", "a", "a", "a"]
-    (requests,) = state.asked["a@3~2"].requests(2, greedy=False)
+    assert list(state.prompts) == ["a@3", "b@3", "a@3~2", "a@3~3", "a@4"]
+    assert [one.name for one in state.prompts.values()] == ["a", "b", "a", "a", "a"]
+    (requests,) = state.prompts["a@3~2"].requests(2, greedy=False)
     assert requests["uid"].to_pylist() == ["a@3~2/0", "a@3~2/1"]
 
 
 def test_trajectories_are_in_the_order_of_their_requests_whatever_came_first() -> None:
     state = made(num_answers=13)
     state.ask(prompts("a"), version=1)
-    (asked,) = state.asked.values()
+    (asked,) = state.prompts.values()
     samples, greedy = asked.requests(12, greedy=True)
-    state.note(answer(greedy))
+    state.receive(answer(greedy))
     for row in reversed(range(12)):
-        state.note(answer(samples.slice(row, 1)))
+        state.receive(answer(samples.slice(row, 1)))
     assert asked.table()["uid"].to_pylist() == [*(f"a@1/{k}" for k in range(12)), "a@1/greedy"]
     with pytest.raises(AssertionError, match="came twice"):
-        state.note(answer(greedy))
+        state.receive(answer(greedy))
 
 
 def test_a_sampler_hears_of_what_was_left_out_by_the_datas_names() -> None:
     state = made(num_prompts=1, options=FILTER)
     state.ask(prompts("dull", "good"), version=1)
-    for one in list(state.asked.values()):
+    for one in list(state.prompts.values()):
         finish(state, one)
     keep(state, lambda name: [0.5, 0.5] if name == "dull" else [1.0, 0.0])
     groups, metrics = state.take(1)
@@ -189,27 +188,27 @@ def test_a_sampler_hears_of_what_was_left_out_by_the_datas_names() -> None:
 def test_a_checkpoint_has_all_of_it(tmp_path) -> None:
     state = made(num_prompts=2, options=FILTER)
     state.ask(drawn(state, 6), version=7)
-    whole = list(state.asked.values())
+    whole = list(state.prompts.values())
     for one in whole[:4]:
         finish(state, one)
-    state.note(trajectories(whole[4], 2, rows=[1]))  # half of a group
+    state.receive(trajectories(whole[4], 2, rows=[1]))  # half of a group
     failed = scores_of(
-        state.whole(), lambda name: [1.0, None] if name == "q1" else [0.5, 0.5 * int(name[1:])]
+        state.finished(), lambda name: [1.0, None] if name == "q1" else [0.5, 0.5 * int(name[1:])]
     )
-    state.keep(state.whole(), failed)
+    state.keep(state.finished(), failed)
     assert len(state.ready) == 3 and len(state.dropped) == 1
     state.too_late = 3
     folder, again = tmp_path / "a", tmp_path / "b"
     folder.mkdir()
     again.mkdir()
     rest = prompts("x", "y")
-    save_under_way(state, rest, folder)
+    save_in_flight(state, rest, folder)
     other = made(num_prompts=2, options=FILTER)
-    assert load_under_way(other, folder).equals(rest)
+    assert load_in_flight(other, folder).equals(rest)
     assert (other.drawn, other.too_late) == (6, 3)
-    assert list(other.asked) == ["q4@7", "q5@7"] and all(not one.came for one in other.asked.values())
-    for uid, one in other.asked.items():
-        mine = state.asked[uid]
+    assert list(other.prompts) == ["q4@7", "q5@7"] and all(not one.answers for one in other.prompts.values())
+    for uid, one in other.prompts.items():
+        mine = state.prompts[uid]
         assert (one.name, one.number, one.version) == (mine.name, mine.number, mine.version)
         assert one.prompt.equals(mine.prompt)
     for mine, its in zip([*state.ready, *state.dropped], [*other.ready, *other.dropped], strict=True):
@@ -223,23 +222,23 @@ def test_a_checkpoint_has_all_of_it(tmp_path) -> None:
         assert mine.scored.preds == its.scored.preds and mine.scored.errors == its.scored.errors
         for name, values in mine.scored.numbers.items():
             np.testing.assert_array_equal(values, its.scored.numbers[name])
-    save_under_way(other, rest, again)
+    save_in_flight(other, rest, again)
     for file in folder.iterdir():
         assert file.read_bytes() == (again / file.name).read_bytes(), file.name
 
 
 def test_a_checkpoint_of_nothing(tmp_path) -> None:
-    save_under_way(made(), None, tmp_path)
+    save_in_flight(made(), None, tmp_path)
     other = made()
-    assert load_under_way(other, tmp_path) is None and not other.asked and not other.ready
+    assert load_in_flight(other, tmp_path) is None and not other.prompts and not other.ready
 
 
 def test_versions_are_those_of_trajectories() -> None:
     """`weight_version` is free of the version under which a prompt was asked: an answer that waited is younger."""
     state = made(num_prompts=1, num_answers=1)
     state.ask(prompts("a"), version=3)
-    (asked,) = state.asked.values()
+    (asked,) = state.prompts.values()
     table = trajectories(asked, 1)
-    state.note(replace_column(table, "weight_version", pa.array([5], pa.int64())))
-    state.keep(state.whole(), scores_of([asked], lambda name: [1.0]))
+    state.receive(replace_column(table, "weight_version", pa.array([5], pa.int64())))
+    state.keep(state.finished(), scores_of([asked], lambda name: [1.0]))
     assert state.take(5)[0].batch()["weight_version"].to_pylist() == [5]

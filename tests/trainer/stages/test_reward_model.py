@@ -25,17 +25,17 @@ from megarl.models import read_model_config
 from megarl.trainer.roles.model_roles import Role
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.reward_model import (
+    FILE,
     ModelScores,
     RewardModelInputs,
+    RewardNormalization,
     load_reward_model,
     score_with_model,
     texts_of,
 )
-from megarl.trainer.stages.reward_normalization import FILE, RewardNormalization
 from megarl.trainer.stages.scoring import Scored, mix_scores
-from megarl.trainer.workers.dispatch import MicroBatching
-from megarl.trainer.workers.reward_model import RewardModelWorker
-from megarl.trainer.workers.specs import ModelSpec
+from megarl.trainer.workers.dispatch import MicroBatching, ModelSpec
+from megarl.trainer.workers.scalar_heads import RewardModelWorker
 from tests.ranks import RankPool
 
 SIZES = {"hidden_size": 32, "ffn_hidden_size": 48, "num_layers": 4, "max_position_embeddings": 64}
@@ -129,7 +129,7 @@ def test_scores_are_those_of_transformers(ranks: RankPool, folders: dict[str, Pa
     policy, batch = load_tokenizer(folders["policy"]), trajectories()
     inputs = load_reward_model(settings(folders[family]), policy)
     found = score_with_model(RUN, on_ranks(ranks, folders[family], world, sizes, cut), batch, inputs)
-    assert found.scores.dtype == np.float32 and not found.cut.any()
+    assert found.scores.dtype == np.float32 and not found.truncated.any()
     model = AutoModelForSequenceClassification.from_pretrained(folders[family], dtype=torch.float32).eval()
     expected = []
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_the_end_of_a_long_text_is_cut_off_and_told(folders: dict[str, Path]) ->
     )
     whole = [row["prompt_ids"] + row["response_ids"] for row in batch.to_pylist()]
     assert group.texts == [ids[:10] for ids in whole]
-    assert found.cut.tolist() == [len(ids) > 10 for ids in whole] and 0 < found.cut.sum() < 7
+    assert found.truncated.tolist() == [len(ids) > 10 for ids in whole] and 0 < found.truncated.sum() < 7
 
 
 def test_a_score_that_is_no_number_ends_the_run(folders: dict[str, Path]) -> None:

@@ -1,22 +1,91 @@
-"""What the controller tells the actor of a step's updates, and what it logs of them."""
+"""Log-probs, values and updates of a step: the calls of the ranks, and the metrics of their results."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.policy_loss import ClipCov, KLCov
 from megarl.config import TrainConfig, load_config, resolve
+from megarl.data.trajectories import Blocks, ragged
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.roles.model_roles import Role
-from megarl.trainer.stages.controls import make_controls
+from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.inputs import check_names
-from megarl.trainer.stages.updates import _update_metrics, learnt_of, policy_update, update
+from megarl.trainer.stages.nonfinite import NotFinite
+from megarl.trainer.stages.updates import (
+    _update_metrics,
+    evaluate_models,
+    learning_columns,
+    policy_update,
+    update,
+)
 from megarl.trainer.workers.dispatch import MicroBatching, Plans
+from tests.trainer.workers.test_dispatch import batch
+
+LAYOUT = ParallelLayout(world=2)
+CUT = MicroBatching(mini_batch_size=4, max_tokens=40, micro_batch_size=None)
+
+
+class Group:
+    """Two ranks, whose columns are of one number each; notes what is called."""
+
+    def __init__(self, **numbers):
+        self.numbers, self.calls = numbers, []
+
+    def call(self, method, table, *arguments):
+        self.calls.append(method)
+        if method == "compute_both_log_probs":
+            both = zip(*(self.columns(table, shares, name) for shares, name in
+                         zip(arguments, ("old_log_probs", "ref_log_probs"), strict=True)), strict=True)  # fmt: skip
+            return list(both)
+        return self.columns(table, arguments[0], arguments[1] if arguments[1:] else "values")
+
+    def columns(self, table, shares, name):
+        lengths = [len(ids) for ids in table["response_ids"]]
+        found = []
+        for share in shares:
+            rows = [row for micro in share for row in micro]
+            offsets = np.cumsum([0, *(lengths[row] for row in rows)])
+            found.append((rows, {name: (np.full(offsets[-1], self.numbers[name], np.float32), offsets)}))
+        return found
+
+
+def evaluated(actor, ref):
+    run = SimpleNamespace(put=lambda value: value, wait=lambda refs: refs, plans=Plans(), blocks=Blocks())
+    roles = SimpleNamespace(actor=Role(actor, LAYOUT, CUT), ref=Role(ref, LAYOUT, CUT), critic=None)
+    overrides = ["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"]
+    config = resolve(load_config(TrainConfig, "recipes/quickstart_ppo.yaml", overrides))
+    return evaluate_models(run, roles, batch([3, 1, 4, 1, 5, 9, 2, 6]), config, seed=1)
+
+
+def numbers(table):
+    return [set(ragged(table, name)[0].tolist()) for name in ("old_log_probs", "ref_log_probs")]
+
+
+def test_ranks_that_have_both_are_called_once_for_the_policy_and_the_reference():
+    both = Group(old_log_probs=-1.0, ref_log_probs=-2.0)
+    assert numbers(evaluated(both, both)) == [{-1.0}, {-2.0}]
+    assert both.calls == ["compute_both_log_probs"]
+
+
+def test_a_reference_on_ranks_of_its_own_is_called_itself():
+    actor, ref = Group(old_log_probs=-1.0), Group(ref_log_probs=-2.0)
+    assert numbers(evaluated(actor, ref)) == [{-1.0}, {-2.0}]
+    assert (actor.calls, ref.calls) == (["compute_log_probs"], ["compute_log_probs"])
+
+
+@pytest.mark.parametrize(("name", "role"), [("old_log_probs", "actor"), ("ref_log_probs", "ref")])
+def test_a_number_of_one_call_is_named_by_its_role(name, role):
+    both = Group(**{"old_log_probs": -1.0, "ref_log_probs": -2.0, name: float("nan")})
+    with pytest.raises(NotFinite, match=f"{name} of trajectory p0/0 is nan, computed by {role} rank"):
+        evaluated(both, both)
+
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart_ppo.yaml"
 ACTOR = "actor_rollout_ref.actor"
@@ -60,7 +129,7 @@ def test_only_columns_that_are_learnt_from_are_sent() -> None:
     always = {"uid", "prompt_ids", "response_ids", "response_mask", "advantages", "values", "returns"}
 
     def learnt(batch: pa.Table, *overrides: str) -> set[str]:
-        return set(learnt_of(batch, config(*overrides)).column_names)
+        return set(learning_columns(batch, config(*overrides)).column_names)
 
     assert learnt(batch) == always | {"old_log_probs"}
     assert learnt(batch.drop_columns("old_log_probs")) == always | {"rollout_log_probs"}
@@ -69,7 +138,7 @@ def test_only_columns_that_are_learnt_from_are_sent() -> None:
     assert learnt(batch, loss, f"{ACTOR}.kl_loss_type=full") == always | {"old_log_probs"}
 
 
-def test_what_is_selected_of_a_mini_batch() -> None:
+def test_the_tokens_selected_from_a_mini_batch() -> None:
     clip = update_of(
         config(f"{ACTOR}.policy_loss={{loss_mode: clip_cov, clip_cov_ratio: 0.1, clip_cov_lb: 2}}")
     )
@@ -100,7 +169,7 @@ def test_controls_follow_their_schedules_and_survive_a_resume() -> None:
     assert policy_update(settings, resumed, 0).options.clip_high == 0.1
 
 
-def test_what_is_logged_of_updates() -> None:
+def test_the_metrics_of_updates() -> None:
     first = {"actor/pg_loss": 0.2, "actor/tokens": 10.0, "actor/ppo_kl": 1.0, "grad_norm": 2.0, "lr": 1e-3}
     second = {"actor/pg_loss": 0.4, "actor/tokens": 30.0, "actor/ppo_kl": 3.0, "grad_norm": 4.0, "lr": 2e-3}
     metrics = _update_metrics("actor", [first, {**second, "stopped_early": 1.0}])
@@ -133,7 +202,7 @@ def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path) -> Non
         check("algorithm.adv_estimator=mine")
 
 
-class Group:
+class UpdateGroup:
     """A worker group that records what is called."""
 
     def __init__(self) -> None:
@@ -154,7 +223,7 @@ def test_the_actor_waits_out_the_critics_warm_up() -> None:
     )  # fmt: skip
     controls = make_controls(settings, num_steps=3)
     cut = MicroBatching(mini_batch_size=2, max_tokens=64, micro_batch_size=None)
-    groups = {name: Group() for name in ("actor", "critic")}
+    groups = {name: UpdateGroup() for name in ("actor", "critic")}
     roles = SimpleNamespace(
         **{name: Role(group, ParallelLayout(world=1), cut) for name, group in groups.items()},
         memory=SimpleNamespace(turns=lambda names: [("update", names)], held=lambda phase: nullcontext()),

@@ -20,7 +20,7 @@ from megarl.data.trajectories import ragged
 from megarl.megatron.build import local_parameters
 from megarl.trainer.stages.updates import _update_metrics
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
+from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate
 from tests.megatron.hf import make_table, save_model
 from tests.ranks import RankPool
 

@@ -26,7 +26,7 @@ from megarl.data.trajectories import (
 from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.completions import as_completed
 from megarl.rollout.engine import Generation, SamplingParams
-from megarl.trainer.run.verify import verify_greedy
+from megarl.trainer.run.export import verify_greedy
 from megarl.trainer.stages.scoring import join_scores
 from megarl.trainer.workers.engine import EngineWorker
 from megarl.trainer.workers.multi_turn import make_players, turns_spec

@@ -13,8 +13,7 @@ from megarl.data.trajectories import append_column, ragged, take
 from megarl.megatron.build import local_parameters
 from megarl.trainer.stages.nonfinite import COMPUTED, NotFinite, require_finite
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.dispatch import merge_columns
-from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
+from megarl.trainer.workers.dispatch import ModelSpec, PolicyUpdate, merge_columns
 from tests.megatron.hf import make_table, save_model
 from tests.ranks import RankPool
 

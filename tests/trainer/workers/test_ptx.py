@@ -21,9 +21,8 @@ from megarl.layout.grid import ParallelLayout
 from megarl.trainer.loops.ppo import epochs
 from megarl.trainer.stages.updates import _update_metrics
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.dispatch import MicroBatching, update_plan
+from megarl.trainer.workers.dispatch import MicroBatching, ModelSpec, PolicyUpdate, update_plan
 from megarl.trainer.workers.ptx import PtxUpdate, plan_ptx
-from megarl.trainer.workers.specs import ModelSpec, PolicyUpdate
 from megarl.weight_sync.layouts import megatron_layout
 from tests.megatron.hf import VOCAB, Rank, check_gradients, make_table, save_model
 from tests.ranks import RankPool

@@ -1,4 +1,4 @@
-"""Checkpoints as the controller has the ranks of a role save and load them: whole models, and adapters in two roles."""
+"""Checkpoints of a role's ranks: full models, and adapters in two roles."""
 
 import shutil
 from dataclasses import replace
@@ -16,10 +16,9 @@ from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.trainer.workers.actor import ActorWorker
-from megarl.trainer.workers.dispatch import forward_plan, update_plan
+from megarl.trainer.workers.dispatch import ModelSpec, forward_plan, update_plan
 from megarl.trainer.workers.model import ModelWorker
-from megarl.trainer.workers.shared_critic import ActorCriticWorker
-from megarl.trainer.workers.specs import ModelSpec
+from megarl.trainer.workers.scalar_heads import ActorCriticWorker
 from tests.megatron.hf import save_model
 from tests.ranks import RankPool
 from tests.trainer.test_lora import CRITIC_LORA, CUT, HOW, LORA, MEAN, assert_same, table

@@ -1,4 +1,4 @@
-"""A task beside the main thread: who hears of whose failure, and what is done where."""
+"""A background task: how failures reach the other thread, and where requested calls run."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megarl.cluster import Watch
-from megarl.trainer.schedule.background import Background, Ended, InterruptedWatch
+from megarl.trainer.schedule.concurrent_views import Background, Ended, InterruptedWatch
 
 
 @pytest.fixture(autouse=True)

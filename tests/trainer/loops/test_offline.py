@@ -1,10 +1,10 @@
-"""What `megarl replay` prints; real replays are in test_debugging_runs.py."""
+"""The output of `megarl replay`; real replays are in test_debugging_runs.py."""
 
 import io
 
 from rich.console import Console
 
-from megarl.trainer.loops.replay import print_comparison
+from megarl.trainer.loops.offline import print_comparison
 
 
 def printed(logged: dict[str, float] | None, found: dict[str, float]) -> tuple[bool, str]:

@@ -1,14 +1,29 @@
-"""The same run twice is the same run, bit for bit, also when requests and rewards take their time."""
+"""The rollout engines of a run: their configuration, deterministic responses, and news of a slow start."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megarl.config import RolloutConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import read_trajectories
-from megarl.trainer.roles import determinism
-from megarl.trainer.roles.determinism import is_deterministic
+from megarl.trainer.roles import engines as determinism
+from megarl.trainer.roles.engines import engine_config, is_deterministic, last_line, reporting_slow_start
 from tests.fixtures.runs import PPO, on, steps, succeed
 from tests.rollout.invariance import needs_invariance
+
+ROLLOUT = RolloutConfig(tensor_model_parallel_size=2, expert_parallel_size=1, nodes_per_engine=1)
+
+
+@pytest.mark.parametrize(("use_gpu", "device", "dtype", "seconds"), [(True, "cuda", "bfloat16", 1800), (False, "cpu", "float32", 300)])  # fmt: skip
+def test_a_start_on_gpus_may_compile_kernels(use_gpu: bool, device: str, dtype: str, seconds: float) -> None:
+    found = engine_config(ROLLOUT, "/model", 64, use_gpu=use_gpu, synced=True)
+    assert (found.device, found.dtype, found.start_timeout) == (device, dtype, seconds)
+    told = engine_config(replace(ROLLOUT, start_timeout=9.0), "/model", 64, use_gpu=use_gpu, synced=False)
+    assert (told.start_timeout, told.load_format) == (9.0, "auto")
+
 
 PLUGIN = """
 import asyncio
@@ -137,3 +152,25 @@ def test_a_cpu_that_cannot_is_asked_for_it_only_if_the_key_says_so(monkeypatch):
     monkeypatch.setattr(determinism, "obstacle", lambda: "its products round otherwise")
     assert not is_deterministic(RolloutConfig(), "cpu", "float32", adapters=False)
     assert is_deterministic(RolloutConfig(deterministic=True), "cpu", "float32", adapters=False)
+
+
+def test_the_last_line_of_a_log_is_said_until_the_start_is_over(tmp_path: Path) -> None:
+    log, said, enough = tmp_path / "rollout-rank0.log", [], threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        enough.set()
+
+    with reporting_slow_start(say, log, seconds=0.01):
+        assert not said  # there is no log yet
+        log.write_text("imported\nDeepGEMM warmup:  10%\rDeepGEMM warmup:  20%\r\n\n")
+        assert enough.wait(60)
+    assert said[0].endswith("s; rollout-rank0.log: DeepGEMM warmup:  20%")
+    assert "slow-start" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_line(log) == ""
+    log.write_bytes(b"x" * 100_000 + b"\n" + b"y" * 1000)
+    assert last_line(log) == "y" * 300

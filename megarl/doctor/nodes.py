@@ -1,12 +1,135 @@
-"""What is judged of a job's machines before it runs: facts in, findings out; nothing is started here."""
+"""The facts of a machine of the cluster, and findings about them for a job.
+
+`node_facts` runs on every node and imports little; `check_nodes` and `check_node` start nothing.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from megarl.doctor.facts import SHARED_MEMORY, NodeFacts
-from megarl.util.packages import KNOWN, PURPOSES, install_command
+import psutil
+
+from megarl.util.packages import KNOWN, PURPOSES, install_command, installed, pinned, requirements
+
+PACKAGES = (
+    "torch", "megatron-core", "sglang", "ray", "transformers", "pyarrow", "safetensors", "tensorboard",
+    "transformer-engine", "flash-attn", "sglang-kernel", "torch-memory-saver", "py-spy",
+)  # fmt: skip
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as reported by nvidia-smi; memory in bytes."""
+
+    name: str
+    driver: str
+    memory: int
+    used: int
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """The facts of one machine, in bytes and seconds.
+
+    Attributes:
+        versions: of installed packages, by name.
+        missing: packages of requirements/cpu.txt, which are also in requirements/gpu.txt, that are not installed.
+        cuda: the version that torch is built for; None: a build without CUDA, or no torch.
+        address: the address that the host's own name resolves to; None: none.
+        clock: seconds since the epoch.
+        shared_memory, disk: free bytes of /dev/shm (None: there is none) and of the run folder's file system.
+        probe: whether a file that another node wrote into the run folder can be read here.
+    """
+
+    host: str
+    address: str | None
+    python: str
+    versions: dict[str, str]
+    missing: tuple[str, ...]
+    cuda: str | None
+    gpus: tuple[Gpu, ...]
+    cores: int
+    memory: int
+    available: int
+    shared_memory: int | None
+    disk: int
+    open_files: int
+    clock: float
+    probe: bool
+
+
+def node_facts(folder: str, probe: str) -> NodeFacts:
+    """The facts of this machine.
+
+    Args:
+        folder: of the run, which exists on the node that asks.
+        probe: the name of a file in it.
+    """
+    memory = psutil.virtual_memory()
+    existing = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    return NodeFacts(
+        host=socket.gethostname(),
+        address=_resolved(socket.gethostname()),
+        python=platform.python_version(),
+        versions={name: found for name in PACKAGES if (found := installed(name)) is not None},
+        missing=tuple(name for name in pinned(requirements("cpu")) if installed(name) is None),
+        cuda=_cuda(),
+        gpus=gpus_here(),
+        cores=len(os.sched_getaffinity(0)),
+        memory=memory.total,
+        available=memory.available,
+        shared_memory=shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else None,
+        disk=shutil.disk_usage(existing).free,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        clock=time.time(),
+        probe=Path(folder, probe).is_file(),
+    )
+
+
+def _cuda() -> str | None:
+    """The CUDA version in torch's version.py, without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b.*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found[1] if found is not None else None
+
+
+def _resolved(host: str) -> str | None:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return None
+
+
+def gpus_here() -> tuple[Gpu, ...]:
+    """The GPUs of this machine, without initialising CUDA."""
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,memory.used",
+        "--format=csv,noheader,nounits",
+    ]
+    if shutil.which(query[0]) is None:
+        return ()
+    listed = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    if listed.returncode != 0:
+        return ()
+    rows = [line.split(", ") for line in listed.stdout.splitlines() if line.strip()]
+    return tuple(Gpu(name, driver, int(total) << 20, int(used) << 20) for name, driver, total, used in rows)
+
 
 GIB = 1 << 30
 OK, WARNING, FAILURE = "ok", "warning", "failure"
@@ -25,14 +148,14 @@ BUSY_GPU = 0.05
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of what `megarl doctor` says.
+    """A line of the table of `megarl doctor`.
 
     Attributes:
-        level: OK, WARNING (it may run, but worse) or FAILURE (it will not).
-        what: what was looked at.
-        found: what it is.
-        advice: what to do; empty where all is well.
-        command: that does it, where a command can.
+        level: OK, WARNING (the job may run, but worse) or FAILURE (it will not run).
+        what: the subject of the check.
+        found: its result.
+        advice: the remedy; empty where none is needed.
+        command: a command for the remedy, if there is one.
     """
 
     level: str
@@ -42,23 +165,23 @@ class Finding:
     command: str = ""
 
 
-def judge_nodes(
+def check_nodes(
     nodes: Sequence[NodeFacts], gpus_per_node: int | None, needed: dict[str, int]
 ) -> list[Finding]:
-    """All that can be told of the machines of a cluster.
+    """Findings about the machines of a cluster.
 
     Args:
-        gpus_per_node: that the job takes of each; None: it runs without GPUs.
+        gpus_per_node: GPUs of each machine that the job takes; None: it runs without GPUs.
         needed: bytes of "memory", "shared_memory" and "disk" that a node should have free at least.
     """
     found = list(_between(nodes))
     for node in nodes:
-        found += judge_node(node, gpus_per_node, needed)
+        found += check_node(node, gpus_per_node, needed)
     return found
 
 
-def judge_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> list[Finding]:
-    """What can be told of one machine by itself; arguments as of `judge_nodes`."""
+def check_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> list[Finding]:
+    """Findings about one machine by itself; arguments as of `check_nodes`."""
     on_gpus = gpus is not None
     return [
         *_packages(node, on_gpus),
@@ -70,7 +193,7 @@ def judge_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> lis
 
 
 def _between(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """What must be the same on all nodes."""
+    """Findings about facts that must be the same on all nodes."""
     first = nodes[0]
     for name in sorted({name for node in nodes for name in node.versions}):
         versions = {node.host: node.versions.get(name, "none") for node in nodes}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.trainer.workers.critic import scaled_value_loss
+from megarl.trainer.workers.scalar_heads import scaled_value_loss
 
 
 @pytest.mark.parametrize("vf_coef", [1.0, 0.1])

@@ -1,0 +1,160 @@
+"""The rollout engines of a run: their configuration, whether their responses are deterministic, and news of a slow start.
+
+Deterministic: responses depend on weights, prompt and seed alone, not on what else the engine is doing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megarl.config import RolloutConfig, TrainConfig
+from megarl.costs.phases import frees_engines
+from megarl.models import ModelConfig
+from megarl.rollout.engine import AdapterConfig, EngineConfig
+from megarl.sglang_cpu.batch_invariant import obstacle
+from megarl.trainer.roles.adapters import engine_adapters, served_adapters
+
+# Seconds: on a GPU the first start of a model compiles its kernels and captures graphs.
+_START_TIMEOUTS = {"cpu": 300.0, "cuda": 1800.0}
+
+
+def engine_config(
+    rollout: RolloutConfig,
+    model_path: str,
+    context_length: int,
+    *,
+    use_gpu: bool,
+    synced: bool,
+    releasable: bool = False,
+    adapters: AdapterConfig | None = None,
+) -> EngineConfig:
+    """
+    Args:
+        synced: whether it waits for weights; others serve those of the model folder.
+        releasable: whether its memory can be released.
+        adapters: the adapters that it serves next to the weights; None: none.
+    """
+    device, dtype = "cuda" if use_gpu else "cpu", rollout_dtype(rollout, use_gpu)
+    return EngineConfig(
+        model_path=model_path,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        expert_parallel_size=rollout.expert_parallel_size,
+        device=device,
+        dtype=dtype,
+        fp8_block=fp8_block(rollout),
+        load_format="dummy" if synced else "auto",
+        context_length=context_length,
+        max_num_seqs=rollout.max_num_seqs,
+        max_total_tokens=rollout.max_total_tokens,
+        enable_memory_saver=releasable,
+        allow_unknown_version=rollout.allow_unknown_version,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        seed=rollout.seed,
+        start_timeout=rollout.start_timeout or _START_TIMEOUTS[device],
+        request_timeout=rollout.request_timeout,
+        stop_token_ids=rollout.stop_token_ids,
+        adapters=adapters,
+        deterministic=is_deterministic(rollout, device, dtype, adapters is not None),
+    )
+
+
+def gpu_engine(config: TrainConfig, model: ModelConfig) -> EngineConfig:
+    """An engine of a resolved training run on GPUs."""
+    policy, data = config.actor_rollout_ref, config.data
+    freed = frees_engines(config, config.resource_pools)
+    adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
+    return engine_config(
+        policy.rollout,
+        policy.model.path,
+        data.max_prompt_length + data.max_response_length,
+        use_gpu=True,
+        synced=True,
+        releasable=freed,
+        adapters=engine_adapters(model, adapters) if adapters is not None else None,
+    )
+
+
+def rollout_dtype(rollout: RolloutConfig, use_gpu: bool) -> str:
+    """The dtype that the engines hold: the configured one, or the machine's own."""
+    return rollout.dtype or ("bfloat16" if use_gpu else "float32")
+
+
+def fp8_block(rollout: RolloutConfig) -> tuple[int, int] | None:
+    """The blocks in which the engines hold weights in float8; None: they do not."""
+    return rollout.quantization_block_size if rollout.quantization == "fp8" else None
+
+
+KEY = "rollout.deterministic"
+
+
+def is_deterministic(rollout: RolloutConfig, device: str, dtype: str, adapters: bool) -> bool:
+    """The value of `rollout.deterministic`; where it is None, true if determinism costs little: on a CPU in float32 whose matrix
+    products can be made batch invariant.
+
+    Args:
+        device, dtype: of the engines.
+        adapters: whether they serve adapters next to the weights.
+
+    Raises:
+        ValueError: it is true, and these engines cannot do it.
+    """
+    if rollout.deterministic is False:
+        return False
+    if rollout.deterministic is None:
+        return (device, dtype) == ("cpu", "float32") and obstacle() is None
+    reason = None
+    if device == "cpu":
+        if dtype != "float32":
+            reason = f"on a CPU torch rounds products in {dtype} by their sizes; set rollout.dtype=float32"
+    elif rollout.quantization is not None:
+        reason = (
+            f"SGLang chooses its kernels for rollout.quantization={rollout.quantization} by the size of a batch; "
+            "leave the quantization out"
+        )
+    elif adapters:
+        reason = "SGLang does not promise it of its kernels for adapters; set rollout.lora_sync=merged"
+    if reason is not None:
+        raise ValueError(f"{KEY}=true: {reason} (or leave {KEY} out)")
+    return True
+
+
+SECONDS = 60.0
+_LONGEST = 300  # characters of a line
+_END = 1 << 14  # bytes of a log that are read
+
+
+@contextmanager
+def reporting_slow_start(say: Callable[[str], None], log: Path, seconds: float = SECONDS) -> Iterator[None]:
+    """Print the last line of `log` every so many seconds during the block, if the file is on this machine and not empty."""
+    over = threading.Event()
+
+    def tell() -> None:
+        waited = 0.0
+        while not over.wait(seconds):
+            waited += seconds
+            line = last_line(log)
+            if line:
+                say(f"  {waited:.0f} s; {log.name}: {line}")
+
+    thread = threading.Thread(target=tell, name="slow-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log in which progress bars overwrite themselves; empty: there is none."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _END))
+        text = file.read().decode(errors="replace")
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
+    return next((line for line in reversed(lines) if line), "")[:_LONGEST]

@@ -1,0 +1,166 @@
+"""The ranks of supervised training: fine-tuning, training of a reward model, direct preference optimization."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.preference import dpo_loss, dpo_metrics, preference_loss, preference_metrics
+from megarl.cluster.ranks import RankInfo
+from megarl.config import DPOLossConfig
+from megarl.data.preferences import chats_of, ranking_lengths, texts_of
+from megarl.megatron.build import unwrap
+from megarl.megatron.heads import value_head
+from megarl.megatron.packing import PackedBatch
+from megarl.megatron.parallel import context_parallel_group
+from megarl.megatron.sequences import sequence_ids, sum_over_ranks, text_values
+from megarl.megatron.step import forward_only
+from megarl.models.table import VALUE_HEAD
+from megarl.models.weight_files import stored_tensors
+from megarl.trainer.workers.dispatch import ModelSpec, compared_chats, compared_texts
+from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
+from megarl.trainer.workers.scalar_heads import RewardModelWorker
+
+
+class SFTWorker(ModelWorker):
+    """A rank of the model that is fine-tuned."""
+
+    def train_examples(self, table: pa.Table, shares: list[Share], num_learnt: int) -> dict[str, float]:
+        """One optimizer step on the negative log-likelihood, a mean over the `num_learnt` tokens of all ranks."""
+
+        def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            total = -torch.where(batch.mask, output[:, 0], 0.0).sum()
+            return total / num_learnt, {"loss": total.double(), "tokens": batch.mask.sum().double()}
+
+        share = shares[self.coords.dp]
+        result = self.train(self.pack_examples(table, share), self.lm_head(), loss)
+        assert result.stats["tokens"] == num_learnt, (result.stats, num_learnt)
+        return {
+            "train/loss": result.stats["loss"] / num_learnt,
+            **{f"train/{name}": value for name, value in result.numbers().items()},
+            "perf/tokens": float(sum(len(ids) for ids in table["input_ids"])),
+        }
+
+    def sum_losses(self, table: pa.Table, shares: list[Share]) -> float | None:
+        """The summed negative log-likelihood of this data parallel rank's examples; None on all but one rank."""
+        batches = self.pack_examples(table, shares[self.coords.dp])
+        outputs = forward_only(unwrap(self.chunks), batches, self.lm_head())
+        if self.coords.pp != self.layout.pp - 1:
+            return None
+        total = torch.stack(
+            [-output[:, 0][batch.mask].sum() for output, batch in zip(outputs, batches, strict=True)]
+        )
+        total = total.double().sum()
+        if self.layout.cp > 1:
+            torch.distributed.all_reduce(total, group=context_parallel_group())
+        return None if self.coords.tp or self.coords.cp else float(total)
+
+
+class RMWorker(RewardModelWorker):
+    """A rank of the reward model.
+
+    `head_init`: "zeros" or "normal"; how the head begins that the model's folder does not have.
+    """
+
+    def __init__(self, info: RankInfo, spec: ModelSpec, head_init: str) -> None:
+        self.head_init = head_init
+        super().__init__(info, spec)
+
+    def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
+        chunks = super().load(path, head, trainable=trainable)
+        new = VALUE_HEAD not in stored_tensors(path)
+        if new and self.head_init == "zeros" and hasattr(chunks[-1], "value_head"):
+            chunks[-1].value_head.weight.data.zero_()
+        return chunks
+
+    def train_rankings(self, table: pa.Table, shares: list[Share]) -> dict[str, float]:
+        """One optimizer step on the loss of all rankings of the table (`PREFERENCE_SCHEMA`).
+
+        Args:
+            shares: rows of the table; the texts of a ranking are in one micro-batch.
+        """
+        share = shares[self.coords.dp]
+        texts = [texts_of(table, rows) for rows in share]
+        batches = [self.pack_texts(micro, [list(range(micro.num_rows))])[0] for micro in texts]
+        # The schedule decides the order of micro-batches; the loss finds the pairs of each by its object.
+        compared = {batch: compared_texts(table, rows) for batch, rows in zip(batches, share, strict=True)}
+        cp = self.layout.cp
+        group = context_parallel_group() if cp > 1 else None
+
+        def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            pairs, margins = compared[batch]
+            rewards = text_values(output, batch, group)
+            total, sums = preference_loss(
+                rewards, pairs.to(rewards.device), margins.to(rewards.device), table.num_rows
+            )
+            # Every context parallel rank computes the full loss, and their gradients are summed.
+            return total / cp, {name: value / cp for name, value in sums.items()}
+
+        result = self.train(batches, value_head, loss)
+        metrics = {**preference_metrics(result.stats, table.num_rows), **result.numbers()}
+        return {
+            **{f"train/{name}": value for name, value in metrics.items()},
+            "perf/tokens": float(ranking_lengths(table).sum()),
+        }
+
+
+class DPOWorker(ModelWorker):
+    """A rank of the policy."""
+
+    def token_log_probs(self, table: pa.Table, shares: list[Share]) -> RowColumns | None:
+        """The policy's log-probs of each chat's tokens but the first as column `log_probs`; 0 on tokens that are not trained on."""
+        share = shares[self.coords.dp]
+        return self.forward_columns(
+            self.chunks, self.pack_examples(table, share), share, self.lm_head(), ["log_probs"]
+        )
+
+    def train_preferences(self, table: pa.Table, shares: list[Share], how: DPOLossConfig) -> dict[str, float]:
+        """One optimizer step on the loss of all rankings of the table.
+
+        Args:
+            table: `PREFERENCE_CHAT_SCHEMA`, and `ref_log_probs`: of each chat its reference's log-prob.
+            shares: rows of the table; the chats of a ranking are in one micro-batch.
+        """
+        share = shares[self.coords.dp]
+        chats = [chats_of(table, rows) for rows in share]
+        batches = [self.pack_examples(micro, [list(range(micro.num_rows))])[0] for micro in chats]
+        # The schedule decides the order of micro-batches; the loss finds the pairs of each by its object.
+        compared = {batch: compared_chats(table, rows) for batch, rows in zip(batches, share, strict=True)}
+        cp = self.layout.cp
+        group = context_parallel_group() if cp > 1 else None
+
+        def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            pairs, reference = compared[batch]
+            log_ratios = chat_log_probs(output[:, 0], batch, group) - reference.to(output.device)
+            total, sums = dpo_loss(
+                log_ratios,
+                pairs.to(output.device),
+                table.num_rows,
+                how.beta,
+                how.label_smoothing,
+                how.loss_type,
+            )
+            # Every context parallel rank computes the full loss, and their gradients are summed.
+            return total / cp, {name: value / cp for name, value in sums.items()}
+
+        result = self.train(batches, self.lm_head(), loss)
+        metrics = {**dpo_metrics(result.stats, table.num_rows), **result.numbers()}
+        return {
+            **{f"train/{name}": value for name, value in metrics.items()},
+            "perf/tokens": float(ranking_lengths(table).sum()),
+        }
+
+
+def chat_log_probs(
+    log_probs: torch.Tensor, batch: PackedBatch, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """The log-prob of the trained tokens of each chat, on every context parallel rank: [chats].
+
+    Args:
+        log_probs: [tokens] of this rank.
+        group: the context parallel group; None: there is one rank.
+    """
+    learnt = torch.where(batch.mask, log_probs, 0.0)
+    sums = learnt.new_zeros(len(batch.lengths)).index_add(0, sequence_ids(batch), learnt)
+    return sums if group is None else sum_over_ranks(sums, group)

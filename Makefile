@@ -37,9 +37,7 @@ $(STAMP): requirements/runtime.txt requirements/cpu.txt requirements/dev.txt req
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py
 
-test: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+test: lint
 	$(BIN)/python -m tests.run_all
 
 # On a machine with CUDA, in the environment that the GPU image has (docs/gpu.md): nothing is installed. STEPS=engine,sync
@@ -52,6 +50,7 @@ gpu-test:
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

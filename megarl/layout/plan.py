@@ -15,7 +15,7 @@ are written out for the ranks that are asked for.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.layout.account import LINKS, Account
 from megarl.layout.boxes import Box
@@ -211,7 +211,7 @@ class Plan:
                 )
 
 
-def _first(pair: tuple) -> object:
+def _first(pair: tuple[Any, ...]) -> Any:
     return pair[0]
 
 

@@ -30,5 +30,8 @@ def served_padding(config: ModelConfig, engines: EngineLayout, rank: int, lora: 
 
 
 def _beside(weights: Layout, adapters: Callable[[Sequence[Piece]], list[Piece]]) -> Layout:
-    shards = tuple(Shard(shard.ranks, lambda shard=shard: adapters(shard.pieces)) for shard in weights.shards)
+    def with_adapters(shard: Shard) -> Shard:
+        return Shard(shard.ranks, lambda: adapters(shard.pieces))
+
+    shards = tuple(with_adapters(shard) for shard in weights.shards)
     return replace(weights, name=f"{weights.name} adapters", shards=shards)

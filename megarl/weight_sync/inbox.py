@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -108,7 +109,7 @@ class Inbox:
 def call(address: Address, target: int, transport: str, timeout: float) -> Line:
     """Connect to a trainer rank, and say who is there."""
     peer = f"trainer rank {address.rank}"
-    place = (address.host, address.port) if transport == P2P else address.socket
+    place: Any = (address.host, address.port) if transport == P2P else address.socket
     try:
         if transport == P2P:
             connection = socket.create_connection(place, timeout)

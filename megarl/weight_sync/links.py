@@ -20,10 +20,10 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
 from megarl.util import nccl
 
@@ -154,9 +154,10 @@ class LineStore(Store):
         self._line = line
         self._known: dict[str, bytes] = {}
 
-    def set(self, key: str, value: bytes) -> None:
-        self._known[key] = value
-        self._line.send(_SIZES.pack(len(key), len(value)) + key.encode() + value)
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        self._known[key] = data
+        self._line.send(_SIZES.pack(len(key), len(data)) + key.encode() + data)
 
     def get(self, key: str) -> bytes:
         while key not in self._known:
@@ -185,9 +186,7 @@ class Pair:
         with naming_peer(self.peer, self.timeout):
             if device != "cpu":
                 agree(self._store, end, self.peer, nccl.settings(os.environ))
-            self._group: ProcessGroup | None = _pair_group(
-                self._store, end, device, timedelta(seconds=self.timeout)
-            )
+            self._group = _pair_group(self._store, end, device, timedelta(seconds=self.timeout))
         if device != "cpu":
             place = torch.device(device, torch.cuda.current_device())
             line.while_peer_lives(lambda: self._group.eager_connect_single_device(place))
@@ -243,7 +242,7 @@ def agree(store: Store, end: int, peer: str, here: dict[str, str]) -> None:
     Raises:
         LinkError: they would make their buffers in different ways.
     """
-    store.set(f"environment of end {end}", json.dumps(here).encode())
+    store.set(f"environment of end {end}", json.dumps(here))
     there = json.loads(store.get(f"environment of end {1 - end}"))
     if found := nccl.disagreement(here, there):
         raise LinkError(
@@ -251,7 +250,8 @@ def agree(store: Store, end: int, peer: str, here: dict[str, str]) -> None:
         )
 
 
-def _pair_group(store: Store, end: int, device: str, timeout: timedelta) -> ProcessGroup:
+def _pair_group(store: Store, end: int, device: str, timeout: timedelta) -> Any:
+    """A process group of torch's backend itself, whose `send` and `recv` torch's stubs leave out."""
     if device == "cpu":
         return torch.distributed.ProcessGroupGloo(store, end, 2, timeout)
     options = torch.distributed.ProcessGroupNCCL.Options()

@@ -98,7 +98,7 @@ def read_values(parameter: torch.Tensor, box: Box, block: Block, out: torch.Tens
 
     The box may cut blocks, which the weight has from its first row and column on: their scale is that of all of them.
     """
-    rows, columns = (_whole_blocks(*ends, step) for *ends, step in _ends(parameter, box, block))
+    rows, columns = (_whole_blocks(*ends) for ends in _ends(parameter, box, block))
     row, column = (first - whole.start for first, whole in zip(box.start, (rows, columns), strict=True))
 
     def strip(values: torch.Tensor, scales: torch.Tensor, first: int) -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.layout.boxes import Box
 from megarl.weight_sync.adapter_slot import Slot, has_slot
 from megarl.weight_sync.binding import (
     RefusedError,
@@ -253,7 +254,8 @@ class Receiver:
         return self._find_views()
 
     def _find_views(self) -> RefusedError | None:
-        share, written, targets = self._share, {}, self._targets()
+        share, targets = self._share, self._targets()
+        written: dict[str, list[Box]] = {}
         adapters = self._slot.tensors if self._slot is not None else {}
         try:
             self._views = [

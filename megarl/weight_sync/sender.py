@@ -76,8 +76,8 @@ class Outbox:
             slots: this process's; None: an outbox that is its only one makes them, and gives them up when it closes.
         """
         self._share, self._device, self._timeout = share, device, timeout
-        self._own_slots = Slots(device) if slots is None else None
-        self._memory = slots if slots is not None else self._own_slots
+        self._memory = slots if slots is not None else Slots(device)
+        self._own_slots = self._memory if slots is None else None
         self._closed = False
         self._lines: dict[int, Line] = {}
         self._pairs: dict[int, Pair] = {}
@@ -164,8 +164,10 @@ class Outbox:
     def close(self) -> None:
         """Give up all links; engine ranks that wait notice."""
         self._closed = True
-        for link in (*self._lines.values(), *self._pairs.values()):
-            link.close()
+        for line in self._lines.values():
+            line.close()
+        for pair in self._pairs.values():
+            pair.close()
         self._near.close()
         self._path.unlink(missing_ok=True)
         if self._far is not None:
@@ -180,6 +182,7 @@ class Outbox:
             rank, line = self._accept(self._near, [peer for peer in self._mapping if peer not in self._lines])
             self._lines[rank] = line
         while len(self._pairs) < len(self._remote):
+            assert self._far is not None, "it listens where there are remote engine ranks"
             rank, line = self._accept(self._far, [peer for peer in self._remote if peer not in self._pairs])
             self._pairs[rank] = Pair(line, 0, self._device)
 
@@ -280,6 +283,7 @@ def fill(
         if item.reading == CONVERT:
             part.copy_(source[item.box.slices])
         else:
+            assert fp8_block is not None, "a share that quantises has the size of its blocks"
             READ[item.reading](source, item.box, fp8_block, part)
         del source  # it may have been made for this slice: gone before the next one is
         found.append(checksum(part))

@@ -11,6 +11,7 @@ version after the first begins with them.
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -136,12 +137,13 @@ class SyncPlan:
             for source, target in sorted(routes):
                 if (source, target) not in transports:
                     transports[source, target] = self._transport(source, target)
-                leaving, arriving = self._slices(routes[source, target])
-                parcel = Parcel(target, filled[source], leaving)
+                sent, received = self._slices(routes[source, target])
+                parcel = Parcel(target, filled[source], sent)
                 sources.add(source, bucket, parcel)
-                targets.add(target, bucket, Parcel(source, filled[source], arriving))
+                targets.add(target, bucket, Parcel(source, filled[source], received))
                 filled[source] += parcel.nbytes
-        ways_out, ways_in = defaultdict(dict), defaultdict(dict)
+        ways_out: dict[int, dict[int, str]] = defaultdict(dict)
+        ways_in: dict[int, dict[int, str]] = defaultdict(dict)
         for (source, target), transport in transports.items():
             ways_out[source][target] = ways_in[target][source] = transport
         leaving = [
@@ -229,7 +231,7 @@ class SyncPlan:
         here = self.source_places[source] if self.source_places is not None else None
         there = self.target_places[target] if self.target_places is not None else None
         known, cuda = here is not None and there is not None, self.device == "cuda"
-        same_node = known and here.node == there.node
+        same_node = here is not None and there is not None and here.node == there.node
         # A process maps memory of the GPUs that it sees, and an engine's process may not see the trainer's others.
         near = here == there if cuda and known else same_node
         mapped = IPC if cuda else SHARED
@@ -254,5 +256,5 @@ class _Ends:
     def add(self, rank: int, bucket: int, parcel: Parcel) -> None:
         self._buckets[rank][bucket].append(parcel)
 
-    def share(self, rank: int, transports: dict[int, str], **more: object) -> SyncShare:
+    def share(self, rank: int, transports: dict[int, str], **more: Any) -> SyncShare:
         return SyncShare(rank, transports, tuple(tuple(parcels) for parcels in self._buckets[rank]), **more)

@@ -10,7 +10,15 @@ from math import prod
 
 from megarl.config.loading.problems import did_you_mean
 from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, resolve
-from megarl.config.schema.commands import ActorConfig, CriticConfig, EvalConfig, MegatronConfig, TrainConfig
+from megarl.config.schema.commands import (
+    ActorConfig,
+    CriticConfig,
+    EvalConfig,
+    MegatronConfig,
+    RefConfig,
+    TrainConfig,
+)
+from megarl.config.schema.rewards import RewardModelConfig
 from megarl.config.schema.sections import PoolConfig, RolloutConfig
 from megarl.config.schema.supervised import TuningConfig
 
@@ -97,7 +105,9 @@ def _roles(config: TrainConfig | TuningConfig) -> list[_Role]:
             _Role("", config.megatron, GLOBAL_POOL, config.trainer.nnodes * config.trainer.n_gpus_per_node)
         ]
     policy = config.actor_rollout_ref
-    sections = {f"{_POLICY}.actor": policy.actor}
+    sections: dict[str, ActorConfig | RefConfig | CriticConfig | RewardModelConfig] = {
+        f"{_POLICY}.actor": policy.actor
+    }
     if needs_reference(config):
         sections[f"{_POLICY}.ref"] = policy.ref
     if config.critic is not None:
@@ -186,6 +196,7 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
             config.data.max_length,
         )
         yield from _share_problems(f"data.train_batch_size={size}", size, roles[""])
+        assert tokens is not None, "resolved"
         if tokens < longest:
             yield f"max_token_len_per_gpu={tokens} is less than data.max_length={longest}: a long example would not fit"
         return
@@ -201,8 +212,8 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
             )
     if config.data.ptx is not None:
         texts, tokens = config.data.ptx, actor.ppo_max_token_len_per_gpu
-        size = f"data.ptx.batch_size={texts.batch_size}"
-        yield from _share_problems(size, texts.batch_size, roles[f"{_POLICY}.actor"])
+        batch = f"data.ptx.batch_size={texts.batch_size}"
+        yield from _share_problems(batch, texts.batch_size, roles[f"{_POLICY}.actor"])
         if tokens is not None and tokens < texts.max_length:
             yield (
                 f"{_POLICY}.actor.ppo_max_token_len_per_gpu={tokens} is less than data.ptx.max_length={texts.max_length}: "

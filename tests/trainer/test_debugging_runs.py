@@ -109,7 +109,7 @@ def test_what_cannot_be_replayed(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_halves_make_a_whole(whole: Path, task: Path, tmp_path: Path) -> None:
+def test_generation_alone_and_training_alone_make_a_run(whole: Path, task: Path, tmp_path: Path) -> None:
     """Trajectories that are generated alone, and training on them alone: both as in a run that does both."""
     one = ("trainer.total_training_steps=1", "trainer.test_freq=-1")
     generating = ("trainer.rollout_only=true", "trainer.save_freq=-1")

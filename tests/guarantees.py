@@ -1,4 +1,4 @@
-"""Guarantees that docstrings of modules state, and the table of docs/contributing.md that names the tests of each.
+"""Guarantees that docstrings of modules and classes state, and the table of docs/contributing.md that names the tests of each.
 
     python -m tests.guarantees
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "contributing.md"
 NO_TEST = "no test"
 _HEADER = re.compile(
-    r"(?:^|\. )(?:Guarantees?\b|Promises\b|What (?:the|this) room promises|What a page guarantees)[^:\n]*:",
+    r"(?:^|\. )(?:(?:Further g|G)uarantees?\b|Promises\b|What (?:the|this) room promises|What a page guarantees)[^:\n]*:",
     re.MULTILINE,
 )
 _OF_ANOTHER_KIND = re.compile(r"(?:It )?must not know|It knows nothing", re.IGNORECASE)
@@ -40,13 +40,15 @@ class Row(NamedTuple):
 
 
 def stated() -> list[Guarantee]:
-    """All guarantees in docstrings of modules, by module."""
+    """All guarantees in docstrings of modules and classes, by module."""
     found = []
     for path in sorted((ROOT / "megarl").rglob("*.py")):
         source = path.read_text()
-        if _HEADER.search(source):
-            docstring = ast.get_docstring(ast.parse(source)) or ""
-            found += [Guarantee(str(path.relative_to(ROOT)), text) for text in guarantees_in(docstring)]
+        if re.search("guarantee|promise", source, re.IGNORECASE):
+            tree = ast.parse(source)
+            for node in (tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))):
+                texts = guarantees_in(ast.get_docstring(node) or "")
+                found += [Guarantee(str(path.relative_to(ROOT)), text) for text in texts]
     return found
 
 

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megarl"
 MAX_LINES = 700
+SCREEN = 60  # lines
 
 # docs/architecture.md shows the same table to readers. A room imports only from rooms on floors below its own; a folder within a room
 # that has no floor of its own belongs to it.
@@ -123,6 +124,13 @@ def room_imported(name: str) -> str | None:
     return _room(parts[1:])
 
 
+def test_trackers_are_imported_by_the_name_that_a_configuration_has() -> None:
+    """Never by a statement, so that those that are not named are not loaded."""
+    imported = {name.split(".")[0] for path in modules() for _, name in imports_of(path)}
+    assert not imported & {"wandb", "mlflow", "swanlab"}
+    assert "rich" in imported  # or this test has not looked
+
+
 def test_every_room_has_a_floor() -> None:
     rooms = {room_of(path) for path in modules()} - {"__init__", "trainer"}
     assert rooms <= set(FLOORS)
@@ -163,6 +171,18 @@ def test_files_are_short() -> None:
     ]
     counts = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
     assert {name: count for name, count in counts.items() if count > MAX_LINES} == {}
+
+
+def test_a_loop_fits_a_screen() -> None:
+    files = sorted((PACKAGE / "trainer" / "loops").glob("*.py"))
+    functions = [
+        (f"{file.name}: {node.name}", node.end_lineno - node.lineno + 1)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+    ]
+    assert len(functions) > 20  # or this test has not looked
+    assert {name: lines for name, lines in functions if lines > SCREEN} == {}
 
 
 def test_no_folder_is_crowded() -> None:

@@ -37,9 +37,7 @@ $(STAMP): requirements/runtime.txt requirements/cpu.txt requirements/dev.txt req
 demo: $(STAMP)
 	$(BIN)/python tools/demo.py
 
-test: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+test: lint
 	$(BIN)/python -m tests.run_all
 
 # The site of docs/ (mkdocs.yml) into outputs/site; a broken link, or a page that is missing in the navigation, is an error.
@@ -56,6 +54,7 @@ gpu-test:
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -71,7 +71,7 @@ CORE = [
     "sentencepiece",
 ]
 ROLLOUT = ["sglang==0.5.21"]
-DEV = ["ruff==0.17.5", "pytest==9.2.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15"]
+DEV = ["ruff==0.17.5", "mypy==2.4.1", "pytest==9.2.0", "pytest-timeout==2.4.0", "hypothesis==6.170.15"]
 
 setup(
     name="megarl",

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megarl"
 MAX_LINES = 700
+SCREEN = 60  # lines
 
 # docs/architecture.md shows the same table to readers. A room imports only from rooms on floors below its own; a folder within a room
 # that has no floor of its own belongs to it.
@@ -123,6 +124,13 @@ def room_imported(name: str) -> str | None:
     return _room(parts[1:])
 
 
+def test_trackers_are_imported_by_the_name_that_a_configuration_has() -> None:
+    """Never by a statement, so that those that are not named are not loaded."""
+    imported = {name.split(".")[0] for path in modules() for _, name in imports_of(path)}
+    assert not imported & {"wandb", "mlflow", "swanlab"}
+    assert "rich" in imported  # or this test has not looked
+
+
 def test_every_room_has_a_floor() -> None:
     rooms = {room_of(path) for path in modules()} - {"__init__", "trainer"}
     assert rooms <= set(FLOORS)
@@ -163,6 +171,18 @@ def test_files_are_short() -> None:
     ]
     counts = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
     assert {name: count for name, count in counts.items() if count > MAX_LINES} == {}
+
+
+def test_a_loop_fits_a_screen() -> None:
+    files = sorted((PACKAGE / "trainer" / "loops").glob("*.py"))
+    functions = [
+        (f"{file.name}: {node.name}", node.end_lineno - node.lineno + 1)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+    ]
+    assert len(functions) > 20  # or this test has not looked
+    assert {name: lines for name, lines in functions if lines > SCREEN} == {}
 
 
 def test_no_folder_is_crowded() -> None:
@@ -286,3 +306,98 @@ def test_dockerfile_and_setup_name_the_pins_of_the_gpu_image() -> None:
     assert "megatron-core" in core
     assert {name: version for name, version in core.items() if gpu.get(name) != version} == {}
     assert pins("gpu.in").items() <= gpu.items()
+
+
+# Words that docs/glossary.md replaces by the field's. A trailing or leading underscore, upper case and word breaks do not count.
+BANNED_PARTS = {"blame", "dumped", "halves", "nursery", "nurseries", "parcel", "premises", "under_way"}
+BANNED_NAMES = {"beside", "foreign", "garbage", "kinds", "tuning"}  # of modules, classes and functions
+BANNED_MODULES = {"texts"}
+BANNED_CLASSES = {"asked", "cut", "held", "line", "look", "pair", "seen", "sending", "whole"}
+# The two halves of a head that rotary embeddings turn are called so everywhere.
+ROTARY = {
+    "rotates_halves",
+    "turns_halves",
+    "test_interleaved_pairs_are_put_in_halves_and_scaled",
+}
+# Names that are still to be replaced; none may be added.
+TO_REPLACE = {
+    "Asked",
+    "Line",
+    "Look",
+    "Pair",
+    "Parcel",
+    "Premises",
+    "Seen",
+    "Sending",
+    "UnderWay",
+    "Whole",
+    "_Cut",
+    "_Held",
+    "_beside",
+    "_dumped",
+    "_kinds",
+    "_make_premises",
+    "beside",
+    "blame",
+    "halves_problems",
+    "kinds",
+    "load_under_way",
+    "nurseries",
+    "nursery",
+    "open_premises",
+    "premises_of",
+    "save_under_way",
+    "start_nursery",
+    "test_a_run_has_nurseries_for_what_it_starts",
+    "test_both_halves_work_at_once_and_the_wait_is_told",
+    "test_halves_that_work_at_the_same_time",
+    "test_premises_end_with_a_controller_that_is_killed",
+    "test_premises_have_a_nursery_for_each_kind_and_end_whole",
+    "test_without_a_nursery_ranks_make_their_imports_themselves",
+    "two_halves",
+    "under_way",
+}
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
+
+
+def is_banned(kind: str, name: str) -> bool:
+    """`kind`: "module", "class" or "function"."""
+    name = snake_case(name)
+    plain = name.removeprefix("test_") if kind == "module" else name
+    whole_names = BANNED_NAMES | {"module": BANNED_MODULES, "class": BANNED_CLASSES}.get(kind, set())
+    return plain in whole_names or any(f"_{part}_" in f"_{name}_" for part in BANNED_PARTS)
+
+
+def names_of(path: Path) -> Iterator[tuple[str, str]]:
+    """(kind, name) of a module, or of the folder that it makes a package, and of what it defines."""
+    yield "module", path.parent.name if path.name == "__init__.py" else path.stem
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef):
+            yield "class", node.name
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield "function", node.name
+
+
+def test_names_are_the_words_of_the_glossary() -> None:
+    """docs/glossary.md says which words are not used and what takes their place."""
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (*modules(), *sorted((ROOT / "tests").rglob("*.py")))
+        for kind, name in names_of(path)
+        if is_banned(kind, name) and name not in ROTARY | TO_REPLACE
+    }
+    assert found == set()
+
+
+def test_the_glossary_has_every_banned_word() -> None:
+    _, _, table = (ROOT / "docs/glossary.md").read_text().partition("## Words that are not used")
+    said = {
+        word.lower()
+        for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+        for word in re.findall(r"\w+", row)
+    }
+    banned = BANNED_PARTS | BANNED_NAMES | BANNED_MODULES | BANNED_CLASSES
+    assert {word for part in banned - {"nurseries"} for word in part.split("_")} <= said

@@ -196,16 +196,17 @@ def kl_loss(log_probs: Tensor, tokens: PolicyTokens, kind: str) -> tuple[Tensor,
 def _without_masked(tokens: PolicyTokens) -> PolicyTokens:
     """The inputs of the policy loss with 0 on masked tokens: multiplied by 0 a NaN would stay one."""
 
-    def clean(x: Tensor | None) -> Tensor | None:
-        return None if x is None else torch.where(tokens.mask, x, x.new_zeros(()))
+    def clean(x: Tensor) -> Tensor:
+        return torch.where(tokens.mask, x, x.new_zeros(()))
 
+    weights, selected = tokens.rollout_is_weights, tokens.selected
     return replace(
         tokens,
         weights=clean(tokens.weights),
         old_log_probs=clean(tokens.old_log_probs),
         advantages=clean(tokens.advantages),
-        rollout_is_weights=clean(tokens.rollout_is_weights),
-        selected=clean(tokens.selected),
+        rollout_is_weights=None if weights is None else clean(weights),
+        selected=None if selected is None else clean(selected),
     )
 
 

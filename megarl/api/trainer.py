@@ -29,6 +29,7 @@ from megarl.trainer.health.monitor import start_monitor, watch
 from megarl.trainer.loops.ppo import collect, epochs, learn
 from megarl.trainer.roles.roles import policy_checkpoints, start_roles
 from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.checkpoints import Stateful
 from megarl.trainer.run.export import ADAPTER_FOLDER, export_hf
 from megarl.trainer.run.facts import model_text
 from megarl.trainer.run.preemption import ending_at_once
@@ -326,7 +327,7 @@ class Trainer:
             self._ptx_batches = epochs(ptx) if ptx is not None else None
             self._controls = make_controls(self.config, num_steps)
             self._monitor = start_monitor(self._run, self.config, self._controls)
-            parts = {
+            parts: dict[str, Stateful | None] = {
                 "controls": self._controls,
                 "monitor": self._monitor,
                 "prompts": self.collector.supply,

@@ -113,6 +113,7 @@ def resolve_batches(config: TrainConfig | TuningConfig) -> BatchPlan | TuningBat
 def batch_table(plan: BatchPlan | TuningBatchPlan) -> list[tuple[str, ...]]:
     """Roles, their devices, layouts, optimizer steps of a step and sizes, as rows of equal length to print; the first is the
     header."""
+    rows: list[tuple[str, ...]]
     if isinstance(plan, TuningBatchPlan):
         noun, rows = plan.noun, [("model", *_role_cells(plan.model), *_update_cells(plan.update, plan.noun))]
     else:

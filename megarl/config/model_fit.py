@@ -104,7 +104,7 @@ def fit_problems(
         rollout = (ROLLOUT_KEY, policy.rollout)
     else:
         rollout = ("rollout", config.rollout)
-    problems = []
+    problems: list[str] = []
     for key, megatron, facts in megatrons:
         assert megatron is not None, "resolved"
         if facts is not None and _positive(megatron):

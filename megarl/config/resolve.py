@@ -1,7 +1,7 @@
 """Fills in what a configuration leaves to be derived, so that no later code derives it again."""
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from megarl.config.schema.algorithm import COVARIANCE_LOSSES, SEQUENCE_LOSSES
 from megarl.config.schema.commands import (
@@ -26,6 +26,7 @@ GLOBAL_POOL = "global"
 CHOSEN_MULTIPLE, CHOSEN_TOKENS = 4, 16384
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
+M = TypeVar("M", bound=ModelPathConfig)
 
 
 def resolve(config: C) -> C:
@@ -43,7 +44,7 @@ def resolve(config: C) -> C:
     Expects what `check_config` accepts, but never fails where it would not.
     """
     if isinstance(config, TrainConfig):
-        return _resolve_train(config)
+        return cast(C, _resolve_train(config))
     if isinstance(config, TuningConfig):
         trainer = config.trainer
         return replace(
@@ -318,7 +319,7 @@ def _resolve_reward_model(reward: RewardModelConfig, actor: ActorConfig, longest
     )
 
 
-def _with_tokenizer(model: ModelPathConfig) -> ModelPathConfig:
+def _with_tokenizer(model: M) -> M:
     return replace(model, tokenizer_path=model.tokenizer_path or model.path)
 
 

@@ -99,6 +99,7 @@ def make_job(
         ValueError: the recipe or the description is not valid, or they contradict each other; names both.
     """
     launch = load_config(LaunchConfig, job_file, options)
+    config: Any
     config, origins = load_with_origins(SCHEMAS[command], recipe, overrides)
     overrides = list(overrides)
     # The job's file and the recipe may both give a size. A size that only the job gives becomes an override of the recipe.
@@ -121,7 +122,7 @@ def make_job(
     launch = replace(launch, **sizes, name=launch.name or name_of(file.name))
     raise_if_any("recipe", [*_layout_problems(config)])
     raise_if_any("job", [*_job_problems(launch, config)])
-    folder = resolve(config).trainer.default_local_dir
+    folder: str | None = resolve(config).trainer.default_local_dir
     assert folder is not None
     saves, url = True, None
     if not isinstance(config, EvalConfig):

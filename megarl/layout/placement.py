@@ -103,32 +103,36 @@ def assign(values: Sequence[Sequence[int]]) -> list[int]:
     row_of: list[int | None] = [None] * columns
     for new in range(len(values)):
         # Dijkstra over the columns, by reduced cost, from the new row to the nearest column that is free.
-        cost: list[int | None] = [None] * columns
-        before: list[int | None] = [None] * columns
-        done: list[int] = []
+        cost: dict[int, int] = {}
+        before: dict[int, int | None] = {}
+        done: list[tuple[int, int]] = []  # columns and the rows that have them
         open_columns = list(range(columns))
-        row, at, distance = new, None, 0
+        row, distance = new, 0
+        last: int | None = None
         while True:
             for column in open_columns:
                 reduced = distance - values[row][column] - row_potential[row] - column_potential[column]
-                if cost[column] is None or reduced < cost[column]:
-                    cost[column], before[column] = reduced, at
+                if column not in cost or reduced < cost[column]:
+                    cost[column], before[column] = reduced, last
             at = min(open_columns, key=cost.__getitem__)
             distance = cost[at]
             open_columns.remove(at)
-            if row_of[at] is None:
+            owner = row_of[at]
+            if owner is None:
                 break
-            done.append(at)
-            row = row_of[at]
+            done.append((at, owner))
+            row, last = owner, at
         row_potential[new] += distance
-        for column in done:
-            row_potential[row_of[column]] += distance - cost[column]
+        for column, owner in done:
+            row_potential[owner] += distance - cost[column]
             column_potential[column] -= distance - cost[column]
-        while at is not None:  # along the path each column passes its row on to the one after it
-            row_of[at] = new if before[at] is None else row_of[before[at]]
-            at = before[at]
+        # Along the path each column passes its row on to the one after it.
+        while (previous := before[at]) is not None:
+            row_of[at] = row_of[previous]
+            at = previous
+        row_of[at] = new
     chosen = [0] * len(values)
-    for column, row in enumerate(row_of):
-        if row is not None:
-            chosen[row] = column
+    for column, assigned in enumerate(row_of):
+        if assigned is not None:
+            chosen[assigned] = column
     return chosen

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.layout.boxes import Box
 from megarl.layout.flows import Candidates, Flow, Route, Transfer, make_routes
@@ -315,7 +315,7 @@ class Plan:
                 )
 
 
-def _first(pair: tuple) -> object:
+def _first(pair: tuple[Any, ...]) -> Any:
     return pair[0]
 
 

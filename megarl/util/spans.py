@@ -71,8 +71,9 @@ def joined(spans: Sequence[Span], gap: int, count: str) -> list[Span]:
     for span in sorted(spans, key=lambda span: span.begin):
         if found and span.begin <= found[-1].end + gap:
             last = found[-1]
-            facts = last.facts | {count: last.facts[count] + 1}
-            found[-1] = last._replace(end=max(last.end, span.end), facts=facts)
+            number = last.facts[count]
+            assert isinstance(number, int)
+            found[-1] = last._replace(end=max(last.end, span.end), facts=last.facts | {count: number + 1})
         else:
             found.append(span._replace(facts={count: 1}))
     return found

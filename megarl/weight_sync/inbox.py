@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -110,7 +111,7 @@ class Inbox:
 def call(address: Address, target: int, transport: str, timeout: float) -> ControlChannel:
     """Connect to a trainer rank, and introduce this engine rank by its number."""
     peer = f"trainer rank {address.rank}"
-    place = (address.host, address.port) if transport == P2P else address.socket
+    place: Any = (address.host, address.port) if transport == P2P else address.socket
     try:
         if transport == P2P:
             connection = socket.create_connection(place, timeout)

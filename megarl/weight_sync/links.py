@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
 from megarl.util import nccl
 
@@ -248,7 +248,7 @@ def agree(store: Store, end: int, peer: str, here: dict[str, str]) -> None:
     Raises:
         LinkError: the settings differ, so that the ends would make their buffers in different ways.
     """
-    store.set(f"environment of end {end}", json.dumps(here).encode())
+    store.set(f"environment of end {end}", json.dumps(here))
     there = json.loads(store.get(f"environment of end {1 - end}"))
     if found := nccl.disagreement(here, there):
         raise LinkError(

@@ -259,7 +259,8 @@ class Receiver:
         return self._find_views()
 
     def _find_views(self) -> RefusedError | None:
-        share, written, targets = self._share, {}, self._targets()
+        share, targets = self._share, self._targets()
+        written: dict[str, list[Box]] = {}
         adapters = self._slot.tensors if self._slot is not None else {}
         try:
             self._views = [

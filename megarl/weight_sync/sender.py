@@ -123,8 +123,8 @@ class Outbox:
             slots: the slots of this process; None: the outbox makes its own, and frees them when it closes.
         """
         self._share, self._device, self._timeout = share, device, timeout
-        self._own_slots = Slots(device) if slots is None else None
-        self._memory = slots if slots is not None else self._own_slots
+        self._memory = slots if slots is not None else Slots(device)
+        self._own_slots = self._memory if slots is None else None
         self._closed = False
         self._channels: dict[int, ControlChannel] = {}
         self._packet_channels: dict[int, PacketChannel] = {}
@@ -334,6 +334,7 @@ def fill(
         if item.reading == CONVERT:
             part.copy_(source[item.box.slices])
         else:
+            assert fp8_block is not None, "a share that quantises has the size of its blocks"
             READ[item.reading](source, item.box, fp8_block, part)
         del source  # it may have been made for this slice: freed before the next one is made
         found.append(checksum(part))

@@ -251,7 +251,7 @@ class SyncPlan:
         here = self.source_places[source] if self.source_places is not None else None
         there = self.target_places[target] if self.target_places is not None else None
         known, cuda = here is not None and there is not None, self.device == "cuda"
-        same_node = known and here.node == there.node
+        same_node = here is not None and there is not None and here.node == there.node
         # A process maps memory of the GPUs that it sees, and an engine's process may not see the trainer's others.
         near = here == there if cuda and known else same_node
         mapped = IPC if cuda else SHARED

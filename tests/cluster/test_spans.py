@@ -39,7 +39,7 @@ def test_every_call_of_every_rank_is_noted(start_group):
 def test_a_streams_rows_are_noted(start_group):
     group = start_group("rows", 1)
     table = pa.table({"ids": [[1, 2], [3], [4, 5]]})
-    list(stream(group.stream_each("halves", [(table,)]), [group]))
+    list(stream(group.stream_each("in_two_parts", [(table,)]), [group]))
     facts = collected(group)[0][-1].facts
     assert facts["table_rows"] == facts["yielded_rows"] == 3
     assert facts["table_bytes"] == table.get_total_buffer_size()

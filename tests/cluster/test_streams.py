@@ -38,7 +38,7 @@ def test_tables_come_and_go_as_tables(trio):
     """Rows of a table, a large one and none."""
     whole = pa.table({"ids": [[1, 2], [3], [], [4]] * 100_000, "uid": ["a", "b", "c", None] * 100_000})
     parts = [whole.slice(2, 3), whole, whole.slice(0, 0)]
-    came = list(stream(trio.stream_each("halves", [(part,) for part in parts]), [trio]))
+    came = list(stream(trio.stream_each("in_two_parts", [(part,) for part in parts]), [trio]))
     assert sorted(table.num_rows for table in came) == [0, 0, 1, 2, 200_000, 200_000]
     for rank, part in enumerate(parts):
         ours = [table for table in came if rank in table["rank"].to_pylist()[:1]]

@@ -207,7 +207,7 @@ class Rank:
             main = threading.current_thread() is threading.main_thread()
             yield self.info.rank, number, main, numpy.full(size, number)
 
-    def halves(self, table: pa.Table) -> Iterator[pa.Table]:
+    def in_two_parts(self, table: pa.Table) -> Iterator[pa.Table]:
         half = table.num_rows // 2
         for part in (table.slice(0, half), table.slice(half)):
             yield part.append_column("rank", pa.array([self.info.rank] * part.num_rows))

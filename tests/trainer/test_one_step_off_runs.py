@@ -93,7 +93,7 @@ if worker is not None:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FinishedRun:
     """A run that was left alone: its folder, and the arguments without that."""
 
     folder: Path
@@ -108,7 +108,7 @@ class Whole:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     folder = tmp_path_factory.mktemp("ahead")
     (folder / "reward.py").write_text(REWARD)
     (folder / "sampler.py").write_text(PLUGIN)
@@ -117,7 +117,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         f"custom_reward_function.path={folder}/reward.py", f"plugins=[{folder}/sampler.py]",
     ]  # fmt: skip
     succeed("train", *arguments, f"trainer.default_local_dir={folder}/run")
-    return Whole(folder / "run", arguments)
+    return FinishedRun(folder / "run", arguments)
 
 
 def spans(recorded: RecordedTimeline, name: str) -> list[Span]:
@@ -131,11 +131,11 @@ def spans(recorded: RecordedTimeline, name: str) -> list[Span]:
     ]
 
 
-def trajectories(whole: Whole, step: int):
+def trajectories(whole: FinishedRun, step: int):
     return read_trajectories(whole.folder / f"rollouts/step-{step:06d}.parquet")
 
 
-def test_a_batch_is_of_the_weights_before_the_last_update(whole: Whole, task: Path) -> None:
+def test_a_batch_is_of_the_weights_before_the_last_update(whole: FinishedRun, task: Path) -> None:
     """By transformers: batch k was sampled from the weights after k - 2 updates, the first one from the first ones."""
     versions = [set(trajectories(whole, step)["weight_version"].to_pylist()) for step in (1, 2, 3, 4)]
     assert versions == [{1}, {1}, {2}, {3}]
@@ -165,7 +165,7 @@ def test_the_correction_sees_stale_trajectories(whole: Whole) -> None:
         assert step["rollout_corr/is_weight_max"] > 1.0 > step["rollout_corr/is_weight_min"]
 
 
-def test_its_seconds_are_told_apart(whole: Whole) -> None:
+def test_its_seconds_are_told_apart(whole: FinishedRun) -> None:
     *ahead, last = steps(whole.folder)
     for step in ahead:
         collected, waited = step["timing_s/ahead"], step["timing_s/ahead_wait"]
@@ -204,7 +204,7 @@ def test_the_timeline_shows_collecting_and_learning_at_once(whole: Whole) -> Non
     assert any(learning_went_on)
 
 
-def test_a_checkpoint_has_the_next_batch(whole: Whole) -> None:
+def test_a_checkpoint_has_the_next_batch(whole: FinishedRun) -> None:
     for step in (1, 2, 3):
         folder = whole.folder / f"checkpoints/step-{step}"
         assert find_damage(read_checkpoint(folder), hashes=True) == []
@@ -217,7 +217,7 @@ def test_a_checkpoint_has_the_next_batch(whole: Whole) -> None:
     assert [path.name for path in last.iterdir()] == ["state.json"]
 
 
-def test_a_run_goes_on_with_the_batch_of_its_checkpoint(whole: Whole, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_batch_of_its_checkpoint(whole: FinishedRun, tmp_path: Path) -> None:
     """From step 2: the same metrics, trajectories and weights. In another mode it does not."""
     shutil.copytree(whole.folder / "checkpoints/step-2", tmp_path / "checkpoints/step-2")
     other = megarl(
@@ -232,7 +232,7 @@ def test_a_run_goes_on_with_the_batch_of_its_checkpoint(whole: Whole, tmp_path: 
 
 
 @pytest.fixture
-def started(whole: Whole, tmp_path: Path) -> Iterator[subprocess.Popen]:
+def started(whole: FinishedRun, tmp_path: Path) -> Iterator[subprocess.Popen]:
     """The same run, with its first checkpoint."""
     with open(tmp_path / "stdout", "w") as out:
         process = subprocess.Popen(
@@ -252,7 +252,7 @@ def started(whole: Whole, tmp_path: Path) -> Iterator[subprocess.Popen]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_is_ended_in_the_middle_and_goes_on(
-    whole: Whole, tmp_path: Path, started: subprocess.Popen, number: signal.Signals
+    whole: FinishedRun, tmp_path: Path, started: subprocess.Popen, number: signal.Signals
 ) -> None:
     os.kill(started.pid, number)
     code = started.wait(60)
@@ -274,7 +274,7 @@ def test_a_run_is_ended_in_the_middle_and_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_actor_that_dies_while_it_learns(whole: Whole, tmp_path: Path) -> None:
+def test_an_actor_that_dies_while_it_learns(whole: FinishedRun, tmp_path: Path) -> None:
     """The run starts itself again from the checkpoint, with the batch that is in it."""
     (tmp_path / "blow.py").write_text(BLOW)
     (tmp_path / "blow").touch()

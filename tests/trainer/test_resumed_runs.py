@@ -58,7 +58,7 @@ if worker is not None:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FinishedRun:
     """A run that was left alone: its folder, and the arguments without that."""
 
     folder: Path
@@ -75,18 +75,18 @@ class Whole:
             assert (self.folder / name).read_bytes() == (folder / name).read_bytes(), name
 
 
-def left_alone(recipe: list[str], task: Path, folder: Path) -> Whole:
+def left_alone(recipe: list[str], task: Path, folder: Path) -> FinishedRun:
     (folder / "reward.py").write_text(REWARD)
     arguments = [
         *recipe, f"data.train_files={task}/data/train.parquet", f"actor_rollout_ref.model.path={task}/model",
         f"custom_reward_function.path={folder}/reward.py",
     ]  # fmt: skip
     succeed("train", *arguments, f"trainer.default_local_dir={folder}/run")
-    return Whole(folder / "run", arguments)
+    return FinishedRun(folder / "run", arguments)
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     return left_alone(PPO, task, tmp_path_factory.mktemp("whole"))
 
 
@@ -102,7 +102,9 @@ def test_a_checkpoint_saved_in_the_background_is_complete(whole: Whole) -> None:
         assert find_damage(read_checkpoint(checkpoints / f"step-{step}"), hashes=True) == []
 
 
-def test_a_run_goes_on_with_a_full_disk_and_a_killed_reward_worker(whole: Whole, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_a_full_disk_and_a_killed_reward_worker(
+    whole: FinishedRun, tmp_path: Path
+) -> None:
     """From step 1, on a disk that holds one checkpoint: none is written any more, and the steps are the same."""
     saved = whole.folder / "checkpoints" / "step-1"
     (whole.folder.parent / "kill").touch()
@@ -126,7 +128,7 @@ def test_a_run_goes_on_with_a_full_disk_and_a_killed_reward_worker(whole: Whole,
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_a_run_that_shall_not_go_on_without(whole: Whole, tmp_path: Path) -> None:
+def test_a_full_disk_stops_a_run_that_shall_not_go_on_without(whole: FinishedRun, tmp_path: Path) -> None:
     saved = whole.folder / "checkpoints" / "step-1"
     with small_disk(tmp_path / "checkpoints", occupied(saved) * 3 // 2) as disk:
         shutil.copytree(saved, disk / "step-1")
@@ -142,7 +144,7 @@ def test_a_full_disk_stops_a_run_that_shall_not_go_on_without(whole: Whole, tmp_
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("recipe", "signal"), [(PPO, "SIGKILL"), (GRPO, "SIGSTOP")], ids=["ppo", "grpo"])
 def test_a_rank_is_lost_while_it_saves(
-    whole: Whole, task: Path, tmp_path: Path, recipe: list[str], signal: str
+    whole: FinishedRun, task: Path, tmp_path: Path, recipe: list[str], signal: str
 ) -> None:
     """It is found and named, and the run, started again from step 1, is the one that was left alone."""
     if recipe is GRPO:

@@ -193,6 +193,7 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
             config.data.max_length,
         )
         yield from _share_problems(f"data.train_batch_size={size}", size, roles[""])
+        assert tokens is not None, "resolved"
         if tokens < longest:
             yield f"max_token_len_per_gpu={tokens} is less than data.max_length={longest}: a long example would not fit"
         return

@@ -265,7 +265,7 @@ def interpolate(tree: Tree, defaults: dict[str, Any], problems: list[str]) -> Tr
         key = getattr(error, "full_key", None)
         problems.append(f"{key}: the interpolation is not valid: {_first_line(error)}")
         return tree
-    return _resolve(tree, (), known, problems)
+    return {name: _resolve(item, (name,), known, problems) for name, item in tree.items()}
 
 
 def _resolve(value: Tree | Entry, path: tuple[str, ...], known: Any, problems: list[str]) -> Tree | Entry:

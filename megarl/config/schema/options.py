@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def option(
@@ -66,9 +66,13 @@ def members(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
+def _is_schema(kind: Any) -> TypeGuard[type]:
+    return is_dataclass(kind)
+
+
 def section_type(kind: Any) -> type | None:
     """The dataclass of a section (which may be optional); None for a key."""
-    return next((member for member in members(kind) if is_dataclass(member)), None)
+    return next((member for member in members(kind) if _is_schema(member)), None)
 
 
 def table_type(kind: Any) -> type | None:
@@ -76,7 +80,7 @@ def table_type(kind: Any) -> type | None:
     for member in members(kind):
         if typing.get_origin(member) is dict:
             inner = typing.get_args(member)[1]
-            return inner if is_dataclass(inner) else None
+            return inner if _is_schema(inner) else None
     return None
 
 

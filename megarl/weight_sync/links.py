@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
 from megarl.util import nccl
 

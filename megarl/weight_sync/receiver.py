@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from megarl.layout.boxes import Box
 from megarl.weight_sync.inbox import Inbox
 from megarl.weight_sync.links import LinkError, Token, describe_token
 from megarl.weight_sync.packets import Address, Packet, SyncShare, checksum

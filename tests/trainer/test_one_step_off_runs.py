@@ -157,7 +157,7 @@ def test_a_batch_is_of_the_weights_before_the_last_update(whole: FinishedRun, ta
         assert apart.argmin() == sampled_from and apart[sampled_from] < 1e-4 < 100 * np.delete(apart, sampled_from).min(), apart  # fmt: skip
 
 
-def test_the_correction_sees_stale_trajectories(whole: Whole) -> None:
+def test_the_correction_sees_stale_trajectories(whole: FinishedRun) -> None:
     first, *others = steps(whole.folder)
     assert first["training/rollout_log_prob_diff_max"] < 1e-4
     for step in others:
@@ -175,7 +175,7 @@ def test_its_seconds_are_told_apart(whole: FinishedRun) -> None:
     assert not any(name.startswith("timing_s/ahead") for name in last)
 
 
-def test_the_timeline_shows_collecting_and_learning_at_once(whole: Whole) -> None:
+def test_the_timeline_shows_collecting_and_learning_at_once(whole: FinishedRun) -> None:
     """While the actor learns from batch k, the engine answers for batch k + 1: neither waits for the other.
 
     The answers are asked for before the step's learning ends, in every step; learning begins before they and their

@@ -95,7 +95,7 @@ def occupied(folder: Path) -> int:
     return sum(4 * (1 + path.stat().st_size // 4096) for path in folder.rglob("*"))
 
 
-def test_a_checkpoint_saved_in_the_background_is_complete(whole: Whole) -> None:
+def test_a_checkpoint_saved_in_the_background_is_complete(whole: FinishedRun) -> None:
     checkpoints = whole.folder / "checkpoints"
     assert steps_in(checkpoints) == [1, 2, 3]
     for step in (1, 2, 3):

@@ -139,6 +139,6 @@ def test_the_family(code: dict[str, Any], tmp_path: Path) -> None:
 
 def test_the_transport(code: dict[str, Any]) -> None:
     here, there = socket.socketpair()
-    ends = ControlChannel(here, "engine rank 3", 10.0), Line(there, "trainer rank 5", 10.0)
+    ends = ControlChannel(here, "engine rank 3", 10.0), ControlChannel(there, "trainer rank 5", 10.0)
     code["test_packets_arrive_and_an_end_that_dies_is_named"](ends)
     there.close()

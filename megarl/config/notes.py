@@ -42,7 +42,9 @@ def _overruled_sizes(config: TrainConfig) -> Iterator[str]:
     """Sizes of micro-batches that use_dynamic_bsz overrules."""
     policy = config.actor_rollout_ref
     ref, shared = policy.ref, policy.actor.use_dynamic_bsz
-    roles = [(f"{POLICY}.actor", policy.actor, shared)]
+    roles: list[tuple[str, ActorConfig | CriticConfig, bool | None]] = [
+        (f"{POLICY}.actor", policy.actor, shared)
+    ]
     if config.critic is not None:
         own = config.critic.use_dynamic_bsz
         roles.append(("critic", config.critic, shared if own is None else own))

@@ -6,7 +6,7 @@ over 512 ranks has 256 shards, so that its pieces are listed a few times instead
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from megarl.layout.boxes import Box, Piece
@@ -51,7 +51,7 @@ class Layout:
         places: tuple[RankPlace, ...] | None = None,
     ) -> "Layout":
         """A layout in which each rank holds the pieces `pieces(rank)`."""
-        shards = tuple(Shard((rank,), lambda rank=rank: pieces(rank)) for rank in range(num_ranks))
+        shards = tuple(Shard((rank,), partial(pieces, rank)) for rank in range(num_ranks))
         return Layout(name, num_ranks, shards, places)
 
     @cached_property

@@ -58,7 +58,8 @@ def most_in_flight(buckets: Iterable[Iterable[tuple[int, int]]]) -> int:
     Args:
         buckets: of each bucket (rank, bytes) pairs; a rank's pairs are added up.
     """
-    most, before = 0, {}
+    most = 0
+    before: dict[int, int] = {}
     for bucket in buckets:
         now: dict[int, int] = {}
         for rank, nbytes in bucket:

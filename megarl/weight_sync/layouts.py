@@ -159,5 +159,8 @@ def served_padding(config: ModelConfig, engines: EngineLayout, rank: int, lora: 
 
 
 def _adapter_layout(weights: Layout, adapters: Callable[[Sequence[Piece]], list[Piece]]) -> Layout:
-    shards = tuple(Shard(shard.ranks, lambda shard=shard: adapters(shard.pieces)) for shard in weights.shards)
+    def adapted(shard: Shard) -> Shard:
+        return Shard(shard.ranks, lambda: adapters(shard.pieces))
+
+    shards = tuple(adapted(shard) for shard in weights.shards)
     return replace(weights, name=f"{weights.name} adapters", shards=shards)

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup, Store
@@ -159,7 +159,7 @@ class ChannelStore(Store):
         self._channel = channel
         self._known: dict[str, bytes] = {}
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch's stub says str, its groups give bytes
         self._known[key] = value
         self._channel.send(_SIZES.pack(len(key), len(value)) + key.encode() + value)
 
@@ -195,7 +195,9 @@ class PacketChannel:
             )
         if device != "cpu":
             place = torch.device(device, torch.cuda.current_device())
-            channel.while_peer_lives(lambda: self._group.eager_connect_single_device(place))
+            # torch's stubs give a group's backends its sends and receives, not this method of NCCL's.
+            group: Any = self._group
+            channel.while_peer_lives(lambda: group.eager_connect_single_device(place))
 
     def close(self) -> None:
         """End the group, also if an operation waits in it, and the control channel, which the peer notices; may be called again."""
@@ -208,20 +210,27 @@ class PacketChannel:
         """Begin to send a uint8 tensor, which must not change before the transfer is complete."""
         with naming_peer(self.peer, self.timeout):
             size = torch.tensor([len(tensor)], device=self._device)
-            works = [self._group.send([part], self._other, 0) for part in (size, tensor)]
+            group = self._open_group()
+            works = [group.send([part], self._other, 0) for part in (size, tensor)]
         return Transfer(self, works, (size, tensor))
 
     def receive(self, buffer: torch.Tensor) -> torch.Tensor:
         """Wait for the next tensor, write it to the beginning of `buffer`, and return that part."""
         with naming_peer(self.peer, self.timeout):
             size = torch.zeros(1, dtype=torch.int64, device=self._device)
-            self.wait(self._group.recv([size], self._other, 0))
+            group = self._open_group()
+            self.wait(group.recv([size], self._other, 0))
             count = int(size.item())
             if count > len(buffer):
                 raise LinkError(f"{self.peer} sends {count} bytes where at most {len(buffer)} were due")
             part = buffer[:count]
-            self.wait(self._group.recv([part], self._other, 0))
+            self.wait(group.recv([part], self._other, 0))
         return part
+
+    def _open_group(self) -> ProcessGroup:
+        if self._group is None:
+            raise LinkError(f"the channel to {self.peer} is closed")
+        return self._group
 
     def wait(self, work: torch.distributed.Work) -> None:
         if not work.wait(timedelta(seconds=self.timeout)):
@@ -256,7 +265,8 @@ def agree(store: Store, end: int, peer: str, here: dict[str, str]) -> None:
         )
 
 
-def _packet_group(store: Store, end: int, device: str, timeout: timedelta) -> ProcessGroup:
+def _packet_group(store: Store, end: int, device: str, timeout: timedelta) -> Any:
+    """A backend of torch.distributed; it has the sends and receives of a ProcessGroup."""
     if device == "cpu":
         return torch.distributed.ProcessGroupGloo(store, end, 2, timeout)
     options = torch.distributed.ProcessGroupNCCL.Options()

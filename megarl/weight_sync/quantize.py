@@ -98,7 +98,7 @@ def read_values(parameter: torch.Tensor, box: Box, block: Block, out: torch.Tens
 
     The box may cut blocks, which are counted from the weight's first row and column: the scale of a cut block is that of the complete block.
     """
-    rows, columns = (_whole_blocks(*ends, step) for *ends, step in _ends(parameter, box, block))
+    rows, columns = (_whole_blocks(*ends) for ends in _ends(parameter, box, block))
     row, column = (first - blocks.start for first, blocks in zip(box.start, (rows, columns), strict=True))
 
     def strip(values: torch.Tensor, scales: torch.Tensor, first: int) -> None:

@@ -212,8 +212,10 @@ class Outbox:
     def close(self) -> None:
         """Close all channels, which engine ranks that wait notice."""
         self._closed = True
-        for link in (*self._channels.values(), *self._packet_channels.values()):
-            link.close()
+        for channel in self._channels.values():
+            channel.close()
+        for packet_channel in self._packet_channels.values():
+            packet_channel.close()
         self._near.close()
         self._path.unlink(missing_ok=True)
         if self._far is not None:
@@ -229,7 +231,7 @@ class Outbox:
                 self._near, [peer for peer in self._mapping if peer not in self._channels]
             )
             self._channels[rank] = channel
-        while len(self._packet_channels) < len(self._remote):
+        while self._far is not None and len(self._packet_channels) < len(self._remote):
             rank, channel = self._accept(
                 self._far, [peer for peer in self._remote if peer not in self._packet_channels]
             )

@@ -33,8 +33,9 @@ def renew_derived(model: torch.nn.Module) -> None:
 
     SGLang's models have a method for it. SGLang calls it after its own loaders, but not after a custom one (0.5.21).
     """
-    if hasattr(model, "post_load_weights"):
-        model.post_load_weights()
+    renew = getattr(model, "post_load_weights", None)
+    if renew is not None:
+        renew()
 
 
 def set_cache_scales(model: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ version after the first begins with them.
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -156,13 +157,14 @@ class SyncPlan:
             for source, target in sorted(routes):
                 if (source, target) not in transports:
                     transports[source, target] = self._transport(source, target)
-                leaving, arriving = self._slices(routes[source, target])
-                spec = PacketSpec(target, filled[source], leaving)
+                read, written = self._slices(routes[source, target])
+                spec = PacketSpec(target, filled[source], read)
                 sources.add(source, bucket, spec)
-                targets.add(target, bucket, PacketSpec(source, filled[source], arriving))
+                targets.add(target, bucket, PacketSpec(source, filled[source], written))
                 filled[source] += spec.nbytes
         # Each end learns the transports of its own peers only.
-        ways_out, ways_in = defaultdict(dict), defaultdict(dict)
+        ways_out: dict[int, dict[int, str]] = defaultdict(dict)
+        ways_in: dict[int, dict[int, str]] = defaultdict(dict)
         for (source, target), transport in transports.items():
             ways_out[source][target] = ways_in[target][source] = transport
         leaving = [
@@ -278,5 +280,5 @@ class _ShareBuilder:
     def add(self, rank: int, bucket: int, spec: PacketSpec) -> None:
         self._buckets[rank][bucket].append(spec)
 
-    def share(self, rank: int, transports: dict[int, str], **more: object) -> SyncShare:
+    def share(self, rank: int, transports: dict[int, str], **more: Any) -> SyncShare:
         return SyncShare(rank, transports, tuple(tuple(specs) for specs in self._buckets[rank]), **more)

@@ -16,8 +16,10 @@ from megarl.config.schema.commands import (
     CriticConfig,
     EvalConfig,
     MegatronConfig,
+    RefConfig,
     TrainConfig,
 )
+from megarl.config.schema.rewards import RewardModelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.run import PoolConfig
 from megarl.config.schema.supervised import TuningConfig
@@ -104,7 +106,9 @@ def _roles(config: TrainConfig | TuningConfig) -> list[_Role]:
             _Role("", config.megatron, GLOBAL_POOL, config.trainer.nnodes * config.trainer.n_gpus_per_node)
         ]
     policy = config.actor_rollout_ref
-    sections = {f"{POLICY}.actor": policy.actor}
+    sections: dict[str, ActorConfig | RefConfig | CriticConfig | RewardModelConfig] = {
+        f"{POLICY}.actor": policy.actor
+    }
     if needs_reference(config):
         sections[f"{POLICY}.ref"] = policy.ref
     if config.critic is not None:
@@ -209,8 +213,9 @@ def update_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
             )
     if config.data.ptx is not None:
         texts, tokens = config.data.ptx, actor.ppo_max_token_len_per_gpu
-        size = f"data.ptx.batch_size={texts.batch_size}"
-        yield from _share_problems(size, texts.batch_size, roles[f"{POLICY}.actor"])
+        yield from _share_problems(
+            f"data.ptx.batch_size={texts.batch_size}", texts.batch_size, roles[f"{POLICY}.actor"]
+        )
         if tokens is not None and tokens < texts.max_length:
             yield (
                 f"{POLICY}.actor.ppo_max_token_len_per_gpu={tokens} is less than data.ptx.max_length={texts.max_length}: "

@@ -123,9 +123,10 @@ def evaluation_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 def multi_turn_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     """Of the section multi_turn, and of tokens that end a turn."""
-    training = isinstance(config, TrainConfig)
-    rollout = config.actor_rollout_ref.rollout if training else config.rollout
-    prefix = _TRAINING if training else "rollout"
+    if isinstance(config, TrainConfig):
+        rollout, prefix = config.actor_rollout_ref.rollout, _TRAINING
+    else:
+        rollout, prefix = config.rollout, "rollout"
     multi_turn = rollout.multi_turn
     if any(token < 0 for token in rollout.stop_token_ids):
         yield f"{prefix}.stop_token_ids={list(rollout.stop_token_ids)}: token ids are not negative"

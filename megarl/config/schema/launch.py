@@ -219,7 +219,9 @@ def _add_keys(parser: argparse.ArgumentParser, schema: type, prefix: str) -> Non
                 "const": any(typing.get_origin(one) is tuple for one in kinds),
             }
         flag = f"--{member.name.replace('_', '-')}"
-        parser.add_argument(flag, **options).key = f"{prefix}{member.name}"
+        action = parser.add_argument(flag, **options)
+        assert isinstance(action, _Given)
+        action.key = f"{prefix}{member.name}"
 
 
 class _Given(argparse.Action):

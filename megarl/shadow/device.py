@@ -61,12 +61,15 @@ def load() -> None:
 def build(cache: Path) -> Path:
     """The compiled device for the torch that is installed, from the folder `cache` if it is there already.
 
+    A device finds its torch by the path of the folder that it was compiled against: each environment has one of its own, since another
+    environment with the same version may be deleted.
+
     Raises:
         ValueError: the compiler refused; its first lines are in the message.
     """
     root = _torch_folder()
     source = SOURCE.read_bytes()
-    key = hashlib.sha256(source + importlib.metadata.version("torch").encode()).hexdigest()[:16]
+    key = hashlib.sha256(source + f"{importlib.metadata.version('torch')} {root}".encode()).hexdigest()[:16]
     library = cache / f"device-{key}.so"
     if library.exists():
         return library

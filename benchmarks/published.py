@@ -122,7 +122,7 @@ def _straggling(job: JobPlan) -> JobPlan:
         * job.config.actor_rollout_ref.rollout.n
         / ranks
     )
-    over = 1 + spread(texts.response, texts.longest) * texts.response / texts.whole * sqrt(
+    over = 1 + spread(texts.response, texts.longest) * texts.response / texts.total * sqrt(
         2 * log(ranks) / own
     )
 

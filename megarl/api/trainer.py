@@ -17,8 +17,8 @@ from ray import cloudpickle
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config import DataConfig, TrainConfig, check_config, needs_rules, resolve
-from megarl.config.aliases import key_advice
 from megarl.config.loading.hub import fetch_models
+from megarl.config.problems import key_advice
 from megarl.data.files import DataFile, find
 from megarl.data.loader import BatchLoader, TableFeed
 from megarl.data.prompts import ANSWER_KEY, PromptReader, Row

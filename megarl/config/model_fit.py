@@ -5,7 +5,7 @@ from dataclasses import fields
 from math import gcd
 from typing import Protocol
 
-from megarl.config.loading.problems import raise_if_any
+from megarl.config.problems import raise_if_any
 from megarl.config.resolve import needs_reference, resolve
 from megarl.config.schema.commands import EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
 from megarl.config.schema.supervised import TuningConfig

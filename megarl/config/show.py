@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from megarl.config.aliases import FLAGS
 from megarl.config.loading.document import YamlDumper
 from megarl.config.loading.load import plain_value
+from megarl.config.problems import aliases
 from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, resolve
 from megarl.config.schema.commands import EvalConfig, TrainConfig
 from megarl.config.schema.options import (
@@ -286,7 +286,7 @@ def _cell(text: str) -> str:
 
 
 def _flags() -> str:
-    rows = "\n".join(f"| `--{flag}` | {_cell(advice)} |" for flag, advice in FLAGS.items())
+    rows = "\n".join(f"| `--{flag}` | {_cell(advice)} |" for flag, advice in aliases()["flags"].items())
     return (
         "## For users of slime\n\nmegarl has keys, not flags. What a flag of slime's is called here:\n\n"
         f"| flag | megarl |\n|---|---|\n{rows}\n"

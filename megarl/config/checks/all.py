@@ -26,7 +26,7 @@ from megarl.config.checks.rollout import (
 from megarl.config.checks.run import halves_problems, mode_problems, saving_problems, tracing_problems
 from megarl.config.checks.values import secret_problems, value_problems
 from megarl.config.loading.hub import model_problems, tokenizer_problems
-from megarl.config.loading.problems import raise_if_any
+from megarl.config.problems import raise_if_any
 from megarl.config.resolve import GLOBAL_POOL, resolve
 from megarl.config.schema.commands import POLICY, EvalConfig, TrainConfig
 from megarl.config.schema.supervised import DPOConfig, RMConfig, SFTConfig, TuningConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from megarl.config.loading.problems import did_you_mean
+from megarl.config.problems import did_you_mean
 from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, resolve
 from megarl.config.schema.commands import (
     POLICY,

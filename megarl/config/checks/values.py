@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from megarl.config.loading.problems import did_you_mean
+from megarl.config.problems import did_you_mean
 from megarl.config.schema.commands import EvalConfig, TrainConfig
 from megarl.config.schema.options import walk_values
 

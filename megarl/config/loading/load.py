@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import yaml
 
-from megarl.config.aliases import SAME_THING, key_advice
 from megarl.config.loading.document import (
     UNRESOLVED,
     Entry,
@@ -29,8 +28,8 @@ from megarl.config.loading.document import (
     plain,
     read_file,
 )
-from megarl.config.loading.problems import nearest_keys, raise_if_any
 from megarl.config.loading.recipes import PREFIX, recipe_path, run_by
+from megarl.config.problems import key_advice, nearest_keys, raise_if_any
 from megarl.config.schema.commands import TrainConfig
 from megarl.config.schema.options import (
     field_types,
@@ -48,6 +47,16 @@ from megarl.util.files import whole_file
 T = TypeVar("T")
 
 _LARGEST_EXACT_FLOAT = 2**53
+_ACTOR = "actor_rollout_ref.actor"
+# Pairs of keys that say the same thing: only one of each may be given.
+_SAME_THING = (
+    (f"{_ACTOR}.grad_clip", f"{_ACTOR}.optim.clip_grad"),
+    ("critic.grad_clip", "critic.optim.clip_grad"),
+    *(
+        (f"{_ACTOR}.clip_range", f"{_ACTOR}.{name}")
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+    ),
+)
 
 
 def load_config(schema: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -> T:
@@ -90,7 +99,7 @@ def load_with_origins(
 def _said_twice(tree: Tree) -> Iterator[str]:
     """Keys that say the same thing and were both given (null is not given)."""
     given = {key: entry.where for key, entry in entries(tree) if entry.value is not None}
-    for one, other in SAME_THING:
+    for one, other in _SAME_THING:
         if one in given and other in given:
             yield f"{given[one]}: {one} and {other} ({given[other]}) say the same thing; give one of them"
 

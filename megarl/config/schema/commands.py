@@ -10,7 +10,6 @@ sizes on one device.
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.aliases import NO_HYBRID_ENGINE, NO_OTHER_STRATEGY, NO_PADDING
 from megarl.config.schema.algorithm import KL_KINDS, LOSS_AGG_MODES, AlgorithmConfig, PolicyLossConfig
 from megarl.config.schema.data import (
     ANSWER_KEY_HELP,
@@ -20,6 +19,8 @@ from megarl.config.schema.data import (
     ValSetConfig,
 )
 from megarl.config.schema.models import (
+    NO_OTHER_STRATEGY,
+    NO_PADDING,
     LoraConfig,
     MegatronConfig,
     ModelPathConfig,
@@ -162,7 +163,11 @@ class ActorRolloutRefConfig:
     hybrid_engine: bool = option(
         "The actor's weights go into the engines shard to shard, before every rollout.",
         True,
-        refused={False: NO_HYBRID_ENGINE},
+        refused={
+            False: "megarl has one way to its rollout engines, the hybrid engine; to have them on devices of their own, set "
+            "resource_pools and actor_rollout_ref.rollout.resource_pool (with trainer.mode one_step_off or fully_async they generate "
+            "while models learn)"
+        },
     )
     model: TrainedModelConfig = section("The model that is trained.")
     actor: ActorConfig = section("The policy that is trained.")

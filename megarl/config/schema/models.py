@@ -5,10 +5,18 @@
 
 from dataclasses import dataclass
 
-from megarl.config.aliases import NO_PADDING
 from megarl.config.schema.options import option, section
 
 ALL_LINEAR = "all-linear"
+# Values of other trainers, and what to do instead.
+NO_OTHER_STRATEGY = dict.fromkeys(
+    ("fsdp", "fsdp2", "ddp", "deepspeed", "veomni", "torchtitan", "mindspeed"),
+    "megarl trains with Megatron-core: leave the key out; the section megatron beside it says how devices share the model "
+    "(tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, ...)",
+)
+NO_PADDING = (
+    "megarl packs sequences and pads nothing anywhere, so there is nothing to switch off; leave it out"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.aliases import NO_OTHER_STRATEGY
-from megarl.config.schema.models import MegatronConfig
+from megarl.config.schema.models import NO_OTHER_STRATEGY, MegatronConfig
 from megarl.config.schema.options import option, optional_section, section
 
 # What megarl.rewards.registry has; a plugin may add others.

@@ -6,11 +6,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.aliases import NO_OTHER_ENGINE
 from megarl.config.schema.models import DTYPES
 from megarl.config.schema.options import option, section
 
 ENVIRONMENTS = ("calculator",)
+_NO_OTHER_ENGINE = dict.fromkeys(
+    ("vllm", "hf", "trtllm", "naive"), "megarl generates with SGLang: write sglang, or leave the key out"
+)
 TRUNCATE_SIDES = ("left", "right", "middle")
 
 
@@ -82,7 +84,7 @@ class SamplingConfig:
 class RolloutConfig:
     """The engines that generate responses."""
 
-    name: str = option("The engine.", "sglang", choices=ROLLOUT_ENGINES, refused=NO_OTHER_ENGINE)
+    name: str = option("The engine.", "sglang", choices=ROLLOUT_ENGINES, refused=_NO_OTHER_ENGINE)
     tensor_model_parallel_size: int = option("Devices that share one engine's model.", 1, ge=1)
     expert_parallel_size: int = option(
         "Groups of an engine's devices that share the experts (SGLang's ep_size).", 1, ge=1

@@ -6,7 +6,7 @@ import pytest
 
 import megarl.config
 from megarl.config import EvalConfig, RMConfig, SFTConfig, TrainConfig
-from megarl.config.loading.problems import nearest_keys
+from megarl.config.problems import nearest_keys
 from megarl.config.schema.options import field_types, section_type, table_type, walk
 
 

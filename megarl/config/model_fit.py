@@ -6,8 +6,8 @@ from math import gcd
 from typing import Protocol
 
 from megarl.config.problems import raise_if_any
-from megarl.config.resolve import needs_reference, resolve
-from megarl.config.schema.commands import EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
+from megarl.config.resolve import megatron_sections
+from megarl.config.schema.commands import POLICY, EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
 from megarl.config.schema.supervised import TuningConfig
 
 ACTOR_KEY = "actor_rollout_ref.actor.megatron"
@@ -68,6 +68,7 @@ def check_models(
     """`check_model` for every role of a run, and the lengths that the engines are asked for; all problems in one ValueError.
 
     Args:
+        config: resolved.
         model: facts of the model that is trained or evaluated.
         critic: those of critic.model.path; None: the same.
         reward_model: those of reward_model.model.path; None: it is not checked.
@@ -85,22 +86,21 @@ def fit_problems(
 ) -> list[str]:
     """What `check_models` raises, a line each, of the models whose facts are given.
 
-    Of a configuration that `check_config` may refuse: layouts with sizes below 1 are left out.
+    Of a resolved configuration that `check_config` may refuse: layouts with sizes below 1 are left out.
     """
-    config = resolve(config)
     megatrons: list[tuple[str, MegatronConfig | None, ModelFacts | None]] = []
     rollout: tuple[str, RolloutConfig] | None = None
     if isinstance(config, TuningConfig):
         megatrons = [("megatron", config.megatron, model)]
     elif isinstance(config, TrainConfig):
-        policy = config.actor_rollout_ref
-        megatrons = [(ACTOR_KEY, policy.actor.megatron, model)]
-        if needs_reference(config) and policy.ref.megatron != policy.actor.megatron:
-            megatrons.append(("actor_rollout_ref.ref.megatron", policy.ref.megatron, model))
-        if config.critic is not None:
-            megatrons.append(("critic.megatron", config.critic.megatron, critic))
-        if config.reward_model.enable:
-            megatrons.append(("reward_model.megatron", config.reward_model.megatron, reward_model))
+        policy, own = config.actor_rollout_ref, {"critic": critic, "reward_model": reward_model}
+        megatrons = [
+            (f"{key}.megatron", section.megatron, own.get(key, model))
+            for key, section in megatron_sections(config).items()
+            if not (
+                key == f"{POLICY}.ref" and section.megatron == policy.actor.megatron
+            )  # the actor's problem
+        ]
         rollout = (ROLLOUT_KEY, policy.rollout)
     else:
         rollout = ("rollout", config.rollout)

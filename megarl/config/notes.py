@@ -4,7 +4,7 @@ what is missing from it that such runs usually have."""
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from megarl.config.resolve import needs_reference
+from megarl.config.resolve import megatron_sections, needs_reference
 from megarl.config.schema.commands import POLICY, ActorConfig, CriticConfig, EvalConfig, TrainConfig
 from megarl.config.schema.supervised import RMConfig, SFTConfig, TuningConfig
 
@@ -40,62 +40,36 @@ def said_here(origins: Mapping[str, str], recipe: str | Path | None) -> list[str
 
 def _overruled_sizes(config: TrainConfig) -> Iterator[str]:
     """Sizes of micro-batches that use_dynamic_bsz overrules."""
-    policy = config.actor_rollout_ref
-    ref, shared = policy.ref, policy.actor.use_dynamic_bsz
-    roles: list[tuple[str, ActorConfig | CriticConfig, bool | None]] = [
-        (f"{POLICY}.actor", policy.actor, shared)
-    ]
-    if config.critic is not None:
-        own = config.critic.use_dynamic_bsz
-        roles.append(("critic", config.critic, shared if own is None else own))
-    for key, section, dynamic in roles:
-        yield from _overruled(
-            key,
-            dynamic,
-            "ppo_max_token_len_per_gpu",
-            "ppo_micro_batch_size_per_gpu",
-            section,
-            "use_dynamic_bsz",
+    shared = config.actor_rollout_ref.actor.use_dynamic_bsz
+    for key, section in megatron_sections(config).items():
+        if key == "reward_model":  # it has no such switch
+            continue
+        prefix, first = ("log_prob_", "log_prob_") if key == f"{POLICY}.ref" else ("", "ppo_")
+        tokens, trajectories = f"{first}max_token_len_per_gpu", f"{first}micro_batch_size_per_gpu"
+        own = getattr(section, f"{prefix}use_dynamic_bsz")
+        dynamic = shared if own is None else own
+        unused = {True: trajectories, False: tokens, None: None}[dynamic]
+        if unused is None or getattr(section, unused) is None:
+            continue
+        place = f"{POLICY}.actor.use_dynamic_bsz" if own is None else f"{key}.{prefix}use_dynamic_bsz"
+        size = (
+            f"by tokens, at most {key}.{tokens}"
+            if dynamic
+            else f"by trajectories, at most {key}.{trajectories}"
         )
-    dynamic = shared if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
-    if needs_reference(config):
-        yield from _overruled(
-            f"{POLICY}.ref",
-            dynamic,
-            "log_prob_max_token_len_per_gpu",
-            "log_prob_micro_batch_size_per_gpu",
-            ref,
-            "log_prob_use_dynamic_bsz",
-        )
-
-
-def _overruled(
-    key: str, dynamic: bool | None, tokens: str, trajectories: str, section: object, switch: str
-) -> Iterator[str]:
-    unused = {True: trajectories, False: tokens, None: None}[dynamic]
-    if unused is None or getattr(section, unused) is None:
-        return
-    from_actor = getattr(section, switch) is None
-    place = f"{POLICY}.actor.use_dynamic_bsz" if from_actor else f"{key}.{switch}"
-    what = (
-        f"by tokens, at most {key}.{tokens}" if dynamic else f"by trajectories, at most {key}.{trajectories}"
-    )
-    yield f"{key}.{unused}={getattr(section, unused)} is not used: {place}={str(dynamic).lower()} cuts micro-batches {what}"
+        yield f"{key}.{unused}={getattr(section, unused)} is not used: {place}={str(dynamic).lower()} cuts micro-batches {size}"
 
 
 def _large_micro_batches(config: TrainConfig) -> Iterator[str]:
-    sections: list[tuple[str, ActorConfig | CriticConfig]] = [
-        (f"{POLICY}.actor", config.actor_rollout_ref.actor)
-    ]
-    if config.critic is not None:
-        sections.append(("critic", config.critic))
-    for key, section in sections:
+    for key, section in megatron_sections(config).items():
+        if not isinstance(section, ActorConfig | CriticConfig):
+            continue
         micro = section.ppo_micro_batch_size_per_gpu
         mini = section.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-        whole = mini * config.actor_rollout_ref.rollout.n
-        if micro is not None and not section.use_dynamic_bsz and micro > whole:
+        size = mini * config.actor_rollout_ref.rollout.n
+        if micro is not None and not section.use_dynamic_bsz and micro > size:
             yield (
-                f"{key}.ppo_micro_batch_size_per_gpu={micro} is never reached: a mini-batch has {whole} trajectories in all"
+                f"{key}.ppo_micro_batch_size_per_gpu={micro} is never reached: a mini-batch has {size} trajectories in all"
             )
 
 

@@ -5,6 +5,7 @@ from typing import TypeVar, cast
 
 from megarl.config.schema.algorithm import COVARIANCE_LOSSES, SEQUENCE_LOSSES
 from megarl.config.schema.commands import (
+    POLICY,
     STREAMED,
     ActorConfig,
     CriticConfig,
@@ -61,7 +62,9 @@ def resolve(config: C) -> C:
     return replace(
         config,
         model=_with_tokenizer(config.model),
-        rollout=_with_engines(replace(config.rollout, resource_pool=GLOBAL_POOL), pool),
+        rollout=_with_engines(
+            replace(config.rollout, resource_pool=config.rollout.resource_pool or GLOBAL_POOL), pool
+        ),
     )
 
 
@@ -87,6 +90,22 @@ def lacks_size(config: TrainConfig | TuningConfig) -> bool:
     return _one_size(
         actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
     ) == (None, None)
+
+
+MegatronSection = ActorConfig | RefConfig | CriticConfig | RewardModelConfig
+
+
+def megatron_sections(config: TrainConfig) -> dict[str, MegatronSection]:
+    """The sections of a run's Megatron models by their dotted key: actor, reference (where the run uses one), critic, reward model."""
+    policy = config.actor_rollout_ref
+    sections: dict[str, MegatronSection] = {f"{POLICY}.actor": policy.actor}
+    if needs_reference(config):
+        sections[f"{POLICY}.ref"] = policy.ref
+    if config.critic is not None:
+        sections["critic"] = config.critic
+    if config.reward_model.enable:
+        sections["reward_model"] = config.reward_model
+    return sections
 
 
 def pool_devices(pools: dict[str, PoolConfig] | None, name: str | None) -> int | None:
@@ -281,13 +300,13 @@ def _resolve_critic(critic: CriticConfig, actor: ActorConfig, actor_model: str, 
     if tokens is None and trajectories is None:
         sizes = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
         tokens, trajectories = _some_size(dynamic, *sizes, longest)
+    megatron, checkpointing = critic.megatron or actor.megatron, critic.model.enable_gradient_checkpointing
+    if critic.megatron is None and checkpointing is not None:
+        megatron = replace(megatron, recompute_granularity=None)  # the critic's own, not the actor's
     return replace(
         critic,
         model=replace(critic.model, path=critic.model.path or actor_model),
-        megatron=_with_recompute(
-            _with_sequence_parallel(critic.megatron or actor.megatron),
-            critic.model.enable_gradient_checkpointing,
-        ),
+        megatron=_with_recompute(_with_sequence_parallel(megatron), checkpointing),
         use_dynamic_bsz=dynamic,
         optim=_with_clip(critic.optim, critic.grad_clip),
         grad_clip=None,
@@ -330,10 +349,11 @@ def _with_sequence_parallel(megatron: MegatronConfig) -> MegatronConfig:
 
 
 def _with_recompute(megatron: MegatronConfig, checkpointing: bool | None) -> MegatronConfig:
-    """`checkpointing`: the model's enable_gradient_checkpointing."""
-    if checkpointing is None:
+    """`checkpointing`: the model's enable_gradient_checkpointing. A granularity that was given stays, also one that contradicts it, which
+    `check_config` refuses."""
+    if not checkpointing or megatron.recompute_granularity is not None:
         return megatron
-    return replace(megatron, recompute_granularity="full" if checkpointing else None)
+    return replace(megatron, recompute_granularity="full")
 
 
 def _with_engines(rollout: RolloutConfig, pool: PoolConfig | None) -> RolloutConfig:

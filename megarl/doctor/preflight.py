@@ -65,8 +65,8 @@ def preflight(config: Config) -> None:
     Raises:
         ValueError: one line for each key, file or layout that is wrong.
     """
-    problems = config_problems(config)
-    config = resolve(config)
+    full = resolve(config)
+    problems, config = config_problems(config, full), full
     problems += _weight_problems(config)
     if not problems:
         config = fetch_models(config, weights=False)

@@ -92,9 +92,8 @@ def read_planned(
 
 def _read(schema: type[C], recipe: str, overrides: list[str], check: bool) -> tuple[C, PlanInputs]:
     config = load_config(schema, recipe, overrides)
-    if check:
-        check_config(config, data_files=False)
-    config = fetch_models(resolve(config), weights=False)
+    config = check_config(config, data_files=False) if check else resolve(config)
+    config = fetch_models(config, weights=False)
     return config, PlanInputs.read(config)
 
 

@@ -25,7 +25,7 @@ def data_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     Args:
         data_files: whether there must be any, and they must be there.
     """
-    data, trainer = config.data, config.trainer
+    data = config.data
     if data_files:
         if data.train_files is None and data.mixture is None:
             yield (
@@ -39,21 +39,6 @@ def data_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from _ptx_problems(config)
     yield from _sampler_problems(config)
     yield from template_problems(data.apply_chat_template_kwargs, data.tools_key, data.prompt_key)
-    if data.val_files is None and not data.val_sets:
-        if trainer.test_freq > 0:
-            yield f"trainer.test_freq={trainer.test_freq} needs data.val_files"
-        if trainer.val_before_train:
-            yield "trainer.val_before_train=true needs data.val_files"
-
-
-def tokenizer_name_problems(config: TrainConfig) -> Iterator[str]:
-    """Of a configuration as it was written: one of the tokenizer's two names is enough."""
-    first, second = config.data.tokenizer, config.actor_rollout_ref.model.tokenizer_path
-    if first is not None and second is not None:
-        yield (
-            f"data.tokenizer={first} and actor_rollout_ref.model.tokenizer_path={second} are two names of the same; "
-            "give one of them"
-        )
 
 
 def _source_problems(data: DataConfig) -> Iterator[str]:
@@ -65,9 +50,6 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
             yield "data.mixture is empty; give at least one data set: <name>: {files: ..., weight: ...}"
         if data.train_max_samples != -1:
             yield f"data.train_max_samples={data.train_max_samples} counts rows of data.train_files; data.mixture has weights instead"
-    for name in ("train_max_samples", "val_max_samples"):
-        if getattr(data, name) == 0:
-            yield f"data.{name}=0: it must be -1 (all) or at least 1"
     if 0 < data.train_max_samples < data.train_batch_size:
         yield (
             f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size={data.train_batch_size}: "

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from math import prod
 
 from megarl.config.problems import did_you_mean
-from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, resolve
+from megarl.config.resolve import GLOBAL_POOL, megatron_sections, needs_reference, pool_devices
 from megarl.config.schema.commands import (
     POLICY,
     ActorConfig,
     CriticConfig,
     EvalConfig,
     MegatronConfig,
-    RefConfig,
     TrainConfig,
 )
-from megarl.config.schema.rewards import RewardModelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.run import PoolConfig
 from megarl.config.schema.supervised import TuningConfig
@@ -29,9 +27,8 @@ _EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size", "p
 
 
 def pool_problems(config: TrainConfig) -> Iterator[str]:
-    """Of a configuration that may be unresolved: the pool of each role exists, each pool is used, all fit."""
-    full = resolve(config)
-    pools, trainer, policy = full.resource_pools or {}, config.trainer, config.actor_rollout_ref
+    """Of a resolved configuration: the pool of each role exists, each pool is used, all fit."""
+    pools, trainer, policy = config.resource_pools or {}, config.trainer, config.actor_rollout_ref
     if not pools:
         yield "resource_pools is empty; name at least one pool, or leave it out for one of all devices"
         return
@@ -44,11 +41,12 @@ def pool_problems(config: TrainConfig) -> Iterator[str]:
         given["critic"] = config.critic.resource_pool
     if config.reward_model.enable:
         given["reward_model"] = config.reward_model.resource_pool
+    actor_pool = policy.actor.resource_pool
     for role, name in given.items():
-        if name is not None and name not in pools:
+        # A pool that is the actor's is the actor's problem.
+        if name is not None and name not in pools and (name != actor_pool or role == f"{POLICY}.actor"):
             hint = did_you_mean(name, pools)
             yield f"{role}.resource_pool={name!r} is unknown; resource_pools has {', '.join(pools)}{hint}"
-    actor_pool = full.actor_rollout_ref.actor.resource_pool
     if actor_pool is None:
         yield (
             f"{POLICY}.actor.resource_pool is required where resource_pools has several and none is named "
@@ -105,18 +103,8 @@ def _roles(config: TrainConfig | TuningConfig) -> list[_Role]:
         return [
             _Role("", config.megatron, GLOBAL_POOL, config.trainer.nnodes * config.trainer.n_gpus_per_node)
         ]
-    policy = config.actor_rollout_ref
-    sections: dict[str, ActorConfig | RefConfig | CriticConfig | RewardModelConfig] = {
-        f"{POLICY}.actor": policy.actor
-    }
-    if needs_reference(config):
-        sections[f"{POLICY}.ref"] = policy.ref
-    if config.critic is not None:
-        sections["critic"] = config.critic
-    if config.reward_model.enable:
-        sections["reward_model"] = config.reward_model
     roles = []
-    for key, section in sections.items():
+    for key, section in megatron_sections(config).items():
         assert section.megatron is not None, "resolved"
         devices = pool_devices(config.resource_pools, section.resource_pool)
         roles.append(_Role(key, section.megatron, section.resource_pool, devices))

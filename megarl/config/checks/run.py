@@ -10,14 +10,31 @@ from typing import Any
 import yaml
 
 from megarl.config.loading.load import to_dict
-from megarl.config.resolve import needs_reference
+from megarl.config.resolve import megatron_sections
 from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig
 from megarl.config.schema.run import SavingConfig, TracingConfig
+from megarl.config.schema.supervised import TuningConfig
 from megarl.util.files import check_url, is_url
 
 
-def mode_problems(config: TrainConfig) -> Iterator[str]:
+def run_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     """Of a resolved configuration."""
+    trainer = config.trainer
+    yield from _saving_problems(trainer, trainer.test_freq)
+    if not trainer.profile_steps and trainer.profile_ranks != TracingConfig().profile_ranks:
+        yield "trainer.profile_ranks is of traces: give trainer.profile_steps"
+    has_validation = config.data.val_files is not None
+    if isinstance(config, TrainConfig):
+        yield from _offline_problems(config)
+        yield from _mode_problems(config)
+        has_validation = has_validation or bool(config.data.val_sets)
+        if config.trainer.val_before_train and not has_validation:
+            yield "trainer.val_before_train=true needs data.val_files"
+    if trainer.test_freq > 0 and not has_validation:
+        yield f"trainer.test_freq={trainer.test_freq} needs data.val_files"
+
+
+def _mode_problems(config: TrainConfig) -> Iterator[str]:
     trainer, policy = config.trainer, config.actor_rollout_ref
     if trainer.max_staleness is not None and trainer.mode not in STREAMED:
         yield (
@@ -32,18 +49,18 @@ def mode_problems(config: TrainConfig) -> Iterator[str]:
         ("train_only", trainer.train_only is not None),
     ):
         if given:
-            yield f"trainer.{key}: {mode} has no such half; leave one of the two out"
+            yield f"trainer.{key}: {mode} both generates and trains; leave one of the two out"
     if trainer.mode == "partial_rollouts":
         return
     if trainer.mode == "fully_async" and policy.rollout.free_cache_engine:
         yield (
             f"{POLICY}.rollout.free_cache_engine=true: {mode} generates all the time, so the engines' memory never goes; leave it out"
         )
-    trained = {f"{POLICY}.actor": policy.actor.resource_pool}
-    if needs_reference(config):
-        trained[f"{POLICY}.ref"] = policy.ref.resource_pool
-    if config.critic is not None:
-        trained["critic"] = config.critic.resource_pool
+    trained = {
+        key: section.resource_pool
+        for key, section in megatron_sections(config).items()
+        if key != "reward_model"
+    }
     collecting = {f"{POLICY}.rollout": policy.rollout.resource_pool}
     if config.reward_model.enable:
         collecting["reward_model"] = config.reward_model.resource_pool
@@ -56,8 +73,8 @@ def mode_problems(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def halves_problems(config: TrainConfig) -> Iterator[str]:
-    """Of trainer.rollout_only and trainer.train_only; `config` is resolved."""
+def _offline_problems(config: TrainConfig) -> Iterator[str]:
+    """Of trainer.rollout_only and trainer.train_only."""
     trainer = config.trainer
     if not trainer.rollout_only and trainer.train_only is None:
         return
@@ -94,8 +111,7 @@ def _rollout_only_problems(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def saving_problems(trainer: SavingConfig, test_freq: int) -> Iterator[str]:
-    """Of the section `trainer` of a run that validates every `test_freq` steps (-1: never)."""
+def _saving_problems(trainer: SavingConfig, test_freq: int) -> Iterator[str]:
     if trainer.resume_mode == "path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=path needs trainer.resume_from_path, the folder of a checkpoint"
     if trainer.resume_mode != "path" and trainer.resume_from_path is not None:
@@ -132,12 +148,6 @@ def _idle_keys(trainer: SavingConfig) -> Iterator[str]:
     }
     for name in (name for name, there in given.items() if there):
         yield f"trainer.{name} is of checkpoints: give trainer.save_freq or trainer.save_minutes"
-
-
-def tracing_problems(trainer: TracingConfig) -> Iterator[str]:
-    """Of the section `trainer` of a run that trains."""
-    if not trainer.profile_steps and trainer.profile_ranks != TracingConfig().profile_ranks:
-        yield "trainer.profile_ranks is of traces: give trainer.profile_steps"
 
 
 _ABSENT = "(not there)"

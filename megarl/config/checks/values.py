@@ -59,10 +59,9 @@ def value_problems(config: Any) -> Iterator[str]:
                 hint = did_you_mean(str(item), choices)
                 yield f"{key}={item!r} is unknown; megarl has {', '.join(choices)}{hint}"
             yield from _bound_problems(key, item, rules)
-        last = key.rpartition(".")[2]
-        if last in ("test_freq", "save_freq", "top_k") and value == 0:
-            meaning = "-1 (all)" if last == "top_k" else "-1 (never)"
-            yield f"{key}=0: it must be {meaning} or at least 1"
+        if rules.get("ge") == -1 and value == 0:
+            meaning = "never" if key.endswith("_freq") else "all"
+            yield f"{key}=0: it must be -1 ({meaning}) or at least 1"
 
 
 def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:

@@ -29,9 +29,26 @@ def is_hub_id(path: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None and not Path(path).exists()
 
 
-def model_problems(key: str, path: str | None) -> Iterator[str]:
+def path_problems(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[str]:
+    """Models and tokenizers that a configuration names, resolved or not, and that are neither here nor ids on the Hub."""
+    found = set()
+    for key in (*MODEL_KEYS, *TOKENIZER_KEYS, "data.tokenizer"):
+        path = _value(config, key)
+        if (
+            path is None
+            or path in found
+            or (key.startswith("reward_model.") and not _value(config, "reward_model.enable"))
+        ):
+            continue
+        found.add(path)
+        if key in MODEL_KEYS:
+            yield from model_problems(key, path)
+        elif not is_hub_id(path) and not Path(path).expanduser().is_dir():
+            yield f"{key}: {path} is no folder (working directory {Path.cwd()})"
+
+
+def model_problems(key: str, path: str) -> Iterator[str]:
     """A model's folder must be there, unless it is an id, which is downloaded once everything else is right."""
-    assert path is not None, "resolved"
     folder = Path(path).expanduser()
     if is_hub_id(path):
         return
@@ -42,12 +59,6 @@ def model_problems(key: str, path: str | None) -> Iterator[str]:
         )
     elif not (folder / "config.json").is_file():
         yield f"{key}: the folder {path} has no config.json, so it is no Hugging Face model"
-
-
-def tokenizer_problems(key: str, path: str | None) -> Iterator[str]:
-    """The same for a tokenizer's folder."""
-    if path is not None and not is_hub_id(path) and not Path(path).expanduser().is_dir():
-        yield f"{key}: {path} is no folder (working directory {Path.cwd()})"
 
 
 def fetch_models(config: C, weights: bool = True) -> C:

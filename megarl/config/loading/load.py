@@ -2,6 +2,10 @@
 
 Guarantees: no key is ignored; every problem is reported at once, with where it was written; what `save_config`
 writes, `load_config` reads as an equal configuration.
+
+Neither pydantic (2.14) nor OmegaConf's structured configs (2.4) builds the sections: pydantic takes "1e-8" for a number and 1 for true, or
+else refuses mappings for sections, and it takes over a second to import it and to build the validators of `TrainConfig`; OmegaConf stops at
+the first wrong key.
 """
 
 import json
@@ -52,6 +56,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _SAME_THING = (
     (f"{_ACTOR}.grad_clip", f"{_ACTOR}.optim.clip_grad"),
     ("critic.grad_clip", "critic.optim.clip_grad"),
+    ("data.tokenizer", "actor_rollout_ref.model.tokenizer_path"),
     *(
         (f"{_ACTOR}.clip_range", f"{_ACTOR}.{name}")
         for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")

@@ -50,6 +50,10 @@ TOOLS_KEY_HELP = (
     "Column of a row's tools, a list of JSON schemas (or JSON text) that the chat template is given; null: rows have none. "
     "Parquet files may lack a column of the usual name, but not one that is named otherwise."
 )
+TEMPLATE_HELP = (
+    "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
+    "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place."
+)
 ANSWER_KEY_HELP = (
     "Column of the ground truth, which rewards are given: a text, or what becomes JSON text. null: rows have none, and "
     "rewards are given an empty text. Rows may lack the column reward_model.ground_truth where a reward model alone scores."
@@ -152,11 +156,7 @@ class DataConfig:
     reward_fn_key: str = option(REWARD_FN_KEY_HELP, "data_source")
     answer_key: str | None = option(ANSWER_KEY_HELP, "reward_model.ground_truth")
     tools_key: str | None = option(TOOLS_KEY_HELP, "tools")
-    apply_chat_template_kwargs: dict[str, Any] | None = option(
-        "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
-        "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place.",
-        None,
-    )
+    apply_chat_template_kwargs: dict[str, Any] | None = option(TEMPLATE_HELP, None)
     return_raw_input_ids: bool = option(
         "Keep the chat messages beside the token ids (column messages of trajectories): what a reward model with another tokenizer is given.",
         False,

@@ -131,13 +131,13 @@ def walk(schema: type, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
 
 
 def walk_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
-    """Every key of a configuration: (dotted key, field, value); sections that are null have none."""
+    """Every key of a configuration: (dotted key, field, value); a section that is null or empty is a key."""
     kinds = field_types(type(config))
     for member in fields(config):
         key, value = f"{prefix}{member.name}", getattr(config, member.name)
         if is_dataclass(value):
             yield from walk_values(value, f"{key}.")
-        elif isinstance(value, dict) and not is_free(kinds[member.name]):
+        elif isinstance(value, dict) and value and not is_free(kinds[member.name]):
             for name, entry in value.items():
                 yield from walk_values(entry, f"{key}.{name}.")
         else:

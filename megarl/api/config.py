@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from megarl.config import TrainConfig
-from megarl.config.loading.load import load_config
+from megarl.config.loading import load_config
 from megarl.config.problems import did_you_mean, key_advice
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

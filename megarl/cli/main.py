@@ -31,11 +31,10 @@ from megarl.config import (
     check_config,
     resolve,
 )
+from megarl.config.loading import load_with_origins
 from megarl.config.loading.hub import fetch_models
-from megarl.config.loading.load import load_with_origins
-from megarl.config.notes import notes, said_here
 from megarl.config.problems import aliases, did_you_mean, flag_advice
-from megarl.config.show import changed_keys, reference, resolved_keys, yaml_text
+from megarl.config.show import changed_keys, notes, reference, resolved_keys, said_here, yaml_text
 from megarl.trainer.run.preemption import ending_at_once
 from megarl.util.packages import require, requirements
 from megarl.util.plugins import load_plugins

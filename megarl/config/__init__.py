@@ -25,7 +25,7 @@ from megarl.config.batches import (
     updates_per_step,
 )
 from megarl.config.checks import check_config, config_problems
-from megarl.config.loading.load import load_config, save_config, to_dict
+from megarl.config.loading import load_config, save_config, to_dict
 from megarl.config.model_fit import (
     check_model,
     check_models,

@@ -13,8 +13,8 @@ import yaml
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, TuningConfig, resolve
 from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
 from megarl.config.checks.values import value_problems
+from megarl.config.loading import load_config, load_with_origins
 from megarl.config.loading.document import YamlDumper, merge, parse_override, plain, read_file
-from megarl.config.loading.load import load_config, load_with_origins
 from megarl.config.loading.recipes import recipe_path
 from megarl.config.problems import raise_if_any
 from megarl.config.schema.launch import LaunchConfig

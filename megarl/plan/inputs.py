@@ -24,8 +24,8 @@ from megarl.config import (
     reference_in_actor,
     resolve,
 )
+from megarl.config.loading import TRAINING, recipe_command
 from megarl.config.loading.hub import fetch_models
-from megarl.config.loading.load import TRAINING, recipe_command
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops
 from megarl.costs.model import ModelUse, StageBytes

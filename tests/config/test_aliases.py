@@ -9,7 +9,7 @@ import pytest
 from megarl.cli.main import main
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.problems import aliases, flag_advice, key_advice
-from megarl.config.schema.options import walk
+from megarl.config.schema import walk
 from tests.config.conftest import lines_of
 
 KEYS = {key for key, _, _ in walk(TrainConfig)}

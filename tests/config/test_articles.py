@@ -12,9 +12,9 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import TrainConfig, check_config, load_config, resolve
+from megarl.config.loading import load_with_origins
 from megarl.config.loading.document import entries, read_file
-from megarl.config.loading.load import load_with_origins
-from megarl.config.notes import notes
+from megarl.config.show import notes
 from tests.config.conftest import batches_of, lines_of
 
 ARTICLES = Path(__file__).parent / "articles"

@@ -13,7 +13,7 @@ from megarl.algorithms.advantages import ESTIMATORS
 from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.config import TrainConfig, load_config
 from megarl.config.problems import aliases, key_advice
-from megarl.config.schema.options import walk
+from megarl.config.schema import walk
 from megarl.rewards.registry import REWARDS, rules_of
 from tests.config.test_aliases import verl_keys
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.loading.load import to_dict
+from megarl.config.loading import to_dict
 from megarl.config.resolve import megatron_sections
 from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig
 from megarl.config.schema.run import SavingConfig, TracingConfig

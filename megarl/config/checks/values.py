@@ -9,8 +9,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megarl.config.problems import did_you_mean
+from megarl.config.schema import walk_values
 from megarl.config.schema.commands import EvalConfig, TrainConfig
-from megarl.config.schema.options import walk_values
 
 _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 _SECRET_NAME = re.compile(

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from megarl.config.schema.options import option, section
+from megarl.config.schema import option, section
 
 ADV_ESTIMATORS = (
     "gae",

@@ -10,6 +10,7 @@ sizes on one device.
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.schema import option, optional_section, section
 from megarl.config.schema.algorithm import KL_KINDS, LOSS_AGG_MODES, AlgorithmConfig, PolicyLossConfig
 from megarl.config.schema.data import (
     ANSWER_KEY_HELP,
@@ -28,7 +29,6 @@ from megarl.config.schema.models import (
     OptimConfig,
     TrainedModelConfig,
 )
-from megarl.config.schema.options import option, optional_section, section
 from megarl.config.schema.rewards import CustomRewardConfig, RewardConfig, RewardModelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.run import (

@@ -6,7 +6,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megarl.config.schema.options import option, optional_section, section
+from megarl.config.schema import option, optional_section, section
 from megarl.config.schema.rollout import SamplingConfig
 
 

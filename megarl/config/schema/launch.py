@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megarl.config.schema.options import field_types, members, option, section, section_type
+from megarl.config.schema import field_types, members, option, section, section_type
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from megarl.config.schema.options import option, section
+from megarl.config.schema import option, section
 
 ALL_LINEAR = "all-linear"
 # Values of other trainers, and what to do instead.

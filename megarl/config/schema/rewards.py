@@ -6,8 +6,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.schema import option, optional_section, section
 from megarl.config.schema.models import NO_OTHER_STRATEGY, MegatronConfig
-from megarl.config.schema.options import option, optional_section, section
 
 # What megarl.rewards.registry has; a plugin may add others.
 RULES = (

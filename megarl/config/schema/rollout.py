@@ -6,8 +6,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.schema import option, section
 from megarl.config.schema.models import DTYPES
-from megarl.config.schema.options import option, section
 
 ENVIRONMENTS = ("calculator",)
 _NO_OTHER_ENGINE = dict.fromkeys(

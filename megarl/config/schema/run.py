@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megarl.config.schema.options import option
+from megarl.config.schema import option
 
 
 @dataclass(frozen=True, kw_only=True)

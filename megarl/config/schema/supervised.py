@@ -6,9 +6,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.schema import option, section
 from megarl.config.schema.data import TEMPLATE_HELP, TOOLS_KEY_HELP
 from megarl.config.schema.models import MegatronConfig, OptimConfig, TrainedModelConfig
-from megarl.config.schema.options import option, section
 from megarl.config.schema.run import DEFAULT_LOGGERS, LOGGER_HELP, LOGGERS, RunConfig, TimeoutConfig
 
 

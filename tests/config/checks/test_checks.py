@@ -16,9 +16,9 @@ from megarl.config import (
     check_config,
     resolve,
 )
-from megarl.config.notes import notes
 from megarl.config.schema.algorithm import KL_KINDS
 from megarl.config.schema.run import LOGGERS
+from megarl.config.show import notes
 from tests.config.conftest import batches_of, problems
 
 Train = Callable[..., TrainConfig]

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config import SFTConfig, TrainConfig, check_config, load_config, resolve, save_config
 from megarl.config.checks.run import changed_keys, refused_changes
-from megarl.config.notes import notes
+from megarl.config.show import notes
 from tests.config.conftest import problems
 
 POLICY = "actor_rollout_ref"

@@ -185,10 +185,10 @@ def read_variables(path: str | Path) -> dict[str, str]:
 
 def _layout_problems(config: TrainConfig | TuningConfig | EvalConfig) -> list[str]:
     """Problems with values and layouts. Files and models are not checked: they are on the machines that run the job."""
-    problems = list(value_problems(config))
-    config = resolve(config)
-    if isinstance(config, TrainConfig):
-        problems += [*pool_problems(config), *layout_problems(config), *update_problems(config)]
+    problems, written = list(value_problems(config)), config
+    config = resolve(written)
+    if isinstance(config, TrainConfig) and isinstance(written, TrainConfig):
+        problems += [*pool_problems(config, written), *layout_problems(config), *update_problems(config)]
     elif isinstance(config, TuningConfig):
         problems += [*layout_problems(config), *update_problems(config)]
     if isinstance(config, TrainConfig | EvalConfig):

@@ -58,7 +58,8 @@ def config_problems(config: C, full: C, data_files: bool = True) -> list[str]:
     if not isinstance(full, TuningConfig):
         problems += _plugin_problems(full)
     if isinstance(full, TrainConfig):
-        problems += _train_problems(full, data_files)
+        assert isinstance(config, TrainConfig)
+        problems += [*pool_problems(full, config), *_train_problems(full, data_files)]
     elif isinstance(full, TuningConfig):
         problems += _supervised_problems(full, data_files)
     else:
@@ -67,7 +68,6 @@ def config_problems(config: C, full: C, data_files: bool = True) -> list[str]:
 
 
 def _train_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
-    yield from pool_problems(config)
     yield from layout_problems(config)
     yield from update_problems(config)
     yield from engine_problems(config)

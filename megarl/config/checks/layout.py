@@ -26,9 +26,13 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context
 _EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
 
 
-def pool_problems(config: TrainConfig) -> Iterator[str]:
-    """Of a resolved configuration: the pool of each role exists, each pool is used, all fit."""
-    pools, trainer, policy = config.resource_pools or {}, config.trainer, config.actor_rollout_ref
+def pool_problems(config: TrainConfig, written: TrainConfig) -> Iterator[str]:
+    """Of a resolved configuration: the pool of each role exists, each pool is used, all fit.
+
+    Args:
+        written: the configuration before it was resolved: a pool that a role has from the actor is reported for the actor.
+    """
+    pools, trainer, policy = config.resource_pools or {}, config.trainer, written.actor_rollout_ref
     if not pools:
         yield "resource_pools is empty; name at least one pool, or leave it out for one of all devices"
         return
@@ -37,14 +41,13 @@ def pool_problems(config: TrainConfig) -> Iterator[str]:
         f"{POLICY}.ref": policy.ref.resource_pool,
         f"{POLICY}.rollout": policy.rollout.resource_pool,
     }
-    if config.critic is not None:
-        given["critic"] = config.critic.resource_pool
-    if config.reward_model.enable:
-        given["reward_model"] = config.reward_model.resource_pool
-    actor_pool = policy.actor.resource_pool
+    if written.critic is not None:
+        given["critic"] = written.critic.resource_pool
+    if written.reward_model.enable:
+        given["reward_model"] = written.reward_model.resource_pool
+    actor_pool = config.actor_rollout_ref.actor.resource_pool
     for role, name in given.items():
-        # A pool that is the actor's is the actor's problem.
-        if name is not None and name not in pools and (name != actor_pool or role == f"{POLICY}.actor"):
+        if name is not None and name not in pools:
             hint = did_you_mean(name, pools)
             yield f"{role}.resource_pool={name!r} is unknown; resource_pools has {', '.join(pools)}{hint}"
     if actor_pool is None:

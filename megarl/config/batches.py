@@ -140,7 +140,7 @@ def batch_table(plan: BatchPlan | TuningBatchPlan) -> list[tuple[str, ...]]:
 
 
 def batch_summary(plan: BatchPlan | TuningBatchPlan) -> str:
-    """What a step is of, such as "128 prompts x 4 responses = 512 trajectories of at most 1024 tokens"."""
+    """The contents of a step, such as "128 prompts x 4 responses = 512 trajectories of at most 1024 tokens"."""
     if isinstance(plan, TuningBatchPlan):
         text = "" if plan.noun == "examples" else ", each text"
         return f"{plan.update.sequences_per_mini_batch} {plan.noun}{text} of at most {plan.max_tokens_per_example} tokens"
@@ -169,7 +169,7 @@ def _train_rows(plan: BatchPlan) -> list[tuple[str, ...]]:
 
 
 def save_batch_plan(plan: BatchPlan | TuningBatchPlan, folder: str | Path) -> Path:
-    """Write `batch_plan.json` into a run folder; the file is there whole or not at all."""
+    """Write `batch_plan.json` into a run folder; the file is complete or absent."""
     path = Path(folder) / "batch_plan.json"
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(asdict(plan), indent=2) + "\n", encoding="utf-8")

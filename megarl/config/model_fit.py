@@ -1,4 +1,4 @@
-"""Checks of a layout and of lengths against the facts of a model: what must divide what, how many tokens it can read."""
+"""Checks of a layout and of lengths against the facts of a model: sizes that must divide its sizes, tokens that it can read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -84,7 +84,7 @@ def fit_problems(
     critic: ModelFacts | None = None,
     reward_model: ModelFacts | None = None,
 ) -> list[str]:
-    """What `check_models` raises, a line each, of the models whose facts are given.
+    """The problems that `check_models` raises, a line each, of the models whose facts are given.
 
     Of a resolved configuration that `check_config` may refuse: layouts with sizes below 1 are left out.
     """
@@ -158,7 +158,7 @@ def position_warnings(
 
 
 def _context_problems(config: TrainConfig | TuningConfig | EvalConfig, model: ModelFacts) -> Iterator[str]:
-    """Prompts with their responses (all turns of them) must fit into what SGLang serves of the model."""
+    """Prompts with their responses (all turns) must fit into the context that SGLang serves of the model."""
     if isinstance(config, TuningConfig):
         return
     if isinstance(config, TrainConfig) and config.trainer.train_only is not None:
@@ -174,7 +174,7 @@ def _context_problems(config: TrainConfig | TuningConfig | EvalConfig, model: Mo
 
 
 def _widths(model: ModelFacts) -> dict[str, int]:
-    """What tensor parallelism cuts besides key/value heads, by the model's own name for it."""
+    """Sizes that tensor parallelism cuts besides key/value heads, by the model's own names for them."""
     sizes = {"num_attention_heads": model.num_attention_heads}
     if model.moe is None or model.moe.dense_layers:
         sizes["ffn_hidden_size"] = model.ffn_hidden_size
@@ -266,7 +266,7 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
 
 
 def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
-    """In float8 the blocks that share a scale must not be cut by what a rank has of a width, as SGLang (0.5.21) asks."""
+    """In float8 the blocks that share a scale must not be cut by a rank's share of a width, as SGLang (0.5.21) asks."""
     if rollout.quantization != "fp8" or min(rollout.quantization_block_size) < 1:
         return
     tp, moe, (rows, columns) = rollout.tensor_model_parallel_size, model.moe, rollout.quantization_block_size

@@ -29,12 +29,12 @@ def aliases() -> dict[str, Any]:
 
 
 def key_advice(key: str) -> str | None:
-    """What to do instead of setting the unknown `key`; None: nothing is known of it."""
+    """Advice for someone who sets the unknown `key`; None: there is none."""
     return first_match(aliases()["keys"], key)
 
 
 def flag_advice(flag: str) -> str | None:
-    """What to write instead of a flag such as `--rollout-batch-size`; None: nothing is known of it."""
+    """Advice for someone who writes a flag such as `--rollout-batch-size`; None: there is none."""
     name = flag.lstrip("-").partition("=")[0].replace("_", "-")
     advice = aliases()["flags"].get(name)
     return None if advice is None else f"--{name} is slime's; megarl has keys: write {advice}"

@@ -1,4 +1,4 @@
-"""Fills in what a configuration leaves to be derived, so that no later code derives it again."""
+"""Fills in the values that a configuration leaves to be derived, so that no later code derives them again."""
 
 from dataclasses import replace
 from typing import TypeVar, cast
@@ -23,7 +23,7 @@ from megarl.config.schema.rewards import RewardModelConfig
 from megarl.config.schema.supervised import DPOConfig, RMConfig, TuningConfig, TuningTrainerConfig
 
 GLOBAL_POOL = "global"
-# Of a micro-batch whose size is not given: so many times what it must hold, up to so many tokens.
+# A micro-batch whose size is not given holds this multiple of the tokens that it must hold, up to so many tokens.
 CHOSEN_MULTIPLE, CHOSEN_TOKENS = 4, 16384
 
 # Of a micro-batch, at most: tokens, trajectories.
@@ -171,7 +171,7 @@ def reference_in_actor(config: TrainConfig) -> bool:
 
 
 def needs_rules(config: TrainConfig | EvalConfig) -> bool:
-    """Whether scores are made by rules or the user's reward function, alone or beside a reward model's."""
+    """Whether scores are made by rules or the user's reward function, alone or together with a reward model's."""
     return not (
         isinstance(config, TrainConfig) and config.reward_model.enable and not config.reward_model.rule_weight
     )
@@ -188,7 +188,7 @@ def _resolve_train(config: TrainConfig) -> TrainConfig:
     if pools is None:
         pools = {GLOBAL_POOL: PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)}
     model = replace(policy.model, tokenizer_path=policy.model.tokenizer_path or config.data.tokenizer)
-    # The other roles have from the actor what they do not say themselves, so it comes first.
+    # The other roles inherit from the actor, so it comes first.
     actor = _resolve_actor(config, pools)
     rollout = replace(policy.rollout, resource_pool=policy.rollout.resource_pool or actor.resource_pool)
     folder = trainer.default_local_dir or _run_folder(trainer)

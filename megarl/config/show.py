@@ -80,7 +80,7 @@ def resolved_keys(config: Config, origins: dict[str, str]) -> dict[str, tuple[An
 
 
 def changed_keys(config: Config, origins: dict[str, str]) -> dict[str, tuple[Any, str]]:
-    """The keys that were given a value other than their default, as `resolved_keys` has them; what follows from them is left out."""
+    """The keys that were given a value other than their default, as `resolved_keys` has them, without the values that follow from them."""
     defaults = {key: plain_value(member.default) for key, member, _ in walk(type(config))}
     flat = _flat(config)
     found = {}
@@ -126,7 +126,7 @@ def _origin(key: str, value: Any, before: dict[str, Any], origins: dict[str, str
 
 
 def _given(key: str, origins: dict[str, str]) -> str | None:
-    """Where a key was given, or what it is an element of, or (a free mapping) an element of it; None: nowhere."""
+    """Where a key was given, or the key that it is an element of, or (a free mapping) an element of it; None: nowhere."""
     parts = key.split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     names += [name for name in origins if name.startswith(f"{key}.")]
@@ -160,7 +160,7 @@ def _scalar(value: Any) -> str:
 
 
 def notes(config: TrainConfig | TuningConfig | EvalConfig, given: Collection[str]) -> list[str]:
-    """A line for each key that was given in vain, or that is missed.
+    """A line for each key that was given without effect, or that is missing.
 
     Args:
         config: unresolved, accepted by `check_config`.
@@ -226,11 +226,11 @@ def _large_micro_batches(config: TrainConfig) -> Iterator[str]:
 def _unused_reference(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
     if needs_reference(config):
         if not config.algorithm.use_kl_in_reward:
-            yield from _in_vain(
+            yield from _without_effect(
                 given, ("algorithm.kl_ctrl.", "algorithm.kl_penalty"), "algorithm.use_kl_in_reward=true"
             )
         return
-    yield from _in_vain(
+    yield from _without_effect(
         given,
         (f"{POLICY}.ref.", "algorithm.kl_ctrl.", "algorithm.kl_penalty", f"{POLICY}.actor.kl_loss_"),
         f"algorithm.use_kl_in_reward=true (KL in the reward) or {POLICY}.actor.use_kl_loss=true (in the loss)",
@@ -241,11 +241,11 @@ def _unused_algorithm(config: TrainConfig, given: Collection[str]) -> Iterator[s
     algorithm = config.algorithm
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type != "adaptive":
         keys = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
-        yield from _in_vain(given, keys, "algorithm.kl_ctrl.type=adaptive")
+        yield from _without_effect(given, keys, "algorithm.kl_ctrl.type=adaptive")
     if algorithm.adv_estimator == "grpo":
-        yield from _in_vain(given, ("algorithm.lam", "algorithm.gamma"), "algorithm.adv_estimator=gae")
+        yield from _without_effect(given, ("algorithm.lam", "algorithm.gamma"), "algorithm.adv_estimator=gae")
     if not config.reward_model.enable:
-        yield from _in_vain(
+        yield from _without_effect(
             [key for key in given if not key.startswith("reward_model.overlong_buffer")],
             (
                 "reward_model.model.",
@@ -271,19 +271,19 @@ def _uncorrected(config: TrainConfig) -> Iterator[str]:
 
 def _unused_tuning(config: TuningConfig, given: Collection[str]) -> Iterator[str]:
     if config.trainer.early_stop_patience is None:
-        yield from _in_vain(given, ("trainer.early_stop_min_delta",), "trainer.early_stop_patience")
+        yield from _without_effect(given, ("trainer.early_stop_min_delta",), "trainer.early_stop_patience")
     if isinstance(config, SFTConfig):
         if config.data.text_key is None:
-            yield from _in_vain(given, ("data.append_eos",), "data.text_key")
+            yield from _without_effect(given, ("data.append_eos",), "data.text_key")
         elif "data.prompt_key" in given:
             yield "data.prompt_key has no effect with data.text_key, which reads plain text"
         if config.data.text_key is None and config.data.response_key is None:
-            yield from _in_vain(given, ("data.prompt_key",), "data.response_key")
+            yield from _without_effect(given, ("data.prompt_key",), "data.response_key")
     if isinstance(config, RMConfig) and config.data.normalize == "none":
-        yield from _in_vain(given, ("data.normalize_max_samples",), "data.normalize")
+        yield from _without_effect(given, ("data.normalize_max_samples",), "data.normalize")
 
 
-def _in_vain(given: Collection[str], prefixes: tuple[str, ...], needed: str) -> Iterator[str]:
+def _without_effect(given: Collection[str], prefixes: tuple[str, ...], needed: str) -> Iterator[str]:
     found = [key for key in given if key.startswith(prefixes)]
     if found:
         verb = "has" if len(found) == 1 else "have"

@@ -13,7 +13,7 @@ import pytest
 from megarl.cli.main import main
 from megarl.config import TrainConfig, check_config, load_config, resolve
 from megarl.config.loading import load_with_origins
-from megarl.config.loading.document import entries, read_file
+from megarl.config.loading.document import entries, plain, read_file
 from megarl.config.show import notes
 from tests.config.conftest import batches_of, lines_of
 
@@ -49,7 +49,7 @@ REQUIRED = {
 
 def printed(article: str) -> dict[str, Any]:
     """Every key that an article prints, with its value."""
-    return {key: entry.plain() for key, entry in entries(read_file(ARTICLES / f"{article}.yaml"))}
+    return {key: plain(entry) for key, entry in entries(read_file(ARTICLES / f"{article}.yaml"))}
 
 
 @pytest.fixture

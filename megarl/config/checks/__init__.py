@@ -48,7 +48,7 @@ def check_config(config: C, data_files: bool = True) -> C:
 
 
 def config_problems(config: C, full: C, data_files: bool = True) -> list[str]:
-    """What `check_config` raises, a line each.
+    """The problems that `check_config` raises, a line each.
 
     Args:
         config: as it was written: a value that several keys have from one is reported for that one.

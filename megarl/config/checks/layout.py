@@ -1,4 +1,4 @@
-"""Checks of devices and batches: pools, parallel layouts, what must divide what.
+"""Checks of devices and batches: pools, parallel layouts, sizes that must divide each other.
 
 Values that are out of range by themselves are reported elsewhere; here they only must not break the arithmetic,
 so a check whose operands are no positive numbers is left out.
@@ -149,7 +149,7 @@ def _division_problems(role: _Role) -> Iterator[str]:
 
 
 def _expert_division_problems(role: _Role) -> Iterator[str]:
-    """Experts have groups of their own: they need not divide those of the other weights, but the devices."""
+    """Experts have groups of their own, which must divide the devices, but not the groups of other weights."""
     sizes = [getattr(role.megatron, name) for name in _EXPERT_SIZES]
     devices = role.devices
     if devices is None or prod(sizes[:2]) == 1 or min(sizes) < 1 or devices % prod(sizes) == 0:
@@ -298,7 +298,7 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
 
 
 def _node_problems(key: str, rollout: RolloutConfig, pool: PoolConfig, per_node: str) -> Iterator[str]:
-    """Engines have devices of the pool that follow each other; those of one are on one node, or equally many on each of several.
+    """Engines have neighbouring devices of the pool; an engine's devices are on one node, or equally many on each of several.
 
     Args:
         per_node: the key of the pool's devices on each node, with its value.

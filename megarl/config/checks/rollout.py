@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 from megarl.config.checks.data import file_problems
-from megarl.config.checks.values import registered_problems
+from megarl.config.checks.values import given_keys, registered_problems
 from megarl.config.schema.commands import EvalConfig, RolloutConfig, TrainConfig
 from megarl.config.schema.rewards import RULES, JudgeConfig, RewardModelConfig
-from megarl.config.schema.rollout import ENVIRONMENTS, MultiTurnConfig
+from megarl.config.schema.rollout import ENVIRONMENTS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _JUDGE = "llm_judge"
@@ -51,7 +50,7 @@ def rollout_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _lora_sync_problems(config: TrainConfig) -> Iterator[str]:
-    """Of rollout.lora_sync, beside what the model says to it."""
+    """rollout.lora_sync, as far as the model has no say in it."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.lora_sync is None:
         return
@@ -82,7 +81,7 @@ def val_set_problems(config: TrainConfig | EvalConfig, data_files: bool) -> Iter
         yield "data.val_files is required (or data.val_sets): the problems to answer"
 
 
-# Those that change the distribution that is sampled from, and the values with which they do not.
+# Keys that change the distribution that is sampled from, and the values with which they do not.
 NEUTRAL_SAMPLING = {
     "top_p": 1.0,
     "top_k": -1,
@@ -95,7 +94,7 @@ _CUTS = ("top_p", "top_k", "min_p")
 
 
 def training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Of training rollouts: what is sampled from must be what the trainer's log-probs are of."""
+    """Training rollouts must sample from the very distribution that the trainer's log-probs are of."""
     for name, allowed in NEUTRAL_SAMPLING.items():
         value = getattr(rollout, name)
         if value == allowed:
@@ -115,10 +114,9 @@ def training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 def evaluation_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Of evaluation, which samples as val_kwargs says."""
-    for name in ("n", "temperature", *NEUTRAL_SAMPLING):
+    for name in given_keys(rollout, ("n", "temperature", *NEUTRAL_SAMPLING)):
         value = getattr(rollout, name)
-        if value != getattr(RolloutConfig(), name):
-            yield f"rollout.{name}={value} is of training rollouts; evaluation reads rollout.val_kwargs.{name}"
+        yield f"rollout.{name}={value} is of training rollouts; evaluation reads rollout.val_kwargs.{name}"
 
 
 def multi_turn_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
@@ -131,12 +129,7 @@ def multi_turn_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     if any(token < 0 for token in rollout.stop_token_ids):
         yield f"{prefix}.stop_token_ids={list(rollout.stop_token_ids)}: token ids are not negative"
     if not multi_turn.enable:
-        given = [
-            member.name
-            for member in fields(MultiTurnConfig)
-            if getattr(multi_turn, member.name) != member.default
-        ]
-        if given:
+        if given := given_keys(multi_turn):
             names = ", ".join(f"{prefix}.multi_turn.{name}" for name in given)
             yield f"{names}: without {prefix}.multi_turn.enable=true there are no further turns"
         return
@@ -178,9 +171,8 @@ def reward_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     if reward.rule == _JUDGE:
         yield from _judge_problems(reward.judge, reward.timeout)
     else:
-        for name in ("base_url", "model", "api_key_env"):
-            if getattr(reward.judge, name) is not None:
-                yield f"reward.judge.{name} has no effect without reward.rule={_JUDGE!r}"
+        for name in given_keys(reward.judge, ("base_url", "model", "api_key_env")):
+            yield f"reward.judge.{name} has no effect without reward.rule={_JUDGE!r}"
 
 
 def _judge_problems(judge: JudgeConfig, timeout: float) -> Iterator[str]:
@@ -206,7 +198,7 @@ def _judge_problems(judge: JudgeConfig, timeout: float) -> Iterator[str]:
 
 
 def reward_model_problems(config: TrainConfig) -> Iterator[str]:
-    """Of a resolved configuration; its layout and its pool are checked with those of the other models."""
+    """Of a resolved configuration; its layout and its pool are checked with the other models'."""
     reward = config.reward_model
     if not reward.enable:
         return

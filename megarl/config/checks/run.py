@@ -2,26 +2,37 @@
 run resumes.
 """
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megarl.config.checks.values import given_keys
 from megarl.config.loading import to_dict
 from megarl.config.resolve import megatron_sections
-from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig
-from megarl.config.schema.run import SavingConfig, TracingConfig
+from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig, TrainerConfig
+from megarl.config.schema.run import SavingConfig
 from megarl.config.schema.supervised import TuningConfig
 from megarl.util.files import check_url, is_url
+
+_SAVING = (
+    "save_freq",
+    "save_minutes",
+    "best_metric",
+    "max_run_minutes",
+    "checkpoint_url",
+    "resume_from_path",
+)
 
 
 def run_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     """Of a resolved configuration."""
     trainer = config.trainer
     yield from _saving_problems(trainer, trainer.test_freq)
-    if not trainer.profile_steps and trainer.profile_ranks != TracingConfig().profile_ranks:
+    if not trainer.profile_steps and given_keys(trainer, ("profile_ranks",)):
         yield "trainer.profile_ranks is of traces: give trainer.profile_steps"
     has_validation = config.data.val_files is not None
     if isinstance(config, TrainConfig):
@@ -81,10 +92,8 @@ def _offline_problems(config: TrainConfig) -> Iterator[str]:
     key = "trainer.rollout_only" if trainer.rollout_only else "trainer.train_only"
     if trainer.rollout_only and trainer.train_only is not None:
         yield "trainer.rollout_only and trainer.train_only: give one of them, or neither, which is both in turns"
-    validating = {"test_freq=-1": trainer.test_freq > 0, "val_before_train=false": trainer.val_before_train}
-    for off in (off for off, given in validating.items() if given):
-        name = off.partition("=")[0]
-        yield f"trainer.{name}: with {key} nothing is validated; megarl eval does that. Set trainer.{off}"
+    for name, off in _not_off(trainer, ("test_freq", "val_before_train")):
+        yield f"trainer.{name}: with {key} nothing is validated; megarl eval does that. Set trainer.{name}={off}"
     if trainer.rollout_only:
         yield from _rollout_only_problems(config)
     elif trainer.train_only is not None and not Path(trainer.train_only).is_dir():
@@ -92,23 +101,18 @@ def _offline_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _rollout_only_problems(config: TrainConfig) -> Iterator[str]:
-    trainer = config.trainer
-    saving = {
-        "save_freq=-1": trainer.save_freq > 0,
-        "save_minutes=null": trainer.save_minutes is not None,
-        "best_metric=null": trainer.best_metric is not None,
-        "max_run_minutes=null": trainer.max_run_minutes is not None,
-        "checkpoint_url=null": trainer.checkpoint_url is not None,
-        "resume_from_path=null": trainer.resume_from_path is not None,
-    }
-    for off in (off for off, given in saving.items() if given):
-        name = off.partition("=")[0]
-        yield f"trainer.{name}: with trainer.rollout_only no model changes, and there are no checkpoints; set trainer.{off}"
+    for name, off in _not_off(config.trainer, _SAVING):
+        yield f"trainer.{name}: with trainer.rollout_only no model changes, and there are no checkpoints; set trainer.{name}={off}"
     if config.actor_rollout_ref.model.lora.rank:
         yield (
             "actor_rollout_ref.model.lora.rank: trainer.rollout_only has no adapters; leave it out, or give the merged model "
             "(the folder hf of the run that trained them) as actor_rollout_ref.model.path"
         )
+
+
+def _not_off(trainer: TrainerConfig, names: Collection[str]) -> list[tuple[str, str]]:
+    """(name, value that switches it off, as YAML) of keys that are not switched off, as they are by default."""
+    return [(name, json.dumps(getattr(TrainerConfig, name))) for name in given_keys(trainer, names)]
 
 
 def _saving_problems(trainer: SavingConfig, test_freq: int) -> Iterator[str]:
@@ -141,17 +145,12 @@ def _idle_keys(trainer: SavingConfig) -> Iterator[str]:
     """Keys of checkpoints in a run that saves none."""
     if trainer.save_freq > 0 or trainer.save_minutes is not None or trainer.best_metric is not None:
         return
-    given = {
-        "keep_every": trainer.keep_every is not None,
-        "save_hf": trainer.save_hf,
-        "async_save": trainer.async_save,
-    }
-    for name in (name for name, there in given.items() if there):
+    for name in given_keys(trainer, ("keep_every", "save_hf", "async_save")):
         yield f"trainer.{name} is of checkpoints: give trainer.save_freq or trainer.save_minutes"
 
 
 _ABSENT = "(not there)"
-# (pattern of a key, why a run cannot go on with another value of it)
+# (pattern of a key, reason why a run cannot go on with another value of it)
 _FIXED: tuple[tuple[str, str], ...] = (
     (r"critic", "the checkpoint has the states of other models"),
     (
@@ -171,7 +170,7 @@ _FIXED: tuple[tuple[str, str], ...] = (
     ),
     (r"algorithm\.kl_ctrl\.type", "the coefficient so far is that of another controller"),
 )  # fmt: skip
-# What a run did before there was a key that says so.
+# Values that runs had before these keys existed.
 _BEFORE = {"trainer.mode": "sync", "trainer.max_staleness": None}
 
 
@@ -192,7 +191,7 @@ def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def refused_changes(changes: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Of `changed_keys` those with which a run cannot go on, each as a sentence."""
+    """The changes (of `changed_keys`) with which a run cannot go on, each as a sentence."""
     found = []
     for key, (before, after) in changes.items():
         reasons = [reason for pattern, reason in _FIXED if re.fullmatch(pattern, key)]

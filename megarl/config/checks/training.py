@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from megarl.config.batches import trajectories_per_step
-from megarl.config.checks.values import registered_problems
+from megarl.config.checks.values import given_keys, registered_problems
 from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, reference_in_actor
 from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
 from megarl.config.schema.commands import POLICY, ActorConfig, CriticConfig, CriticModelConfig, TrainConfig
@@ -109,35 +110,24 @@ def _idle_problems(config: TrainConfig) -> Iterator[str]:
     """Keys that were given where nothing would read them."""
     actor, control = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
     correction, norm = config.algorithm.rollout_correction, "seq-mean-token-sum-norm"
-    key = f"{POLICY}.actor"
-    for idle, name, value, needs in (
-        (control.type != "linear", "algorithm.kl_ctrl.end_kl_coef", control.end_kl_coef, "type=linear"),
-        (control.type != "linear", "algorithm.kl_ctrl.schedule_steps", control.schedule_steps, "type=linear"),
-        (not actor.use_kl_loss, f"{key}.kl_loss_end_coef", actor.kl_loss_end_coef, "use_kl_loss=true"),
+    actor_key, correction_key = f"{POLICY}.actor", "algorithm.rollout_correction"
+    thresholds = ("rollout_rs_threshold", "rollout_rs_threshold_lower")
+    sections: tuple[tuple[bool, str, Any, tuple[str, ...], str], ...] = (
         (
-            actor.kl_loss_end_coef is None,
-            f"{key}.kl_loss_schedule_steps",
-            actor.kl_loss_schedule_steps,
-            "kl_loss_end_coef",
+            control.type != "linear",
+            "algorithm.kl_ctrl",
+            control,
+            ("end_kl_coef", "schedule_steps"),
+            "type=linear",
         ),
-        (
-            actor.loss_agg_mode != norm,
-            f"{key}.loss_scale_factor",
-            actor.loss_scale_factor,
-            f"loss_agg_mode={norm}",
-        ),
-        *(
-            (
-                correction.rollout_rs is None,
-                f"algorithm.rollout_correction.{name}",
-                getattr(correction, name),
-                "rollout_rs",
-            )
-            for name in ("rollout_rs_threshold", "rollout_rs_threshold_lower")
-        ),
-    ):
-        if idle and value is not None:
-            yield f"{name}={value:g} needs {needs} beside it; nothing reads it otherwise"
+        (not actor.use_kl_loss, actor_key, actor, ("kl_loss_end_coef",), "use_kl_loss=true"),
+        (actor.kl_loss_end_coef is None, actor_key, actor, ("kl_loss_schedule_steps",), "kl_loss_end_coef"),
+        (actor.loss_agg_mode != norm, actor_key, actor, ("loss_scale_factor",), f"loss_agg_mode={norm}"),
+        (correction.rollout_rs is None, correction_key, correction, thresholds, "rollout_rs"),
+    )
+    for is_idle, key, section, names, needs in sections:
+        for name in given_keys(section, names) if is_idle else ():
+            yield f"{key}.{name}={getattr(section, name):g} needs {needs} beside it; nothing reads it otherwise"
 
 
 def _loss_problems(config: TrainConfig, actor: ActorConfig) -> Iterator[str]:
@@ -173,14 +163,12 @@ def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _loss_scale_problems(role: _Trained) -> Iterator[str]:
     prefix, optim, megatron = role.prefix, role.optim, role.megatron
-    defaults = {member.name: member.default for member in fields(OptimConfig)}
     if megatron.dtype != "float16":
-        for name in _LOSS_SCALING:
-            if getattr(optim, name) != defaults[name]:
-                yield (
-                    f"{prefix}optim.{name}={getattr(optim, name):g} is for {prefix}megatron.dtype=float16, which is "
-                    f"{megatron.dtype or 'null'}: losses are not scaled; leave it out"
-                )
+        for name in given_keys(optim, _LOSS_SCALING):
+            yield (
+                f"{prefix}optim.{name}={getattr(optim, name):g} is for {prefix}megatron.dtype=float16, which is "
+                f"{megatron.dtype or 'null'}: losses are not scaled; leave it out"
+            )
     elif optim.min_loss_scale > optim.initial_loss_scale:
         yield (
             f"{prefix}optim.min_loss_scale={optim.min_loss_scale:g} is greater than "
@@ -249,23 +237,21 @@ def _optim_problems(role: _Trained) -> Iterator[str]:
         )
 
 
-_BASE_BLOCK = next(member.default for member in fields(LoraConfig) if member.name == "base_block")
-_OWN = ("seed", "grad_offload", "optimizer_offload")  # what a critic on the actor's base may have otherwise
+_OWN = (
+    "seed",
+    "grad_offload",
+    "optimizer_offload",
+)  # keys of megatron that a critic on the actor's base may have of its own
 
 
 def _lora_problems(key: str, lora: LoraConfig) -> Iterator[str]:
     if lora.rank == 0:
-        given = [
-            member.name
-            for member in fields(LoraConfig)
-            if member.name != "rank" and getattr(lora, member.name) != member.default
-        ]
-        if given:
+        if given := given_keys(lora):
             yield f"{key} has {', '.join(given)}, but no adapters: give {key}.rank, or leave these out"
         return
     if not lora.target_modules:
         yield f"{key}.target_modules is empty; leave it out for all-linear, or {key}.rank for no adapters"
-    if lora.base_dtype is None and lora.base_block != _BASE_BLOCK:
+    if lora.base_dtype is None and given_keys(lora, ("base_block",)):
         yield f"{key}.base_block={lora.base_block}, but {key}.base_dtype is null: give float8, or leave it out"
     path = lora.adapter_path
     if path is not None and not (Path(path) / "adapter_config.json").is_file():
@@ -276,7 +262,7 @@ def _lora_problems(key: str, lora: LoraConfig) -> Iterator[str]:
 
 
 def _shared_base_problems(config: TrainConfig, critic: CriticConfig) -> Iterator[str]:
-    """What a critic on the actor's base cannot have: anything else of its own but adapters, value head and training."""
+    """A critic on the actor's base has nothing of its own but adapters, value head and training."""
     policy, key = config.actor_rollout_ref, "critic.model.share_base=true"
     for section, lora in ((f"{POLICY}.model", policy.model.lora), ("critic.model", critic.model.lora)):
         if lora.rank == 0:

@@ -4,7 +4,7 @@ Secrets have no place in a configuration: it is printed, saved in the run folder
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -75,6 +75,15 @@ def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:
     if not all(holds[name][1](bound) for name, bound in bounds.items()):
         valid = " and ".join(f"{holds[name][0]} {bound:g}" for name, bound in bounds.items())
         yield f"{key}={value} is out of range: it must be {valid}"
+
+
+def given_keys(section: Any, names: Collection[str] | None = None) -> list[str]:
+    """The keys of a section, or those of `names`, whose values are not their defaults."""
+    return [
+        member.name
+        for member in fields(section)
+        if (names is None or member.name in names) and getattr(section, member.name) != member.default
+    ]
 
 
 def registered_problems(

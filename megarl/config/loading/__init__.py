@@ -115,7 +115,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def save_config(config: Any, path: str | Path) -> Path:
-    """Write a configuration as YAML, every key of it; the file is there whole or not at all."""
+    """Write a configuration as YAML, every key of it; the file is complete or absent."""
     text = yaml.dump(to_dict(config), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=110)
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -144,7 +144,7 @@ def _defaults(schema: type, tree: Tree) -> dict[str, Any]:
 
 
 class _Builder:
-    """Builds sections from a tree; what is wrong goes to `problems`."""
+    """Builds sections from a tree; mistakes are added to `problems`."""
 
     def __init__(self, keys: list[str], problems: list[str]) -> None:
         self._keys = keys
@@ -218,8 +218,8 @@ class _Builder:
             self._problems.append(f"{key} is required ({type_text(kind)}): {member.metadata['help']}")
 
     def _misplaced(self, tree: Tree, key: str, kind: Any) -> None:
-        where = _first_entry(tree)
-        place = f"{where.where}: " if where else ""
+        first = next((entry for _, entry in entries(tree)), None)
+        place = f"{first.where}: " if first else ""
         self._problems.append(
             f"{place}{key}: expected {type_text(kind)}, found a section of keys ({', '.join(tree)})"
         )
@@ -298,14 +298,6 @@ def _expand(value: Any) -> Any:
 
 def _show(entry: Entry) -> str:
     return json.dumps(plain(entry), default=str, ensure_ascii=False)
-
-
-def _first_entry(tree: Tree) -> Entry | None:
-    for value in tree.values():
-        found = _first_entry(value) if isinstance(value, dict) else value
-        if found is not None:
-            return found
-    return None
 
 
 TRAINING = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}

@@ -62,7 +62,7 @@ def model_problems(key: str, path: str) -> Iterator[str]:
 
 
 def fetch_models(config: C, weights: bool = True) -> C:
-    """The configuration with the folder in the Hub's cache in place of each id; what is not there is downloaded.
+    """The configuration with the folder in the Hub's cache in place of each id; a model that is not in it is downloaded.
 
     Args:
         config: resolved and checked.
@@ -76,7 +76,10 @@ def fetch_models(config: C, weights: bool = True) -> C:
         if key.startswith("reward_model.") and not _value(config, "reward_model.enable"):
             continue
         if path is not None and is_hub_id(path):
-            texts = (*_TEXTS, *_CODE) if _trusts_code(config) else _TEXTS
+            trusts = _value(config, "actor_rollout_ref.model.trust_remote_code") or _value(
+                config, "model.trust_remote_code"
+            )
+            texts = (*_TEXTS, *_CODE) if trusts else _TEXTS
             patterns = (*texts, *_WEIGHTS) if weights and key in MODEL_KEYS else texts
             config = _with_value(config, key.split("."), _download(key, path, patterns))
     return config
@@ -102,11 +105,6 @@ def _download(key: str, name: str, patterns: tuple[str, ...]) -> str:
             f"FOLDER` on a machine that has one, copy the folder here, and set {key}=FOLDER. For a gated model: log in "
             "with `hf auth login` first."
         ) from error
-
-
-def _trusts_code(config: TrainConfig | TuningConfig | EvalConfig) -> bool:
-    model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
-    return model.trust_remote_code
 
 
 def _value(config: Any, key: str) -> Any:

@@ -4,7 +4,7 @@ Every key is read by someone; a key that is not here is refused. Batch sizes cou
 sizes on one device.
 """
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass

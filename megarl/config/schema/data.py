@@ -1,6 +1,6 @@
 """Validation sets that are sampled in their own way: the values of `data.val_sets`."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass, fields, replace
@@ -12,7 +12,7 @@ from megarl.config.schema.rollout import SamplingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ValSetConfig:
-    """One validation set; what is null here is as in rollout.val_kwargs."""
+    """One validation set; a key that is null is as in rollout.val_kwargs."""
 
     files: str | tuple[str, ...] = option("Parquet files: a path, a glob, or a list.", is_path=True)
     max_samples: int | None = option(

@@ -1,6 +1,6 @@
 """How a job is given to a cluster: the keys of a job's file, which are also the options of `megarl launch`."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def add_launch(
     recipes: Sequence[str],
     run: Callable[[argparse.Namespace], int | None],
 ) -> None:
-    """Add `megarl launch TARGET RECIPE`; what is given of LaunchConfig's keys is in `options.launch`, by dotted key.
+    """Add `megarl launch TARGET RECIPE`; the values of LaunchConfig's keys that are given are in `options.launch`, by dotted key.
 
     Args:
         recipes: the commands that run a recipe, the default first.
@@ -225,7 +225,7 @@ def _add_keys(parser: argparse.ArgumentParser, schema: type, prefix: str) -> Non
 
 
 class _Given(argparse.Action):
-    """Notes what was given, by the dotted key `key`. const: a flag's value, or whether the option can be repeated."""
+    """Notes the value that was given, by the dotted key `key`. const: a flag's value, or whether the option can be repeated."""
 
     key: str
 

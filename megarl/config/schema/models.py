@@ -1,6 +1,6 @@
 """Models that are trained: where they are, their low-rank adapters, optimizer and parallel layout."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ NO_PADDING = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685): what is trained instead of the model's weights, which stay as they are."""
+    """Low-rank adapters (arXiv:2106.09685), trained in place of the model's weights, which stay as they are."""
 
     rank: int = option("Rank of the adapters; 0: none, all weights are trained.", 0, ge=0)
     alpha: float | None = option(

@@ -1,6 +1,6 @@
 """The engines that generate responses: section `rollout`, its sampling, and trajectories of several turns."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass

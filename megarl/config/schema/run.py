@@ -92,7 +92,7 @@ FINDINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """What a healthy run looks like; what is not, is reported with what to do. null: not looked at."""
+    """Bounds of a healthy run's metrics; a metric beyond its bound is reported with advice. null: not checked."""
 
     enable: bool = option(
         "Look at each step's metrics and trajectories: findings are printed, and written to <run folder>/health.jsonl.",
@@ -171,7 +171,7 @@ class HealthConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TracingConfig:
-    """What each process does and when."""
+    """Records of the work of each process over time."""
 
     timeline_mb: int = option(
         "MB that <run folder>/timeline.json may take: what every process did and when, as ui.perfetto.dev shows it. Of a longer "
@@ -192,7 +192,7 @@ class TracingConfig:
     )
 
 
-# Beside the console and the run folder: packages that must be installed, each with how it is.
+# Loggers that are packages: name and command that installs it.
 TRACKERS = {
     "wandb": "pip install wandb",
     "mlflow": "pip install mlflow",

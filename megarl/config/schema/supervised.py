@@ -1,6 +1,6 @@
 """Sections and commands of supervised training, which fits one Megatron model to examples: SFT, reward models, DPO."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
@@ -198,7 +198,7 @@ DPO_LOSSES = ("sigmoid", "ipo")
 
 @dataclass(frozen=True, kw_only=True)
 class DPODataConfig(TuningDataConfig):
-    """Preferences, as those of `megarl rm`; learnt from are the last messages, the assistant's, of the compared chats."""
+    """Preferences, as `megarl rm` reads them; the last messages, the assistant's, of the compared chats are learnt from."""
 
     truncation: str = option(
         "What happens to longer ones: refused, or the whole row is left out.",

@@ -8,7 +8,7 @@ documentation; it is written nowhere else.
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass, replace
 from typing import Any, TypeGuard
 
 
@@ -142,3 +142,16 @@ def walk_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any
                 yield from walk_values(entry, f"{key}.{name}.")
         else:
             yield key, member, value
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value of a dotted key; None where the configuration has no such key or section."""
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """The configuration with another value of a dotted key."""
+    first, _, rest = key.partition(".")
+    return replace(config, **{first: with_value(getattr(config, first), rest, value) if rest else value})

@@ -1,9 +1,11 @@
 """The configuration: a user's settings, read, checked and filled in before anything else starts.
 
 What this room promises: `load_config` returns a typed, frozen configuration or one ValueError that lists every
-unknown key (with the nearest valid one), wrong type and missing value; `check_config` resolves it, or does the same for values
-that do not fit each other, the devices or the files, `check_models` for layouts that do not fit the model.
-A configuration is resolved once: all rooms are handed the resolved one, and the numbers of its batches by `resolve_batches`.
+unknown key (with the nearest valid one), wrong type and missing value; `check_config` does the same for values
+that do not fit each other, the devices or the files, `check_models` for layouts that do not fit the model;
+`resolve` and `resolve_batches` derive what follows from it, so that no other room does.
+
+A configuration is resolved once, by `check_config`; all else takes the resolved one.
 
     config = check_config(load_config(TrainConfig, "recipe:quickstart_ppo", ["trainer.total_epochs=2"]))
     plan = resolve_batches(config)

@@ -185,7 +185,7 @@ def _train_plan(config: TrainConfig) -> BatchPlan:
     with_ref, reward = needs_reference(config), config.reward_model
     assert rollout.resource_pool is not None and rollout.num_engines is not None, "resolved"
     return BatchPlan(
-        devices=sum(pool.nnodes * pool.n_gpus_per_node for pool in (config.resource_pools or {}).values()),
+        devices=sum(pool.num_devices for pool in (config.resource_pools or {}).values()),
         prompts_per_step=config.data.train_batch_size,
         responses_per_prompt=rollout.n,
         trajectories_per_step=trajectories,

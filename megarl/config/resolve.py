@@ -112,7 +112,7 @@ def megatron_sections(config: TrainConfig) -> dict[str, MegatronSection]:
 def pool_devices(pools: dict[str, PoolConfig] | None, name: str | None) -> int | None:
     """Devices of the pool `name`; None if there is no such pool."""
     pool = (pools or {}).get(name or "")
-    return None if pool is None else pool.nnodes * pool.n_gpus_per_node
+    return None if pool is None else pool.num_devices
 
 
 def needs_reference(config: TrainConfig) -> bool:
@@ -354,7 +354,7 @@ def _with_engines(rollout: RolloutConfig, pool: PoolConfig | None) -> RolloutCon
     return replace(
         rollout,
         nodes_per_engine=rollout.nodes_per_engine or -(-tp // pool.n_gpus_per_node),
-        num_engines=rollout.num_engines or max(1, pool.nnodes * pool.n_gpus_per_node // tp),
+        num_engines=rollout.num_engines or max(1, pool.num_devices // tp),
     )
 
 

@@ -15,7 +15,7 @@ from megarl.config import TrainConfig, load_config
 from megarl.config.problems import aliases, key_advice
 from megarl.config.schema import walk
 from megarl.rewards.registry import REWARDS, rules_of
-from tests.config.test_aliases import verl_keys
+from tests.config.test_problems import verl_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/from_verl.md").read_text()

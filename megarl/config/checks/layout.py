@@ -65,10 +65,8 @@ def pool_problems(config: TrainConfig, written: TrainConfig) -> Iterator[str]:
                     f"resource_pools.{name}.{size}={getattr(pool, size)} is more than "
                     f"trainer.{size}={getattr(trainer, size)}"
                 )
-    total, there = (
-        sum(pool_devices(pools, name) or 0 for name in pools),
-        trainer.nnodes * trainer.n_gpus_per_node,
-    )
+    total = sum(pool.num_devices for pool in pools.values())
+    there = trainer.nnodes * trainer.n_gpus_per_node
     if total > there:
         yield (
             f"resource_pools have {total} devices together, more than trainer.nnodes={trainer.nnodes} x "
@@ -303,12 +301,12 @@ def _node_problems(key: str, rollout: RolloutConfig, pool: PoolConfig, per_node:
     Args:
         per_node: the key of the pool's devices on each node, with its value.
     """
-    tp, engines, devices, nodes = (
+    tp, engines, nodes = (
         rollout.tensor_model_parallel_size,
         rollout.num_engines or 1,
-        pool.nnodes * pool.n_gpus_per_node,
         rollout.nodes_per_engine or 1,
     )
+    devices = pool.num_devices
     size, spread = f"{key}.tensor_model_parallel_size={tp}", f"{key}.nodes_per_engine={nodes}"
     part = tp // nodes
     if tp > devices:

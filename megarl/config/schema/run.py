@@ -254,3 +254,8 @@ class PoolConfig:
 
     nnodes: int = option("Nodes.", 1, ge=1)
     n_gpus_per_node: int = option("Devices on each node.", ge=1)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on all nodes."""
+        return self.nnodes * self.n_gpus_per_node

@@ -1,4 +1,4 @@
-"""The table of other trainers' keys and flags."""
+"""Advice for users of other trainers: the table of their keys, flags and commands."""
 
 import re
 from collections.abc import Callable, Iterator

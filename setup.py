@@ -116,6 +116,7 @@ setup(
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={
         "megarl": ["py.typed"],
+        "megarl.config": ["aliases.yaml"],
         "megarl.report": ["templates/*"],
         "megarl.shadow": ["device.cpp"],
         "megarl.gpu_test": ["shadow_ranks.json"],

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from megarl.cli import main as cli
-from megarl.config.loading.load import load_with_origins
+from megarl.config.loading import load_with_origins
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
-from megarl.config.loading.load import load_config
+from megarl.config.loading import load_config
 from megarl.models import logical_tensors, read_model_config
 from megarl.plan.sync import configured_sync
 

@@ -339,7 +339,6 @@ TO_REPLACE = {
     "_make_premises",
     "beside",
     "blame",
-    "halves_problems",
     "kinds",
     "load_under_way",
     "nurseries",

@@ -23,7 +23,7 @@ import torch
 
 from megarl.checkpoints.dcp import DCPReader
 from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, load_config
-from megarl.config.schema.options import walk
+from megarl.config.schema import walk
 from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.rollout.engine import EngineConfig

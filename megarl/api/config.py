@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from megarl.config import TrainConfig
-from megarl.config.aliases import key_advice
-from megarl.config.loading.load import load_config
-from megarl.config.loading.problems import did_you_mean
+from megarl.config.loading import load_config
+from megarl.config.problems import did_you_mean, key_advice
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _ESTIMATORS = {"ppo": "gae"}  # other algorithms are called as their estimator

@@ -16,9 +16,9 @@ import pyarrow as pa
 from ray import cloudpickle
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config import DataConfig, TrainConfig, check_config, needs_rules, resolve
-from megarl.config.aliases import key_advice
+from megarl.config import DataConfig, TrainConfig, check_config, needs_rules
 from megarl.config.loading.hub import fetch_models
+from megarl.config.problems import key_advice
 from megarl.data.files import DataFile, find
 from megarl.data.loader import BatchLoader, TableFeed
 from megarl.data.prompts import ANSWER_KEY, PromptReader, Row
@@ -298,14 +298,14 @@ class Trainer:
         # All checks that need no process come first.
         config = _with_models(config, actor_model, critic_model)
         _refuse_keys_of_the_loop(config)
-        check_config(config, data_files=False)
+        config = check_config(config, data_files=False)
         if reward_fn is not None and not needs_rules(config):
             raise ValueError(
                 "reward_fn: its scores would count nothing beside the reward model's; give reward_model.rule_weight, or "
                 "leave it out"
             )
         load_plugins(config.plugins)
-        self.config = fetch_models(resolve(config))
+        self.config = fetch_models(config)
         num_steps = self.config.trainer.total_training_steps
         assert num_steps is not None, "make_trainer_config sets it, _with_models checks it"
         function = None if reward_fn is None else cloudpickle.dumps(reward_fn)

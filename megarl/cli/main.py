@@ -31,12 +31,10 @@ from megarl.config import (
     check_config,
     resolve,
 )
-from megarl.config.aliases import COMMANDS, flag_advice
+from megarl.config.loading import load_with_origins
 from megarl.config.loading.hub import fetch_models
-from megarl.config.loading.load import load_with_origins
-from megarl.config.loading.problems import did_you_mean
-from megarl.config.notes import notes, said_here
-from megarl.config.show import changed_keys, reference, resolved_keys, yaml_text
+from megarl.config.problems import aliases, did_you_mean, flag_advice
+from megarl.config.show import changed_keys, notes, reference, resolved_keys, said_here, yaml_text
 from megarl.trainer.run.preemption import ending_at_once
 from megarl.util.packages import require, requirements
 from megarl.util.plugins import load_plugins
@@ -50,11 +48,10 @@ SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOCon
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments and arguments[0] in COMMANDS:
-        print(f"error: megarl has no command {arguments[0]!r}: {COMMANDS[arguments[0]]}", file=sys.stderr)
-        return 2
     if arguments and not arguments[0].startswith("-") and arguments[0] not in RUNNERS:
-        hint = did_you_mean(arguments[0], RUNNERS) or f"; there are {', '.join(RUNNERS)}"
+        advice = aliases()["commands"].get(arguments[0])
+        guess = did_you_mean(arguments[0], RUNNERS) or f"; there are {', '.join(RUNNERS)}"
+        hint = guess if advice is None else f": {advice}"
         print(f"error: megarl has no command {arguments[0]!r}{hint}", file=sys.stderr)
         return 2
     if " ".join(arguments[:2]) in (PLAN_MEMORY, PLAN_STEP):

@@ -1,13 +1,13 @@
-"""The configuration: what a user may set, read, checked and filled in before anything else starts.
+"""The configuration: a user's settings, read, checked and filled in before anything else starts.
 
 What this room promises: `load_config` returns a typed, frozen configuration or one ValueError that lists every
 unknown key (with the nearest valid one), wrong type and missing value; `check_config` does the same for values
 that do not fit each other, the devices or the files, `check_models` for layouts that do not fit the model;
 `resolve` and `resolve_batches` derive what follows from it, so that no other room does.
 
-    config = load_config(TrainConfig, "recipe:quickstart_ppo", ["trainer.total_epochs=2"])
-    check_config(config)
-    config = resolve(config)
+A configuration is resolved once, by `check_config`; all else takes the resolved one.
+
+    config = check_config(load_config(TrainConfig, "recipe:quickstart_ppo", ["trainer.total_epochs=2"]))
     plan = resolve_batches(config)
 
 What it must not know: torch, or any other room.
@@ -15,21 +15,20 @@ What it must not know: torch, or any other room.
 
 from megarl.config.batches import (
     BatchPlan,
-    RolePlan,
-    RolloutPlan,
     TuningBatchPlan,
-    UpdatePlan,
     batch_summary,
     batch_table,
     resolve_batches,
     save_batch_plan,
+    trajectories_per_mini_batch,
+    trajectories_per_step,
+    updates_per_step,
 )
-from megarl.config.checks.all import check_config, config_problems
-from megarl.config.loading.load import load_config, save_config, to_dict
+from megarl.config.checks import check_config, config_problems
+from megarl.config.loading import load_config, save_config, to_dict
 from megarl.config.model_fit import (
     check_model,
     check_models,
-    check_rollout_model,
     fit_problems,
     position_warnings,
 )
@@ -49,18 +48,13 @@ from megarl.config.resolve import (
 from megarl.config.schema.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
-    KLControlConfig,
-    PolicyLossConfig,
     RolloutCorrectionConfig,
 )
 from megarl.config.schema.commands import (
     ActorConfig,
-    ActorRolloutRefConfig,
     CriticConfig,
-    CriticModelConfig,
     EvalConfig,
     EvalDataConfig,
-    EvalTrainerConfig,
     MegatronConfig,
     ModelPathConfig,
     OptimConfig,
@@ -69,16 +63,12 @@ from megarl.config.schema.commands import (
     RolloutConfig,
     TrainConfig,
     TrainedModelConfig,
-    TrainerConfig,
 )
 from megarl.config.schema.data import DataConfig, ValSetConfig, val_set_sampling
 from megarl.config.schema.models import LoraConfig
 from megarl.config.schema.rewards import (
-    CodeRewardConfig,
-    CustomRewardConfig,
     JudgeConfig,
     OverlongBufferConfig,
-    RewardConfig,
     RewardModelConfig,
 )
 from megarl.config.schema.rollout import SamplingConfig
@@ -90,64 +80,49 @@ from megarl.config.schema.supervised import (
     RMConfig,
     RMDataConfig,
     SFTConfig,
-    SFTDataConfig,
     TuningConfig,
     TuningTrainerConfig,
 )
 
 __all__ = [
     "ActorConfig",
-    "ActorRolloutRefConfig",
     "AlgorithmConfig",
     "BatchPlan",
-    "CodeRewardConfig",
     "CriticConfig",
-    "CriticModelConfig",
-    "CustomRewardConfig",
     "DPOConfig",
     "DPODataConfig",
     "DPOLossConfig",
     "DataConfig",
     "EvalConfig",
     "EvalDataConfig",
-    "EvalTrainerConfig",
     "FilterGroupsConfig",
     "HealthConfig",
     "JudgeConfig",
-    "KLControlConfig",
     "LoraConfig",
     "MegatronConfig",
     "ModelPathConfig",
     "OptimConfig",
     "OverlongBufferConfig",
-    "PolicyLossConfig",
     "PoolConfig",
     "RMConfig",
     "RMDataConfig",
     "RefConfig",
-    "RewardConfig",
     "RewardModelConfig",
-    "RolePlan",
     "RolloutConfig",
     "RolloutCorrectionConfig",
-    "RolloutPlan",
     "SFTConfig",
-    "SFTDataConfig",
     "SamplingConfig",
     "TrainConfig",
     "TrainedModelConfig",
-    "TrainerConfig",
     "TuningBatchPlan",
     "TuningConfig",
     "TuningTrainerConfig",
-    "UpdatePlan",
     "ValSetConfig",
     "batch_summary",
     "batch_table",
     "check_config",
     "check_model",
     "check_models",
-    "check_rollout_model",
     "config_problems",
     "evaluates",
     "fit_problems",
@@ -167,5 +142,8 @@ __all__ = [
     "save_batch_plan",
     "save_config",
     "to_dict",
+    "trajectories_per_mini_batch",
+    "trajectories_per_step",
+    "updates_per_step",
     "val_set_sampling",
 ]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import overload
 
-from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, reference_in_actor, resolve
+from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, reference_in_actor
 from megarl.config.schema.commands import (
     ActorConfig,
     CriticConfig,
@@ -105,9 +105,25 @@ def resolve_batches(config: TrainConfig) -> BatchPlan: ...
 @overload
 def resolve_batches(config: TuningConfig) -> TuningBatchPlan: ...
 def resolve_batches(config: TrainConfig | TuningConfig) -> BatchPlan | TuningBatchPlan:
-    """The arithmetic of a configuration, resolved or not; see the module."""
-    config = resolve(config)
+    """The arithmetic of a resolved configuration; see the module."""
     return _train_plan(config) if isinstance(config, TrainConfig) else _tuning_plan(config)
+
+
+def trajectories_per_step(config: TrainConfig) -> int:
+    """Trajectories that a step trains on, over all ranks."""
+    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def trajectories_per_mini_batch(config: TrainConfig, section: ActorConfig | CriticConfig) -> int:
+    """Trajectories of one optimizer step of the actor or the critic (`section`, resolved), over all ranks."""
+    assert section.ppo_mini_batch_size is not None, "resolved"
+    return section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def updates_per_step(config: TrainConfig, section: ActorConfig | CriticConfig) -> int:
+    """Optimizer steps in which the actor or the critic (`section`, resolved) learns from a step's trajectories."""
+    assert section.ppo_mini_batch_size is not None and section.ppo_epochs is not None, "resolved"
+    return config.data.train_batch_size // section.ppo_mini_batch_size * section.ppo_epochs
 
 
 def batch_table(plan: BatchPlan | TuningBatchPlan) -> list[tuple[str, ...]]:
@@ -124,7 +140,7 @@ def batch_table(plan: BatchPlan | TuningBatchPlan) -> list[tuple[str, ...]]:
 
 
 def batch_summary(plan: BatchPlan | TuningBatchPlan) -> str:
-    """What a step is of, such as "128 prompts x 4 responses = 512 trajectories of at most 1024 tokens"."""
+    """The contents of a step, such as "128 prompts x 4 responses = 512 trajectories of at most 1024 tokens"."""
     if isinstance(plan, TuningBatchPlan):
         text = "" if plan.noun == "examples" else ", each text"
         return f"{plan.update.sequences_per_mini_batch} {plan.noun}{text} of at most {plan.max_tokens_per_example} tokens"
@@ -153,7 +169,7 @@ def _train_rows(plan: BatchPlan) -> list[tuple[str, ...]]:
 
 
 def save_batch_plan(plan: BatchPlan | TuningBatchPlan, folder: str | Path) -> Path:
-    """Write `batch_plan.json` into a run folder; the file is there whole or not at all."""
+    """Write `batch_plan.json` into a run folder; the file is complete or absent."""
     path = Path(folder) / "batch_plan.json"
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(asdict(plan), indent=2) + "\n", encoding="utf-8")
@@ -163,13 +179,13 @@ def save_batch_plan(plan: BatchPlan | TuningBatchPlan, folder: str | Path) -> Pa
 def _train_plan(config: TrainConfig) -> BatchPlan:
     policy, critic = config.actor_rollout_ref, config.critic
     actor, ref, rollout = policy.actor, policy.ref, policy.rollout
-    trajectories = config.data.train_batch_size * rollout.n
+    trajectories = trajectories_per_step(config)
     actor_role = _role(actor, config.resource_pools)
     critic_role = None if critic is None else _role(critic, config.resource_pools)
     with_ref, reward = needs_reference(config), config.reward_model
     assert rollout.resource_pool is not None and rollout.num_engines is not None, "resolved"
     return BatchPlan(
-        devices=sum(pool.nnodes * pool.n_gpus_per_node for pool in (config.resource_pools or {}).values()),
+        devices=sum(pool.num_devices for pool in (config.resource_pools or {}).values()),
         prompts_per_step=config.data.train_batch_size,
         responses_per_prompt=rollout.n,
         trajectories_per_step=trajectories,
@@ -240,13 +256,12 @@ def _role_on(megatron: MegatronConfig, pool: str, world: int) -> RolePlan:
 
 
 def _update(section: ActorConfig | CriticConfig, role: RolePlan, config: TrainConfig) -> UpdatePlan:
-    mini, epochs = section.ppo_mini_batch_size, section.ppo_epochs
-    assert mini is not None and epochs is not None, "resolved"
-    mini_batches, sequences = config.data.train_batch_size // mini, mini * config.actor_rollout_ref.rollout.n
+    epochs, sequences = section.ppo_epochs, trajectories_per_mini_batch(config, section)
+    assert epochs is not None, "resolved"
     return UpdatePlan(
-        mini_batches_per_epoch=mini_batches,
+        mini_batches_per_epoch=updates_per_step(config, section) // epochs,
         epochs=epochs,
-        updates_per_step=mini_batches * epochs,
+        updates_per_step=updates_per_step(config, section),
         sequences_per_mini_batch=sequences,
         sequences_per_dp_rank=sequences // role.dp,
         micro_batch_tokens=section.ppo_max_token_len_per_gpu,
@@ -255,14 +270,11 @@ def _update(section: ActorConfig | CriticConfig, role: RolePlan, config: TrainCo
 
 
 def _role_cells(role: RolePlan) -> tuple[str, str, str]:
-    return role.pool, str(role.world), _layout(role)
-
-
-def _layout(role: RolePlan) -> str:
     chunks = f" (vpp{role.vpp})" if role.vpp > 1 else ""
     experts = [f"{name}{size}" for name, size in (("ep", role.ep), ("etp", role.etp)) if size > 1]
     shared = f" ({' '.join(experts)})" if experts else ""
-    return f"tp{role.tp} x pp{role.pp}{chunks} x cp{role.cp} x dp{role.dp}{shared}"
+    layout = f"tp{role.tp} x pp{role.pp}{chunks} x cp{role.cp} x dp{role.dp}{shared}"
+    return role.pool, str(role.world), layout
 
 
 def _update_cells(update: UpdatePlan, noun: str) -> tuple[str, str]:

@@ -1,13 +1,13 @@
-"""Checks of a layout and of lengths against the facts of a model: what must divide what, how many tokens it can read."""
+"""Checks of a layout and of lengths against the facts of a model: sizes that must divide its sizes, tokens that it can read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from math import gcd
 from typing import Protocol
 
-from megarl.config.loading.problems import raise_if_any
-from megarl.config.resolve import needs_reference, resolve
-from megarl.config.schema.commands import EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
+from megarl.config.problems import raise_if_any
+from megarl.config.resolve import megatron_sections
+from megarl.config.schema.commands import POLICY, EvalConfig, MegatronConfig, RolloutConfig, TrainConfig
 from megarl.config.schema.supervised import TuningConfig
 
 ACTOR_KEY = "actor_rollout_ref.actor.megatron"
@@ -68,6 +68,7 @@ def check_models(
     """`check_model` for every role of a run, and the lengths that the engines are asked for; all problems in one ValueError.
 
     Args:
+        config: resolved.
         model: facts of the model that is trained or evaluated.
         critic: those of critic.model.path; None: the same.
         reward_model: those of reward_model.model.path; None: it is not checked.
@@ -83,24 +84,23 @@ def fit_problems(
     critic: ModelFacts | None = None,
     reward_model: ModelFacts | None = None,
 ) -> list[str]:
-    """What `check_models` raises, a line each, of the models whose facts are given.
+    """The problems that `check_models` raises, a line each, of the models whose facts are given.
 
-    Of a configuration that `check_config` may refuse: layouts with sizes below 1 are left out.
+    Of a resolved configuration that `check_config` may refuse: layouts with sizes below 1 are left out.
     """
-    config = resolve(config)
     megatrons: list[tuple[str, MegatronConfig | None, ModelFacts | None]] = []
     rollout: tuple[str, RolloutConfig] | None = None
     if isinstance(config, TuningConfig):
         megatrons = [("megatron", config.megatron, model)]
     elif isinstance(config, TrainConfig):
-        policy = config.actor_rollout_ref
-        megatrons = [(ACTOR_KEY, policy.actor.megatron, model)]
-        if needs_reference(config) and policy.ref.megatron != policy.actor.megatron:
-            megatrons.append(("actor_rollout_ref.ref.megatron", policy.ref.megatron, model))
-        if config.critic is not None:
-            megatrons.append(("critic.megatron", config.critic.megatron, critic))
-        if config.reward_model.enable:
-            megatrons.append(("reward_model.megatron", config.reward_model.megatron, reward_model))
+        policy, own = config.actor_rollout_ref, {"critic": critic, "reward_model": reward_model}
+        megatrons = [
+            (f"{key}.megatron", section.megatron, own.get(key, model))
+            for key, section in megatron_sections(config).items()
+            if not (
+                key == f"{POLICY}.ref" and section.megatron == policy.actor.megatron
+            )  # the actor's problem
+        ]
         rollout = (ROLLOUT_KEY, policy.rollout)
     else:
         rollout = ("rollout", config.rollout)
@@ -158,7 +158,7 @@ def position_warnings(
 
 
 def _context_problems(config: TrainConfig | TuningConfig | EvalConfig, model: ModelFacts) -> Iterator[str]:
-    """Prompts with their responses (all turns of them) must fit into what SGLang serves of the model."""
+    """Prompts with their responses (all turns) must fit into the context that SGLang serves of the model."""
     if isinstance(config, TuningConfig):
         return
     if isinstance(config, TrainConfig) and config.trainer.train_only is not None:
@@ -174,7 +174,7 @@ def _context_problems(config: TrainConfig | TuningConfig | EvalConfig, model: Mo
 
 
 def _widths(model: ModelFacts) -> dict[str, int]:
-    """What tensor parallelism cuts besides key/value heads, by the model's own name for it."""
+    """Sizes that tensor parallelism cuts besides key/value heads, by the model's own names for them."""
     sizes = {"num_attention_heads": model.num_attention_heads}
     if model.moe is None or model.moe.dense_layers:
         sizes["ffn_hidden_size"] = model.ffn_hidden_size
@@ -266,7 +266,7 @@ def _rollout_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> It
 
 
 def _block_problems(key: str, rollout: RolloutConfig, model: ModelFacts) -> Iterator[str]:
-    """In float8 the blocks that share a scale must not be cut by what a rank has of a width, as SGLang (0.5.21) asks."""
+    """In float8 the blocks that share a scale must not be cut by a rank's share of a width, as SGLang (0.5.21) asks."""
     if rollout.quantization != "fp8" or min(rollout.quantization_block_size) < 1:
         return
     tp, moe, (rows, columns) = rollout.tensor_model_parallel_size, model.moe, rollout.quantization_block_size

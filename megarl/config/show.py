@@ -1,81 +1,68 @@
-"""The configuration as text: the resolved keys with the source of each value, and docs/config.md with every key of every command."""
+"""What users are shown of a configuration: the resolved keys with the source of each value; notes on keys without effect, and on what such runs
+usually have; and docs/config.md, every key of every command."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megarl.config.aliases import FLAGS
+from megarl.config.loading import plain_value
 from megarl.config.loading.document import YamlDumper
-from megarl.config.loading.load import plain_value
-from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, resolve
-from megarl.config.schema.commands import EvalConfig, TrainConfig
-from megarl.config.schema.options import (
+from megarl.config.problems import aliases, first_match
+from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, megatron_sections, needs_reference, resolve
+from megarl.config.schema import (
     field_types,
-    is_free,
     is_required,
     section_type,
     table_type,
     type_text,
     walk,
+    walk_values,
 )
+from megarl.config.schema.commands import POLICY, ActorConfig, CriticConfig, EvalConfig, TrainConfig
 from megarl.config.schema.supervised import DPOConfig, RMConfig, SFTConfig, TuningConfig
 
 Config = TrainConfig | TuningConfig | EvalConfig
 
 _ROLE = r"(actor_rollout_ref\.(?:actor|ref)|critic|reward_model)"
-# (pattern of a key that `resolve` fills in or changes, where its value comes from); the first that fits counts.
-_SOURCES: tuple[tuple[str, str], ...] = (
-    (r"data\.gen_batch_size", "data.train_batch_size"),
-    (r"trainer\.max_staleness", "trainer.mode"),
-    (r"data\.tokenizer", "moved to actor_rollout_ref.model.tokenizer_path"),
-    (r"actor_rollout_ref\.model\.tokenizer_path", "data.tokenizer or actor_rollout_ref.model.path"),
-    (r"((?:.*\.)?model)\.tokenizer_path", "{0}.path"),
-    (r"(actor_rollout_ref\.actor|critic)\.optim\.clip_grad", "{0}.grad_clip"),
-    (r"(actor_rollout_ref\.actor|critic)\.grad_clip", "moved to {0}.optim.clip_grad"),
-    (r"actor_rollout_ref\.actor\.clip_range", "moved to actor_rollout_ref.actor.clip_ratio_low and clip_ratio_high"),
-    (r"actor_rollout_ref\.actor\.clip_ratio_(?:low|high)", "actor_rollout_ref.actor.clip_range or clip_ratio"),
-    (r"actor_rollout_ref\.actor\.loss_agg_mode", "actor_rollout_ref.actor.policy_loss.loss_mode"),
-    (r"actor_rollout_ref\.actor\.loss_scale_factor", "data.max_response_length"),
-    (r"actor_rollout_ref\.actor\.ppo_m\w+_per_gpu", "actor_rollout_ref.actor.use_dynamic_bsz"),
-    (r"max_token_len_per_gpu", "data.max_length"),
-    (
-        r"critic\.(ppo_m\w+_per_gpu|use_dynamic_bsz)",
-        "critic.use_dynamic_bsz and actor_rollout_ref.actor.{0}",
-    ),
-    (r"critic\.(ppo_mini_batch_size|ppo_epochs|resource_pool)", "actor_rollout_ref.actor.{0}"),
-    (r"critic\.model\.path", "actor_rollout_ref.model.path"),
-    (
-        r"actor_rollout_ref\.ref\.log_prob_\w+",
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz and the actor's micro-batches",
-    ),
-    (r"reward_model\.m\w+_per_gpu", "the actor's micro-batches"),
-    (r"reward_model\.max_length", "data.max_prompt_length + data.max_response_length"),
-    (r"actor_rollout_ref\.actor\.resource_pool", "resource_pools"),
-    (_ROLE + r"\.resource_pool|actor_rollout_ref\.rollout\.resource_pool", "actor_rollout_ref.actor.resource_pool"),
-    (r"rollout\.resource_pool", "evaluation's only pool"),
-    (
-        r"(?:actor_rollout_ref\.)?rollout\.num_engines",
-        "the devices of the pool over rollout.tensor_model_parallel_size",
-    ),
-    (
-        r"(?:actor_rollout_ref\.)?rollout\.nodes_per_engine",
-        "rollout.tensor_model_parallel_size over the pool's n_gpus_per_node",
-    ),
-    (
-        r"actor_rollout_ref\.actor\.megatron\.recompute_granularity",
-        "actor_rollout_ref.model.enable_gradient_checkpointing",
-    ),
-    (r"megatron\.recompute_granularity", "model.enable_gradient_checkpointing"),
-    (r"critic\.megatron\.(recompute_granularity)", "critic.model.enable_gradient_checkpointing or the actor's {0}"),
-    (r"(?:.*\.)?megatron\.sequence_parallel", "tensor_model_parallel_size beside it"),
-    (r"resource_pools\.global\.(nnodes|n_gpus_per_node)", "trainer.{0}"),
-    (r"trainer\.default_local_dir", "trainer.project_name and trainer.experiment_name"),
-    (r"trainer\.rollout_data_dir", "trainer.default_local_dir"),
-)  # fmt: skip
+# Pattern of a key that `resolve` fills in or changes: where its value comes from. The first that fits counts.
+_SOURCES: Mapping[str, str] = {
+    r"data\.gen_batch_size": "data.train_batch_size",
+    r"trainer\.max_staleness": "trainer.mode",
+    r"data\.tokenizer": "moved to actor_rollout_ref.model.tokenizer_path",
+    r"actor_rollout_ref\.model\.tokenizer_path": "data.tokenizer or actor_rollout_ref.model.path",
+    r"((?:.*\.)?model)\.tokenizer_path": "{0}.path",
+    r"(actor_rollout_ref\.actor|critic)\.optim\.clip_grad": "{0}.grad_clip",
+    r"(actor_rollout_ref\.actor|critic)\.grad_clip": "moved to {0}.optim.clip_grad",
+    r"actor_rollout_ref\.actor\.clip_range": "moved to actor_rollout_ref.actor.clip_ratio_low and clip_ratio_high",
+    r"actor_rollout_ref\.actor\.clip_ratio_(?:low|high)": "actor_rollout_ref.actor.clip_range or clip_ratio",
+    r"actor_rollout_ref\.actor\.loss_agg_mode": "actor_rollout_ref.actor.policy_loss.loss_mode",
+    r"actor_rollout_ref\.actor\.loss_scale_factor": "data.max_response_length",
+    r"actor_rollout_ref\.actor\.ppo_m\w+_per_gpu": "actor_rollout_ref.actor.use_dynamic_bsz",
+    r"max_token_len_per_gpu": "data.max_length",
+    r"critic\.(ppo_m\w+_per_gpu|use_dynamic_bsz)": "critic.use_dynamic_bsz and actor_rollout_ref.actor.{0}",
+    r"critic\.(ppo_mini_batch_size|ppo_epochs|resource_pool)": "actor_rollout_ref.actor.{0}",
+    r"critic\.model\.path": "actor_rollout_ref.model.path",
+    r"actor_rollout_ref\.ref\.log_prob_\w+": "actor_rollout_ref.ref.log_prob_use_dynamic_bsz and the actor's micro-batches",
+    r"reward_model\.m\w+_per_gpu": "the actor's micro-batches",
+    r"reward_model\.max_length": "data.max_prompt_length + data.max_response_length",
+    r"actor_rollout_ref\.actor\.resource_pool": "resource_pools",
+    _ROLE + r"\.resource_pool|actor_rollout_ref\.rollout\.resource_pool": "actor_rollout_ref.actor.resource_pool",
+    r"rollout\.resource_pool": "evaluation's only pool",
+    r"(?:actor_rollout_ref\.)?rollout\.num_engines": "the devices of the pool over rollout.tensor_model_parallel_size",
+    r"(?:actor_rollout_ref\.)?rollout\.nodes_per_engine": "rollout.tensor_model_parallel_size over the pool's n_gpus_per_node",
+    r"actor_rollout_ref\.actor\.megatron\.recompute_granularity": "actor_rollout_ref.model.enable_gradient_checkpointing",
+    r"megatron\.recompute_granularity": "model.enable_gradient_checkpointing",
+    r"critic\.megatron\.(recompute_granularity)": "critic.model.enable_gradient_checkpointing or the actor's {0}",
+    r"(?:.*\.)?megatron\.sequence_parallel": "tensor_model_parallel_size beside it",
+    r"resource_pools\.global\.(nnodes|n_gpus_per_node)": "trainer.{0}",
+    r"trainer\.default_local_dir": "trainer.project_name and trainer.experiment_name",
+    r"trainer\.rollout_data_dir": "trainer.default_local_dir",
+}  # fmt: skip
 
 # The sizes of micro-batches that are chosen where none is given.
 _CHOSEN = r"(?:actor_rollout_ref\.actor\.ppo_m\w+|max_token_len)_per_gpu"
@@ -93,7 +80,7 @@ def resolved_keys(config: Config, origins: dict[str, str]) -> dict[str, tuple[An
 
 
 def changed_keys(config: Config, origins: dict[str, str]) -> dict[str, tuple[Any, str]]:
-    """The keys that were given a value other than their default, as `resolved_keys` has them; what follows from them is left out."""
+    """The keys that were given a value other than their default, as `resolved_keys` has them, without the values that follow from them."""
     defaults = {key: plain_value(member.default) for key, member, _ in walk(type(config))}
     flat = _flat(config)
     found = {}
@@ -121,11 +108,7 @@ def yaml_text(keys: dict[str, tuple[Any, str]]) -> str:
 
 def source_of(key: str) -> str | None:
     """Where a value comes from that `resolve` filled in or changed; None: it never does."""
-    for pattern, source in _SOURCES:
-        found = re.fullmatch(pattern, key)
-        if found is not None:
-            return source.format(*(group for group in found.groups() if group is not None))
-    return None
+    return first_match(_SOURCES, key)
 
 
 def _origin(key: str, value: Any, before: dict[str, Any], origins: dict[str, str]) -> str:
@@ -143,7 +126,7 @@ def _origin(key: str, value: Any, before: dict[str, Any], origins: dict[str, str
 
 
 def _given(key: str, origins: dict[str, str]) -> str | None:
-    """Where a key was given, or what it is an element of, or (a free mapping) an element of it; None: nowhere."""
+    """Where a key was given, or the key that it is an element of, or (a free mapping) an element of it; None: nowhere."""
     parts = key.split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     names += [name for name in origins if name.startswith(f"{key}.")]
@@ -156,20 +139,9 @@ def _inherited(key: str, before: dict[str, Any]) -> str | None:
     return f"actor_rollout_ref.actor.megatron.{name}" if name and f"{section}.megatron" in before else None
 
 
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; a section that is null is a key."""
-    flat: dict[str, Any] = {}
-    kinds = field_types(type(config))
-    for member in fields(config):
-        key, value = f"{prefix}{member.name}", getattr(config, member.name)
-        if is_dataclass(value):
-            flat |= _flat(value, f"{key}.")
-        elif isinstance(value, dict) and value and not is_free(kinds[member.name]):
-            for name, entry in value.items():
-                flat |= _flat(entry, f"{key}.{name}.")
-        else:
-            flat[key] = list(value) if isinstance(value, tuple) else value
-    return flat
+def _flat(config: Any) -> dict[str, Any]:
+    """Dotted key -> plain value; a section that is null is a key."""
+    return {key: plain_value(value) for key, _, value in walk_values(config)}
 
 
 def _scalar(value: Any) -> str:
@@ -185,6 +157,137 @@ def _scalar(value: Any) -> str:
         sort_keys=False,
     )
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def notes(config: TrainConfig | TuningConfig | EvalConfig, given: Collection[str]) -> list[str]:
+    """A line for each key that was given without effect, or that is missing.
+
+    Args:
+        config: unresolved, accepted by `check_config`.
+        given: the dotted keys that the recipe (but not its base) and its overrides give.
+    """
+    if isinstance(config, TuningConfig):
+        return list(_unused_tuning(config, given))
+    if not isinstance(config, TrainConfig):
+        return []
+    return [
+        *_overruled_sizes(config),
+        *_large_micro_batches(config),
+        *_unused_reference(config, given),
+        *_unused_algorithm(config, given),
+        *_uncorrected(config),
+    ]
+
+
+def said_here(origins: Mapping[str, str], recipe: str | Path | None) -> list[str]:
+    """The keys that were given by overrides or by the recipe itself, not by the files that it names as its base.
+
+    Args:
+        origins: those of `load_with_origins`.
+    """
+    return [key for key, where in origins.items() if where.startswith(("override ", f"{recipe} line "))]
+
+
+def _overruled_sizes(config: TrainConfig) -> Iterator[str]:
+    """Sizes of micro-batches that use_dynamic_bsz overrules."""
+    shared = config.actor_rollout_ref.actor.use_dynamic_bsz
+    for key, section in megatron_sections(config).items():
+        if key == "reward_model":  # it has no such switch
+            continue
+        prefix, first = ("log_prob_", "log_prob_") if key == f"{POLICY}.ref" else ("", "ppo_")
+        tokens, trajectories = f"{first}max_token_len_per_gpu", f"{first}micro_batch_size_per_gpu"
+        own = getattr(section, f"{prefix}use_dynamic_bsz")
+        dynamic = shared if own is None else own
+        unused = {True: trajectories, False: tokens, None: None}[dynamic]
+        if unused is None or getattr(section, unused) is None:
+            continue
+        place = f"{POLICY}.actor.use_dynamic_bsz" if own is None else f"{key}.{prefix}use_dynamic_bsz"
+        size = (
+            f"by tokens, at most {key}.{tokens}"
+            if dynamic
+            else f"by trajectories, at most {key}.{trajectories}"
+        )
+        yield f"{key}.{unused}={getattr(section, unused)} is not used: {place}={str(dynamic).lower()} cuts micro-batches {size}"
+
+
+def _large_micro_batches(config: TrainConfig) -> Iterator[str]:
+    for key, section in megatron_sections(config).items():
+        if not isinstance(section, ActorConfig | CriticConfig):
+            continue
+        micro = section.ppo_micro_batch_size_per_gpu
+        mini = section.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+        size = mini * config.actor_rollout_ref.rollout.n
+        if micro is not None and not section.use_dynamic_bsz and micro > size:
+            yield (
+                f"{key}.ppo_micro_batch_size_per_gpu={micro} is never reached: a mini-batch has {size} trajectories in all"
+            )
+
+
+def _unused_reference(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
+    if needs_reference(config):
+        if not config.algorithm.use_kl_in_reward:
+            yield from _without_effect(
+                given, ("algorithm.kl_ctrl.", "algorithm.kl_penalty"), "algorithm.use_kl_in_reward=true"
+            )
+        return
+    yield from _without_effect(
+        given,
+        (f"{POLICY}.ref.", "algorithm.kl_ctrl.", "algorithm.kl_penalty", f"{POLICY}.actor.kl_loss_"),
+        f"algorithm.use_kl_in_reward=true (KL in the reward) or {POLICY}.actor.use_kl_loss=true (in the loss)",
+    )
+
+
+def _unused_algorithm(config: TrainConfig, given: Collection[str]) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type != "adaptive":
+        keys = ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon")
+        yield from _without_effect(given, keys, "algorithm.kl_ctrl.type=adaptive")
+    if algorithm.adv_estimator == "grpo":
+        yield from _without_effect(given, ("algorithm.lam", "algorithm.gamma"), "algorithm.adv_estimator=gae")
+    if not config.reward_model.enable:
+        yield from _without_effect(
+            [key for key in given if not key.startswith("reward_model.overlong_buffer")],
+            (
+                "reward_model.model.",
+                "reward_model.micro_batch",
+                "reward_model.max_",
+                "reward_model.megatron.",
+            ),
+            "reward_model.enable=true",
+        )
+
+
+def _uncorrected(config: TrainConfig) -> Iterator[str]:
+    """Trajectories of older weights, and nothing that corrects for it."""
+    correction = config.algorithm.rollout_correction
+    corrected = correction.bypass_mode or correction.rollout_is or correction.rollout_rs
+    if config.trainer.mode != "sync" and not corrected:
+        yield (
+            f"trainer.mode={config.trainer.mode} trains on responses of older weights, for which nothing corrects: set "
+            "algorithm.rollout_correction.rollout_is=token (truncated importance weights), rollout_rs (masks), or bypass_mode=true "
+            "(ratios to the engine's log-probs)"
+        )
+
+
+def _unused_tuning(config: TuningConfig, given: Collection[str]) -> Iterator[str]:
+    if config.trainer.early_stop_patience is None:
+        yield from _without_effect(given, ("trainer.early_stop_min_delta",), "trainer.early_stop_patience")
+    if isinstance(config, SFTConfig):
+        if config.data.text_key is None:
+            yield from _without_effect(given, ("data.append_eos",), "data.text_key")
+        elif "data.prompt_key" in given:
+            yield "data.prompt_key has no effect with data.text_key, which reads plain text"
+        if config.data.text_key is None and config.data.response_key is None:
+            yield from _without_effect(given, ("data.prompt_key",), "data.response_key")
+    if isinstance(config, RMConfig) and config.data.normalize == "none":
+        yield from _without_effect(given, ("data.normalize_max_samples",), "data.normalize")
+
+
+def _without_effect(given: Collection[str], prefixes: tuple[str, ...], needed: str) -> Iterator[str]:
+    found = [key for key in given if key.startswith(prefixes)]
+    if found:
+        verb = "has" if len(found) == 1 else "have"
+        yield f"{', '.join(found)} {verb} no effect without {needed}"
 
 
 _INTRODUCTION = """\
@@ -286,7 +389,7 @@ def _cell(text: str) -> str:
 
 
 def _flags() -> str:
-    rows = "\n".join(f"| `--{flag}` | {_cell(advice)} |" for flag, advice in FLAGS.items())
+    rows = "\n".join(f"| `--{flag}` | {_cell(advice)} |" for flag, advice in aliases()["flags"].items())
     return (
         "## For users of slime\n\nmegarl has keys, not flags. What a flag of slime's is called here:\n\n"
         f"| flag | megarl |\n|---|---|\n{rows}\n"

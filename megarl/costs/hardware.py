@@ -15,7 +15,7 @@ GPU in each direction (half of the advertised rate for NVLink and PCIe). Sources
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from megarl.config.loading.problems import did_you_mean
+from megarl.config.problems import did_you_mean
 
 TERA, GIGA = 1e12, 1e9
 

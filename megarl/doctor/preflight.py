@@ -28,7 +28,7 @@ from megarl.config import (
 from megarl.config.checks.data import file_problems
 from megarl.config.checks.layout import split_sequences
 from megarl.config.loading.hub import fetch_models, model_problems
-from megarl.config.loading.problems import raise_if_any
+from megarl.config.problems import raise_if_any
 from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.chats import ChatKeywords
 from megarl.data.files import (
@@ -65,8 +65,8 @@ def preflight(config: Config) -> None:
     Raises:
         ValueError: one line for each key, file or layout that is wrong.
     """
-    problems = config_problems(config)
-    config = resolve(config)
+    full = resolve(config)
+    problems, config = config_problems(config, full), full
     problems += _weight_problems(config)
     if not problems:
         config = fetch_models(config, weights=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.loading.problems import did_you_mean
+from megarl.config.problems import did_you_mean
 from megarl.doctor.nodes import Gpu, node_facts
 from megarl.util.packages import KNOWN, installed
 

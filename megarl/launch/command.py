@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 
+from megarl.config.schema.launch import launch_keys
 from megarl.launch.job import Job, make_job, read_variables
 from megarl.launch.kuberay import manifest_text
 from megarl.launch.skypilot import TOKEN, secret_names, sky_arguments, task_text
@@ -25,14 +26,14 @@ def launch(options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
     """Run or submit a job; with --dry-run only print the command. Returns the exit code.
 
     Args:
-        options: options of `megarl launch`; `options.launch` has the given keys of LaunchConfig.
+        options: options of `megarl launch`.
         runners: by command, the function that runs it on this machine.
 
     Raises:
         ValueError: the job lacks something, or contradicts itself.
     """
     # Texts are quoted as JSON, so that YAML reads them as texts.
-    given = [f"{key}={json.dumps(value)}" for key, value in (options.launch or {}).items()]
+    given = [f"{key}={json.dumps(value)}" for key, value in launch_keys(options).items()]
     job = make_job(options.command, options.recipe, options.overrides, options.job, given)
     started_again = {
         "local": False,

@@ -13,10 +13,10 @@ import yaml
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, TuningConfig, resolve
 from megarl.config.checks.layout import engine_problems, layout_problems, pool_problems, update_problems
 from megarl.config.checks.values import value_problems
+from megarl.config.loading import load_config, load_with_origins
 from megarl.config.loading.document import YamlDumper, merge, parse_override, plain, read_file
-from megarl.config.loading.load import load_config, load_with_origins
-from megarl.config.loading.problems import raise_if_any
 from megarl.config.loading.recipes import recipe_path
+from megarl.config.problems import raise_if_any
 from megarl.config.schema.launch import LaunchConfig
 
 SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
@@ -185,10 +185,10 @@ def read_variables(path: str | Path) -> dict[str, str]:
 
 def _layout_problems(config: TrainConfig | TuningConfig | EvalConfig) -> list[str]:
     """Problems with values and layouts. Files and models are not checked: they are on the machines that run the job."""
-    problems = list(value_problems(config))
-    config = resolve(config)
-    if isinstance(config, TrainConfig):
-        problems += [*pool_problems(config), *layout_problems(config), *update_problems(config)]
+    problems, written = list(value_problems(config)), config
+    config = resolve(written)
+    if isinstance(config, TrainConfig) and isinstance(written, TrainConfig):
+        problems += [*pool_problems(config, written), *layout_problems(config), *update_problems(config)]
     elif isinstance(config, TuningConfig):
         problems += [*layout_problems(config), *update_problems(config)]
     if isinstance(config, TrainConfig | EvalConfig):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
 
-from megarl.config.loading.problems import did_you_mean
+from megarl.config.problems import did_you_mean
 from megarl.config.schema.models import ALL_LINEAR, LoraConfig
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig

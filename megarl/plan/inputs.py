@@ -24,8 +24,8 @@ from megarl.config import (
     reference_in_actor,
     resolve,
 )
+from megarl.config.loading import TRAINING, recipe_command
 from megarl.config.loading.hub import fetch_models
-from megarl.config.loading.load import TRAINING, recipe_command
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops
 from megarl.costs.model import ModelUse, StageBytes
@@ -92,9 +92,8 @@ def read_planned(
 
 def _read(schema: type[C], recipe: str, overrides: list[str], check: bool) -> tuple[C, PlanInputs]:
     config = load_config(schema, recipe, overrides)
-    if check:
-        check_config(config, data_files=False)
-    config = fetch_models(resolve(config), weights=False)
+    config = check_config(config, data_files=False) if check else resolve(config)
+    config = fetch_models(config, weights=False)
     return config, PlanInputs.read(config)
 
 

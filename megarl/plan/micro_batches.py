@@ -6,13 +6,13 @@ nothing but lengths. A run that goes on from a checkpoint keeps the size that wa
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import yaml
 
 from megarl.config import EvalConfig, TrainConfig, TuningConfig, resolve
 from megarl.config.resolve import CHOSEN_MULTIPLE, CHOSEN_TOKENS, lacks_size, least_tokens
+from megarl.config.schema import with_value
 from megarl.doctor.nodes import gpus_here
 from megarl.trainer.run.earlier_runs import CONFIG_FILE, checkpoint_to_resume
 
@@ -50,13 +50,7 @@ def with_chosen_size(config: C) -> tuple[C, list[str]]:
         tokens = fitting_tokens(config, least, limit)
         size = tokens if in_tokens else tokens // least
         why = f"{tokens // least} times the {least} tokens that it must hold, by the memory of a GPU ({limit / (1 << 30):.0f} GiB)"
-    return _with_size(config, key, size), [f"{key}={size} is chosen: {why}"]
-
-
-def _with_size(config: Any, key: str, size: int) -> Any:
-    """`key`: a dotted one."""
-    first, _, rest = key.partition(".")
-    return replace(config, **{first: _with_size(getattr(config, first), rest, size) if rest else size})
+    return with_value(config, key, size), [f"{key}={size} is chosen: {why}"]
 
 
 def _saved_size(full: TrainConfig | TuningConfig, key: str) -> int | None:

@@ -104,7 +104,7 @@ class Search:
     """The search and its intermediate results.
 
     Attributes:
-        recipe: as it was read, not resolved. limit: bytes of a device. reserve: memory left out of plans (as in `plan_memory`).
+        recipe: as it was read, not resolved. full: resolved. limit: bytes of a device. reserve: memory left out of plans (as in `plan_memory`).
         trainers, engines: layouts of the models and of the engines that may fit. seen: pairs of these, whose time was estimated.
         planned: layouts whose memory was planned.
     """
@@ -118,7 +118,11 @@ class Search:
     engines: int = 0
     seen: int = 0
     planned: int = 0
+    full: TrainConfig = field(init=False)
     _too_large: dict[MegatronConfig, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.full = resolve(self.recipe)
 
     @collection_paused()
     def run(self, count: int) -> list[Proposal]:
@@ -150,8 +154,8 @@ class Search:
 
     def _trainers(self) -> list[_Trainer]:
         """All layouts of the models that may fit, with their seconds."""
-        policy, model = resolve(self.recipe).actor_rollout_ref, self.inputs.model
-        pool = resolve(self.recipe).resource_pools[policy.actor.resource_pool]
+        policy, model = self.full.actor_rollout_ref, self.inputs.model
+        pool = self.full.resource_pools[policy.actor.resource_pool]
         world, per_node = pool.nnodes * pool.n_gpus_per_node, pool.n_gpus_per_node
         found = []
         for megatron in _megatrons(self.recipe.actor_rollout_ref.actor.megatron, model, world, per_node):
@@ -177,7 +181,7 @@ class Search:
 
     def _offloads(self, megatron: MegatronConfig) -> list[MegatronConfig]:
         """Offloading on the engines' devices: by default, and none; on other devices as the recipe has it."""
-        policy = resolve(self.recipe).actor_rollout_ref
+        policy = self.full.actor_rollout_ref
         if policy.actor.resource_pool != policy.rollout.resource_pool:
             return [megatron]
         slots = policy.actor.optim.optimizer_cpu_offload  # all that there is of the states: let them leave
@@ -207,7 +211,7 @@ class Search:
         """All sizes of engines whose cache holds the longest trajectory, with their seconds: sizes within a node, and where
         there are none, sizes over several.
         """
-        pools, policy = resolve(self.recipe).resource_pools, resolve(self.recipe).actor_rollout_ref
+        pools, policy = self.full.resource_pools, self.full.actor_rollout_ref
         pool = pools[policy.rollout.resource_pool]
         per_node, devices = pool.n_gpus_per_node, pool.nnodes * pool.n_gpus_per_node
         within = powers(per_node)

@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config import TrainConfig, check_config, load_config, resolve
+from megarl.config import TrainConfig, check_config, load_config
 from megarl.config.loading.hub import fetch_models
 from megarl.config.loading.recipes import recipe_path
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
@@ -229,9 +229,8 @@ def _from_recipe(options: argparse.Namespace) -> SyncPlan:
     given = [f"--{name}" for name in ("model", *_LAYOUT_OPTIONS) if getattr(options, name)]
     if given:
         raise ValueError(f"{', '.join(given)} beside the recipe {options.recipe}: give key=value instead")
-    config = load_config(TrainConfig, options.recipe, options.overrides)
-    check_config(config, data_files=False)
-    config = fetch_models(resolve(config), weights=False)
+    config = check_config(load_config(TrainConfig, options.recipe, options.overrides), data_files=False)
+    config = fetch_models(config, weights=False)
     policy = config.actor_rollout_ref
     model = read_model_config(policy.model.path)
     check_models(config, model, critic=model)

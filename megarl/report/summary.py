@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig
-from megarl.config.loading.load import plain_value
-from megarl.config.schema.options import walk
+from megarl.config.loading import plain_value
+from megarl.config.schema import walk
 from megarl.config.show import source_of
 from megarl.report.curves import UNITS
 from megarl.report.data import RunRecord

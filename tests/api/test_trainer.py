@@ -52,7 +52,7 @@ def test_the_configuration_that_the_article_makes() -> None:
         mixed_precision="bf16",
         devices=8,
     )
-    plan = resolve_batches(config)
+    plan = resolve_batches(resolve(config))
     assert (plan.trajectories_per_step, plan.prompts_per_step, plan.actor_update.updates_per_step) == (
         512,
         512,
@@ -82,7 +82,7 @@ def test_other_algorithms_and_any_key(model: Path) -> None:
     by_tokens = make_trainer_config(
         **{f"{ACTOR}.ppo_max_token_len_per_gpu": 2048, f"{ACTOR}.clip_range": [0.2, 0.3]}
     )
-    assert resolve_batches(by_tokens).critic_update.micro_batch_tokens == 2048
+    assert resolve_batches(resolve(by_tokens)).critic_update.micro_batch_tokens == 2048
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from megarl import __version__
 from megarl.cli.main import SCHEMAS, main
-from megarl.config.loading.load import load_with_origins
+from megarl.config.loading import load_with_origins
 from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
 from megarl.examples.tiny_model import make_tiny_model
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from megarl.config import EvalConfig, SFTConfig, TrainConfig, load_config
+from megarl.config import (
+    EvalConfig,
+    RMConfig,
+    SFTConfig,
+    TrainConfig,
+    check_config,
+    load_config,
+    resolve,
+    resolve_batches,
+)
 
 
 @pytest.fixture
@@ -60,8 +69,9 @@ def grpo(train: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
 
 
 @pytest.fixture
-def sft(folder: Path) -> Callable[..., SFTConfig]:
-    required = [
+def examples(folder: Path) -> list[str]:
+    """The keys of a supervised run on 4 devices: TP2 x DP2."""
+    return [
         f"data.train_files={folder}/train-0.parquet",
         "data.max_length=64",
         "data.train_batch_size=8",
@@ -71,7 +81,16 @@ def sft(folder: Path) -> Callable[..., SFTConfig]:
         "trainer.n_gpus_per_node=4",
         "megatron.tensor_model_parallel_size=2",
     ]
-    return lambda *overrides: load_config(SFTConfig, None, [*required, *overrides])
+
+
+@pytest.fixture
+def sft(examples: list[str]) -> Callable[..., SFTConfig]:
+    return lambda *overrides: load_config(SFTConfig, None, [*examples, *overrides])
+
+
+@pytest.fixture
+def rm(examples: list[str]) -> Callable[..., RMConfig]:
+    return lambda *overrides: load_config(RMConfig, None, [*examples, *overrides])
 
 
 @pytest.fixture
@@ -91,3 +110,13 @@ def lines_of(function: Callable[[], Any]) -> list[str]:
     with pytest.raises(ValueError) as caught:
         function()
     return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]
+
+
+def problems(config: Any) -> list[str]:
+    """What `check_config` says of a configuration."""
+    return lines_of(lambda: check_config(config))
+
+
+def batches_of(config: Any) -> Any:
+    """The plan of an unresolved configuration."""
+    return resolve_batches(resolve(config))

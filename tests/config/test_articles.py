@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from megarl.cli.main import main
-from megarl.config import TrainConfig, check_config, load_config, resolve, resolve_batches
-from megarl.config.loading.document import entries, read_file
-from megarl.config.loading.load import load_with_origins
-from megarl.config.notes import notes
-from tests.config.conftest import lines_of
+from megarl.config import TrainConfig, check_config, load_config, resolve
+from megarl.config.loading import load_with_origins
+from megarl.config.loading.document import entries, plain, read_file
+from megarl.config.show import notes
+from tests.config.conftest import batches_of, lines_of
 
 ARTICLES = Path(__file__).parent / "articles"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -49,7 +49,7 @@ REQUIRED = {
 
 def printed(article: str) -> dict[str, Any]:
     """Every key that an article prints, with its value."""
-    return {key: entry.plain() for key, entry in entries(read_file(ARTICLES / f"{article}.yaml"))}
+    return {key: plain(entry) for key, entry in entries(read_file(ARTICLES / f"{article}.yaml"))}
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_after_the_advice_was_followed_it_fits_its_devices(
     # Without wandb, which not every machine has.
     config = load_config(TrainConfig, following(article), [*advised(article), "trainer.logger=[console]"])
     check_config(config)
-    assert resolve_batches(config).devices == devices
+    assert batches_of(config).devices == devices
 
 
 def test_the_8_gpu_article_means_what_it_says(following: Callable[[str], Path]) -> None:
@@ -127,7 +127,7 @@ def test_the_8_gpu_article_means_what_it_says(following: Callable[[str], Path]) 
     assert (critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu) == (3072, None)
     ref = full.actor_rollout_ref.ref
     assert (ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu) == (3072, None)
-    plan = resolve_batches(config)
+    plan = batches_of(config)
     assert (plan.actor.cp, plan.actor.dp, plan.rollout.engines, plan.rollout.tp) == (2, 4, 4, 2)
     assert (plan.actor_update.updates_per_step, plan.actor_update.sequences_per_dp_rank) == (4, 64)
     said = "\n".join(notes(config, origins))

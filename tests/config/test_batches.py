@@ -5,26 +5,24 @@ from pathlib import Path
 
 from megarl.config import (
     EvalConfig,
-    RolePlan,
-    RolloutPlan,
     SFTConfig,
     TrainConfig,
-    UpdatePlan,
     batch_summary,
     batch_table,
     needs_reference,
     reference_in_actor,
     resolve,
-    resolve_batches,
     save_batch_plan,
 )
+from megarl.config.batches import RolePlan, RolloutPlan, UpdatePlan
+from tests.config.conftest import batches_of
 
 Train = Callable[..., TrainConfig]
 ACTOR = "actor_rollout_ref.actor"
 
 
 def test_the_arithmetic_of_a_ppo_step(train: Train) -> None:
-    plan = resolve_batches(train("algorithm.use_kl_in_reward=true"))
+    plan = batches_of(train("algorithm.use_kl_in_reward=true"))
     assert (plan.devices, plan.prompts_per_step, plan.responses_per_prompt) == (4, 16, 3)
     assert plan.trajectories_per_step == 48
     assert plan.max_tokens_per_trajectory == 64
@@ -48,7 +46,7 @@ def test_the_arithmetic_of_a_ppo_step(train: Train) -> None:
 
 
 def test_roles_on_pools_of_their_own(grpo: Train) -> None:
-    plan = resolve_batches(
+    plan = batches_of(
         grpo(
             "trainer={nnodes: 2, n_gpus_per_node: 4}",
             "resource_pools={a: {nnodes: 2, n_gpus_per_node: 2}, e: {n_gpus_per_node: 3}}",
@@ -64,13 +62,13 @@ def test_roles_on_pools_of_their_own(grpo: Train) -> None:
 
 
 def test_the_arithmetic_of_sft(sft: Callable[..., SFTConfig]) -> None:
-    plan = resolve_batches(sft())
+    plan = batches_of(sft())
     assert plan.model == RolePlan(pool="global", world=4, tp=2, pp=1, vpp=1, cp=1, dp=2)
     assert plan.update == UpdatePlan(1, 1, 1, 8, 4, 128, None)
 
 
 def test_the_table_has_a_row_for_each_role(train: Train, sft: Callable[..., SFTConfig]) -> None:
-    plan = resolve_batches(train("algorithm.use_kl_in_reward=true"))
+    plan = batches_of(train("algorithm.use_kl_in_reward=true"))
     assert batch_table(plan) == [
         ("", "devices", "layout", "updates x trajectories", "micro-batch"),
         ("actor", "4", "tp2 x pp2 x cp1 x dp1", "2 epochs x 2 x 24 (24 a dp rank)", "max 128 tokens"),
@@ -81,18 +79,16 @@ def test_the_table_has_a_row_for_each_role(train: Train, sft: Callable[..., SFTC
     assert batch_summary(plan) == "16 prompts x 3 responses = 48 trajectories of at most 64 tokens"
 
     chunks = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"
-    rows = batch_table(resolve_batches(train("critic.megatron=null", chunks)))
+    rows = batch_table(batches_of(train("critic.megatron=null", chunks)))
     assert [row[2] for row in rows[1:3]] == ["tp2 x pp2 (vpp2) x cp1 x dp1"] * 2
 
     experts = "{expert_model_parallel_size: 2, expert_tensor_parallel_size: 2}"
     rows = batch_table(
-        resolve_batches(
-            train(f"critic.megatron={experts}", "actor_rollout_ref.rollout.expert_parallel_size=2")
-        )
+        batches_of(train(f"critic.megatron={experts}", "actor_rollout_ref.rollout.expert_parallel_size=2"))
     )
     assert [row[2] for row in rows[2:]] == ["tp1 x pp2 x cp1 x dp2 (ep2 etp2)", "2 engines x tp2 (ep2)"]
 
-    plan = resolve_batches(sft())
+    plan = batches_of(sft())
     assert len(batch_table(plan)) == 2 and batch_table(plan)[1][3].startswith("1 x 8 (")
     assert batch_summary(plan) == "8 examples of at most 64 tokens"
 
@@ -100,12 +96,12 @@ def test_the_table_has_a_row_for_each_role(train: Train, sft: Callable[..., SFTC
 def test_the_table_names_pools_where_there_are_several(grpo: Train) -> None:
     pools = ("resource_pools={a: {n_gpus_per_node: 4}, e: {n_gpus_per_node: 2}}", "trainer.n_gpus_per_node=6")
     roles = (f"{ACTOR}.resource_pool=a", "actor_rollout_ref.rollout.resource_pool=e")
-    header, *rows = batch_table(resolve_batches(grpo(*pools, *roles)))
+    header, *rows = batch_table(batches_of(grpo(*pools, *roles)))
     assert header[1] == "pool" and [row[:2] for row in rows] == [("actor", "a"), ("rollout", "e")]
 
 
 def test_the_plan_is_saved_as_json(train: Train, tmp_path: Path) -> None:
-    plan = resolve_batches(train())
+    plan = batches_of(train())
     path = save_batch_plan(plan, tmp_path / "run")
     assert path == tmp_path / "run" / "batch_plan.json"
     assert json.loads(path.read_text()) == asdict(plan)

@@ -12,10 +12,10 @@ import yaml
 from megarl.algorithms.advantages import ESTIMATORS
 from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.config import TrainConfig, load_config
-from megarl.config.aliases import COMMANDS, key_advice
-from megarl.config.schema.options import walk
+from megarl.config.problems import aliases, key_advice
+from megarl.config.schema import walk
 from megarl.rewards.registry import REWARDS, rules_of
-from tests.config.test_aliases import verl_keys
+from tests.config.test_problems import verl_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/from_verl.md").read_text()
@@ -153,7 +153,7 @@ def test_what_is_not_there_is_not_there(train: Callable[..., TrainConfig]) -> No
 
 
 def test_verls_commands_have_advice() -> None:
-    assert {"main_ppo", "main_eval", "model_merger"} <= COMMANDS.keys()
+    assert {"main_ppo", "main_eval", "model_merger"} <= aliases()["commands"].keys()
 
 
 def test_a_function_of_a_batch_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 
+import megarl.config
 from megarl.config import (
     EvalConfig,
     MegatronConfig,
@@ -11,10 +13,10 @@ from megarl.config import (
     SFTConfig,
     TrainConfig,
     check_model,
-    check_models,
-    check_rollout_model,
     position_warnings,
+    resolve,
 )
+from megarl.config.model_fit import check_rollout_model
 from megarl.models.config import MLAConfig, MoEConfig
 from tests.config.conftest import lines_of
 
@@ -35,6 +37,10 @@ class Facts:
 
 MOE = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=48, shared_ffn_hidden_size=48, dense_layers=(0,))
 MLA = MLAConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+
+
+def check_models(config: Any, *models: Facts, **critic: Facts) -> None:
+    megarl.config.check_models(resolve(config), *models, **critic)
 
 
 def fit(megatron: MegatronConfig, facts: Facts, **key: str) -> None:

@@ -14,10 +14,9 @@ from megarl.config import (
     check_config,
     load_config,
     resolve,
-    resolve_batches,
 )
 from megarl.config.show import resolved_keys
-from tests.config.conftest import lines_of
+from tests.config.conftest import batches_of, problems
 
 Train = Callable[..., TrainConfig]
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
@@ -55,7 +54,7 @@ ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_r
 def test_use_dynamic_bsz_decides_between_tokens_and_trajectories(
     train: Train, overrides: list[str], actor: tuple, critic: tuple
 ) -> None:
-    plan = resolve_batches(train(*overrides))
+    plan = batches_of(train(*overrides))
     assert plan.critic_update is not None
     assert (plan.actor_update.micro_batch_tokens, plan.actor_update.micro_batch_sequences) == actor
     assert (plan.critic_update.micro_batch_tokens, plan.critic_update.micro_batch_sequences) == critic
@@ -77,7 +76,7 @@ def test_use_dynamic_bsz_decides_between_tokens_and_trajectories(
 def test_the_reference_likewise(
     train: Train, overrides: list[str], tokens: int | None, trajectories: int | None
 ) -> None:
-    plan = resolve_batches(train("algorithm.use_kl_in_reward=true", *overrides))
+    plan = batches_of(train("algorithm.use_kl_in_reward=true", *overrides))
     assert (plan.ref_micro_batch_tokens, plan.ref_micro_batch_sequences) == (tokens, trajectories)
     row = next(row for row in batch_table(plan) if row[0] == "reference")
     size = f"{tokens} tokens" if trajectories is None else f"{trajectories} trajectories"
@@ -195,4 +194,4 @@ def test_other_names(train: Train) -> None:
     ],
 )
 def test_what_contradicts_itself_is_refused(train: Train, overrides: list[str], problem: str) -> None:
-    assert lines_of(lambda: check_config(train(*overrides))) == [problem]
+    assert problems(train(*overrides)) == [problem]

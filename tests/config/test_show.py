@@ -10,10 +10,9 @@ import yaml
 
 from megarl.cli.main import SCHEMAS, main
 from megarl.config import EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
-from megarl.config.loading.load import load_with_origins
-from megarl.config.notes import notes, said_here
-from megarl.config.schema.options import section_type, table_type, walk
-from megarl.config.show import reference, resolved_keys, source_of, yaml_text
+from megarl.config.loading import load_with_origins
+from megarl.config.schema import section_type, table_type, walk
+from megarl.config.show import notes, reference, resolved_keys, said_here, source_of, yaml_text
 
 ACTOR = "actor_rollout_ref.actor"
 

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import TrainConfig
-from megarl.config.loading.load import load_config
+from megarl.config.loading import load_config
 from megarl.doctor.doctor import examine
 from megarl.doctor.nodes import FAILURE, GIB, OK, WARNING, Finding, Gpu, NodeFacts, check_nodes
 from megarl.doctor.probe import bus_bandwidth

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import RUNNERS, main
+from megarl.config.schema import section_type, walk
 from megarl.config.schema.launch import LaunchConfig
-from megarl.config.schema.options import section_type, walk
 from megarl.launch.job import Job, make_job, name_of, read_variables, seconds_of
 
 ROOT = Path(__file__).resolve().parents[2]

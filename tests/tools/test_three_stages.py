@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
-from megarl.config.loading.load import load_config
+from megarl.config.loading import load_config
 from tools.three_stages import DEFAULT_OUT, POLICIES, REPOSITORY, commands
 
 SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "train": TrainConfig, "eval": EvalConfig}

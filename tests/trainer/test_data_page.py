@@ -14,7 +14,7 @@ import yaml
 
 from megarl.cli.main import main
 from megarl.config import TrainConfig, check_config, resolve
-from megarl.config.loading.load import load_config
+from megarl.config.loading import load_config
 from megarl.data.preferences import PreferenceChats, PreferenceDataset, PreferenceKeys
 from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer

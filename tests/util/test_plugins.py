@@ -15,9 +15,9 @@ import yaml
 from megarl.algorithms.advantages import ESTIMATORS, AdvantageBatch, AdvantageOptions, compute_advantages
 from megarl.algorithms.policy_loss import POLICY_LOSSES, PolicyLossOptions, PolicyTokens, policy_loss
 from megarl.config import EvalConfig, TrainConfig, load_config
-from megarl.config.checks.all import check_config
+from megarl.config.checks import check_config
+from megarl.config.schema import walk
 from megarl.config.schema.data import SamplerConfig
-from megarl.config.schema.options import walk
 from megarl.data.samplers import SAMPLERS, epoch_order, make_sampler
 from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS, Environment, StepResult, Task, Turn

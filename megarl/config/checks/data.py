@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.checks.values import registered_problems
+from megarl.config.checks.values import given_keys, registered_problems
 from megarl.config.schema.commands import TrainConfig
 from megarl.config.schema.data import SAMPLERS, DataConfig
 from megarl.util.files import check_url, is_url
 
 _GLOB_CHARACTERS = "*?["
 _STREAMED_SAMPLERS = (None, "random", "sequential")
-# What megarl itself tells apply_chat_template, or what would make it give something else than the text.
+# Arguments of apply_chat_template that megarl gives itself, or with which it would return something else than the text.
 OWN_TEMPLATE_KEYS = (
     "tokenize", "add_generation_prompt", "continue_final_message", "conversation", "padding", "truncation",
     "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
@@ -25,7 +25,7 @@ def data_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     Args:
         data_files: whether there must be any, and they must be there.
     """
-    data, trainer = config.data, config.trainer
+    data = config.data
     if data_files:
         if data.train_files is None and data.mixture is None:
             yield (
@@ -39,21 +39,6 @@ def data_problems(config: TrainConfig, data_files: bool) -> Iterator[str]:
     yield from _ptx_problems(config)
     yield from _sampler_problems(config)
     yield from template_problems(data.apply_chat_template_kwargs, data.tools_key, data.prompt_key)
-    if data.val_files is None and not data.val_sets:
-        if trainer.test_freq > 0:
-            yield f"trainer.test_freq={trainer.test_freq} needs data.val_files"
-        if trainer.val_before_train:
-            yield "trainer.val_before_train=true needs data.val_files"
-
-
-def tokenizer_name_problems(config: TrainConfig) -> Iterator[str]:
-    """Of a configuration as it was written: one of the tokenizer's two names is enough."""
-    first, second = config.data.tokenizer, config.actor_rollout_ref.model.tokenizer_path
-    if first is not None and second is not None:
-        yield (
-            f"data.tokenizer={first} and actor_rollout_ref.model.tokenizer_path={second} are two names of the same; "
-            "give one of them"
-        )
 
 
 def _source_problems(data: DataConfig) -> Iterator[str]:
@@ -65,9 +50,6 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
             yield "data.mixture is empty; give at least one data set: <name>: {files: ..., weight: ...}"
         if data.train_max_samples != -1:
             yield f"data.train_max_samples={data.train_max_samples} counts rows of data.train_files; data.mixture has weights instead"
-    for name in ("train_max_samples", "val_max_samples"):
-        if getattr(data, name) == 0:
-            yield f"data.{name}=0: it must be -1 (all) or at least 1"
     if 0 < data.train_max_samples < data.train_batch_size:
         yield (
             f"data.train_max_samples={data.train_max_samples} is less than data.train_batch_size={data.train_batch_size}: "
@@ -76,7 +58,7 @@ def _source_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _ptx_problems(config: TrainConfig) -> Iterator[str]:
-    """Texts that are learnt beside the rewards."""
+    """The texts of the auxiliary language-model loss (PPO-ptx)."""
     texts, coef = config.data.ptx, config.actor_rollout_ref.actor.ptx_coef
     if texts is None:
         if coef > 0:
@@ -109,16 +91,15 @@ def _sampler_problems(config: TrainConfig) -> Iterator[str]:
             yield f"data.sampler.key={key}: curriculum sorts by it; it must be prompt_length or extra_info.<name>"
     if sampler.name is None or sampler.name in SAMPLERS:
         own = () if sampler.name == "curriculum" else ("key", "descending", "warm_fraction")
-        for name in (*own, "options"):
-            if getattr(sampler, name) != getattr(type(sampler)(), name):
-                reader = "a sampler of a plugin" if name == "options" else "curriculum"
-                yield f"data.sampler.{name}={getattr(sampler, name)} is read by {reader}, but data.sampler.name={sampler.name}"
+        for name in given_keys(sampler, (*own, "options")):
+            reader = "a sampler of a plugin" if name == "options" else "curriculum"
+            yield f"data.sampler.{name}={getattr(sampler, name)} is read by {reader}, but data.sampler.name={sampler.name}"
 
 
 def template_problems(
     template_kwargs: Mapping[str, Any] | None, tools_key: str | None, prompt_key: str | None = None
 ) -> Iterator[str]:
-    """What a chat template must not be given, by section `data` (its keys apply_chat_template_kwargs, tools_key)."""
+    """Arguments that a chat template must not be given, of section `data` (its keys apply_chat_template_kwargs, tools_key)."""
     key = "data.apply_chat_template_kwargs"
     for name in template_kwargs or {}:
         if name in OWN_TEMPLATE_KEYS:

@@ -1,4 +1,4 @@
-"""Checks of devices and batches: pools, parallel layouts, what must divide what.
+"""Checks of devices and batches: pools, parallel layouts, sizes that must divide each other.
 
 Values that are out of range by themselves are reported elsewhere; here they only must not break the arithmetic,
 so a check whose operands are no positive numbers is left out.
@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from megarl.config.loading.problems import did_you_mean
-from megarl.config.resolve import GLOBAL_POOL, needs_reference, pool_devices, resolve
+from megarl.config.problems import did_you_mean
+from megarl.config.resolve import GLOBAL_POOL, megatron_sections, needs_reference, pool_devices
 from megarl.config.schema.commands import (
     POLICY,
     ActorConfig,
     CriticConfig,
     EvalConfig,
     MegatronConfig,
-    RefConfig,
     TrainConfig,
 )
-from megarl.config.schema.rewards import RewardModelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.run import PoolConfig
 from megarl.config.schema.supervised import TuningConfig
@@ -28,10 +26,13 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context
 _EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size")
 
 
-def pool_problems(config: TrainConfig) -> Iterator[str]:
-    """Of a configuration that may be unresolved: the pool of each role exists, each pool is used, all fit."""
-    full = resolve(config)
-    pools, trainer, policy = full.resource_pools or {}, config.trainer, config.actor_rollout_ref
+def pool_problems(config: TrainConfig, written: TrainConfig) -> Iterator[str]:
+    """Of a resolved configuration: the pool of each role exists, each pool is used, all fit.
+
+    Args:
+        written: the configuration before it was resolved: a pool that a role has from the actor is reported for the actor.
+    """
+    pools, trainer, policy = config.resource_pools or {}, config.trainer, written.actor_rollout_ref
     if not pools:
         yield "resource_pools is empty; name at least one pool, or leave it out for one of all devices"
         return
@@ -40,15 +41,15 @@ def pool_problems(config: TrainConfig) -> Iterator[str]:
         f"{POLICY}.ref": policy.ref.resource_pool,
         f"{POLICY}.rollout": policy.rollout.resource_pool,
     }
-    if config.critic is not None:
-        given["critic"] = config.critic.resource_pool
-    if config.reward_model.enable:
-        given["reward_model"] = config.reward_model.resource_pool
+    if written.critic is not None:
+        given["critic"] = written.critic.resource_pool
+    if written.reward_model.enable:
+        given["reward_model"] = written.reward_model.resource_pool
+    actor_pool = config.actor_rollout_ref.actor.resource_pool
     for role, name in given.items():
         if name is not None and name not in pools:
             hint = did_you_mean(name, pools)
             yield f"{role}.resource_pool={name!r} is unknown; resource_pools has {', '.join(pools)}{hint}"
-    actor_pool = full.actor_rollout_ref.actor.resource_pool
     if actor_pool is None:
         yield (
             f"{POLICY}.actor.resource_pool is required where resource_pools has several and none is named "
@@ -64,10 +65,8 @@ def pool_problems(config: TrainConfig) -> Iterator[str]:
                     f"resource_pools.{name}.{size}={getattr(pool, size)} is more than "
                     f"trainer.{size}={getattr(trainer, size)}"
                 )
-    total, there = (
-        sum(pool_devices(pools, name) or 0 for name in pools),
-        trainer.nnodes * trainer.n_gpus_per_node,
-    )
+    total = sum(pool.num_devices for pool in pools.values())
+    there = trainer.nnodes * trainer.n_gpus_per_node
     if total > there:
         yield (
             f"resource_pools have {total} devices together, more than trainer.nnodes={trainer.nnodes} x "
@@ -105,18 +104,8 @@ def _roles(config: TrainConfig | TuningConfig) -> list[_Role]:
         return [
             _Role("", config.megatron, GLOBAL_POOL, config.trainer.nnodes * config.trainer.n_gpus_per_node)
         ]
-    policy = config.actor_rollout_ref
-    sections: dict[str, ActorConfig | RefConfig | CriticConfig | RewardModelConfig] = {
-        f"{POLICY}.actor": policy.actor
-    }
-    if needs_reference(config):
-        sections[f"{POLICY}.ref"] = policy.ref
-    if config.critic is not None:
-        sections["critic"] = config.critic
-    if config.reward_model.enable:
-        sections["reward_model"] = config.reward_model
     roles = []
-    for key, section in sections.items():
+    for key, section in megatron_sections(config).items():
         assert section.megatron is not None, "resolved"
         devices = pool_devices(config.resource_pools, section.resource_pool)
         roles.append(_Role(key, section.megatron, section.resource_pool, devices))
@@ -158,7 +147,7 @@ def _division_problems(role: _Role) -> Iterator[str]:
 
 
 def _expert_division_problems(role: _Role) -> Iterator[str]:
-    """Experts have groups of their own: they need not divide those of the other weights, but the devices."""
+    """Experts have groups of their own, which must divide the devices, but not the groups of other weights."""
     sizes = [getattr(role.megatron, name) for name in _EXPERT_SIZES]
     devices = role.devices
     if devices is None or prod(sizes[:2]) == 1 or min(sizes) < 1 or devices % prod(sizes) == 0:
@@ -307,17 +296,17 @@ def engine_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
 
 
 def _node_problems(key: str, rollout: RolloutConfig, pool: PoolConfig, per_node: str) -> Iterator[str]:
-    """Engines have devices of the pool that follow each other; those of one are on one node, or equally many on each of several.
+    """Engines have neighbouring devices of the pool; an engine's devices are on one node, or equally many on each of several.
 
     Args:
         per_node: the key of the pool's devices on each node, with its value.
     """
-    tp, engines, devices, nodes = (
+    tp, engines, nodes = (
         rollout.tensor_model_parallel_size,
         rollout.num_engines or 1,
-        pool.nnodes * pool.n_gpus_per_node,
         rollout.nodes_per_engine or 1,
     )
+    devices = pool.num_devices
     size, spread = f"{key}.tensor_model_parallel_size={tp}", f"{key}.nodes_per_engine={nodes}"
     part = tp // nodes
     if tp > devices:

@@ -1,15 +1,17 @@
-"""Checks of how responses are generated: sampling, dynamic sampling, overlong responses, environments, validation sets."""
+"""Checks of how responses are generated and scored: sampling, environments, validation sets; rules, the judge, the reward model."""
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from pathlib import Path
 
 from megarl.config.checks.data import file_problems
-from megarl.config.checks.values import registered_problems
+from megarl.config.checks.values import given_keys, registered_problems
 from megarl.config.schema.commands import EvalConfig, RolloutConfig, TrainConfig
-from megarl.config.schema.rollout import ENVIRONMENTS, MultiTurnConfig
+from megarl.config.schema.rewards import RULES, JudgeConfig, RewardModelConfig
+from megarl.config.schema.rollout import ENVIRONMENTS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_JUDGE = "llm_judge"
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")  # part of a file's name, and of a metric's
 
 
@@ -48,7 +50,7 @@ def rollout_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _lora_sync_problems(config: TrainConfig) -> Iterator[str]:
-    """Of rollout.lora_sync, beside what the model says to it."""
+    """rollout.lora_sync, as far as the model has no say in it."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.lora_sync is None:
         return
@@ -73,16 +75,13 @@ def val_set_problems(config: TrainConfig | EvalConfig, data_files: bool) -> Iter
                 f"data.val_sets has {name!r}: a name may have letters, digits and _ . @ -, because files are named after "
                 "the set"
             )
-        if val_set.max_samples == 0:
-            yield f"data.val_sets.{name}.max_samples=0: it must be -1 (all) or at least 1"
         if data_files:
             yield from file_problems(f"data.val_sets.{name}.files", val_set.files)
     if isinstance(config, EvalConfig) and config.data.val_files is None and not config.data.val_sets:
         yield "data.val_files is required (or data.val_sets): the problems to answer"
 
 
-_TRAINING = "actor_rollout_ref.rollout"
-# Those that change the distribution that is sampled from, and the values with which they do not.
+# Keys that change the distribution that is sampled from, and the values with which they do not.
 NEUTRAL_SAMPLING = {
     "top_p": 1.0,
     "top_k": -1,
@@ -95,7 +94,7 @@ _CUTS = ("top_p", "top_k", "min_p")
 
 
 def training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Of training rollouts: what is sampled from must be what the trainer's log-probs are of."""
+    """Training rollouts must sample from the very distribution that the trainer's log-probs are of."""
     for name, allowed in NEUTRAL_SAMPLING.items():
         value = getattr(rollout, name)
         if value == allowed:
@@ -110,33 +109,27 @@ def training_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
                 f"training rollouts must sample from the policy as it is ({name}={allowed:g}), because the trainer's "
                 "log-probs know of no penalty"
             )
-        yield f"{_TRAINING}.{name}={value}: {reason} (rollout.val_kwargs.{name} may be set)"
+        yield f"{_ROLLOUT}.{name}={value}: {reason} (rollout.val_kwargs.{name} may be set)"
 
 
 def evaluation_sampling_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Of evaluation, which samples as val_kwargs says."""
-    for name in ("n", "temperature", *NEUTRAL_SAMPLING):
+    for name in given_keys(rollout, ("n", "temperature", *NEUTRAL_SAMPLING)):
         value = getattr(rollout, name)
-        if value != getattr(RolloutConfig(), name):
-            yield f"rollout.{name}={value} is of training rollouts; evaluation reads rollout.val_kwargs.{name}"
+        yield f"rollout.{name}={value} is of training rollouts; evaluation reads rollout.val_kwargs.{name}"
 
 
 def multi_turn_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     """Of the section multi_turn, and of tokens that end a turn."""
     if isinstance(config, TrainConfig):
-        rollout, prefix = config.actor_rollout_ref.rollout, _TRAINING
+        rollout, prefix = config.actor_rollout_ref.rollout, _ROLLOUT
     else:
         rollout, prefix = config.rollout, "rollout"
     multi_turn = rollout.multi_turn
     if any(token < 0 for token in rollout.stop_token_ids):
         yield f"{prefix}.stop_token_ids={list(rollout.stop_token_ids)}: token ids are not negative"
     if not multi_turn.enable:
-        given = [
-            member.name
-            for member in fields(MultiTurnConfig)
-            if getattr(multi_turn, member.name) != member.default
-        ]
-        if given:
+        if given := given_keys(multi_turn):
             names = ", ".join(f"{prefix}.multi_turn.{name}" for name in given)
             yield f"{names}: without {prefix}.multi_turn.enable=true there are no further turns"
         return
@@ -153,3 +146,119 @@ def multi_turn_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
     else:
         key = f"{prefix}.multi_turn.environment"
         yield from registered_problems(config, key, multi_turn.environment, ENVIRONMENTS)
+
+
+def reward_problems(config: TrainConfig | EvalConfig) -> Iterator[str]:
+    """Of a resolved configuration."""
+    path, reward = config.custom_reward_function.path, config.reward
+    if path is not None:
+        if not Path(path).expanduser().is_file():
+            yield f"custom_reward_function.path: the file {path} does not exist (working directory {Path.cwd()})"
+        elif not path.endswith(".py"):
+            yield f"custom_reward_function.path: {path} is no .py file"
+    elif config.custom_reward_function.reward_kwargs:
+        yield "custom_reward_function.reward_kwargs are for a function: custom_reward_function.path names its file"
+    if reward.rule is not None:
+        yield from registered_problems(config, "reward.rule", reward.rule, RULES)
+    for_all_rows = {
+        f"custom_reward_function.path={path!r}": path is not None,
+        f"reward.rule={reward.rule!r}": reward.rule is not None,
+        "reward.gsm8k_rule_reward=True": reward.gsm8k_rule_reward and reward.rule != "gsm8k",
+    }
+    given = [key for key, is_given in for_all_rows.items() if is_given]
+    if len(given) > 1:
+        yield f"{' and '.join(given)}: each says how all rows are scored; give one"
+    if reward.rule == _JUDGE:
+        yield from _judge_problems(reward.judge, reward.timeout)
+    else:
+        for name in given_keys(reward.judge, ("base_url", "model", "api_key_env")):
+            yield f"reward.judge.{name} has no effect without reward.rule={_JUDGE!r}"
+
+
+def _judge_problems(judge: JudgeConfig, timeout: float) -> Iterator[str]:
+    for name in ("base_url", "model"):
+        if getattr(judge, name) is None:
+            yield f"reward.judge.{name} is required with reward.rule={_JUDGE!r}"
+    if judge.base_url is not None and not judge.base_url.startswith(("http://", "https://")):
+        yield f"reward.judge.base_url={judge.base_url!r} must begin with http:// or https://"
+    if "{response}" not in judge.prompt:
+        yield "reward.judge.prompt must contain {response}: the judge is to read it"
+    try:
+        groups = re.compile(judge.pattern).groups
+    except re.error as error:
+        yield f"reward.judge.pattern={judge.pattern!r} is no regular expression: {error}"
+    else:
+        if groups < 1:
+            yield f"reward.judge.pattern={judge.pattern!r} must have a group, such as (\\d+), which is the score"
+    if judge.timeout >= timeout:
+        yield (
+            f"reward.judge.timeout={judge.timeout:g} must be less than reward.timeout={timeout:g}, which is for a request and "
+            "all its retries"
+        )
+
+
+def reward_model_problems(config: TrainConfig) -> Iterator[str]:
+    """Of a resolved configuration; its layout and its pool are checked with the other models'."""
+    reward = config.reward_model
+    if not reward.enable:
+        return
+    if reward.model.path is None:
+        yield "reward_model.model.path is required with reward_model.enable=true: the folder of the model that scores"
+    yield from _score_problems(config)
+    yield from _tokenizer_problems(config)
+    yield from _micro_batch_problems(reward, config)
+
+
+def _score_problems(config: TrainConfig) -> Iterator[str]:
+    reward = config.reward_model
+    if reward.weight == 0:
+        yield "reward_model.weight=0: the model's scores would count nothing; set reward_model.enable=false instead"
+    rules = {
+        "custom_reward_function.path": config.custom_reward_function.path,
+        "reward.rule": config.reward.rule,
+        "reward.gsm8k_rule_reward": config.reward.gsm8k_rule_reward or None,
+    }
+    for key, value in rules.items():
+        if reward.rule_weight == 0 and value is not None:
+            yield (
+                f"{key}={value}: its scores would count nothing beside the reward model's; give "
+                "reward_model.rule_weight, or leave it out"
+            )
+
+
+def _tokenizer_problems(config: TrainConfig) -> Iterator[str]:
+    if config.reward_model.model.input_tokenizer is not None and not config.data.return_raw_input_ids:
+        yield (
+            "reward_model.model.input_tokenizer needs data.return_raw_input_ids=true: the chat is rendered anew with "
+            "the reward model's template, from the messages of the prompt"
+        )
+    if (
+        config.reward_model.model.input_tokenizer is not None
+        and config.actor_rollout_ref.rollout.multi_turn.enable
+    ):
+        yield (
+            "reward_model.model.input_tokenizer with actor_rollout_ref.rollout.multi_turn.enable=true: the turns of a "
+            "trajectory cannot be rendered anew; a reward model with the policy's tokenizer and template is needed"
+        )
+
+
+def _micro_batch_problems(reward: RewardModelConfig, config: TrainConfig) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    tokens, trajectories = reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu
+    inherited = (tokens, trajectories) == (
+        actor.ppo_max_token_len_per_gpu,
+        actor.ppo_micro_batch_size_per_gpu,
+    )
+    if tokens is not None and trajectories is not None and not inherited:  # else it is the actor's problem
+        yield (
+            "reward_model.max_token_len_per_gpu and reward_model.micro_batch_size_per_gpu are both set "
+            f"({tokens} tokens, {trajectories} trajectories); give one of them"
+        )
+    elif tokens is not None and reward.max_length is not None and tokens < reward.max_length:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        if inherited and reward.max_length == longest:
+            return  # the actor's problem, too
+        yield (
+            f"reward_model.max_token_len_per_gpu={tokens} is less than reward_model.max_length={reward.max_length}: "
+            "a long chat would not fit"
+        )

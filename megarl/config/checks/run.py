@@ -2,22 +2,50 @@
 run resumes.
 """
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megarl.config.loading.load import to_dict
-from megarl.config.resolve import needs_reference
-from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig
-from megarl.config.schema.run import SavingConfig, TracingConfig
+from megarl.config.checks.values import given_keys
+from megarl.config.loading import to_dict
+from megarl.config.resolve import megatron_sections
+from megarl.config.schema.commands import POLICY, STREAMED, TrainConfig, TrainerConfig
+from megarl.config.schema.run import SavingConfig
+from megarl.config.schema.supervised import TuningConfig
 from megarl.util.files import check_url, is_url
 
+_SAVING = (
+    "save_freq",
+    "save_minutes",
+    "best_metric",
+    "max_run_minutes",
+    "checkpoint_url",
+    "resume_from_path",
+)
 
-def mode_problems(config: TrainConfig) -> Iterator[str]:
+
+def run_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
     """Of a resolved configuration."""
+    trainer = config.trainer
+    yield from _saving_problems(trainer, trainer.test_freq)
+    if not trainer.profile_steps and given_keys(trainer, ("profile_ranks",)):
+        yield "trainer.profile_ranks is of traces: give trainer.profile_steps"
+    has_validation = config.data.val_files is not None
+    if isinstance(config, TrainConfig):
+        yield from _offline_problems(config)
+        yield from _mode_problems(config)
+        has_validation = has_validation or bool(config.data.val_sets)
+        if config.trainer.val_before_train and not has_validation:
+            yield "trainer.val_before_train=true needs data.val_files"
+    if trainer.test_freq > 0 and not has_validation:
+        yield f"trainer.test_freq={trainer.test_freq} needs data.val_files"
+
+
+def _mode_problems(config: TrainConfig) -> Iterator[str]:
     trainer, policy = config.trainer, config.actor_rollout_ref
     if trainer.max_staleness is not None and trainer.mode not in STREAMED:
         yield (
@@ -32,18 +60,18 @@ def mode_problems(config: TrainConfig) -> Iterator[str]:
         ("train_only", trainer.train_only is not None),
     ):
         if given:
-            yield f"trainer.{key}: {mode} has no such half; leave one of the two out"
+            yield f"trainer.{key}: {mode} both generates and trains; leave one of the two out"
     if trainer.mode == "partial_rollouts":
         return
     if trainer.mode == "fully_async" and policy.rollout.free_cache_engine:
         yield (
             f"{POLICY}.rollout.free_cache_engine=true: {mode} generates all the time, so the engines' memory never goes; leave it out"
         )
-    trained = {f"{POLICY}.actor": policy.actor.resource_pool}
-    if needs_reference(config):
-        trained[f"{POLICY}.ref"] = policy.ref.resource_pool
-    if config.critic is not None:
-        trained["critic"] = config.critic.resource_pool
+    trained = {
+        key: section.resource_pool
+        for key, section in megatron_sections(config).items()
+        if key != "reward_model"
+    }
     collecting = {f"{POLICY}.rollout": policy.rollout.resource_pool}
     if config.reward_model.enable:
         collecting["reward_model"] = config.reward_model.resource_pool
@@ -56,18 +84,16 @@ def mode_problems(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def halves_problems(config: TrainConfig) -> Iterator[str]:
-    """Of trainer.rollout_only and trainer.train_only; `config` is resolved."""
+def _offline_problems(config: TrainConfig) -> Iterator[str]:
+    """Of trainer.rollout_only and trainer.train_only."""
     trainer = config.trainer
     if not trainer.rollout_only and trainer.train_only is None:
         return
     key = "trainer.rollout_only" if trainer.rollout_only else "trainer.train_only"
     if trainer.rollout_only and trainer.train_only is not None:
         yield "trainer.rollout_only and trainer.train_only: give one of them, or neither, which is both in turns"
-    validating = {"test_freq=-1": trainer.test_freq > 0, "val_before_train=false": trainer.val_before_train}
-    for off in (off for off, given in validating.items() if given):
-        name = off.partition("=")[0]
-        yield f"trainer.{name}: with {key} nothing is validated; megarl eval does that. Set trainer.{off}"
+    for name, off in _not_off(trainer, ("test_freq", "val_before_train")):
+        yield f"trainer.{name}: with {key} nothing is validated; megarl eval does that. Set trainer.{name}={off}"
     if trainer.rollout_only:
         yield from _rollout_only_problems(config)
     elif trainer.train_only is not None and not Path(trainer.train_only).is_dir():
@@ -75,18 +101,8 @@ def halves_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _rollout_only_problems(config: TrainConfig) -> Iterator[str]:
-    trainer = config.trainer
-    saving = {
-        "save_freq=-1": trainer.save_freq > 0,
-        "save_minutes=null": trainer.save_minutes is not None,
-        "best_metric=null": trainer.best_metric is not None,
-        "max_run_minutes=null": trainer.max_run_minutes is not None,
-        "checkpoint_url=null": trainer.checkpoint_url is not None,
-        "resume_from_path=null": trainer.resume_from_path is not None,
-    }
-    for off in (off for off, given in saving.items() if given):
-        name = off.partition("=")[0]
-        yield f"trainer.{name}: with trainer.rollout_only no model changes, and there are no checkpoints; set trainer.{off}"
+    for name, off in _not_off(config.trainer, _SAVING):
+        yield f"trainer.{name}: with trainer.rollout_only no model changes, and there are no checkpoints; set trainer.{name}={off}"
     if config.actor_rollout_ref.model.lora.rank:
         yield (
             "actor_rollout_ref.model.lora.rank: trainer.rollout_only has no adapters; leave it out, or give the merged model "
@@ -94,8 +110,12 @@ def _rollout_only_problems(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def saving_problems(trainer: SavingConfig, test_freq: int) -> Iterator[str]:
-    """Of the section `trainer` of a run that validates every `test_freq` steps (-1: never)."""
+def _not_off(trainer: TrainerConfig, names: Collection[str]) -> list[tuple[str, str]]:
+    """(name, value that switches it off, as YAML) of keys that are not switched off, as they are by default."""
+    return [(name, json.dumps(getattr(TrainerConfig, name))) for name in given_keys(trainer, names)]
+
+
+def _saving_problems(trainer: SavingConfig, test_freq: int) -> Iterator[str]:
     if trainer.resume_mode == "path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=path needs trainer.resume_from_path, the folder of a checkpoint"
     if trainer.resume_mode != "path" and trainer.resume_from_path is not None:
@@ -125,23 +145,12 @@ def _idle_keys(trainer: SavingConfig) -> Iterator[str]:
     """Keys of checkpoints in a run that saves none."""
     if trainer.save_freq > 0 or trainer.save_minutes is not None or trainer.best_metric is not None:
         return
-    given = {
-        "keep_every": trainer.keep_every is not None,
-        "save_hf": trainer.save_hf,
-        "async_save": trainer.async_save,
-    }
-    for name in (name for name, there in given.items() if there):
+    for name in given_keys(trainer, ("keep_every", "save_hf", "async_save")):
         yield f"trainer.{name} is of checkpoints: give trainer.save_freq or trainer.save_minutes"
 
 
-def tracing_problems(trainer: TracingConfig) -> Iterator[str]:
-    """Of the section `trainer` of a run that trains."""
-    if not trainer.profile_steps and trainer.profile_ranks != TracingConfig().profile_ranks:
-        yield "trainer.profile_ranks is of traces: give trainer.profile_steps"
-
-
 _ABSENT = "(not there)"
-# (pattern of a key, why a run cannot go on with another value of it)
+# (pattern of a key, reason why a run cannot go on with another value of it)
 _FIXED: tuple[tuple[str, str], ...] = (
     (r"critic", "the checkpoint has the states of other models"),
     (
@@ -161,7 +170,7 @@ _FIXED: tuple[tuple[str, str], ...] = (
     ),
     (r"algorithm\.kl_ctrl\.type", "the coefficient so far is that of another controller"),
 )  # fmt: skip
-# What a run did before there was a key that says so.
+# Values that runs had before these keys existed.
 _BEFORE = {"trainer.mode": "sync", "trainer.max_staleness": None}
 
 
@@ -182,7 +191,7 @@ def changed_keys(config: Any, saved: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def refused_changes(changes: dict[str, tuple[Any, Any]]) -> list[str]:
-    """Of `changed_keys` those with which a run cannot go on, each as a sentence."""
+    """The changes (of `changed_keys`) with which a run cannot go on, each as a sentence."""
     found = []
     for key, (before, after) in changes.items():
         reasons = [reason for pattern, reason in _FIXED if re.fullmatch(pattern, key)]

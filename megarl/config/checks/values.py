@@ -4,13 +4,13 @@ Secrets have no place in a configuration: it is printed, saved in the run folder
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from megarl.config.loading.problems import did_you_mean
+from megarl.config.problems import did_you_mean
+from megarl.config.schema import walk_values
 from megarl.config.schema.commands import EvalConfig, TrainConfig
-from megarl.config.schema.options import walk_values
 
 _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 _SECRET_NAME = re.compile(
@@ -59,10 +59,9 @@ def value_problems(config: Any) -> Iterator[str]:
                 hint = did_you_mean(str(item), choices)
                 yield f"{key}={item!r} is unknown; megarl has {', '.join(choices)}{hint}"
             yield from _bound_problems(key, item, rules)
-        last = key.rpartition(".")[2]
-        if last in ("test_freq", "save_freq", "top_k") and value == 0:
-            meaning = "-1 (all)" if last == "top_k" else "-1 (never)"
-            yield f"{key}=0: it must be {meaning} or at least 1"
+        if rules.get("ge") == -1 and value == 0:
+            meaning = "never" if key.endswith("_freq") else "all"
+            yield f"{key}=0: it must be -1 ({meaning}) or at least 1"
 
 
 def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:
@@ -76,6 +75,15 @@ def _bound_problems(key: str, value: Any, rules: Any) -> Iterator[str]:
     if not all(holds[name][1](bound) for name, bound in bounds.items()):
         valid = " and ".join(f"{holds[name][0]} {bound:g}" for name, bound in bounds.items())
         yield f"{key}={value} is out of range: it must be {valid}"
+
+
+def given_keys(section: Any, names: Collection[str] | None = None) -> list[str]:
+    """The keys of a section, or those of `names`, whose values are not their defaults."""
+    return [
+        member.name
+        for member in fields(section)
+        if (names is None or member.name in names) and getattr(section, member.name) != member.default
+    ]
 
 
 def registered_problems(

@@ -31,44 +31,38 @@ class Entry:
     text: str
     where: str
 
-    def plain(self) -> Any:
-        """The value, lists with plain elements."""
-        return [item.plain() for item in self.value] if isinstance(self.value, list) else self.value
-
 
 Tree = dict[str, "Tree | Entry"]
 
 
-class _Scalars:
-    """Which plain scalars are not text."""
-
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 (PyYAML's name; filled below, never changed)
-
-
-_BOOL, _INT, _FLOAT, _NULL, _MERGE, _STR, _MAP = (
-    f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "null", "merge", "str", "map")
+_BOOL, _INT, _FLOAT, _NULL, _MERGE, _STR = (
+    f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "null", "merge", "str")
 )
+# Plain scalars that are not text: tag, pattern, characters that they begin with.
 _PATTERNS = (
-    (_BOOL, r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    (_INT, r"[-+]?[0-9][0-9_]*", "-+0123456789"),
+    (_BOOL, r"true|True|TRUE|false|False|FALSE", tuple("tTfF")),
+    (_INT, r"[-+]?[0-9][0-9_]*", tuple("-+0123456789")),
     (
         _FLOAT,
         r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        "-+0123456789.",
+        tuple("-+0123456789."),
     ),
-    (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    (_MERGE, r"<<", "<"),
+    (_NULL, r"~|null|Null|NULL|", ("~", "n", "N", "")),
+    (_MERGE, r"<<", ("<",)),
 )
-for _tag, _pattern, _first in _PATTERNS:
-    for _character in _first:
-        _Scalars.yaml_implicit_resolvers.setdefault(_character, []).append(
-            (_tag, re.compile(rf"(?:{_pattern})\Z"))
-        )
+# As PyYAML has them: first character -> [(tag, pattern)].
+_RESOLVERS = {
+    character: [
+        (tag, re.compile(rf"(?:{pattern})\Z")) for tag, pattern, first in _PATTERNS if character in first
+    ]
+    for *_, characters in _PATTERNS
+    for character in characters
+}
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _Scalars.yaml_implicit_resolvers
+    yaml_implicit_resolvers = _RESOLVERS
 
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
         """An integer; version 1.1's octal 010 and sixties 1:30 do not exist here."""
@@ -79,9 +73,9 @@ _Loader.add_constructor(_INT, _Loader.construct_decimal)
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Writes what `read_file` reads back as the same values (texts that look like numbers are quoted)."""
+    """Writes values so that `read_file` reads them back as the same (texts that look like numbers are quoted)."""
 
-    yaml_implicit_resolvers = _Scalars.yaml_implicit_resolvers
+    yaml_implicit_resolvers = _RESOLVERS
 
     def ignore_aliases(self, data: Any) -> bool:
         """Write equal lists out instead of referring from one to the other."""
@@ -246,7 +240,7 @@ def entries(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Entry]]:
 def plain(tree: Tree | Entry) -> Any:
     """The tree as plain dicts, lists and scalars."""
     if isinstance(tree, Entry):
-        return tree.plain()
+        return [plain(item) for item in tree.value] if isinstance(tree.value, list) else tree.value
     return {name: plain(value) for name, value in tree.items()}
 
 
@@ -271,14 +265,14 @@ def interpolate(tree: Tree, defaults: dict[str, Any], problems: list[str]) -> Tr
 def _resolve(value: Tree | Entry, path: tuple[str, ...], known: Any, problems: list[str]) -> Tree | Entry:
     if isinstance(value, dict):
         return {name: _resolve(item, (*path, name), known, problems) for name, item in value.items()}
-    if "${" not in str(value.plain()):
+    if "${" not in str(plain(value)):
         return value
     key = ".".join(path)
     try:
         found = OmegaConf.select(known, key, throw_on_missing=True)
         found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
     except OmegaConfBaseException as error:
-        problems.append(f"{value.where}: {key}={value.plain()}: {_first_line(error)}")
+        problems.append(f"{value.where}: {key}={plain(value)}: {_first_line(error)}")
         return Entry(UNRESOLVED, "", value.where)
     return from_plain(found, value.where)
 

@@ -3,10 +3,10 @@
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from megarl.config.schema import value_at, with_value
 from megarl.config.schema.commands import EvalConfig, TrainConfig
 from megarl.config.schema.supervised import TuningConfig
 
@@ -29,9 +29,25 @@ def is_hub_id(path: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None and not Path(path).exists()
 
 
-def model_problems(key: str, path: str | None) -> Iterator[str]:
+def path_problems(config: TrainConfig | TuningConfig | EvalConfig) -> Iterator[str]:
+    """Models and tokenizers that a configuration names, resolved or not, and that are neither here nor ids on the Hub."""
+    policy_keys = ("model.path", "actor_rollout_ref.model.path")
+    policy = next(path for key in policy_keys if (path := value_at(config, key)) is not None)
+    for key in (*MODEL_KEYS, *TOKENIZER_KEYS, "data.tokenizer"):
+        path = value_at(config, key)
+        # A folder that is the policy's is the policy's problem.
+        if path is None or (path == policy and key not in policy_keys):
+            continue
+        if key.startswith("reward_model.") and not value_at(config, "reward_model.enable"):
+            continue
+        if key in MODEL_KEYS:
+            yield from model_problems(key, path)
+        elif not is_hub_id(path) and not Path(path).expanduser().is_dir():
+            yield f"{key}: {path} is no folder (working directory {Path.cwd()})"
+
+
+def model_problems(key: str, path: str) -> Iterator[str]:
     """A model's folder must be there, unless it is an id, which is downloaded once everything else is right."""
-    assert path is not None, "resolved"
     folder = Path(path).expanduser()
     if is_hub_id(path):
         return
@@ -44,14 +60,8 @@ def model_problems(key: str, path: str | None) -> Iterator[str]:
         yield f"{key}: the folder {path} has no config.json, so it is no Hugging Face model"
 
 
-def tokenizer_problems(key: str, path: str | None) -> Iterator[str]:
-    """The same for a tokenizer's folder."""
-    if path is not None and not is_hub_id(path) and not Path(path).expanduser().is_dir():
-        yield f"{key}: {path} is no folder (working directory {Path.cwd()})"
-
-
 def fetch_models(config: C, weights: bool = True) -> C:
-    """The configuration with the folder in the Hub's cache in place of each id; what is not there is downloaded.
+    """The configuration with the folder in the Hub's cache in place of each id; a model that is not in it is downloaded.
 
     Args:
         config: resolved and checked.
@@ -61,13 +71,14 @@ def fetch_models(config: C, weights: bool = True) -> C:
         ValueError: names the key and the id, and what to do.
     """
     for key in (*MODEL_KEYS, *TOKENIZER_KEYS):
-        path = _value(config, key)
-        if key.startswith("reward_model.") and not _value(config, "reward_model.enable"):
+        path = value_at(config, key)
+        if key.startswith("reward_model.") and not value_at(config, "reward_model.enable"):
             continue
         if path is not None and is_hub_id(path):
-            texts = (*_TEXTS, *_CODE) if _trusts_code(config) else _TEXTS
+            model = value_at(config, "actor_rollout_ref.model") or value_at(config, "model")
+            texts = (*_TEXTS, *_CODE) if model.trust_remote_code else _TEXTS
             patterns = (*texts, *_WEIGHTS) if weights and key in MODEL_KEYS else texts
-            config = _with_value(config, key.split("."), _download(key, path, patterns))
+            config = with_value(config, key, _download(key, path, patterns))
     return config
 
 
@@ -91,20 +102,3 @@ def _download(key: str, name: str, patterns: tuple[str, ...]) -> str:
             f"FOLDER` on a machine that has one, copy the folder here, and set {key}=FOLDER. For a gated model: log in "
             "with `hf auth login` first."
         ) from error
-
-
-def _trusts_code(config: TrainConfig | TuningConfig | EvalConfig) -> bool:
-    model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
-    return model.trust_remote_code
-
-
-def _value(config: Any, key: str) -> Any:
-    """The value of a dotted key; None where the configuration has no such key or section."""
-    for name in key.split("."):
-        config = getattr(config, name, None)
-    return config
-
-
-def _with_value(config: Any, names: list[str], value: Any) -> Any:
-    first, *rest = names
-    return replace(config, **{first: _with_value(getattr(config, first), rest, value) if rest else value})

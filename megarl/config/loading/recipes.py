@@ -57,7 +57,7 @@ def meant_recipe(path: Path) -> str:
 
 
 def recipes() -> list[Recipe]:
-    """Those that a command runs, by name; not bases of others."""
+    """Recipes that a command runs, by name; not the bases of others."""
     return list(filter(None, (_read(name, place) for name, place in sorted(_places().items()))))
 
 

@@ -1,11 +1,11 @@
-"""Section `algorithm`, the actor's `policy_loss`, and the names of what the algorithms offer."""
+"""Section `algorithm`, the actor's `policy_loss`, and the names of estimators, losses and KL estimators."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
 
-from megarl.config.schema.options import option, section
+from megarl.config.schema import option, section
 
 ADV_ESTIMATORS = (
     "gae",
@@ -18,10 +18,10 @@ ADV_ESTIMATORS = (
     "remax",
     "rloo",
 )
-# Those that compare the responses to one prompt.
+# Estimators that compare the responses to one prompt.
 GROUP_ESTIMATORS = ("gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus_baseline", "rloo")
 POLICY_LOSSES = ("vanilla", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg")
-# Those whose objective is a mean over trajectories of a mean over their tokens.
+# Losses that are a mean over trajectories of a mean over their tokens.
 SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")  # they choose tokens before the update
 # kl is k1, mse is k2, low_var_kl is k3; a + takes the gradient of k2; full is no estimate.

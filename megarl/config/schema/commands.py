@@ -4,42 +4,41 @@ Every key is read by someone; a key that is not here is refused. Batch sizes cou
 sizes on one device.
 """
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.aliases import NO_HYBRID_ENGINE, NO_OTHER_STRATEGY, NO_PADDING
+from megarl.config.schema import option, optional_section, section
 from megarl.config.schema.algorithm import KL_KINDS, LOSS_AGG_MODES, AlgorithmConfig, PolicyLossConfig
 from megarl.config.schema.data import (
     ANSWER_KEY_HELP,
     REWARD_FN_KEY_HELP,
+    TEMPLATE_HELP,
     TOOLS_KEY_HELP,
     DataConfig,
     ValSetConfig,
 )
 from megarl.config.schema.models import (
+    NO_OTHER_STRATEGY,
+    NO_PADDING,
     LoraConfig,
     MegatronConfig,
     ModelPathConfig,
     OptimConfig,
     TrainedModelConfig,
 )
-from megarl.config.schema.options import option, optional_section, section
 from megarl.config.schema.rewards import CustomRewardConfig, RewardConfig, RewardModelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.run import (
     DEFAULT_LOGGERS,
-    IDLE_TIMEOUT_HELP,
     LOGGER_HELP,
     LOGGERS,
-    PHASE_TIMEOUT_HELP,
-    RELAYS_FROM_HELP,
     HealthConfig,
     PoolConfig,
-    SavingConfig,
-    TracingConfig,
+    RunConfig,
+    TimeoutConfig,
 )
 
 POLICY = "actor_rollout_ref"
@@ -162,7 +161,11 @@ class ActorRolloutRefConfig:
     hybrid_engine: bool = option(
         "The actor's weights go into the engines shard to shard, before every rollout.",
         True,
-        refused={False: NO_HYBRID_ENGINE},
+        refused={
+            False: "megarl has one way to its rollout engines, the hybrid engine; to have them on devices of their own, set "
+            "resource_pools and actor_rollout_ref.rollout.resource_pool (with trainer.mode one_step_off or fully_async they generate "
+            "while models learn)"
+        },
     )
     model: TrainedModelConfig = section("The model that is trained.")
     actor: ActorConfig = section("The policy that is trained.")
@@ -223,19 +226,7 @@ class CriticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig(SavingConfig, TracingConfig):
-    """The run."""
-
-    project_name: str = option("First folder of the default run folder.", "megarl")
-    experiment_name: str = option("Second folder of the default run folder.", "ppo")
-    default_local_dir: str | None = option(
-        "The run folder; null: outputs/<project_name>/<experiment_name>.", None, is_path=True
-    )
-    total_epochs: int = option("Passes over the training prompts.", 1, ge=1)
-    total_training_steps: int | None = option("Steps; null: from total_epochs.", None, ge=1)
-    nnodes: int = option("Nodes.", 1, ge=1)
-    n_gpus_per_node: int = option("Devices a node: GPUs, or processes where there are none.", 1, ge=1)
-    test_freq: int = option("Validate every so many steps; -1: never.", -1, ge=-1)
+class _TrainerKeys(RunConfig):
     val_before_train: bool = option("Validate before the first step.", False)
     logger: tuple[str, ...] = option(LOGGER_HELP, DEFAULT_LOGGERS, choices=LOGGERS)
     log_val_generations: int = option(
@@ -283,10 +274,11 @@ class TrainerConfig(SavingConfig, TracingConfig):
         None,
         is_path=True,
     )
-    collective_timeout: float = option("Seconds that ranks wait for each other.", 600.0, gt=0)
-    phase_timeout: float | None = option(PHASE_TIMEOUT_HELP, 7200.0, gt=0)
-    idle_timeout: float | None = option(IDLE_TIMEOUT_HELP, 60.0, gt=0)
-    relays_from: int | None = option(RELAYS_FROM_HELP, 64, ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(TimeoutConfig, _TrainerKeys):
+    """The run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,11 +322,7 @@ class EvalDataConfig:
     reward_fn_key: str = option(REWARD_FN_KEY_HELP, "data_source")
     answer_key: str | None = option(ANSWER_KEY_HELP, "reward_model.ground_truth")
     tools_key: str | None = option(TOOLS_KEY_HELP, "tools")
-    apply_chat_template_kwargs: dict[str, Any] | None = option(
-        "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
-        "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place.",
-        None,
-    )
+    apply_chat_template_kwargs: dict[str, Any] | None = option(TEMPLATE_HELP, None)
     max_prompt_length: int = option("Tokens of a prompt, chat template included.", ge=1)
     max_response_length: int = option("Most tokens of a response.", ge=1)
     max_samples: int | None = option("The first so many problems; null: all.", None, ge=1)

@@ -1,18 +1,18 @@
 """Validation sets that are sampled in their own way: the values of `data.val_sets`."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megarl.config.schema.options import option, optional_section, section
+from megarl.config.schema import option, optional_section, section
 from megarl.config.schema.rollout import SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValSetConfig:
-    """One validation set; what is null here is as in rollout.val_kwargs."""
+    """One validation set; a key that is null is as in rollout.val_kwargs."""
 
     files: str | tuple[str, ...] = option("Parquet files: a path, a glob, or a list.", is_path=True)
     max_samples: int | None = option(
@@ -49,6 +49,10 @@ REWARD_FN_KEY_HELP = (
 TOOLS_KEY_HELP = (
     "Column of a row's tools, a list of JSON schemas (or JSON text) that the chat template is given; null: rows have none. "
     "Parquet files may lack a column of the usual name, but not one that is named otherwise."
+)
+TEMPLATE_HELP = (
+    "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
+    "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place."
 )
 ANSWER_KEY_HELP = (
     "Column of the ground truth, which rewards are given: a text, or what becomes JSON text. null: rows have none, and "
@@ -152,11 +156,7 @@ class DataConfig:
     reward_fn_key: str = option(REWARD_FN_KEY_HELP, "data_source")
     answer_key: str | None = option(ANSWER_KEY_HELP, "reward_model.ground_truth")
     tools_key: str | None = option(TOOLS_KEY_HELP, "tools")
-    apply_chat_template_kwargs: dict[str, Any] | None = option(
-        "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
-        "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place.",
-        None,
-    )
+    apply_chat_template_kwargs: dict[str, Any] | None = option(TEMPLATE_HELP, None)
     return_raw_input_ids: bool = option(
         "Keep the chat messages beside the token ids (column messages of trajectories): what a reward model with another tokenizer is given.",
         False,

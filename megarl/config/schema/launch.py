@@ -1,6 +1,6 @@
 """How a job is given to a cluster: the keys of a job's file, which are also the options of `megarl launch`."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megarl.config.schema.options import field_types, members, option, section, section_type
+from megarl.config.schema import field_types, members, option, section, section_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +165,7 @@ TARGETS = {
     "kuberay": ("on Kubernetes with the KubeRay operator, by kubectl", KubeRayConfig),
     "skypilot": ("on clouds or Kubernetes as a task of SkyPilot's, by sky", SkyPilotConfig),
 }
+_GIVEN = "launch."  # before the dotted key, as the name of an option's value
 
 
 def add_launch(
@@ -172,7 +173,7 @@ def add_launch(
     recipes: Sequence[str],
     run: Callable[[argparse.Namespace], int | None],
 ) -> None:
-    """Add `megarl launch TARGET RECIPE`; what is given of LaunchConfig's keys is in `options.launch`, by dotted key.
+    """Add `megarl launch TARGET RECIPE`, whose options have LaunchConfig's keys that are given (`launch_keys`).
 
     Args:
         recipes: the commands that run a recipe, the default first.
@@ -198,7 +199,7 @@ def add_launch(
         _add_keys(target, LaunchConfig, "")
         if schema is not None:
             _add_keys(target, schema, f"{name}.")
-        target.set_defaults(run=run, launch=None)
+        target.set_defaults(run=run)
 
 
 def _add_keys(parser: argparse.ArgumentParser, schema: type, prefix: str) -> None:
@@ -208,31 +209,18 @@ def _add_keys(parser: argparse.ArgumentParser, schema: type, prefix: str) -> Non
             continue
         kinds = members(kind)
         help = member.metadata["help"].replace("%", "%%")
-        options: dict[str, Any] = {"dest": "launch", "action": _Given, "help": help}
-        if bool in kinds:
-            options |= {"nargs": 0, "const": True}
-        else:
-            options |= {
+        options: dict[str, Any] = {"action": "store_true"}
+        if bool not in kinds:
+            options = {
+                "action": "append" if any(typing.get_origin(one) is tuple for one in kinds) else "store",
                 "type": int if int in kinds else str,
                 "metavar": "N" if int in kinds else "TEXT",
                 "choices": member.metadata["choices"],
-                "const": any(typing.get_origin(one) is tuple for one in kinds),
             }
-        flag = f"--{member.name.replace('_', '-')}"
-        action = parser.add_argument(flag, **options)
-        assert isinstance(action, _Given)
-        action.key = f"{prefix}{member.name}"
+        flag, key = f"--{member.name.replace('_', '-')}", f"{_GIVEN}{prefix}{member.name}"
+        parser.add_argument(flag, dest=key, default=argparse.SUPPRESS, help=help, **options)
 
 
-class _Given(argparse.Action):
-    """Notes what was given, by the dotted key `key`. const: a flag's value, or whether the option can be repeated."""
-
-    key: str
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        given = dict(namespace.launch or {})
-        if self.nargs == 0:
-            given[self.key] = self.const
-        else:
-            given[self.key] = [*given.get(self.key, []), values] if self.const else values
-        namespace.launch = given
+def launch_keys(options: argparse.Namespace) -> dict[str, Any]:
+    """LaunchConfig's keys that are given among the options of `megarl launch`: dotted key -> value."""
+    return {key.removeprefix(_GIVEN): value for key, value in vars(options).items() if key.startswith(_GIVEN)}

@@ -1,19 +1,27 @@
 """Models that are trained: where they are, their low-rank adapters, optimizer and parallel layout."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
 
-from megarl.config.aliases import NO_PADDING
-from megarl.config.schema.options import option, section
+from megarl.config.schema import option, section
 
 ALL_LINEAR = "all-linear"
+# Values of other trainers, and what to do instead.
+NO_OTHER_STRATEGY = dict.fromkeys(
+    ("fsdp", "fsdp2", "ddp", "deepspeed", "veomni", "torchtitan", "mindspeed"),
+    "megarl trains with Megatron-core: leave the key out; the section megatron beside it says how devices share the model "
+    "(tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size, ...)",
+)
+NO_PADDING = (
+    "megarl packs sequences and pads nothing anywhere, so there is nothing to switch off; leave it out"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685): what is trained instead of the model's weights, which stay as they are."""
+    """Low-rank adapters (arXiv:2106.09685), trained in place of the model's weights, which stay as they are."""
 
     rank: int = option("Rank of the adapters; 0: none, all weights are trained.", 0, ge=0)
     alpha: float | None = option(

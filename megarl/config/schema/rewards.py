@@ -1,16 +1,15 @@
 """Sections that say where scores come from."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.aliases import NO_OTHER_STRATEGY
-from megarl.config.schema.models import MegatronConfig
-from megarl.config.schema.options import option, optional_section, section
+from megarl.config.schema import option, optional_section, section
+from megarl.config.schema.models import NO_OTHER_STRATEGY, MegatronConfig
 
-# What megarl.rewards.registry has; a plugin may add others.
+# The rules of megarl.rewards.registry; a plugin may add others.
 RULES = (
     "gsm8k",
     "gsm8k_flexible",

@@ -1,16 +1,18 @@
 """The engines that generate responses: section `rollout`, its sampling, and trajectories of several turns."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.aliases import NO_OTHER_ENGINE
+from megarl.config.schema import option, section
 from megarl.config.schema.models import DTYPES
-from megarl.config.schema.options import option, section
 
 ENVIRONMENTS = ("calculator",)
+_NO_OTHER_ENGINE = dict.fromkeys(
+    ("vllm", "hf", "trtllm", "naive"), "megarl generates with SGLang: write sglang, or leave the key out"
+)
 TRUNCATE_SIDES = ("left", "right", "middle")
 
 
@@ -82,7 +84,7 @@ class SamplingConfig:
 class RolloutConfig:
     """The engines that generate responses."""
 
-    name: str = option("The engine.", "sglang", choices=ROLLOUT_ENGINES, refused=NO_OTHER_ENGINE)
+    name: str = option("The engine.", "sglang", choices=ROLLOUT_ENGINES, refused=_NO_OTHER_ENGINE)
     tensor_model_parallel_size: int = option("Devices that share one engine's model.", 1, ge=1)
     expert_parallel_size: int = option(
         "Groups of an engine's devices that share the experts (SGLang's ep_size).", 1, ge=1

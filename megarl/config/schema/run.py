@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megarl.config.schema.options import option
+from megarl.config.schema import option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ FINDINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """What a healthy run looks like; what is not, is reported with what to do. null: not looked at."""
+    """Bounds of a healthy run's metrics; a metric beyond its bound is reported with advice. null: not checked."""
 
     enable: bool = option(
         "Look at each step's metrics and trajectories: findings are printed, and written to <run folder>/health.jsonl.",
@@ -171,7 +171,7 @@ class HealthConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TracingConfig:
-    """What each process does and when."""
+    """Records of the work of each process over time."""
 
     timeline_mb: int = option(
         "MB that <run folder>/timeline.json may take: what every process did and when, as ui.perfetto.dev shows it. Of a longer "
@@ -192,20 +192,14 @@ class TracingConfig:
     )
 
 
-# Beside the console and the run folder: packages that must be installed, each with how it is.
+# Loggers that are packages: name and command that installs it.
 TRACKERS = {
     "wandb": "pip install wandb",
     "mlflow": "pip install mlflow",
     "swanlab": "pip install 'swanlab>=0.10'",
 }
-
-
 LOGGERS = ("console", "tensorboard", "file", *TRACKERS)
-
-
 DEFAULT_LOGGERS = ("console", "tensorboard")
-
-
 LOGGER_HELP = (
     "Where metrics go. console: a line a step. tensorboard: <run folder>/tensorboard. file: metrics.jsonl in the run "
     "folder, which is written in any case. wandb, mlflow, swanlab: to these, where they are installed, under "
@@ -213,21 +207,45 @@ LOGGER_HELP = (
 )
 
 
-PHASE_TIMEOUT_HELP = (
-    "Seconds that any one call of ranks or engines may take, such as all updates of a step; null: no limit."
-)
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(SavingConfig, TracingConfig):
+    """Which run it is, how long it is and on how many devices."""
+
+    project_name: str = option("First folder of the default run folder.", "megarl")
+    experiment_name: str = option("Second folder of the default run folder.", "ppo")
+    default_local_dir: str | None = option(
+        "The run folder; null: outputs/<project_name>/<experiment_name>.", None, is_path=True
+    )
+    total_epochs: int = option("Passes over the training prompts.", 1, ge=1)
+    total_training_steps: int | None = option("Steps; null: from total_epochs.", None, ge=1)
+    nnodes: int = option("Nodes.", 1, ge=1)
+    n_gpus_per_node: int = option("Devices a node: GPUs, or processes where there are none.", 1, ge=1)
+    test_freq: int = option("Validate every so many steps; -1: never.", -1, ge=-1)
 
 
-IDLE_TIMEOUT_HELP = (
-    "Seconds after which a call counts as hung if none of the processes that are waited for uses a processor or a disk; "
-    "null: never. With rollout.multi_turn at least twice its step_timeout."
-)
+@dataclass(frozen=True, kw_only=True)
+class TimeoutConfig:
+    """How long processes wait for each other, and how the controller reaches many of them. A section has these keys last, so its class
+    inherits from this one first."""
 
-
-RELAYS_FROM_HELP = (
-    "Ranks of a model from which calls go through relays, one process for each 16 ranks of a machine, which spare the "
-    "controller most of its calls; null: never."
-)
+    collective_timeout: float = option("Seconds that ranks wait for each other.", 600.0, gt=0)
+    phase_timeout: float | None = option(
+        "Seconds that any one call of ranks or engines may take, such as all updates of a step; null: no limit.",
+        7200.0,
+        gt=0,
+    )
+    idle_timeout: float | None = option(
+        "Seconds after which a call counts as hung if none of the processes that are waited for uses a processor or a disk; "
+        "null: never. With rollout.multi_turn at least twice its step_timeout.",
+        60.0,
+        gt=0,
+    )
+    relays_from: int | None = option(
+        "Ranks of a model from which calls go through relays, one process for each 16 ranks of a machine, which spare the "
+        "controller most of its calls; null: never.",
+        64,
+        ge=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,3 +254,8 @@ class PoolConfig:
 
     nnodes: int = option("Nodes.", 1, ge=1)
     n_gpus_per_node: int = option("Devices on each node.", ge=1)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on all nodes."""
+        return self.nnodes * self.n_gpus_per_node

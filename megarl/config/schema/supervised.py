@@ -1,38 +1,21 @@
 """Sections and commands of supervised training, which fits one Megatron model to examples: SFT, reward models, DPO."""
 
-# Every default here is made by dataclasses.field, inside of `option` and its kin.
+# Every default here is made by dataclasses.field, by `option` and `section`.
 # ruff: noqa: RUF009
 
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.schema import option, section
+from megarl.config.schema.data import TEMPLATE_HELP, TOOLS_KEY_HELP
 from megarl.config.schema.models import MegatronConfig, OptimConfig, TrainedModelConfig
-from megarl.config.schema.options import option, section
-from megarl.config.schema.run import (
-    DEFAULT_LOGGERS,
-    IDLE_TIMEOUT_HELP,
-    LOGGER_HELP,
-    LOGGERS,
-    PHASE_TIMEOUT_HELP,
-    RELAYS_FROM_HELP,
-    SavingConfig,
-    TracingConfig,
-)
+from megarl.config.schema.run import DEFAULT_LOGGERS, LOGGER_HELP, LOGGERS, RunConfig, TimeoutConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuningTrainerConfig(SavingConfig, TracingConfig):
-    """The run."""
-
-    project_name: str = option("First folder of the default run folder.", "megarl")
+class _TuningTrainerKeys(RunConfig):
     experiment_name: str = option("Second folder of the default run folder.", "sft")
-    default_local_dir: str | None = option(
-        "The run folder; null: outputs/<project_name>/<experiment_name>.", None, is_path=True
-    )
     total_epochs: int = option("Passes over the data.", 1, ge=1)
-    total_training_steps: int | None = option("Steps; null: from total_epochs.", None, ge=1)
-    nnodes: int = option("Nodes.", 1, ge=1)
-    n_gpus_per_node: int = option("Devices a node: GPUs, or processes where there are none.", 1, ge=1)
     test_freq: int = option("Validate every so many steps, and after the last; -1: never.", -1, ge=-1)
     save_best: bool = option(
         "The model of the lowest val/loss is written into <run folder>/best/hf, whole or not at all, whenever a validation "
@@ -48,10 +31,11 @@ class TuningTrainerConfig(SavingConfig, TracingConfig):
     logger: tuple[str, ...] = option(LOGGER_HELP, DEFAULT_LOGGERS, choices=LOGGERS)
     seed: int = option("Of everything that has no seed of its own.", 1, ge=0)
     ray_address: str | None = option("A running Ray cluster; null: one is started.", None)
-    collective_timeout: float = option("Seconds that ranks wait for each other.", 600.0, gt=0)
-    phase_timeout: float | None = option(PHASE_TIMEOUT_HELP, 7200.0, gt=0)
-    idle_timeout: float | None = option(IDLE_TIMEOUT_HELP, 60.0, gt=0)
-    relays_from: int | None = option(RELAYS_FROM_HELP, 64, ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningTrainerConfig(TimeoutConfig, _TuningTrainerKeys):
+    """The run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +51,8 @@ class TuningDataConfig:
     )
     max_length: int = option("Tokens of an example's text, chat template included.", ge=1)
     train_batch_size: int = option("Examples a step.", ge=1)
-    tools_key: str | None = option(
-        "Column of a row's tools, a list of JSON schemas (or JSON text) that the chat template is given; null: rows have none. "
-        "Parquet files may lack a column of the usual name, but not one that is named otherwise.",
-        "tools",
-    )
-    apply_chat_template_kwargs: dict[str, Any] | None = option(
-        "What the chat template is given besides the messages, for example enable_thinking: false, or tools: [...] for all "
-        "rows. A row's own tools, and keywords in its column chat_template_kwargs, take their place.",
-        None,
-    )
+    tools_key: str | None = option(TOOLS_KEY_HELP, "tools")
+    apply_chat_template_kwargs: dict[str, Any] | None = option(TEMPLATE_HELP, None)
     shuffle: bool = option("A new order each epoch.", True)
     seed: int = option("Of that order.", 1, ge=0)
 
@@ -222,7 +198,7 @@ DPO_LOSSES = ("sigmoid", "ipo")
 
 @dataclass(frozen=True, kw_only=True)
 class DPODataConfig(TuningDataConfig):
-    """Preferences, as those of `megarl rm`; learnt from are the last messages, the assistant's, of the compared chats."""
+    """Preferences, as `megarl rm` reads them; the last messages, the assistant's, of the compared chats are learnt from."""
 
     truncation: str = option(
         "What happens to longer ones: refused, or the whole row is left out.",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, linear_regression, stdev
 
 from megarl.algorithms.kl import KLController
-from megarl.config import ActorConfig, HealthConfig, TrainConfig
+from megarl.config import ActorConfig, HealthConfig, TrainConfig, trajectories_per_step, updates_per_step
 from megarl.trainer.stages.advantages import Controls
 
 ACTOR = "actor_rollout_ref.actor"
@@ -145,7 +145,7 @@ class CheckedStep:
     @property
     def trajectories(self) -> int:
         """The most trajectories of a step."""
-        return self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        return trajectories_per_step(self.config)
 
     def over(self, name: str, bound: float | None) -> tuple[float, float] | None:
         """The metric and its bound, if both exist and the metric exceeds it."""
@@ -213,7 +213,7 @@ def _ppo_kl_high(step: CheckedStep) -> UnnamedFinding | None:
 
 def _ppo_kl_low(step: CheckedStep) -> UnnamedFinding | None:
     bound, actor, metrics = step.health.ppo_kl_low, step.actor, step.metrics
-    updates = step.config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    updates = updates_per_step(step.config, actor)
     # In the first update of a step the policy is still the one that was sampled: with one update it always is 0.
     if bound is None or updates < 2 or not kl_coefficients(step.config, step.controls):
         return None

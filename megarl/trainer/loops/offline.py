@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.checkpoints import Checkpoint, find_damage, read_checkpoint, steps_in
 from megarl.checkpoints.manifest import folder_name, shortened
 from megarl.cluster import ClusterSetup
-from megarl.config import TrainConfig, check_config, load_config, resolve, resolve_batches
+from megarl.config import TrainConfig, check_config, load_config, resolve_batches
 from megarl.config.checks.run import changed_keys
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.health.monitor import HealthMonitor, repetition_metrics, start_monitor, watch
@@ -231,10 +231,9 @@ def _read_config(request: Request) -> TrainConfig:
     path = request.folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{request.folder} is no folder of a run: it has no {CONFIG_FILE}")
-    config = load_config(TrainConfig, path, list(request.overrides))
-    check_config(config, data_files=False)
+    config = check_config(load_config(TrainConfig, path, list(request.overrides)), data_files=False)
     load_plugins(config.plugins)
-    return resolve(config)
+    return config
 
 
 def _say_changes(run: Run, config: TrainConfig, folder: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.config import LoraConfig, MegatronConfig, RolloutConfig, TrainConfig, pool_devices
-from megarl.config.loading.problems import raise_if_any
+from megarl.config.problems import raise_if_any
 from megarl.config.schema.supervised import TuningConfig
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig

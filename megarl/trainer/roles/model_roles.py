@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster import ResourcePool, WorkerGroup, group_kind
-from megarl.config import ActorConfig, CriticConfig, TrainConfig, needs_reference, reference_in_actor
+from megarl.config import (
+    ActorConfig,
+    CriticConfig,
+    TrainConfig,
+    needs_reference,
+    reference_in_actor,
+    trajectories_per_mini_batch,
+    updates_per_step,
+)
 from megarl.costs.flops import model_flops
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
@@ -29,7 +37,7 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
         head="lm",
         megatron=policy.actor.megatron,
         optim=policy.actor.optim if trains else None,
-        num_updates=num_steps * _updates_per_step(config, policy.actor) if trains else 0,
+        num_updates=num_steps * updates_per_step(config, policy.actor) if trains else 0,
         timeout=config.trainer.collective_timeout,
         # The ranks' working directory need not be this one.
         plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
@@ -54,7 +62,7 @@ def critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
         head="value",
         megatron=critic.megatron,
         optim=critic.optim,
-        num_updates=num_steps * _updates_per_step(config, critic),
+        num_updates=num_steps * updates_per_step(config, critic),
         timeout=config.trainer.collective_timeout,
         lora=critic.model.lora,
         share_prompts=_share_prompts(config),
@@ -91,10 +99,6 @@ def reward_model_spec(config: TrainConfig) -> ModelSpec:
 def _share_prompts(config: TrainConfig) -> str | None:
     """The option that enables shared prompts, for error messages; None: it is not set."""
     return "actor_rollout_ref.actor.share_prompts" if config.actor_rollout_ref.actor.share_prompts else None
-
-
-def _updates_per_step(config: TrainConfig, section: ActorConfig | CriticConfig) -> int:
-    return config.data.train_batch_size // section.ppo_mini_batch_size * section.ppo_epochs
 
 
 ACTOR = "megarl.trainer.workers.actor:ActorWorker"
@@ -190,7 +194,7 @@ def _start_model(
 
 def _batching(config: TrainConfig, section: ActorConfig | CriticConfig) -> MicroBatching:
     return MicroBatching(
-        mini_batch_size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
+        mini_batch_size=trajectories_per_mini_batch(config, section),
         max_tokens=section.ppo_max_token_len_per_gpu,
         micro_batch_size=section.ppo_micro_batch_size_per_gpu,
         epochs=section.ppo_epochs,

@@ -18,7 +18,7 @@ from megarl.checkpoints import read_checkpoint, steps_in
 from megarl.checkpoints.manifest import folder_name
 from megarl.config import EvalConfig, TrainConfig, TuningConfig
 from megarl.config.checks.run import changed_keys, refused_changes
-from megarl.config.schema.options import walk_values
+from megarl.config.schema import walk_values
 from megarl.models import COMPANIONS, read_model_config
 from megarl.util.files import naming
 

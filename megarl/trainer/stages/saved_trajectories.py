@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from megarl.config import TrainConfig
+from megarl.config import TrainConfig, trajectories_per_step
 from megarl.data.trajectories import (
     MESSAGES,
     TEMPLATE_KWARGS,
@@ -48,7 +48,7 @@ def read_step(path: str | Path, config: TrainConfig) -> pa.Table:
 def check_sizes(table: pa.Table, path: str | Path, config: TrainConfig) -> None:
     """ValueError: the trajectories from `path` are not those of a step of `config`: too many, too few, or too long."""
     data, n = config.data, config.actor_rollout_ref.rollout.n
-    if table.num_rows != data.train_batch_size * n:
+    if table.num_rows != trajectories_per_step(config):
         raise ValueError(
             f"{path} has {table.num_rows} trajectories; data.train_batch_size x actor_rollout_ref.rollout.n is "
             f"{data.train_batch_size} x {n}"

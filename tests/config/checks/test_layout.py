@@ -3,14 +3,10 @@
 from collections.abc import Callable
 
 from megarl.config import EvalConfig, TrainConfig, check_config, resolve
-from tests.config.conftest import lines_of
+from tests.config.conftest import problems
 
 Train = Callable[..., TrainConfig]
 ROLLOUT = "actor_rollout_ref.rollout"
-
-
-def problems(config: TrainConfig | EvalConfig) -> list[str]:
-    return lines_of(lambda: check_config(config))
 
 
 def test_an_engine_has_equally_many_devices_on_each_of_its_nodes(

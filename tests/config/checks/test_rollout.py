@@ -1,17 +1,33 @@
-"""What may be sampled how, and the section multi_turn."""
+"""What may be sampled how, the section multi_turn, where scores come from, and the Scorer that a configuration describes."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megarl.config import EvalConfig, TrainConfig, check_config, load_config, resolve
+from megarl.config import (
+    EvalConfig,
+    TrainConfig,
+    batch_table,
+    check_config,
+    check_models,
+    load_config,
+    needs_rules,
+    resolve,
+)
 from megarl.config.checks.rollout import NEUTRAL_SAMPLING
 from megarl.config.schema.rollout import RolloutConfig, SamplingConfig
-from tests.config.conftest import lines_of
+from megarl.rewards.processes.scorer import make_scorer
+from megarl.rewards.sample import Sample
+from tests.config.conftest import batches_of, lines_of, problems
 
 RECIPE = "recipes/dapo_cpu.yaml"
 ROLLOUT, LORA = "actor_rollout_ref.rollout", ["actor_rollout_ref.model.lora.rank=4"]
 
 
-def problems(*overrides, schema=TrainConfig, recipe=RECIPE):
+def recipe_problems(*overrides, schema=TrainConfig, recipe=RECIPE):
     """What is wrong with a recipe under overrides, but for files that are not there."""
     config = load_config(schema, recipe, overrides)
     try:
@@ -23,7 +39,7 @@ def problems(*overrides, schema=TrainConfig, recipe=RECIPE):
 
 
 def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
-    assert problems() == []
+    assert recipe_problems() == []
     assert resolve(load_config(TrainConfig, RECIPE)).data.gen_batch_size == 32
     ppo = load_config(TrainConfig, "recipes/quickstart_ppo.yaml")
     assert ppo.data.gen_batch_size is None and resolve(ppo).data.gen_batch_size == 128
@@ -57,19 +73,21 @@ def test_the_recipe_is_sound_and_gen_batch_size_defaults_to_the_steps_prompts():
     ],
 )
 def test_what_does_not_fit_is_told(overrides, told):
-    found = problems(*overrides)
+    found = recipe_problems(*overrides)
     assert len(found) == 1 and told in found[0]
 
 
 def test_one_response_a_prompt_has_no_spread():
     assert any(
         "drops prompts whose responses do not differ" in line
-        for line in problems("actor_rollout_ref.rollout.n=1")
+        for line in recipe_problems("actor_rollout_ref.rollout.n=1")
     )
 
 
 def test_all_is_told_at_once():
-    found = problems("reward_model.overlong_buffer.len=9", "algorithm.filter_groups.metric=seq_final_reward")
+    found = recipe_problems(
+        "reward_model.overlong_buffer.len=9", "algorithm.filter_groups.metric=seq_final_reward"
+    )
     assert len(found) == 2
 
 
@@ -81,14 +99,14 @@ def test_files_of_sets_must_be_there():
 
 def test_evaluation_needs_problems():
     recipe = "recipes/quickstart_eval.yaml"
-    assert problems("data.val_files=null", schema=EvalConfig, recipe=recipe) == [
+    assert recipe_problems("data.val_files=null", schema=EvalConfig, recipe=recipe) == [
         "data.val_files is required (or data.val_sets): the problems to answer"
     ]
 
 
 def test_sets_alone_are_enough_to_validate():
-    assert problems("data.val_files=null", "data.val_sets.hard.files=x.parquet") == []
-    assert problems("data.val_files=null")  # test_freq needs something
+    assert recipe_problems("data.val_files=null", "data.val_sets.hard.files=x.parquet") == []
+    assert recipe_problems("data.val_files=null")  # test_freq needs something
 
 
 OTHERS = {
@@ -109,14 +127,14 @@ def test_what_leaves_the_distribution_as_it_is_are_the_defaults():
 
 @pytest.mark.parametrize(("name", "value"), OTHERS.items())
 def test_training_samples_from_the_policy_as_it_is(train, evaluation, name, value):
-    (line,) = lines_of(lambda: check_config(train(f"{ROLLOUT}.{name}={value}")))
+    (line,) = problems(train(f"{ROLLOUT}.{name}={value}"))
     assert line.startswith(f"{ROLLOUT}.{name}={value}: training rollouts must sample from ")
     assert f"(rollout.val_kwargs.{name} may be set)" in line
     reason = "not of the cut one" if name in ("top_p", "top_k", "min_p") else "know of no penalty"
     assert reason in line
     check_config(train(f"{ROLLOUT}.val_kwargs.{name}={value}"))
     check_config(evaluation(f"rollout.val_kwargs.{name}={value}"))
-    (line,) = lines_of(lambda: check_config(evaluation(f"rollout.{name}={value}")))
+    (line,) = problems(evaluation(f"rollout.{name}={value}"))
     assert line.endswith(f"evaluation reads rollout.val_kwargs.{name}")
 
 
@@ -137,13 +155,13 @@ def test_penalties_stay_within_what_the_engine_takes(train):
 def test_an_environment_is_named(train, evaluation, tmp_path):
     check_config(train(f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.environment=calculator"))
     check_config(evaluation("rollout.multi_turn.enable=true", "rollout.multi_turn.environment=calculator"))
-    (line,) = lines_of(lambda: check_config(train(f"{ROLLOUT}.multi_turn.enable=true")))
+    (line,) = problems(train(f"{ROLLOUT}.multi_turn.enable=true"))
     assert line.startswith(f"{ROLLOUT}.multi_turn.environment is required with")
     unknown = ["rollout.multi_turn.enable=true", "rollout.multi_turn.environment=calculater"]
-    (line,) = lines_of(lambda: check_config(evaluation(*unknown)))
+    (line,) = problems(evaluation(*unknown))
     assert line.startswith("rollout.multi_turn.environment='calculater' is unknown; megarl has calculator")
     slow = [f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.environment=calculator"]
-    (line,) = lines_of(lambda: check_config(train(*slow, f"{ROLLOUT}.multi_turn.step_timeout=600")))
+    (line,) = problems(train(*slow, f"{ROLLOUT}.multi_turn.step_timeout=600"))
     assert "step_timeout=600 must be less than" in line
     (tmp_path / "mine.py").write_text("")
     check_config(evaluation(*unknown, f"plugins=[{tmp_path}/mine.py]"))  # it may be that file's
@@ -151,7 +169,7 @@ def test_an_environment_is_named(train, evaluation, tmp_path):
 
 def test_keys_of_turns_that_there_are_not_are_refused(train):
     config = train(f"{ROLLOUT}.multi_turn.max_user_turns=2", f"{ROLLOUT}.multi_turn.options={{role: user}}")
-    (line,) = lines_of(lambda: check_config(config))
+    (line,) = problems(config)
     for name in ("max_user_turns", "options"):
         assert f"{ROLLOUT}.multi_turn.{name}" in line
     assert f"without {ROLLOUT}.multi_turn.enable=true" in line
@@ -161,3 +179,228 @@ def test_free_options_arrive_as_they_were_written(train):
     config = train(f"{ROLLOUT}.multi_turn.options={{role: user, tries: [1, 2], deep: {{a: 0.5}}}}")
     found = config.actor_rollout_ref.rollout.multi_turn.options
     assert found == {"role": "user", "tries": [1, 2], "deep": {"a": 0.5}}
+
+
+JUDGE = ("reward.rule=llm_judge", "reward.judge.base_url=http://h:1/v1", "reward.judge.model=m")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward.rule=gsm"], "reward.rule='gsm' is unknown; megarl has gsm8k, gsm8k_flexible, math, .*; did you mean gsm8k"),
+        (["reward.rule=math", "reward.gsm8k_rule_reward=true"], "reward.rule='math' and reward.gsm8k_rule_reward=True: each"),
+        (["custom_reward_function.reward_kwargs={a: 1}"], "reward_kwargs are for a function: custom_reward_function.path"),
+        (["reward.rule=llm_judge"], "reward.judge.base_url is required with reward.rule='llm_judge'"),
+        (["reward.rule=llm_judge"], "reward.judge.model is required"),
+        (["reward.judge.model=m"], "reward.judge.model has no effect without reward.rule='llm_judge'"),
+        ([*JUDGE, "reward.judge.base_url=localhost:1"], "base_url='localhost:1' must begin with http:// or https://"),
+        ([*JUDGE, "reward.judge.prompt=Good?"], r"reward.judge.prompt must contain \{response\}"),
+        ([*JUDGE, "reward.judge.pattern=(x"], "reward.judge.pattern='\\(x' is no regular expression: missing"),
+        ([*JUDGE, "reward.judge.pattern=x"], "reward.judge.pattern='x' must have a group"),
+        ([*JUDGE, "reward.judge.timeout=120"], "reward.judge.timeout=120 must be less than reward.timeout=120"),
+        (["reward.code.isolation=docker"], "reward.code.isolation='docker' is unknown"),
+    ],
+)  # fmt: skip
+def test_violations(train, evaluation, overrides, message):
+    for config in (train(*overrides), evaluation(*overrides)):
+        found = problems(config)
+        assert any(re.search(message, line) for line in found), found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["reward.gsm8k_rule_reward=true"],  # as an article prints it
+        ["reward.rule=gsm8k", "reward.gsm8k_rule_reward=true"],
+        ["reward.rule=code", "reward.code.isolation=seccomp"],
+        JUDGE,
+    ],
+)
+def test_what_is_accepted(train, evaluation, overrides):
+    check_config(train(*overrides))
+    check_config(evaluation(*overrides))
+
+
+def test_two_ways_to_score_all_rows_are_refused(train, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(**_): return 1.0")
+    config = train(f"custom_reward_function.path={tmp_path}/reward.py", "reward.rule=math")
+    assert any(
+        re.search("path=.*reward.py' and reward.rule='math': each says", line) for line in problems(config)
+    )
+
+
+def test_a_rule_for_all_rows(train):
+    with make_scorer(train("reward.gsm8k_rule_reward=true", "reward.num_workers=1")) as scorer:
+        scorer.submit([Sample("a", "a source without a rule", "", "#### 7", "7", None)])
+        assert scorer.collect()["a"].score == 1.0
+
+
+def test_a_function_of_ones_own_with_arguments(evaluation, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def mine(data_source, solution_str, ground_truth, extra_info, *, bonus):\n    return len(solution_str) + bonus"
+    )
+    config = evaluation(
+        f"custom_reward_function.path={tmp_path}/reward.py",
+        "custom_reward_function.name=mine",
+        "custom_reward_function.reward_kwargs={bonus: 10}",
+        "reward.num_workers=1",
+    )
+    with make_scorer(config) as scorer:
+        scorer.submit([Sample("a", "d", "", "four", "", None)])
+        assert scorer.collect()["a"].score == 14.0
+
+
+def test_the_key_of_the_judge_must_be_there(train, monkeypatch):
+    monkeypatch.delenv("TEST_JUDGE_KEY", raising=False)
+    config = train(*JUDGE, "reward.judge.api_key_env=TEST_JUDGE_KEY")
+    with pytest.raises(ValueError, match="api_key_env='TEST_JUDGE_KEY': this variable is not set"):
+        make_scorer(config)
+    monkeypatch.setenv("TEST_JUDGE_KEY", "secret")
+    make_scorer(config).close()
+
+
+Train = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def rewarded(train: Train, folder: Path) -> Train:
+    """The configuration with a reward model."""
+    (folder / "reward").mkdir()
+    (folder / "reward" / "config.json").write_text("{}")
+    given = ("reward_model.enable=true", f"reward_model.model.path={folder}/reward")
+    return lambda *overrides: train(*given, *overrides)
+
+
+def test_without_enable_nothing_is_derived_or_asked_for(train: Train) -> None:
+    """As the second article prints it: a folder that is not there, beside enable: false."""
+    config = train("reward_model.model.path=~/models/none", "reward_model.micro_batch_size_per_gpu=16")
+    check_config(config)
+    assert resolve(config).reward_model == config.reward_model
+    assert needs_rules(config) and batches_of(config).reward_model is None
+
+
+def test_what_is_not_said_is_the_actors(rewarded: Train) -> None:
+    config = rewarded()
+    check_config(config)
+    full = resolve(config)
+    reward, actor = full.reward_model, full.actor_rollout_ref.actor
+    assert (reward.megatron, reward.resource_pool) == (actor.megatron, "global")
+    assert (reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu) == (128, None)
+    assert reward.max_length == 64  # prompt and response
+    assert resolve(full) == full
+    assert not needs_rules(config) and needs_rules(rewarded("reward_model.rule_weight=0.5"))
+
+
+def test_the_actors_micro_batch_is_raised_to_the_longest_text(rewarded: Train) -> None:
+    config = rewarded("reward_model.max_length=200")
+    check_config(config)
+    assert resolve(config).reward_model.max_token_len_per_gpu == 200
+    assert resolve(resolve(config)) == resolve(config)
+
+
+def test_a_layout_and_micro_batches_of_its_own(rewarded: Train) -> None:
+    config = rewarded(
+        "reward_model.megatron.tensor_model_parallel_size=2",
+        "reward_model.micro_batch_size_per_gpu=4",
+        "reward_model.max_length=500",
+    )
+    check_config(config)
+    full = resolve(config).reward_model
+    assert full.megatron is not None and full.megatron.sequence_parallel
+    assert (full.max_token_len_per_gpu, full.micro_batch_size_per_gpu) == (None, 4)
+    plan = batches_of(config)
+    assert plan.reward_model is not None and (plan.reward_model.tp, plan.reward_model.dp) == (2, 2)
+    header, *rows = batch_table(plan)
+    (row,) = [row for row in rows if row[0] == "reward model"]
+    assert row == ("reward model", "4", "tp2 x pp1 x cp1 x dp2", "", "max 4 trajectories")
+    assert {len(row) for row in rows} == {len(header)}
+
+
+def test_a_pool_of_its_own(rewarded: Train) -> None:
+    pools = ("resource_pools.main.n_gpus_per_node=4", "resource_pools.judges.n_gpus_per_node=2",
+             "actor_rollout_ref.actor.resource_pool=main", "trainer.n_gpus_per_node=6")  # fmt: skip
+    layout = "reward_model.megatron.tensor_model_parallel_size=2"
+    config = rewarded(*pools, layout, "reward_model.resource_pool=judges")
+    check_config(config)
+    plan = batches_of(config).reward_model
+    assert plan is not None and (plan.pool, plan.world) == ("judges", 2)
+    assert problems(rewarded(*pools, layout, "reward_model.resource_pool=judge")) == [
+        "reward_model.resource_pool='judge' is unknown; resource_pools has main, judges; did you mean judges?",
+        "resource_pools.judges is used by no role; name it as a resource_pool or leave it out",
+    ]
+    assert problems(rewarded(*pools, "reward_model.resource_pool=judges")) == [
+        "reward_model.megatron: tensor_model_parallel_size=2 x pipeline_model_parallel_size=2 x "
+        "context_parallel_size=1 needs 4 devices, which does not divide the 2 devices of resource pool 'judges'; "
+        "possible products: 1,2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("reward_model.weight=0",), "reward_model.weight=0: the model's scores would count nothing"),
+        (
+            ("reward_model.max_token_len_per_gpu=64", "reward_model.micro_batch_size_per_gpu=4"),
+            "are both set (64 tokens, 4 trajectories); give one of them",
+        ),
+        (
+            ("reward_model.max_token_len_per_gpu=60",),
+            "reward_model.max_token_len_per_gpu=60 is less than reward_model.max_length=64",
+        ),
+        (("reward_model.max_length=0",), "reward_model.max_length=0 is out of range"),
+    ],
+)
+def test_what_does_not_fit_is_refused(rewarded: Train, overrides: tuple[str, ...], problem: str) -> None:
+    (found,) = problems(rewarded(*overrides))
+    assert problem in found
+
+
+def test_a_folder_that_is_not_there_is_refused(rewarded: Train, train: Train, folder: Path) -> None:
+    (found,) = problems(rewarded(f"reward_model.model.path={folder}/none"))
+    assert found.startswith("reward_model.model.path: ")
+    (found,) = problems(train("reward_model.enable=true"))
+    assert found.startswith("reward_model.model.path is required with reward_model.enable=true")
+
+
+def test_another_tokenizer_needs_the_messages(rewarded: Train, folder: Path) -> None:
+    given = f"reward_model.model.input_tokenizer={folder}/model"
+    (found,) = problems(rewarded(given))
+    assert found.startswith("reward_model.model.input_tokenizer needs data.return_raw_input_ids=true")
+    check_config(rewarded(given, "data.return_raw_input_ids=true"))
+
+
+def test_a_reward_function_that_would_count_nothing_is_refused(rewarded: Train, folder: Path) -> None:
+    (folder / "reward.py").write_text("def compute_score(**rest):\n    return 1.0\n")
+    given = f"custom_reward_function.path={folder}/reward.py"
+    (found,) = problems(rewarded(given))
+    assert "its scores would count nothing beside the reward model's; give reward_model.rule_weight" in found
+    check_config(rewarded(given, "reward_model.rule_weight=1"))
+    (found,) = problems(rewarded("reward.rule=gsm8k"))
+    assert found.startswith("reward.rule=gsm8k: its scores would count nothing")
+
+
+def test_turns_are_not_rendered_anew(rewarded: Train, folder: Path) -> None:
+    given = (f"reward_model.model.input_tokenizer={folder}/model", "data.return_raw_input_ids=true",
+             "actor_rollout_ref.rollout.multi_turn.enable=true",
+             "actor_rollout_ref.rollout.multi_turn.environment=calculator")  # fmt: skip
+    (found,) = problems(rewarded(*given))
+    assert "the turns of a trajectory cannot be rendered anew" in found
+
+
+def test_the_model_must_fit_its_layout(rewarded: Train) -> None:
+    facts = SimpleNamespace(
+        num_layers=4,
+        num_attention_heads=8,
+        num_query_groups=4,
+        ffn_hidden_size=64,
+        moe=None,
+        mla=None,
+        context_length=("max_position_embeddings", 4096),
+    )
+    odd = SimpleNamespace(**{**vars(facts), "num_layers": 3})
+    config = resolve(rewarded())
+    check_models(config, facts, None, facts)
+    (found,) = lines_of(lambda: check_models(config, facts, None, odd))
+    assert found.startswith(
+        "reward_model.megatron.pipeline_model_parallel_size=2 does not divide num_layers=3"
+    )

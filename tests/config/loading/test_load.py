@@ -19,8 +19,8 @@ from megarl.config import (
     save_config,
     to_dict,
 )
+from megarl.config.loading import TRAINING, recipe_command
 from megarl.config.loading.document import YamlDumper, parse, plain
-from megarl.config.loading.load import TRAINING, recipe_command
 from megarl.config.loading.recipes import recipes
 from tests.config.conftest import lines_of
 

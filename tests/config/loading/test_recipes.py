@@ -6,7 +6,7 @@ import pytest
 
 from megarl.cli.main import RUNNERS, main
 from megarl.config import TrainConfig, load_config
-from megarl.config.loading.load import load_with_origins
+from megarl.config.loading import load_with_origins
 from megarl.config.loading.recipes import meant_recipe, recipe_path, recipes, shown
 from megarl.launch.job import make_job
 

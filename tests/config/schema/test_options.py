@@ -6,8 +6,8 @@ import pytest
 
 import megarl.config
 from megarl.config import EvalConfig, RMConfig, SFTConfig, TrainConfig
-from megarl.config.loading.problems import nearest_keys
-from megarl.config.schema.options import field_types, section_type, table_type, walk
+from megarl.config.problems import nearest_keys
+from megarl.config.schema import field_types, section_type, table_type, walk
 
 
 @pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, RMConfig, EvalConfig])
@@ -45,13 +45,9 @@ def test_every_key_is_read() -> None:
 
     Keys that can only have one value, the others being refused while they are read, are read by that.
     """
-    package = Path(megarl.config.__file__).parent.parent
-    tables = ("schema.py", "foreign.py", "reference.py", "show.py", "notes.py")
-    code = "\n".join(
-        path.read_text()
-        for path in package.rglob("*.py")
-        if path.name not in tables and not path.name.endswith(("_sections.py", "_section.py", "sections.py"))
-    )
+    config = Path(megarl.config.__file__).parent
+    tables = [*(config / "schema").glob("*.py"), config / "show.py"]
+    code = "\n".join(path.read_text() for path in config.parent.rglob("*.py") if path not in tables)
     names = set(re.findall(r"(?<=[.\"'])\w+", code))
     unread = {
         key

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config import DataConfig, EvalConfig, TrainConfig
-from megarl.config.loading.load import load_config
+from megarl.config.loading import load_config
 from megarl.config.schema.data import MixtureConfig, SamplerConfig
 from megarl.examples.arithmetic import arithmetic_texts
 from megarl.examples.tiny_model import train_tokenizer

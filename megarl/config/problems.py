@@ -1,26 +1,52 @@
-"""How the configuration's errors read: all of them in one ValueError, with the nearest valid names."""
+"""How the configuration's errors read: all of them in one ValueError, with the nearest valid names; for keys, flags and commands of
+other trainers with the ones to use instead (`aliases.yaml`).
 
+An unknown key that aliases.yaml knows gets its advice in place of a guess at its spelling.
+"""
+
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 NUM_SUGGESTIONS = 3
-# What people call values that have another name here, for any key that takes one of these.
-VALUES: Mapping[str, tuple[str, ...]] = {
-    "ppo": ("gae", "vanilla"),
-    "reinforce": ("reinforce_plus_plus",),
-    "reinforce++": ("reinforce_plus_plus",),
-    "reinforce++_baseline": ("reinforce_plus_plus_baseline",),
-    "bf16": ("bfloat16",),
-    "fp16": ("float16",),
-    "half": ("float16",),
-    "fp32": ("float32",),
-    "tb": ("tensorboard",),
-    "stdout": ("console",),
-    "jsonl": ("file",),
-    "async": ("fully_async",),
-    "cos": ("cosine",),
-    "dpo": ("sigmoid",),
-}
+
+
+@cache
+def aliases() -> dict[str, Any]:
+    """aliases.yaml: its sections `keys` (with `parts` filled in), `flags`, `commands` and `values`."""
+    table = yaml.safe_load(Path(__file__).with_name("aliases.yaml").read_text(encoding="utf-8"))
+    parts = table.pop("parts")
+    filled = {
+        re.sub(r"<(\w+)>", lambda found: parts[found[1]], key): advice
+        for key, advice in table["keys"].items()
+    }
+    return table | {"keys": filled}
+
+
+def key_advice(key: str) -> str | None:
+    """Advice for someone who sets the unknown `key`; None: there is none."""
+    return first_match(aliases()["keys"], key)
+
+
+def flag_advice(flag: str) -> str | None:
+    """Advice for someone who writes a flag such as `--rollout-batch-size`; None: there is none."""
+    name = flag.lstrip("-").partition("=")[0].replace("_", "-")
+    advice = aliases()["flags"].get(name)
+    return None if advice is None else f"--{name} is slime's; megarl has keys: write {advice}"
+
+
+def first_match(table: Mapping[str, str], key: str) -> str | None:
+    """The text of the first pattern that fits the whole key, with `{0}`, `{1}` replaced by what its groups matched; None: none fits."""
+    for pattern, text in table.items():
+        found = re.fullmatch(pattern, key)
+        if found is not None:
+            return text.format(*(group for group in found.groups() if group is not None))
+    return None
 
 
 def raise_if_any(subject: str, problems: Sequence[str]) -> None:
@@ -57,7 +83,7 @@ def nearest_keys(key: str, keys: Iterable[str]) -> list[str]:
 def did_you_mean(value: str, choices: Iterable[str]) -> str:
     """`; did you mean x?` where others call a choice so, or a choice is near in spelling; else nothing."""
     choices = list(choices)
-    near = [name for name in VALUES.get(value.lower(), ()) if name in choices]
+    near = [name for name in aliases()["values"].get(value.lower(), ()) if name in choices]
     near = near or get_close_matches(value.lower(), choices, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
 

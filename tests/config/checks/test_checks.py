@@ -1,4 +1,4 @@
-"""Fine-tuning and reward models: what is refused, and what the batch arithmetic says."""
+"""What is refused of every command; fine-tuning and reward models in particular."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,21 +14,15 @@ from megarl.config import (
     batch_summary,
     batch_table,
     check_config,
-    load_config,
     resolve,
-    resolve_batches,
 )
-from megarl.config.notes import notes
 from megarl.config.schema.algorithm import KL_KINDS
 from megarl.config.schema.run import LOGGERS
-from tests.config.conftest import lines_of
+from megarl.config.show import notes
+from tests.config.conftest import batches_of, problems
 
 Train = Callable[..., TrainConfig]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-
-
-def problems(config: TrainConfig | SFTConfig | EvalConfig) -> list[str]:
-    return lines_of(lambda: check_config(config))
 
 
 def test_valid_configurations_pass_unresolved_and_resolved(
@@ -293,8 +287,8 @@ def test_files_and_folders(train: Train, folder: Path) -> None:
     assert problems(config) == [
         f"actor_rollout_ref.model.path: no/such/model is no folder (working directory {here}); give the folder of a "
         "downloaded Hugging Face model, or its id on the Hub (owner/name)",
-        f"actor_rollout_ref.model.tokenizer_path: nowhere is no folder (working directory {here})",
         f"critic.model.path: the folder {folder} has no config.json, so it is no Hugging Face model",
+        f"actor_rollout_ref.model.tokenizer_path: nowhere is no folder (working directory {here})",
         f"data.train_files: the file {folder}/gone.parquet does not exist (working directory {here})",
         f"data.train_files: no file matches {folder}/*.arrow (working directory {here})",
         f"data.val_files: {folder} is a folder; give the files in it, for example {folder}/*.parquet",
@@ -383,21 +377,6 @@ def test_a_configuration_made_in_code_is_checked_alike(train: Train) -> None:
     ]
 
 
-@pytest.fixture
-def rm(folder: Path) -> Callable[..., RMConfig]:
-    required = [
-        f"data.train_files={folder}/train-0.parquet",
-        "data.max_length=64",
-        "data.train_batch_size=8",
-        f"model.path={folder}/model",
-        "optim.lr=1e-3",
-        "max_token_len_per_gpu=128",
-        "trainer.n_gpus_per_node=4",
-        "megatron.tensor_model_parallel_size=2",
-    ]
-    return lambda *overrides: load_config(RMConfig, None, [*required, *overrides])
-
-
 def test_what_is_right_is_accepted(
     rm: Callable[..., RMConfig], sft: Callable[..., SFTConfig], folder: Path
 ) -> None:
@@ -438,7 +417,7 @@ def test_what_is_right_is_accepted(
     ],
 )
 def test_fine_tuning(sft: Callable[..., SFTConfig], overrides: list[str], problem: str) -> None:
-    assert lines_of(lambda: check_config(sft(*overrides))) == [problem]
+    assert problems(sft(*overrides)) == [problem]
 
 
 @pytest.mark.parametrize(
@@ -462,12 +441,12 @@ def test_fine_tuning(sft: Callable[..., SFTConfig], overrides: list[str], proble
     ],
 )
 def test_reward_models(rm: Callable[..., RMConfig], overrides: list[str], problem: str) -> None:
-    assert lines_of(lambda: check_config(rm(*overrides))) == [problem]
+    assert problems(rm(*overrides)) == [problem]
 
 
 def test_reference_answers_without_a_use(rm: Callable[..., RMConfig], folder: Path) -> None:
     config = rm("data.normalize=none", f"data.normalize_files={folder}/val.parquet")
-    assert lines_of(lambda: check_config(config)) == [
+    assert problems(config) == [
         "data.normalize_files: data.normalize=none uses no reference answers; leave one of them out"
     ]
 
@@ -475,7 +454,7 @@ def test_reference_answers_without_a_use(rm: Callable[..., RMConfig], folder: Pa
 def test_the_arithmetic_counts_rankings(rm: Callable[..., RMConfig]) -> None:
     config = rm()
     assert resolve(config).trainer.default_local_dir == "outputs/megarl/rm"
-    plan = resolve_batches(config)
+    plan = batches_of(config)
     assert (plan.model.dp, plan.update.sequences_per_mini_batch) == (2, 8)
     assert batch_table(plan)[1][3:] == ("1 x 8 (4 a dp rank)", "max 128 tokens")
     assert batch_summary(plan) == "8 rankings, each text of at most 64 tokens"

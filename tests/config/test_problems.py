@@ -1,4 +1,4 @@
-"""The table of other trainers' keys and flags."""
+"""Advice for users of other trainers: the table of their keys, flags and commands."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -8,8 +8,8 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config import SFTConfig, TrainConfig
-from megarl.config.aliases import COMMANDS, FLAGS, flag_advice, key_advice
-from megarl.config.schema.options import walk
+from megarl.config.problems import aliases, flag_advice, key_advice
+from megarl.config.schema import walk
 from tests.config.conftest import lines_of
 
 KEYS = {key for key, _, _ in walk(TrainConfig)}
@@ -45,7 +45,7 @@ def mentioned(advice: str) -> set[str]:
 
 def test_advice_names_only_keys_that_exist() -> None:
     texts = [advice for key in verl_keys() if key not in KEYS for advice in [key_advice(key)] if advice]
-    texts += [*FLAGS.values(), *COMMANDS.values()]
+    texts += [*aliases()["flags"].values(), *aliases()["commands"].values()]
     named = set().union(*map(mentioned, texts))
     assert len(named) > 40
     assert sorted(named - KEYS) == []

@@ -1,4 +1,4 @@
-"""float16, the exact KL, trackers and health: what the configuration must have for them."""
+"""What models need that are trained: estimators, losses, controllers, corrections, float16, the exact KL, adapters, trackers, health."""
 
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -13,20 +13,159 @@ from megarl.config import (
     check_config,
     full_kl_in_loss,
     full_kl_in_reward,
+    is_single_update,
+    needs_old_log_probs,
     needs_ref_log_probs,
     resolve,
 )
-from megarl.config.checks import models as checks
-from tests.config.conftest import lines_of
+from megarl.config.checks import training as checks
+from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
+from tests.config.conftest import lines_of, problems
 
 Train = Callable[..., TrainConfig]
-ACTOR = "actor_rollout_ref.actor"
-LOSS = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full")
-REWARD = ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full")
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LOSS = f"{ACTOR}.policy_loss"
+CORRECTION = "algorithm.rollout_correction"
 
 
-def problems(config: TrainConfig | SFTConfig) -> list[str]:
-    return lines_of(lambda: check_config(config))
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_every_estimator_with_what_it_needs(train: Train, estimator: str) -> None:
+    critic = [] if estimator == "gae" else ["critic=null"]
+    samples = 2 if estimator in GROUP_ESTIMATORS else 1
+    sizes = [f"{ROLLOUT}.n={samples}", f"{ACTOR}.ppo_mini_batch_size=8"]
+    check_config(train(f"algorithm.adv_estimator={estimator}", *sizes, *critic))
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_every_loss_and_what_it_is_a_mean_of(grpo: Train, loss: str) -> None:
+    config = grpo(f"{LOSS}.loss_mode={loss}")
+    check_config(config)
+    mode = resolve(config).actor_rollout_ref.actor.loss_agg_mode
+    assert mode == ("seq-mean-token-mean" if loss in ("gspo", "gmpo", "sapo") else "token-mean")
+    given = resolve(grpo(f"{LOSS}.loss_mode={loss}", f"{ACTOR}.loss_agg_mode=token-sum"))
+    assert given.actor_rollout_ref.actor.loss_agg_mode == "token-sum"
+    assert resolve(given) == given
+
+
+def test_sums_are_divided_by_the_longest_response(grpo: Train) -> None:
+    config = grpo(f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm")
+    assert resolve(config).actor_rollout_ref.actor.loss_scale_factor == config.data.max_response_length
+    own = grpo(f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=7")
+    assert resolve(own).actor_rollout_ref.actor.loss_scale_factor == 7
+
+
+@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+def test_estimators_that_compare_need_two_responses(grpo: Train, estimator: str) -> None:
+    config = grpo(f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=16")
+    assert problems(config) == [
+        f"{ROLLOUT}.n=1: algorithm.adv_estimator='{estimator}' compares the responses to one prompt and needs at least 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["algorithm.adv_estimator=remax"],
+            "critic: algorithm.adv_estimator='remax' has no critic; leave the section out (or critic=null)",
+        ),
+        (
+            ["algorithm.adv_estimator=rlo", "critic=null"],
+            "algorithm.adv_estimator='rlo' is unknown; megarl has gae, gpg, grpo, grpo_passk, opo, reinforce_plus_plus, "
+            "reinforce_plus_plus_baseline, remax, rloo; did you mean rloo?",
+        ),
+        (
+            [f"{LOSS}.loss_mode=gsp"],
+            f"{LOSS}.loss_mode='gsp' is unknown; megarl has vanilla, gspo, gmpo, cispo, sapo, clip_cov, kl_cov, gpg; "
+            "did you mean gspo?",
+        ),
+        (
+            [f"{LOSS}.clip_cov_lb=5"],
+            f"{LOSS}.clip_cov_lb=5 must be less than {LOSS}.clip_cov_ub=5",
+        ),
+        (
+            [f"{ACTOR}.clip_ratio_low=1.5"],
+            f"{ACTOR}.clip_ratio_low=1.5: loss_mode 'vanilla' clips the ratio to 1 - this, so it must be less than 1",
+        ),
+        (
+            ["algorithm.kl_ctrl.type=linear"],
+            "algorithm.kl_ctrl.end_kl_coef is required: algorithm.kl_ctrl.type='linear' moves the coefficient to it",
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+            f"{CORRECTION}.rollout_is='token' with {CORRECTION}.bypass_mode=true: the old log-probs are then the "
+            "engine's own, and every ratio is 1; leave one of them out",
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold=1"],
+            f"{CORRECTION}: the largest ratio that stays (rollout_rs_threshold, or rollout_is_threshold) is 1, which "
+            "must be greater than the smallest, 1",
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs=sequence", f"{CORRECTION}.rollout_rs_threshold_lower=3"],
+            f"{CORRECTION}: the largest ratio that stays (rollout_rs_threshold, or rollout_is_threshold) is 2, which "
+            "must be greater than the smallest, 3",
+        ),
+    ],
+)
+def test_what_does_not_fit(train: Train, overrides: list[str], problem: str) -> None:
+    assert problems(train(*overrides)) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("override", "needs"),
+    [
+        ("algorithm.kl_ctrl.end_kl_coef=0.1", "type=linear"),
+        ("algorithm.kl_ctrl.schedule_steps=4", "type=linear"),
+        (f"{ACTOR}.kl_loss_end_coef=0.1", "use_kl_loss=true"),
+        (f"{ACTOR}.kl_loss_schedule_steps=4", "kl_loss_end_coef"),
+        (f"{ACTOR}.loss_scale_factor=8", "loss_agg_mode=seq-mean-token-sum-norm"),
+        (f"{CORRECTION}.rollout_rs_threshold=3", "rollout_rs"),
+        (f"{CORRECTION}.rollout_rs_threshold_lower=0", "rollout_rs"),
+    ],
+)
+def test_keys_that_nothing_would_read(grpo: Train, override: str, needs: str) -> None:
+    assert problems(grpo(override)) == [f"{override} needs {needs} beside it; nothing reads it otherwise"]
+
+
+def test_settings_that_only_look_odd_pass(grpo: Train) -> None:
+    check_config(grpo(f"{LOSS}.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10"))
+    check_config(grpo("algorithm.kl_ctrl={type: linear, kl_coef: 0.01, end_kl_coef: 0.1}"))
+    check_config(
+        grpo(f"{CORRECTION}={{rollout_is: sequence, rollout_rs: geometric, rollout_rs_threshold: 1.001}}")
+    )
+
+
+def test_with_plugins_a_name_may_be_the_users(grpo: Train, tmp_path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("")
+    names = ["algorithm.adv_estimator=mine", f"{LOSS}.loss_mode=my_loss"]
+    assert len(problems(grpo(*names))) == 2
+    check_config(grpo(*names, f"plugins=[{file}]"))
+
+
+def test_the_engines_log_probs_stand_for_the_old_ones_only_if_asked_for(grpo: Train) -> None:
+    assert needs_old_log_probs(grpo())
+    assert not needs_old_log_probs(grpo(f"{CORRECTION}.bypass_mode=true"))
+
+
+def test_a_step_of_one_update_needs_no_old_log_probs(grpo: Train) -> None:
+    one = [
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={grpo().data.train_batch_size}", "actor_rollout_ref.actor.ppo_epochs=1",
+        "algorithm.use_kl_in_reward=false",
+    ]  # fmt: skip
+    assert not is_single_update(resolve(grpo(*one[1:]))) and is_single_update(resolve(grpo(*one)))
+    assert not needs_old_log_probs(resolve(grpo(*one)))
+    for other in (
+        "actor_rollout_ref.actor.ppo_epochs=2", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.bypass_mode=true",
+        f"{CORRECTION}={{rollout_rs: geometric, rollout_rs_threshold: 1.001}}", "algorithm.use_kl_in_reward=true",
+        f"{LOSS}.loss_mode=kl_cov",
+    ):  # fmt: skip
+        assert not is_single_update(resolve(grpo(*one, other))), other
+
+
+KL_IN_LOSS = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full")
+KL_IN_REWARD = ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full")
 
 
 def test_float16_takes_the_loss_scaling_keys(train: Train, sft: Callable[..., SFTConfig]) -> None:
@@ -73,9 +212,9 @@ def test_loss_scaling_without_float16(train: Train, sft: Callable[..., SFTConfig
 
 
 def test_the_exact_kl_needs_the_reference_beside_the_actor(train: Train) -> None:
-    check_config(train(*LOSS, *REWARD))
+    check_config(train(*KL_IN_LOSS, *KL_IN_REWARD))
     apart = "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=4"
-    found = problems(train(*LOSS, *REWARD, apart))
+    found = problems(train(*KL_IN_LOSS, *KL_IN_REWARD, apart))
     assert [line.partition(" ")[0] for line in found] == [
         f"{ACTOR}.kl_loss_type='full'",
         "algorithm.kl_penalty='full'",
@@ -86,19 +225,19 @@ def test_the_exact_kl_needs_the_reference_beside_the_actor(train: Train) -> None
 
 
 def test_the_exact_kl_in_the_reward_needs_a_forward_pass(train: Train) -> None:
-    (found,) = problems(train(*REWARD, "algorithm.rollout_correction.bypass_mode=true"))
+    (found,) = problems(train(*KL_IN_REWARD, "algorithm.rollout_correction.bypass_mode=true"))
     assert found.startswith("algorithm.kl_penalty='full' needs the policy's forward pass")
-    check_config(train(*LOSS, "algorithm.rollout_correction.bypass_mode=true"))
+    check_config(train(*KL_IN_LOSS, "algorithm.rollout_correction.bypass_mode=true"))
 
 
 @pytest.mark.parametrize(
     ("overrides", "in_loss", "in_reward", "log_probs"),
     [
         ((), False, False, False),
-        (LOSS, True, False, False),
-        (REWARD, False, True, False),
-        ((*REWARD, f"{ACTOR}.use_kl_loss=true"), False, True, False),
-        ((*LOSS, "algorithm.use_kl_in_reward=true"), True, False, True),
+        (KL_IN_LOSS, True, False, False),
+        (KL_IN_REWARD, False, True, False),
+        ((*KL_IN_REWARD, f"{ACTOR}.use_kl_loss=true"), False, True, False),
+        ((*KL_IN_LOSS, "algorithm.use_kl_in_reward=true"), True, False, True),
         ((f"{ACTOR}.use_kl_loss=true",), False, False, True),
     ],
 )
@@ -222,11 +361,7 @@ def test_what_fits_is_accepted(train: Train) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(train: Train, overrides: tuple[str, ...], words: str) -> None:
-    lines = [
-        line
-        for line in lines_of(lambda: check_config(train(*overrides)))
-        if "lora" in line or "share" in line
-    ]
+    lines = [line for line in problems(train(*overrides)) if "lora" in line or "share" in line]
     assert len(lines) == 1 and words in lines[0], lines
 
 
@@ -243,13 +378,13 @@ def test_one_name_is_a_list_of_one(train: Train, name: str) -> None:
 def test_another_model_has_another_base(train: Train, folder: Path) -> None:
     (folder / "other").mkdir()
     (folder / "other" / "config.json").write_text("{}")
-    (line,) = lines_of(lambda: check_config(train(*SHARED, f"critic.model.path={folder}/other")))
+    (line,) = problems(train(*SHARED, f"critic.model.path={folder}/other"))
     assert f"critic.model.path='{folder}/other' is not actor_rollout_ref.model.path='{folder}/model'" in line
 
 
 def test_fine_tuning_may_have_dropout(sft: Callable[..., SFTConfig]) -> None:
     check_config(sft("model.lora.rank=4", "model.lora.dropout=0.1"))
-    (line,) = lines_of(lambda: check_config(sft("model.lora.dropout=0.1")))
+    (line,) = problems(sft("model.lora.dropout=0.1"))
     assert line.startswith("model.lora has dropout, but no adapters")
 
 

@@ -1,0 +1,291 @@
+"""Checks of how models are trained: estimators, losses and the KL, number formats, optimizers, low-rank adapters, loggers, health."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megarl.config.batches import trajectories_per_step
+from megarl.config.checks.values import given_keys, registered_problems
+from megarl.config.resolve import full_kl_in_loss, full_kl_in_reward, reference_in_actor
+from megarl.config.schema.algorithm import ADV_ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, AlgorithmConfig
+from megarl.config.schema.commands import POLICY, ActorConfig, CriticConfig, CriticModelConfig, TrainConfig
+from megarl.config.schema.models import LoraConfig, MegatronConfig, OptimConfig, TrainedModelConfig
+from megarl.config.schema.run import TRACKERS
+from megarl.config.schema.supervised import TuningConfig
+
+_LOSS_SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A model that is trained: where its keys stand, its sections."""
+
+    prefix: str  # of the keys of optim and megatron
+    model_key: str
+    model: TrainedModelConfig | CriticModelConfig
+    optim: OptimConfig
+    megatron: MegatronConfig
+
+
+def _trained(config: TrainConfig | TuningConfig) -> list[_Trained]:
+    if isinstance(config, TuningConfig):
+        return [_Trained("", "model", config.model, config.optim, config.megatron)]
+    policy, critic = config.actor_rollout_ref, config.critic
+    found = [
+        _Trained(
+            f"{POLICY}.actor.", f"{POLICY}.model", policy.model, policy.actor.optim, policy.actor.megatron
+        )
+    ]
+    if critic is not None:
+        assert critic.megatron is not None, "resolved"
+        found.append(_Trained("critic.", "critic.model", critic.model, critic.optim, critic.megatron))
+    return found
+
+
+def training_problems(config: TrainConfig | TuningConfig) -> Iterator[str]:
+    for name, install in TRACKERS.items():
+        if name in config.trainer.logger and find_spec(name) is None:
+            yield f"trainer.logger has {name}, which is not installed: {install} (or leave it out)"
+    for role in _trained(config):
+        yield from _checkpointing_problems(role)
+        yield from _optim_problems(role)
+        yield from _loss_scale_problems(role)
+        yield from _lora_problems(f"{role.model_key}.lora", role.model.lora)
+    if isinstance(config, TuningConfig):
+        return
+    yield from _algorithm_problems(config)
+    yield from _full_kl_problems(config)
+    yield from _health_problems(config)
+    lora = config.actor_rollout_ref.model.lora
+    if lora.rank and lora.dropout:
+        yield (
+            f"{POLICY}.model.lora.dropout={lora.dropout:g}: the policy that is trained would not be the one that generated, "
+            "and the ratio of the first update not 1; leave it out"
+        )
+    if config.critic is not None and config.critic.model.share_base:
+        yield from _shared_base_problems(config, config.critic)
+
+
+def _algorithm_problems(config: TrainConfig) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    yield from registered_problems(config, "algorithm.adv_estimator", algorithm.adv_estimator, ADV_ESTIMATORS)
+    yield from _loss_problems(config, config.actor_rollout_ref.actor)
+    yield from _correction_problems(algorithm)
+    yield from _idle_problems(config)
+    estimator = f"algorithm.adv_estimator={algorithm.adv_estimator!r}"
+    if algorithm.adv_estimator == "gae" and config.critic is None:
+        yield (
+            f"critic.optim.lr is required: {estimator} trains a critic, but there is no section critic "
+            "(grpo needs none)"
+        )
+    if algorithm.adv_estimator in GROUP_ESTIMATORS and rollout.n < 2:
+        yield (
+            f"{POLICY}.rollout.n={rollout.n}: {estimator} compares the responses to one prompt and needs at least 2"
+        )
+    # An estimator of the user's own may have one.
+    if (
+        algorithm.adv_estimator in ADV_ESTIMATORS
+        and algorithm.adv_estimator != "gae"
+        and config.critic is not None
+    ):
+        yield f"critic: {estimator} has no critic; leave the section out (or critic=null)"
+    control, trajectories = algorithm.kl_ctrl, trajectories_per_step(config)
+    # Its factor of one step, 1 - 0.2 * trajectories / horizon, must stay positive.
+    if (
+        algorithm.use_kl_in_reward
+        and control.type == "adaptive"
+        and 0.2 * trajectories >= control.horizon > 0
+    ):
+        yield (
+            f"algorithm.kl_ctrl.horizon={control.horizon:g} is too short for {trajectories} trajectories a step: the "
+            f"coefficient could change sign; it must be over {0.2 * trajectories:g}"
+        )
+    if control.type == "linear" and control.end_kl_coef is None:
+        yield "algorithm.kl_ctrl.end_kl_coef is required: algorithm.kl_ctrl.type='linear' moves the coefficient to it"
+
+
+def _idle_problems(config: TrainConfig) -> Iterator[str]:
+    """Keys that were given where nothing would read them."""
+    actor, control = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
+    correction, norm = config.algorithm.rollout_correction, "seq-mean-token-sum-norm"
+    actor_key, correction_key = f"{POLICY}.actor", "algorithm.rollout_correction"
+    thresholds = ("rollout_rs_threshold", "rollout_rs_threshold_lower")
+    sections: tuple[tuple[bool, str, Any, tuple[str, ...], str], ...] = (
+        (
+            control.type != "linear",
+            "algorithm.kl_ctrl",
+            control,
+            ("end_kl_coef", "schedule_steps"),
+            "type=linear",
+        ),
+        (not actor.use_kl_loss, actor_key, actor, ("kl_loss_end_coef",), "use_kl_loss=true"),
+        (actor.kl_loss_end_coef is None, actor_key, actor, ("kl_loss_schedule_steps",), "kl_loss_end_coef"),
+        (actor.loss_agg_mode != norm, actor_key, actor, ("loss_scale_factor",), f"loss_agg_mode={norm}"),
+        (correction.rollout_rs is None, correction_key, correction, thresholds, "rollout_rs"),
+    )
+    for is_idle, key, section, names, needs in sections:
+        for name in given_keys(section, names) if is_idle else ():
+            yield f"{key}.{name}={getattr(section, name):g} needs {needs} beside it; nothing reads it otherwise"
+
+
+def _loss_problems(config: TrainConfig, actor: ActorConfig) -> Iterator[str]:
+    loss, key = actor.policy_loss, f"{POLICY}.actor.policy_loss"
+    yield from registered_problems(config, f"{key}.loss_mode", loss.loss_mode, POLICY_LOSSES)
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        yield f"{key}.clip_cov_lb={loss.clip_cov_lb:g} must be less than {key}.clip_cov_ub={loss.clip_cov_ub:g}"
+    # Without it every ratio below 1 - clip_low would be clipped up to a negative one.
+    if loss.loss_mode in ("vanilla", "gspo", "clip_cov") and (actor.clip_ratio_low or 0) >= 1:
+        yield (
+            f"{POLICY}.actor.clip_ratio_low={actor.clip_ratio_low:g}: loss_mode {loss.loss_mode!r} clips the ratio to "
+            "1 - this, so it must be less than 1"
+        )
+
+
+def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    section, key = algorithm.rollout_correction, "algorithm.rollout_correction"
+    if section.bypass_mode:
+        for name in ("rollout_is", "rollout_rs"):
+            if getattr(section, name) is not None:
+                yield (
+                    f"{key}.{name}={getattr(section, name)!r} with {key}.bypass_mode=true: the old log-probs are then "
+                    "the engine's own, and every ratio is 1; leave one of them out"
+                )
+    upper = section.rollout_rs_threshold or section.rollout_is_threshold
+    lower = section.rollout_rs_threshold_lower
+    if section.rollout_rs is not None and (1 / upper if lower is None else lower) >= upper:
+        yield (
+            f"{key}: the largest ratio that stays (rollout_rs_threshold, or rollout_is_threshold) is {upper:g}, which "
+            f"must be greater than the smallest, {1 / upper if lower is None else lower:g}"
+        )
+
+
+def _loss_scale_problems(role: _Trained) -> Iterator[str]:
+    prefix, optim, megatron = role.prefix, role.optim, role.megatron
+    if megatron.dtype != "float16":
+        for name in given_keys(optim, _LOSS_SCALING):
+            yield (
+                f"{prefix}optim.{name}={getattr(optim, name):g} is for {prefix}megatron.dtype=float16, which is "
+                f"{megatron.dtype or 'null'}: losses are not scaled; leave it out"
+            )
+    elif optim.min_loss_scale > optim.initial_loss_scale:
+        yield (
+            f"{prefix}optim.min_loss_scale={optim.min_loss_scale:g} is greater than "
+            f"{prefix}optim.initial_loss_scale={optim.initial_loss_scale:g}"
+        )
+
+
+def _full_kl_problems(config: TrainConfig) -> Iterator[str]:
+    uses = {
+        f"{POLICY}.actor.kl_loss_type": full_kl_in_loss(config),
+        "algorithm.kl_penalty": full_kl_in_reward(config),
+    }
+    for key, used in uses.items():
+        if used and not reference_in_actor(config):
+            yield (
+                f"{key}='full' compares whole distributions, so policy and reference must be in the same processes: give "
+                f"{POLICY}.ref neither a layout (megatron) nor a resource_pool of its own, or choose low_var_kl"
+            )
+    if full_kl_in_reward(config) and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            "algorithm.kl_penalty='full' needs the policy's forward pass, which "
+            "algorithm.rollout_correction.bypass_mode=true leaves out; choose low_var_kl, or leave bypass_mode out"
+        )
+
+
+def _health_problems(config: TrainConfig) -> Iterator[str]:
+    health = config.health
+    if not health.enable and (health.early_stop or health.auto_action):
+        yield "health.early_stop and health.auto_action need health.enable=true"
+    if (
+        health.ppo_kl_low is not None
+        and health.ppo_kl_high is not None
+        and health.ppo_kl_low >= health.ppo_kl_high
+    ):
+        yield f"health.ppo_kl_low={health.ppo_kl_low:g} must be less than health.ppo_kl_high={health.ppo_kl_high:g}"
+    if "stagnation" in health.early_stop and config.trainer.test_freq < 1:
+        yield (
+            "health.early_stop has stagnation, which is seen by validations: set trainer.test_freq (and data.val_files or "
+            "data.val_sets)"
+        )
+
+
+def _checkpointing_problems(role: _Trained) -> Iterator[str]:
+    """enable_gradient_checkpointing and recompute_granularity must not contradict each other."""
+    granularity, checkpointing = role.megatron.recompute_granularity, role.model.enable_gradient_checkpointing
+    if granularity is not None and checkpointing is not None and checkpointing != (granularity == "full"):
+        yield (
+            f"{role.model_key}.enable_gradient_checkpointing={str(checkpointing).lower()} contradicts "
+            f"{role.prefix}megatron.recompute_granularity={granularity}; give one of them"
+        )
+
+
+def _optim_problems(role: _Trained) -> Iterator[str]:
+    key, optim = f"{role.prefix}optim", role.optim
+    if optim.min_lr > optim.lr:
+        yield f"{key}.min_lr={optim.min_lr:g} is greater than {key}.lr={optim.lr:g}"
+    if optim.lr_decay_steps is not None and optim.lr_warmup_steps >= optim.lr_decay_steps:
+        yield (
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} must be less than "
+            f"{key}.lr_decay_steps={optim.lr_decay_steps}"
+        )
+    if optim.optimizer_cpu_offload and role.megatron.optimizer_offload is False:
+        yield (
+            f"{key}.optimizer_cpu_offload=true has the optimizer's states on the host, "
+            f"{role.prefix}megatron.optimizer_offload=false on the devices: leave out one of them"
+        )
+
+
+_OWN = (
+    "seed",
+    "grad_offload",
+    "optimizer_offload",
+)  # keys of megatron that a critic on the actor's base may have of its own
+
+
+def _lora_problems(key: str, lora: LoraConfig) -> Iterator[str]:
+    if lora.rank == 0:
+        if given := given_keys(lora):
+            yield f"{key} has {', '.join(given)}, but no adapters: give {key}.rank, or leave these out"
+        return
+    if not lora.target_modules:
+        yield f"{key}.target_modules is empty; leave it out for all-linear, or {key}.rank for no adapters"
+    if lora.base_dtype is None and given_keys(lora, ("base_block",)):
+        yield f"{key}.base_block={lora.base_block}, but {key}.base_dtype is null: give float8, or leave it out"
+    path = lora.adapter_path
+    if path is not None and not (Path(path) / "adapter_config.json").is_file():
+        yield (
+            f"{key}.adapter_path={path!r} is no folder of an adapter in PEFT's format: it has no adapter_config.json "
+            f"(working directory {Path.cwd()})"
+        )
+
+
+def _shared_base_problems(config: TrainConfig, critic: CriticConfig) -> Iterator[str]:
+    """A critic on the actor's base has nothing of its own but adapters, value head and training."""
+    policy, key = config.actor_rollout_ref, "critic.model.share_base=true"
+    for section, lora in ((f"{POLICY}.model", policy.model.lora), ("critic.model", critic.model.lora)):
+        if lora.rank == 0:
+            yield f"{key} needs {section}.lora.rank: what two models share is frozen, and adapters are trained on it"
+    own, base = critic.model.lora, policy.model.lora
+    if own.base_dtype is not None and (own.base_dtype, own.base_block) != (base.base_dtype, base.base_block):
+        yield f"{key}, but critic.model.lora.base_dtype is given: it is {POLICY}.model.lora's; leave it out"
+    if critic.model.path != policy.model.path:
+        yield (
+            f"{key}, but critic.model.path={critic.model.path!r} is not {POLICY}.model.path={policy.model.path!r}; leave "
+            "one of them out"
+        )
+    if critic.resource_pool != policy.actor.resource_pool:
+        yield (
+            f"{key}, but critic.resource_pool={critic.resource_pool!r} is not the actor's "
+            f"({policy.actor.resource_pool!r}); leave one of them out"
+        )
+    actors, critics = policy.actor.megatron, critic.megatron
+    assert critics is not None, "resolved"
+    other = [
+        f"{member.name}={getattr(critics, member.name)} (the actor's: {getattr(actors, member.name)})"
+        for member in fields(MegatronConfig)
+        if member.name not in _OWN and getattr(critics, member.name) != getattr(actors, member.name)
+    ]
+    if other:
+        yield f"{key}, but critic.megatron has {', '.join(other)}: the model has one layout; leave critic.megatron out"

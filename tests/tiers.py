@@ -11,12 +11,8 @@ Further markers: `smoke`, tests of the other tiers that `make test` runs with al
 works; `slow` and `gpu`, see pyproject.toml.
 """
 
-import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
-
-import pytest
 
 UNIT, PROCESSES, RANKS, ENGINE, E2E, CHAOS = "unit", "processes", "ranks", "engine", "e2e", "chaos"
 TIERS = (UNIT, PROCESSES, RANKS, ENGINE, E2E, CHAOS)

@@ -11,7 +11,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.sglang_cpu.batched_attention import (
     Group,
@@ -155,11 +154,11 @@ def _forget_running(result, scheduler, *args, **kwargs):
     return result
 
 
-def register() -> None:
+HOOKS = {"sglang.srt.managers.scheduler.Scheduler.flush_cache": ("AFTER", _forget_running)}
+
+
+def take_the_place_of_torch_native() -> None:
     """Make this backend SGLang's `torch_native` in this process."""
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_running, HookType.AFTER
-    )
     register_attention_backend("torch_native")(BatchedTorchAttention)
     # SGLang has no entry for torch_native and would take Triton's, which prefills with uncompressed keys: those do not
     # fit the one latent key of the cache that torch_native attends to.

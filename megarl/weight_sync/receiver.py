@@ -51,9 +51,6 @@ from megarl.weight_sync.served_model import (
 
 LOADER = "megarl.weight_sync.receiver.receive_weights"
 RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to remember
-_END_OF_UPDATE = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update"
-)
 
 
 @dataclass(frozen=True)
@@ -335,15 +332,8 @@ class Receiver:
         )
 
 
-def install_verification_hook() -> None:
-    """Called in each scheduler process before SGLang runs."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_END_OF_UPDATE, verify_after_update, HookType.AFTER)
-
-
 def verify_after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's answer to the end of an update, turned into a refusal if any rank finds other weights than it received.
+    """SGLang's answer to `end_weight_update`, turned into a refusal if any rank finds other weights than it received.
 
     SGLang sends rank 0's answer, so each rank gathers the findings of all of them.
     """

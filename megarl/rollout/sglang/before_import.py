@@ -14,10 +14,12 @@ import signal
 import stat
 import sys
 import types
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from megarl.rollout.sglang import models as sglang_models
 from megarl.util.memory import without_collection
@@ -26,7 +28,24 @@ from megarl.util.memory import without_collection
 # refuses the first name, and does not know the second (torch_memory_saver 0.0.10).
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SCHEDULER = "megarl.rollout.sglang.process"  # imported in the scheduler's process alone: it imports SGLang
+CPU_ENGINE = "megarl.cpu_engine"  # a group of entry points
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def cpu_engine_function(name: str) -> Callable[..., Any]:
+    """A function of the room that supplies what SGLang needs on a machine without a GPU; setup.py names these functions as entry
+    points, and nothing imports the room otherwise.
+
+    Raises:
+        RuntimeError: this installation of megarl does not have the entry point.
+    """
+    found = tuple(entry_points(group=CPU_ENGINE, name=name))
+    if not found:
+        raise RuntimeError(
+            f"megarl is installed without the entry point {name} of group {CPU_ENGINE}, which its setup.py has and engines on a "
+            "CPU need: install it again"
+        )
+    return found[0].load()
 
 
 def sglang_environment(

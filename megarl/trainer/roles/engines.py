@@ -14,7 +14,7 @@ from megarl.config import RolloutConfig, TrainConfig
 from megarl.costs.phases import frees_engines
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig, EngineConfig
-from megarl.sglang_cpu.batch_invariant import obstacle
+from megarl.rollout.sglang.before_import import cpu_engine_function
 from megarl.trainer.roles.adapters import engine_adapters, served_adapters
 
 # Seconds: on a GPU the first start of a model compiles its kernels and captures graphs.
@@ -104,7 +104,9 @@ def is_deterministic(rollout: RolloutConfig, device: str, dtype: str, adapters: 
     if rollout.deterministic is False:
         return False
     if rollout.deterministic is None:
-        return (device, dtype) == ("cpu", "float32") and obstacle() is None
+        if (device, dtype) != ("cpu", "float32"):
+            return False
+        return cpu_engine_function("obstacle")() is None
     reason = None
     if device == "cpu":
         if dtype != "float32":

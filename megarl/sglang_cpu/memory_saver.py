@@ -64,19 +64,11 @@ class CpuMemorySaver:
         """It always is valid."""
 
     @contextmanager
-    def configure_subprocess(self) -> Iterator[None]:
-        """Nothing has to be preloaded."""
+    def _as_it_is(self, **kwargs: Any) -> Iterator[None]:
+        """Nothing has to be preloaded, there are no CUDA graphs, and memory outside of all regions is never released."""
         yield
 
-    @contextmanager
-    def cuda_graph(self, **kwargs: Any) -> Iterator[None]:
-        """There are none."""
-        yield
-
-    @contextmanager
-    def disable(self) -> Iterator[None]:
-        """Memory that is allocated within the block is never released."""
-        yield
+    configure_subprocess = cuda_graph = disable = _as_it_is
 
 
 def _free_pages(address: int, num_bytes: int) -> None:

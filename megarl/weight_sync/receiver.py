@@ -26,6 +26,7 @@ import json
 import os
 import pickle
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,18 +91,15 @@ def request_bytes(version: int, session: str, inboxes: Sequence[Path], complete:
         inboxes: each TP rank's file, on the rank's own node.
         complete: false: the weights that training does not change are not sent (`SyncShare.frozen`).
     """
-    request = {
-        "version": version,
-        "session": session,
-        "inboxes": [str(path) for path in inboxes],
-        "complete": complete,
-    }
+    paths = [str(path) for path in inboxes]
+    request = {"version": version, "session": session, "inboxes": paths, "complete": complete}
     tensor = torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
     return pickle.dumps([("request", tensor)])
 
 
 def results_path(inbox: Path) -> Path:
-    """The file into which TP rank 0, whose inbox file is `inbox`, writes all ranks' answers: {"ok", "error", "rank"} and the fields of `Received`."""
+    """The file into which TP rank 0, whose inbox file is `inbox`, writes all ranks' answers: {"ok", "error", "rank"} and the fields of
+    `ReceiveReport`."""
     return inbox.with_name(inbox.name + ".results")
 
 
@@ -258,24 +256,26 @@ class Receiver:
 
     def _find_views(self) -> RefusedError | None:
         share, targets = self._share, self._targets()
-        written: dict[str, list[Box]] = {}
-        adapters = self._slot.tensors if self._slot is not None else {}
+        written: dict[str, list[Box]] = defaultdict(list)
         try:
             self._views = [
                 [[place(item, targets) for item in spec.slices] for spec in specs] for specs in share.buckets
             ]
-            for specs in share.buckets:
-                for item in (item for spec in specs for item in spec.slices):
-                    written.setdefault(item.local, []).append(item.box)
-            check_complete({**weights_of(self._model), **adapters}, written, share.padding)
+            for item in (item for specs in share.buckets for spec in specs for item in spec.slices):
+                written[item.local].append(item.box)
+            check_complete(weights_of(self._model) | self._adapters, written, share.padding)
         except RefusedError as error:
             return error
         self._bound_to = self._places()
         return None
 
     def _targets(self) -> dict[str, torch.Tensor]:
-        adapters = self._slot.tensors if self._slot is not None else {}
-        return {**dict(self._model.named_buffers()), **named_weights(self._model), **adapters}
+        return dict(self._model.named_buffers()) | named_weights(self._model) | self._adapters
+
+    @property
+    def _adapters(self) -> dict[str, torch.Tensor]:
+        """The adapters' slot, where they are sent separately from the weights."""
+        return self._slot.tensors if self._slot is not None else {}
 
     def _places(self) -> tuple:
         """The current addresses, shapes and types of the model's tensors."""

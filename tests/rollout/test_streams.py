@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.environments.environment import Environment, StepResult, Task
 from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.engine import NoValidWeightsError, SamplingParams, WeightSyncError
-from megarl.rollout.turns import Player, TurnLimits
+from megarl.rollout.turns import Player
 from tests.rollout.sglang.test_engine import PROMPTS, UIDS, hf_log_probs
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=12, seed=3, ignore_eos=True)
@@ -80,7 +81,7 @@ def play_turns(engine, uids, sampling):
         generation = await engine.answer(uid, ids, asked)
         return dataclasses.replace(generation, finish_reason="stop")
 
-    player = Player(Again, TurnLimits(max_assistant_turns=3), tokenizer, answer)
+    player = Player(Again, MultiTurnConfig(max_assistant_turns=3), tokenizer, answer)
     version = engine.weight_version
     tasks = [Task(uid, "", None, "", "", {}) for uid in uids]
     plays = [player.play(task, ids, sampling, version) for task, ids in zip(tasks, PROMPTS, strict=False)]

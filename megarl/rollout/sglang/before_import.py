@@ -48,20 +48,16 @@ def cpu_engine_function(name: str) -> Callable[..., Any]:
     return found[0].load()
 
 
-def sglang_environment(
-    device: str, tensor_parallel_size: int, threads: int = 1, nodes: int = 1
-) -> dict[str, str]:
+def sglang_environment(device: str, tensor_parallel_size: int, nodes: int = 1) -> dict[str, str]:
     """Environment variables that an engine's process must be started with, before it imports torch.
 
     Args:
-        threads: CPU threads of each TP rank.
         nodes: number of the engine's nodes; with several, the caller chooses the network interface.
     """
     common = {"SGLANG_EXTERNAL_MODEL_PACKAGE": sglang_models.__name__}
     if nodes > 1:
-        common["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = (
-            "0"  # else a node but the first is busy as long as it lives
-        )
+        # Else the processes of all nodes but the first are busy as long as they live.
+        common["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     if device != "cpu":
         # DeepGEMM, which multiplies in float8, compiles a kernel for every number of tokens up to 16,384 and every shape during the
         # first start, 10 to 20 minutes; so it compiles some 3,000 of them (deep_gemm_wrapper/compile_utils.py). They are kept in
@@ -75,7 +71,7 @@ def sglang_environment(
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
         "SGLANG_EAGER_INPUT_NO_COPY": "1",  # into buffers that stay where they are, as CUDA graphs need them
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",  # of each TP rank
         "TORCH_COMPILE_DISABLE": "1",  # no compiler needed, and no minutes of compiling
     }
 

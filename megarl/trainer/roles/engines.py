@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.config import RolloutConfig, TrainConfig
+from megarl.config import LoraConfig, RolloutConfig, TrainConfig
 from megarl.costs.phases import frees_engines
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig, EngineConfig
@@ -61,20 +61,33 @@ def engine_config(
     )
 
 
-def gpu_engine(config: TrainConfig, model: ModelConfig) -> EngineConfig:
-    """An engine of a resolved training run on GPUs."""
+def synced_engine(
+    config: TrainConfig, model: ModelConfig, adapters: LoraConfig | None, *, use_gpu: bool, freed: bool
+) -> EngineConfig:
+    """An engine of a resolved training run.
+
+    Args:
+        adapters: the adapters that it serves next to the weights; None: none.
+        freed: whether its memory leaves the devices in phases that do not need it.
+    """
     policy, data = config.actor_rollout_ref, config.data
-    freed = frees_engines(config, config.resource_pools)
-    adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
     return engine_config(
         policy.rollout,
         policy.model.path,
         data.max_prompt_length + data.max_response_length,
-        use_gpu=True,
+        use_gpu=use_gpu,
         synced=True,
         releasable=freed,
         adapters=engine_adapters(model, adapters) if adapters is not None else None,
     )
+
+
+def gpu_engine(config: TrainConfig, model: ModelConfig) -> EngineConfig:
+    """An engine of a resolved training run on GPUs."""
+    policy = config.actor_rollout_ref
+    freed = frees_engines(config, config.resource_pools)
+    adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
+    return synced_engine(config, model, adapters, use_gpu=True, freed=freed)
 
 
 def rollout_dtype(rollout: RolloutConfig, use_gpu: bool) -> str:

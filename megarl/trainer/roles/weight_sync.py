@@ -87,7 +87,7 @@ def _sync_once(run: Run, roles: Roles, version: int) -> dict[str, float]:
         results = run.wait([*sending, *engines.call("receive_weights", complete)])
     with run.timed("sync_finish"):
         reports = run.wait(engines.call("finish_update"))
-    return sync_metrics(facts.whole if complete else facts.adapters, results[: len(sending)], reports)
+    return sync_metrics(facts.complete if complete else facts.adapters, results[: len(sending)], reports)
 
 
 def sync_metrics(facts: VersionFacts, sent: list[SendReport], reports: list[SyncReport]) -> dict[str, float]:

@@ -6,7 +6,7 @@ own: gradients of both kinds are summed before they are reduced and the optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.megatron.packing import PackedBatch
+    from megarl.megatron.step import Head, Loss
     from megarl.trainer.workers.model import ModelWorker
 
 WEIGHTS = "ptx_weights"  # a field of the micro-batches of this loss, which tells them from trajectories
-
-Head = Callable[..., torch.Tensor]
-Loss = Callable[[torch.Tensor, "PackedBatch"], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)

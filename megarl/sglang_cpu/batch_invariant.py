@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.sglang_cpu.batched_attention import attend_prompt
+from megarl.sglang_cpu.batched_attention import attend_prompt, pad
 
 MIN_ROWS = 16
 TWO_VECTORS = 32  # elements, of AVX-512
@@ -159,12 +159,6 @@ _OVERRIDES = {
     _sum_in_place: ("addmm_", "baddbmm_"),
     _sigmoid: ("sigmoid",),
 }
-
-
-def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """x: [..., n, m] -> [..., rows, columns], padded with zeros at the end."""
-    more = (rows - x.shape[-2], columns - x.shape[-1])
-    return torch.nn.functional.pad(x, (0, more[1], 0, more[0])) if any(more) else x
 
 
 def check_products() -> None:

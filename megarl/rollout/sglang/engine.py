@@ -313,7 +313,7 @@ class SGLangEngine(SGLangPart):
         self._let_in()
         return update.report()
 
-    def release_memory(self, tags: Sequence[str]) -> None:
+    def release_memory(self, parts: Sequence[str]) -> None:
         """Free the device memory of "weights", "kv_cache"; released weights have to be synced again.
 
         Raises:
@@ -322,32 +322,32 @@ class SGLangEngine(SGLangPart):
         """
         if not self.config.enable_memory_saver:
             raise EngineError("memory can be released in an engine that was started with enable_memory_saver")
-        # SGLang dies of a tag that is released twice, and of a release while it counts a request as running.
-        assert set(tags) <= {"weights", "kv_cache"} - self._released, (tags, self._released)
+        # SGLang dies of a part that is released twice, and of a release while it counts a request as running.
+        assert set(parts) <= {"weights", "kv_cache"} - self._released, (parts, self._released)
         self.interrupt()
-        if "weights" in tags:
+        if "weights" in parts:
             self._version = None
         self.flush_cache()
         before = self.memory() if self.config.device == "cuda" else []
-        self._released |= set(tags)
-        self._memory("release", tags)
+        self._released |= set(parts)
+        self._memory("release", parts)
         if before:
-            problem = engine_memory.unreleased(before, self.memory(), tags)
+            problem = engine_memory.unreleased(before, self.memory(), parts)
             if problem is not None:
                 raise EngineError(problem)
         self._let_in()
 
-    def resume_memory(self, tags: Sequence[str]) -> None:
+    def resume_memory(self, parts: Sequence[str]) -> None:
         """Take the memory back: that of the weights, then their sync, then that of the KV cache.
 
         Raises:
             EngineError: the KV cache is asked for before a verified version of the weights is held.
         """
-        assert set(tags) <= self._released, (tags, self._released)
-        if "kv_cache" in tags and self._version is None:
+        assert set(parts) <= self._released, (parts, self._released)
+        if "kv_cache" in parts and self._version is None:
             raise EngineError("the KV cache comes after the weights: sync a version first")
-        self._memory("resume", tags)
-        self._released -= set(tags)
+        self._memory("resume", parts)
+        self._released -= set(parts)
         self._let_in()
 
     def memory(self) -> list[dict[str, int]]:

@@ -60,12 +60,16 @@ def check_version(allow_unknown: bool) -> None:
 def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
     """The arguments of SGLang's engine."""
     context = config.context_length or model["max_position_embeddings"]
+    node: dict[str, Any] = {}
+    if config.nodes > 1:
+        assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
+        node = {"nnodes": config.nodes, "node_rank": config.node, "dist_init_addr": config.address}
     return {
         "model_path": config.model_path,
         "load_format": config.load_format,
         "tp_size": config.tensor_parallel_size,
         "ep_size": config.expert_parallel_size,
-        **_node_arguments(config),
+        **node,
         "json_model_override_args": json.dumps(config_overrides(config, model)),
         "disable_shared_experts_fusion": True,  # else their place in memory would depend on the device
         "dtype": config.dtype,
@@ -85,14 +89,6 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         **_device_arguments(config, context),
         **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
-
-
-def _node_arguments(config: EngineConfig) -> dict[str, Any]:
-    """The arguments of an engine on several nodes."""
-    if config.nodes == 1:
-        return {}
-    assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
-    return {"nnodes": config.nodes, "node_rank": config.node, "dist_init_addr": config.address}
 
 
 def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import build_trajectories, take
-from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams, SyncReport
+from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
 from megarl.trainer.workers.multi_turn import Players, TurnsSpec
 from megarl.weight_sync.packets import Address, SyncShare
@@ -92,10 +92,6 @@ class EngineWorker:
         """The uids of requests that were launched and have not landed."""
         return list(self._launched)
 
-    def interrupt(self) -> None:
-        """Pause running requests until the next version of the weights."""
-        self.engine.interrupt()
-
     def _answers(self, requests: pa.Table, sampling: SamplingParams) -> list[Coroutine[Any, Any, Generation]]:
         """A coroutine for each of the requests, in their order."""
         prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
@@ -115,31 +111,9 @@ class EngineWorker:
             InboxFile(share, needed, timeout).write(inbox)
         return inboxes
 
-    def connect(self, inboxes: Sequence[Path]) -> None:
-        """Give each TP rank of the engine the path of its inbox file on its own node."""
-        self.engine.connect(inboxes)
-
-    def release_memory(self, parts: list[str]) -> None:
-        self.engine.release_memory(parts)
-
-    def resume_memory(self, parts: list[str]) -> None:
-        self.engine.resume_memory(parts)
-
-    def memory(self) -> list[dict[str, int]]:
-        """By rank of the engine, the bytes of its parts on the device."""
-        return self.engine.memory()
-
-    def begin_update(self, version: int) -> int | None:
-        """Announce a version; returns the one that the engine held."""
-        return self.engine.begin_update(version)
-
-    def receive_weights(self, complete: bool = True) -> None:
-        """Receive the version that the trainer ranks send at the same time; `complete`: including weights that are not trained."""
-        self.engine.receive_weights(complete)
-
-    def finish_update(self) -> SyncReport:
-        """Serve the received version."""
-        return self.engine.finish_update()
+    def __getattr__(self, name: str) -> Any:
+        """Every other call is the engine's own: updates of the weights, their connection, memory, interruptions."""
+        return getattr(self.__dict__["engine"], name)
 
 
 def address(info: RankInfo) -> str:

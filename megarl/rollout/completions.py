@@ -77,7 +77,7 @@ def as_completed(
     last_sign: Callable[[], float] = lambda: 0.0,
     apart: float = 0.0,
 ) -> Iterator[list[Result]]:
-    """Run all coroutines on a loop; yield the results of those that have ended, each time that some have.
+    """Run all coroutines on a loop; yield the results of ended ones, each time that some have ended.
 
     The loop runs while the next results are waited for, not while the caller works on the last ones. Coroutines
     that still run when one raises, or when this generator is closed, are cancelled and waited for.

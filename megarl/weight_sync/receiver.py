@@ -301,7 +301,7 @@ class Receiver:
     def _write(
         self, packet: Packet, views: list[torch.Tensor], token: Token, received: ReceiveReport
     ) -> RefusedError | None:
-        """Write a packet's slices and compare the parameters' checksums with those of the packet; returns the first difference."""
+        """Write a packet's slices and compare the parameters' checksums with the packet's; returns the first difference."""
         source, found = packet.spec.peer, tuple(packet.identity.tolist())
         if found != token:
             return RefusedError(

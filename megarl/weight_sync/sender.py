@@ -49,7 +49,7 @@ class SendReport:
     """A trainer rank's figures for one sent version.
 
     Attributes:
-        bytes_sent: bytes of slices, including those to engine ranks on the same device.
+        bytes_sent: bytes of slices, including slices to engine ranks on the same device.
         bytes_unchanged: bytes of slices that were not sent again.
         buffer_bytes: bytes of both slots.
         seconds: by phase: pack (with checksums), wait (for engine ranks to take packets).

@@ -307,7 +307,7 @@ class SGLangEngine(SGLangPart):
         self._close_update()
         if not update.results:
             raise WeightSyncError(f"version {update.version} did not come")
-        self.flush_cache()  # its keys and values are those of the old weights
+        self.flush_cache()  # its keys and values come from the old weights
         self._set_version(update.version)
         self._version, self._session_held = update.version, self._session
         self._let_in()

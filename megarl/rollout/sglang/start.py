@@ -270,5 +270,5 @@ def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
             "weight_block_size": list(config.fp8_block),
         }
     elif config.load_format == "dummy" and "quantization_config" in model:
-        overrides["quantization_config"] = None  # synced weights have another type than those of the folder
+        overrides["quantization_config"] = None  # synced weights have another type than the folder's
     return overrides

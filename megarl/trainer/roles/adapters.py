@@ -23,11 +23,11 @@ def check_adapters(
 
     Args:
         model: facts of the model that is trained.
-        critic: those of critic.model.path.
+        critic: facts of critic.model.path.
 
     Raises:
         ValueError: in one message, patterns that fit no layer, groups into which experts do not divide, blocks that
-            shards cut, folders of adapters that are not those of the section.
+            shards cut, folders of adapters that do not fit the section.
     """
     raise_if_any("adapters that do not fit their model", adapter_problems(config, model, critic))
 

@@ -1,6 +1,6 @@
 """The rollout engines of a run: their configuration, whether their responses are deterministic, and news of a slow start.
 
-Deterministic: responses depend on weights, prompt and seed alone, not on what else the engine is doing.
+Deterministic: responses depend on weights, prompt and seed alone, not on the engine's other requests.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def forward_plan(
 ) -> list[list[list[int]]]:
     """All rows of a table as one batch: by data parallel rank, by micro-batch, row numbers.
 
-    plans: those that were made before; None: none.
+    plans: plans that were made before; None: none.
     """
     one_batch = replace(batching, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
     return (plans or Plans()).of(table, layout, one_batch)[0]

@@ -252,8 +252,8 @@ class ModelWorker:
             self.parts[part].reload()
 
     def memory(self) -> list[dict[str, int]]:
-        """The bytes of each part on the device, of all their copies on the host ("on_host") and, on a GPU, what torch
-        has allocated there in all ("allocated"); one entry, since the process has one device."""
+        """The bytes of each part on the device, of all their copies on the host ("on_host") and, on a GPU, of all that torch
+        has allocated there ("allocated"); one entry, since the process has one device."""
         found = {name: part.device_bytes() for name, part in self.parts.items()}
         found["on_host"] = sum(part.host_bytes() for part in self.parts.values())
         if platform.is_cuda():
@@ -383,13 +383,13 @@ class ModelWorker:
         return self.adapter_export
 
     def pack_adapters(self) -> Bundle:
-        """What this rank holds of the adapters, after `adapter_plan`."""
+        """This rank's slices of the adapters, after `adapter_plan`."""
         assert self.adapter_export is not None
         assert_resident(self.chunks)
         return self.adapter_export.pack(self.info.rank, local_parameters(self.chunks))
 
     def pack_export(self, shard: int) -> Bundle:
-        """What this rank holds of a shard file of the Hugging Face checkpoint, after `export_plan`."""
+        """This rank's slices of a shard file of the Hugging Face checkpoint, after `export_plan`."""
         assert self.export is not None
         assert_resident(self.chunks)
         return self.export.pack(shard, self.info.rank, self.trained_tensors())
@@ -430,7 +430,7 @@ class ModelWorker:
         """Continue with the role's state as it was saved, in any layout.
 
         Raises:
-            ValueError: it does not fit the role's model, or is damaged; names what.
+            ValueError: it does not fit the role's model, or is damaged; names the tensor or file.
         """
         return load_states(folder, rank_states(self.of_role(role)))
 

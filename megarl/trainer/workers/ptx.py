@@ -97,7 +97,7 @@ def pack_ptx(worker: ModelWorker, examples: pa.Table, how: PtxUpdate, number: in
 
 
 def with_ptx(head: Head, loss: Loss, text_head: Head) -> tuple[Head, Loss]:
-    """A head and a loss that apply those given to trajectories, and the auxiliary ones to micro-batches of examples.
+    """A head and a loss that apply the given ones to trajectories, and the auxiliary ones to micro-batches of examples.
 
     Args:
         text_head: log-probs of examples [tokens, 1 or 2], at temperature 1.

@@ -112,5 +112,5 @@ class RewardModelWorker(ModelWorker):
 
     def score_texts(self, texts: pa.Table, shares: list[Share]) -> RowColumns | None:
         """The head's output at the last token of each text (column `input_ids`), as column `scores` of one value a row:
-        what transformers' *ForSequenceClassification gives as the logit of its one label."""
+        the logit of the one label of transformers' *ForSequenceClassification."""
         return self.compute_columns(texts, shares, self.pack_texts, value_head, ["scores"])

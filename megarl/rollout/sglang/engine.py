@@ -140,29 +140,15 @@ class SGLangEngine(SGLangPart):
             ValueError: an empty prompt, one that leaves no room in the context, an unknown token id.
             EngineError: the engine gave no sign of life (`last_sign`) for `request_timeout`.
         """
-        generations = [g for part in self.generate_stream(prompt_ids, uids, sampling) for g in part]
-        by_uid = {generation.uid: generation for generation in generations}
-        return [by_uid[uid] for uid in uids]
-
-    def generate_stream(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        uids: Sequence[str],
-        sampling: SamplingParams,
-        apart: float = 0.0,
-    ) -> Iterator[list[Generation]]:
-        """As `generate`, but yields responses as they finish: each time all that finished since the last time, at least one. `apart` as in
-        `as_completed`.
-
-        All requests are in flight at once; when the iterator is closed, unfinished ones are aborted.
-        """
         self._require_version()
         if len(prompt_ids) != len(uids) or len(set(uids)) != len(uids):
             raise ValueError(f"{len(prompt_ids)} prompts need as many different uids, got {len(set(uids))}")
-        for uid, ids in zip(uids, prompt_ids, strict=True):
+        requests = list(zip(uids, prompt_ids, strict=True))
+        for uid, ids in requests:
             self.check_request(uid, ids, sampling)
-        answers = [self._answer(uid, ids, sampling) for uid, ids in zip(uids, prompt_ids, strict=True)]
-        yield from self.as_completed(answers, apart)
+        answers = self.as_completed([self.answer(uid, ids, sampling) for uid, ids in requests])
+        by_uid = {generation.uid: generation for part in answers for generation in part}
+        return [by_uid[uid] for uid in uids]
 
     def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
         """Check one request; raises the exceptions of `generate`."""
@@ -171,12 +157,9 @@ class SGLangEngine(SGLangPart):
         check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
 
     async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """One response, for coroutines that `as_completed` or a `flight` runs."""
+        """One response, for coroutines that `as_completed` or a `flight` runs. A request whose coroutine is cancelled is aborted."""
         await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)
-        return await self._answer(uid, prompt_ids, sampling)
-
-    async def _answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         response = Response(uid, sampling, self._ends)
         while True:
             async with self._gate.passed():

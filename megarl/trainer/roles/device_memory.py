@@ -5,7 +5,7 @@ The needs of each phase, and the parts that leave the devices in other phases, a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -110,13 +110,8 @@ class DeviceMemory:
 
     def reserve(self) -> None:
         """Have models reserve host memory for parts that will leave their GPUs; this takes minutes, during which the run continues."""
-        parts: dict[WorkerGroup, list[str]] = defaultdict(list)
-        for owner in self.owners:
-            if owner.movable and not owner.name.startswith("rollout_"):
-                parts[owner.group].append(owner.part)
-        self.run.wait(
-            [call for group, names in parts.items() for call in group.call("reserve_memory", names)]
-        )
+        movable = [owner for owner in self.owners if owner.movable]
+        self._call("reserve_memory", [owner for owner in movable if not owner.name.startswith("rollout_")])
 
     def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         """The phases in which `roles` are updated: (phase, roles), all at once unless they make room for each other."""
@@ -177,14 +172,17 @@ class DeviceMemory:
         self._move("resume_memory", coming)
 
     def _move(self, method: str, owners: list[Owner]) -> None:
-        groups = {owner.group.role: owner.group for owner in owners}
-        refs = []
-        for role, group in groups.items():
-            parts = [owner.part for owner in owners if owner.group.role == role]
-            refs += group.call(method, parts)
-        self.run.wait(refs)
+        self._call(method, owners)
         for owner in owners:
             owner.resident = method == "resume_memory"
+
+    def _call(self, method: str, owners: list[Owner]) -> None:
+        """Call a method of every process with the parts of these owners that it holds."""
+        groups = {owner.group.role: owner.group for owner in owners}
+        calls = []
+        for role, group in groups.items():
+            calls += group.call(method, [owner.part for owner in owners if owner.group.role == role])
+        self.run.wait(calls)
 
     def _measure(self) -> Account:
         """The memory that every process reports; parts without an owner are named after their group."""

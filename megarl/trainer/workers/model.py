@@ -78,7 +78,7 @@ from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import COMPANIONS, read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.trainer.workers.dispatch import ModelSpec
-from megarl.trainer.workers.nonfinite_source import Names, check_update, find_source, no_names
+from megarl.trainer.workers.nonfinite_source import Names, check_update, find_source
 from megarl.util.memory import keep_freed_memory
 from megarl.util.plugins import load_plugins
 from megarl.util.rendezvous import wait_for_all
@@ -344,14 +344,14 @@ class ModelWorker:
         batches: Sequence[PackedBatch],
         head: Callable,
         loss: Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
-        names: Names = no_names,
+        names: Names | None = None,
     ) -> StepResult:
         """One optimizer step; equal results on every rank.
 
         In float16 a step whose gradient overflowed is left out (`ok` is false) and the loss scale lowered.
 
         Args:
-            names: gives the names of the micro-batches' sequences, for the error.
+            names: gives the names of the micro-batches' sequences, for the error; None: they have none.
 
         Raises:
             FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are

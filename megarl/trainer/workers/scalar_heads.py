@@ -102,9 +102,9 @@ class ActorCriticWorker(ActorWorker):
             return self.critic.compute_values(table, shares)
 
     @wraps(CriticWorker.update_values)
-    def update_values(self, *arguments: Any) -> list[dict[str, float]]:
+    def update_values(self, *arguments: Any, **named: Any) -> list[dict[str, float]]:
         with in_turn(self._critics, self._actors):
-            return self.critic.update_values(*arguments)
+            return self.critic.update_values(*arguments, **named)
 
 
 class RewardModelWorker(ModelWorker):

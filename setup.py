@@ -129,5 +129,10 @@ setup(
         # What SGLang's wheel lacks on a machine without a GPU; both are inert elsewhere.
         "torch.backends": ["megarl_cpu_sglang = megarl.sglang_cpu.hooks:on_torch_import"],
         "sglang.srt.plugins": ["megarl_cpu_sglang = megarl.sglang_cpu.hooks:on_sglang_start"],
+        # What megarl's own engines take from there: megarl.rollout.sglang.before_import.cpu_engine_function.
+        "megarl.cpu_engine": [
+            "on_scheduler_start = megarl.sglang_cpu.hooks:on_scheduler_start",
+            "obstacle = megarl.sglang_cpu.batch_invariant:obstacle",
+        ],
     },
 )

@@ -108,7 +108,7 @@ class Ranks(Movable):
         return [{"critic/vf_loss": 0.0, "grad_norm": 1.0, "lr": 1e-6} for _ in plan]
 
     def _columns(self, table: pa.Table, shares: list, names: list[str]) -> Any:
-        """As `ModelWorker.forward_columns`: the last stage's first rank of each data parallel rank answers."""
+        """As `ModelWorker.compute_columns`: the last stage's first rank of each data parallel rank answers."""
         place = coords_of(self.layout, called_rank())
         if place.pp != self.layout.pp - 1 or place.tp or place.cp:
             return None

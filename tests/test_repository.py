@@ -151,6 +151,21 @@ def test_rooms_import_only_from_floors_below() -> None:
     assert ("trainer/run", "cluster") in seen  # or this test has not looked
 
 
+def test_the_stand_ins_for_sglangs_kernels_are_reached_by_entry_points_alone() -> None:
+    imported = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in modules()
+        for line, name in imports_of(path)
+        if room_imported(name) == "sglang_cpu" and room_of(path) != "sglang_cpu"
+    ]
+    assert imported == []
+    named = re.findall(r"megarl\.(sglang_cpu\.\w+):(\w+)", (ROOT / "setup.py").read_text())
+    assert len(named) == 4
+    for module, function in named:
+        text = (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
+        assert f"\ndef {function}() -> " in text, (module, function)
+
+
 def test_rooms_do_not_import_what_they_must_not_know() -> None:
     wrong, seen = [], set()
     for path in modules():

@@ -13,6 +13,63 @@ class NothingCompleted(Exception):
     """No coroutine ended in time."""
 
 
+class Flight(Generic[Result]):
+    """Coroutines that continue from call to call. The loop runs only while a call waits for results; the engine works all the time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._tasks: set[asyncio.Task[Result]] = set()
+        self._done: list[asyncio.Task[Result]] = []
+        # `_some`: a coroutine has ended. `_enough`: all have ended or one has failed.
+        self._some, self._enough = asyncio.Event(), asyncio.Event()
+
+    def __len__(self) -> int:
+        """The number of coroutines whose results were not taken yet."""
+        return len(self._tasks)
+
+    def add(self, coroutines: Sequence[Coroutine[Any, Any, Result]]) -> None:
+        """Start coroutines, and run them to their first wait."""
+        tasks = [self._loop.create_task(coroutine) for coroutine in coroutines]
+        self._tasks.update(tasks)
+        self._enough.clear()
+        for task in tasks:
+            task.add_done_callback(self._note)
+        self._loop.run_until_complete(asyncio.sleep(0))
+
+    def wait(self, seconds: float, *, for_all: bool = False) -> bool:
+        """Wait until a coroutine has ended since the last `take`, or with `for_all` until all have or one has failed, at most `seconds`;
+        returns whether it is so."""
+        event = self._enough if for_all else self._some
+        if not event.is_set():
+            with suppress(TimeoutError):
+                self._loop.run_until_complete(asyncio.wait_for(event.wait(), seconds))
+        return event.is_set()
+
+    def take(self, seconds: float) -> list[Result]:
+        """Results of all coroutines that have ended since the last call; waits at most `seconds` for the first. Raises their exceptions."""
+        if self._tasks:
+            self.wait(seconds)
+        ended, self._done = self._done, []
+        self._some.clear()
+        self._tasks.difference_update(ended)
+        return [task.result() for task in ended]
+
+    def cancel(self) -> None:
+        """Cancel all coroutines, and wait for their ends; their results are lost."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._tasks, self._done = set(), []
+        self._some.clear()
+
+    def _note(self, task: asyncio.Task[Result]) -> None:
+        self._done.append(task)
+        self._some.set()
+        if len(self._done) == len(self._tasks) or task.cancelled() or task.exception() is not None:
+            self._enough.set()
+
+
 def as_completed(
     loop: asyncio.AbstractEventLoop,
     coroutines: Sequence[Coroutine[Any, Any, Result]],
@@ -20,7 +77,7 @@ def as_completed(
     last_sign: Callable[[], float] = lambda: 0.0,
     apart: float = 0.0,
 ) -> Iterator[list[Result]]:
-    """Run all coroutines on a loop; yield the results of those that have ended, each time that some have.
+    """Run all coroutines on a loop; yield the results of ended ones, each time that some have ended.
 
     The loop runs while the next results are waited for, not while the caller works on the last ones. Coroutines
     that still run when one raises, or when this generator is closed, are cancelled and waited for.
@@ -34,95 +91,21 @@ def as_completed(
         NothingCompleted: none ended in time.
         Exception: any exception of a coroutine.
     """
-    # `some`: a coroutine has ended. `enough`: all have ended or one has failed, so that there is nothing to collect for.
-    unread = {loop.create_task(coroutine) for coroutine in coroutines}
-    done: list[asyncio.Task[Result]] = []
-    some, enough = asyncio.Event(), asyncio.Event()
+    flight: Flight[Result] = Flight(loop)
     given = time.monotonic()
-
-    def note(task: asyncio.Task[Result]) -> None:
-        done.append(task)
-        some.set()
-        if len(done) == len(unread) or task.cancelled() or task.exception() is not None:
-            enough.set()
-
-    for task in unread:
-        task.add_done_callback(note)
     try:
-        while unread:
-            _run_until(loop, some, timeout, last_sign)
+        flight.add(coroutines)
+        while len(flight):
+            begun = time.monotonic()
+            while not flight.wait(max(begun, last_sign()) + timeout - time.monotonic()):
+                if max(begun, last_sign()) + timeout <= time.monotonic():
+                    raise NothingCompleted(f"no answer within {timeout} s")
             if (rest := given + apart - time.monotonic()) > 0:
-                with suppress(TimeoutError):
-                    loop.run_until_complete(asyncio.wait_for(enough.wait(), rest))
-            # Results are taken before they are yielded: the caller may close this generator at the yield.
+                flight.wait(rest, for_all=True)
             given = time.monotonic()
-            part, done[:] = list(done), []
-            some.clear()
-            results = [task.result() for task in part]
-            unread.difference_update(part)
-            yield results
+            yield flight.take(0.0)
     finally:
-        for task in unread:
-            task.cancel()
-        if unread:
-            loop.run_until_complete(asyncio.gather(*unread, return_exceptions=True))
-
-
-def _run_until(
-    loop: asyncio.AbstractEventLoop, event: asyncio.Event, timeout: float, last_sign: Callable[[], float]
-) -> None:
-    begun = time.monotonic()
-    while not event.is_set():
-        rest = max(begun, last_sign()) + timeout - time.monotonic()
-        if rest <= 0:
-            raise NothingCompleted(f"no answer within {timeout} s")
-        with suppress(TimeoutError):
-            loop.run_until_complete(asyncio.wait_for(event.wait(), rest))
-
-
-class Flight(Generic[Result]):
-    """Coroutines that continue from call to call. The loop runs only while a call waits for results; the engine works all the time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._tasks: set[asyncio.Task[Result]] = set()
-        self._done: list[asyncio.Task[Result]] = []
-        self._some = asyncio.Event()
-
-    def __len__(self) -> int:
-        """The number of coroutines whose results were not taken yet."""
-        return len(self._tasks)
-
-    def add(self, coroutines: Sequence[Coroutine[Any, Any, Result]]) -> None:
-        """Start coroutines, and run them to their first wait."""
-        for coroutine in coroutines:
-            task = self._loop.create_task(coroutine)
-            self._tasks.add(task)
-            task.add_done_callback(self._note)
-        self._loop.run_until_complete(asyncio.sleep(0))
-
-    def take(self, seconds: float) -> list[Result]:
-        """Results of all coroutines that have ended since the last call; waits at most `seconds` for the first. Raises their exceptions."""
-        if self._tasks:
-            with suppress(TimeoutError):
-                self._loop.run_until_complete(asyncio.wait_for(self._some.wait(), seconds))
-        ended, self._done = self._done, []
-        self._some.clear()
-        self._tasks.difference_update(ended)
-        return [task.result() for task in ended]
-
-    def cancel(self) -> None:
-        """Cancel all coroutines; their results are lost."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-        self._tasks, self._done = set(), []
-        self._some.clear()
-
-    def _note(self, task: asyncio.Task[Result]) -> None:
-        self._done.append(task)
-        self._some.set()
+        flight.cancel()
 
 
 class Gate:

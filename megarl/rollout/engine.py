@@ -1,18 +1,8 @@
-"""The interface of rollout engines, whatever serves the tokens.
+"""A rollout engine from outside: its configuration, its sampling, the figures of its weight updates, its errors."""
 
-An engine holds a copy of the policy in its own layout. It answers prompts with trajectories, and takes new
-weights in versions: `begin_update`, `receive_weights`, `finish_update`. Between the first
-and the last of these calls it holds no valid weights, and `generate` refuses; so it does before the first version
-and after a version that failed.
-"""
-
-from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
 from megarl.data.trajectories import Generation
-from megarl.rollout.completions import Flight
 
 __all__ = [
     "AdapterConfig",
@@ -20,12 +10,10 @@ __all__ = [
     "EngineError",
     "Generation",
     "NoValidWeightsError",
-    "RolloutEngine",
     "SamplingParams",
     "SyncReport",
     "WeightSyncError",
 ]
-Result = TypeVar("Result")
 
 
 class EngineError(RuntimeError):
@@ -75,7 +63,6 @@ class EngineConfig:
             for `max_num_seqs` requests of the full context, at most 65536.
         enable_memory_saver: whether the memory of weights and KV cache can be released.
         gpu_memory_utilization: part of the GPU's memory for weights and KV cache.
-        first_device: index of the first visible GPU to use.
         nodes: processes that own the engine, each on a node, with equally many TP ranks; they start at the same time.
         node: which of them this is; the first answers for the engine.
         address: "host:port" of the first one's node, at which all TP ranks meet; needed with several nodes.
@@ -100,7 +87,6 @@ class EngineConfig:
     max_total_tokens: int | None = None
     enable_memory_saver: bool = False
     gpu_memory_utilization: float = 0.5
-    first_device: int = 0
     nodes: int = 1
     node: int = 0
     address: str | None = None
@@ -174,134 +160,3 @@ class SyncReport:
     buffer_bytes: tuple[int, ...]
     phase_seconds: dict[str, tuple[float, ...]]
     seconds: float
-
-
-class RolloutEngine(Protocol):
-    """One copy of the policy that answers prompts."""
-
-    @property
-    def weight_version(self) -> int | None:
-        """The version that is served; None: none is, and `generate` refuses."""
-
-    @property
-    def last_sign(self) -> float:
-        """When the engine last computed tokens, or answered a request or a piece of one, by `time.monotonic`."""
-
-    def start(self) -> None:
-        """Start the engine's processes.
-
-        Raises:
-            ValueError: the model or the configuration cannot be served; says which values would be right.
-            EngineError: the processes did not come up.
-        """
-
-    def generate(
-        self, prompt_ids: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingParams
-    ) -> list[Generation]:
-        """One response for each prompt, in the prompts' order; an end token is part of its response.
-
-        Raises:
-            NoValidWeightsError: no verified version is held.
-            ValueError: an empty prompt, one that leaves no room in the context, an unknown token id.
-            EngineError: the engine gave no sign of life (`last_sign`) for `request_timeout`.
-        """
-
-    def generate_stream(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        uids: Sequence[str],
-        sampling: SamplingParams,
-        apart: float = 0.0,
-    ) -> Iterator[list[Generation]]:
-        """As `generate`, but yields responses as they finish: each time all that finished since the last time, at least one. `apart` as in
-        `as_completed`.
-
-        All requests are in flight at once; those that are when the iterator is closed are aborted.
-        """
-
-    def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Check one request; raises the exceptions of `generate`."""
-
-    async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
-        """One response, for coroutines that `as_completed` runs."""
-
-    def as_completed(
-        self, coroutines: Sequence[Coroutine[Any, Any, Result]], apart: float = 0.0
-    ) -> Iterator[list[Result]]:
-        """Run coroutines together on the engine's loop; yields each time the results of all that ended since the last time.
-
-        Args:
-            apart: least seconds between two lists; the last list comes as soon as all have ended.
-
-        Raises:
-            EngineError: none ended, and the engine gave no sign of life (`last_sign`), for `request_timeout`.
-        """
-
-    def flight(self) -> Flight:
-        """A `Flight` for coroutines that call `answer` and continue from call to call. While the weights change, or memory is released,
-        no request runs; afterwards requests continue by themselves.
-        """
-
-    def interrupt(self) -> None:
-        """Interrupt all requests; they keep their tokens and continue after the next `finish_update` or `resume_memory`.
-
-        Raises:
-            EngineError: it was not done within `request_timeout`; the engine is of no further use.
-        """
-
-    def connect(self, inboxes: Sequence[Path]) -> None:
-        """Set the source of weights: one `InboxFile` for each TP rank, on the node of that rank. Ends an earlier connection."""
-
-    def begin_update(self, version: int) -> int | None:
-        """Announce a version; from here on the engine holds no valid weights.
-
-        Returns: the version that it held; None: it holds none, or serves adapters and the version came over another
-            connection.
-        """
-
-    def receive_weights(self, complete: bool = True) -> None:
-        """Receive the version, which the trainer ranks send at the same time; returns when it is in place.
-
-        Args:
-            complete: false: the weights that training does not change are not sent, and stay as they are.
-
-        Raises:
-            WeightSyncError: a slice did not arrive as it was sent, a trainer rank is gone, or none was ever connected.
-                The update is over.
-        """
-
-    def finish_update(self) -> SyncReport:
-        """Drop the cache of the old weights, and serve the version.
-
-        Raises:
-            WeightSyncError: the version did not arrive.
-        """
-
-    def release_memory(self, tags: Sequence[str]) -> None:
-        """Free the device memory of "weights", "kv_cache"; released weights have to be synced again.
-
-        Raises:
-            EngineError: it was started without `enable_memory_saver`; or the GPU's free memory did not grow by what was
-                released.
-        """
-
-    def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take the memory back: that of the weights, then their sync, then that of the KV cache.
-
-        Raises:
-            EngineError: the KV cache is asked for before a verified version of the weights is held.
-        """
-
-    def memory(self) -> list[dict[str, int]]:
-        """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers" by their tensors; on a GPU also "device_used", used by
-        all processes, and "process_used", used by the rank's process, where the driver tells.
-        """
-
-    def flush_cache(self) -> None:
-        """Forget all cached prefixes."""
-
-    def pids(self) -> list[int]:
-        """The engine's processes, the calling one not among them."""
-
-    def shutdown(self) -> None:
-        """End all of the engine's processes; returns when they are gone."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import encode_texts, render_text
 from megarl.environments.environment import Environment, Observation, StepResult, Task, Turn
 from megarl.rollout.engine import Generation, SamplingParams
@@ -35,12 +36,11 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Answer = Callable[[str, Sequence[int], SamplingParams], Awaitable[Generation]]
-"""(uid, token ids, sampling) -> the response: `RolloutEngine.answer`."""
+"""(uid, token ids, sampling) -> the response: `SGLangEngine.answer`."""
 MAX_THREADS = 64  # of environments that are no coroutines, at a time
 _STAND_IN = "0f6d3c9aQ"  # occurs in no template, and none changes it
 _QUESTION = {"role": "user", "content": _STAND_IN + "?"}
 _ANSWER = {"role": "assistant", "content": _STAND_IN}
-SIDES = ("left", "right", "middle")
 
 
 class Continuation:
@@ -121,33 +121,15 @@ def shorten(observation: Observation, most: int, side: str) -> Observation:
 
 
 def _shorten_text(text: str, most: int, side: str) -> str:
-    assert side in SIDES, side
     if len(text) <= most:
         return text
     if side == "left":
         return text[:most] + "...(truncated)"
     if side == "right":
         return "(truncated)..." + text[len(text) - most :]
+    assert side == "middle", side
     half = most // 2
     return text[:half] + "...(truncated)..." + text[len(text) - half :]
-
-
-@dataclass(frozen=True)
-class TurnLimits:
-    """How far a trajectory may go.
-
-    Attributes:
-        max_assistant_turns, max_user_turns: turns of the policy, and of the environment; None: as tokens allow.
-        max_characters: of a text of the environment; longer ones are shortened.
-        keep_side: the part of long texts that is kept, see `shorten`.
-        step_timeout: seconds that one call of the environment may take.
-    """
-
-    max_assistant_turns: int | None = None
-    max_user_turns: int | None = None
-    max_characters: int = 256
-    keep_side: str = "middle"
-    step_timeout: float = 60.0
 
 
 class EnvironmentFailed(Exception):
@@ -160,7 +142,7 @@ class Player:
     def __init__(
         self,
         make: Callable[[], Environment],
-        limits: TurnLimits,
+        limits: MultiTurnConfig,
         tokenizer: "PreTrainedTokenizerBase",
         answer: Answer,
         stop_token_ids: Sequence[int] = (),
@@ -182,7 +164,12 @@ class Player:
         environment: Environment | None = None
         try:
             environment = await self._call("__init__", self._make)
-            await self._reset(environment, task, draft, continuation)
+            observation = await self._call("reset", environment.reset, task)
+            if observation is not None:
+                shortened = self._shorten(observation)
+                draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, shortened))
+                if draft.room < 1:
+                    raise EnvironmentFailed("reset: what it says leaves no room for a response")
             await self._turns(environment, draft, sampling, continuation)
             error = None
         except EnvironmentFailed as failure:
@@ -193,17 +180,6 @@ class Player:
             except EnvironmentFailed as failure:
                 error = error or str(failure)
         return draft.generation(prompt_ids, weight_version, error)
-
-    async def _reset(
-        self, environment: Environment, task: Task, draft: "_Draft", continuation: Continuation
-    ) -> None:
-        observation = await self._call("reset", environment.reset, task)
-        if observation is None:
-            return
-        shortened = self._shorten(observation)
-        draft.prompt_ids = _rendered(partial(continuation.after_prompt, draft.prompt_ids, shortened))
-        if draft.room < 1:
-            raise EnvironmentFailed("reset: what it says leaves no room for a response")
 
     async def _turns(
         self, environment: Environment, draft: "_Draft", sampling: SamplingParams, continuation: Continuation
@@ -239,7 +215,8 @@ class Player:
 
     def _shorten(self, observation: Observation) -> Observation:
         _check_observation(observation)
-        return shorten(observation, self._limits.max_characters, self._limits.keep_side)
+        limits = self._limits
+        return shorten(observation, limits.max_tool_response_length, limits.tool_response_truncate_side)
 
     async def _call(self, what: str, method: Callable[..., Any], *args: Any) -> Any:
         """Call the environment, within its time.
@@ -273,9 +250,7 @@ class _Draft:
     finish_reason: str = "stop"
     score: float | None = None
     numbers: dict[str, float] = field(default_factory=dict)
-    versions: tuple[int, int] | None = (
-        None  # versions of the weights that chose the first token and the last one
-    )
+    versions: tuple[int, int] | None = None  # of the weights that chose the first token and the last one
 
     @property
     def room(self) -> int:

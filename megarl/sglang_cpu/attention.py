@@ -11,7 +11,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.sglang_cpu.batched_attention import (
     Group,
@@ -92,18 +91,18 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         extend_prefix_lens,
         extend_seq_lens,
         encoder_lens=None,
-        scaling=None,
-        enable_gqa=False,
-        causal=False,
-        is_cross_attn=False,
-        sliding_window_size=None,
+        *,
+        causal,
+        sliding_window_size,
+        **options,
     ):
         """query: [tokens, heads, dim]; caches: [slots, key heads, dim]; output: [tokens, heads, value dim]."""
         if encoder_lens is not None or sliding_window_size is not None or not causal:
             return super()._run_sdpa_forward_extend(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
-                extend_seq_lens, encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
+                extend_seq_lens, encoder_lens, causal=causal, sliding_window_size=sliding_window_size, **options,
             )  # fmt: skip
+        scaling = options["scaling"]
         if self._plan is None:  # by the first layer, for all layers
             self._plan = plan_prompts(seq_lens, extend_seq_lens, req_to_token, req_pool_indices, query.dtype)
         groups, prompts = self._plan
@@ -123,18 +122,17 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         req_pool_indices,
         seq_lens,
         encoder_lens=None,
-        scaling=None,
-        enable_gqa=False,
-        causal=False,
-        is_cross_attn=False,
-        sliding_window_size=None,
+        *,
+        sliding_window_size,
+        **options,
     ):
         """query: [batch, heads, dim]; caches: [slots, key heads, dim]; output: [batch, heads, value dim]."""
         if encoder_lens is not None or sliding_window_size is not None:
             return super()._run_sdpa_forward_decode(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
-                scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
+                sliding_window_size=sliding_window_size, **options,
             )  # fmt: skip
+        scaling = options["scaling"]
         if self._runs_on and query.dtype == torch.float32:
             return output.copy_(self._running.attend(query, k_cache, v_cache, scaling))
         if self._groups is None:  # by the first layer, for all layers
@@ -155,11 +153,11 @@ def _forget_running(result, scheduler, *args, **kwargs):
     return result
 
 
-def register() -> None:
+HOOKS = {"sglang.srt.managers.scheduler.Scheduler.flush_cache": ("AFTER", _forget_running)}
+
+
+def take_the_place_of_torch_native() -> None:
     """Make this backend SGLang's `torch_native` in this process."""
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_running, HookType.AFTER
-    )
     register_attention_backend("torch_native")(BatchedTorchAttention)
     # SGLang has no entry for torch_native and would take Triton's, which prefills with uncompressed keys: those do not
     # fit the one latent key of the cache that torch_native attends to.

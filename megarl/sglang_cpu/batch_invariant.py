@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.sglang_cpu.batched_attention import attend_prompt
+from megarl.sglang_cpu.batched_attention import attend_prompt, pad
 
 MIN_ROWS = 16
 TWO_VECTORS = 32  # elements, of AVX-512
@@ -29,6 +29,7 @@ BACKEND = "torch_native"
 _TRIED_SIZES = ((64, 64), (256, 1024), (1024, 256), (4096, 64))  # terms, columns
 _TRIED_WIDTHS = (16, 64, 128, 144)  # of attention heads
 _TRIED_ROWS = (1, 5, 15, 17, 64, 200)
+Kernel = Callable[..., torch.Tensor]
 
 
 class Overrides:
@@ -37,19 +38,12 @@ class Overrides:
     library: torch.library.Library | None = None  # torch takes them back when it is freed
 
 
-def register() -> None:
-    """Connect SGLang's switch to `enable`; called in each of its processes on a CPU."""
+def offer_backend() -> None:
+    """Let SGLang take its switch together with the attention backend of a CPU."""
     from sglang.srt.arg_groups import choices
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     choices.add_deterministic_attention_backend_choices([BACKEND])
     choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
-    HookRegistry.register(
-        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", enable, HookType.REPLACE
-    )
-    HookRegistry.register(
-        "sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce", _all_reduce, HookType.AROUND
-    )
 
 
 def enable() -> None:
@@ -86,19 +80,13 @@ def override_operators() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for name in ("mm", "bmm"):
-            library.impl(name, _padded_product(_torch_kernel(name)), "CPU")
-        for name in ("mm.out", "bmm.out"):
-            library.impl(name, _padded_product_into(_torch_kernel(name)), "CPU")
-        for name in ("addmm", "baddbmm"):
-            library.impl(name, _padded_sum(_torch_kernel(name)), "CPU")
-        for name in ("addmm_", "baddbmm_"):
-            library.impl(name, _padded_sum_in_place(_torch_kernel(name)), "CPU")
-        library.impl("sigmoid", _padded_sigmoid(_torch_kernel("sigmoid")), "CPU")
+        for function, names in _OVERRIDES.items():
+            for name in names:
+                library.impl(name, partial(function, _torch_kernel(name)), "CPU")
     return library
 
 
-def _torch_kernel(name: str) -> Callable[..., torch.Tensor]:
+def _torch_kernel(name: str) -> Kernel:
     """torch's own CPU kernel of an operator."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     return partial(torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed, keys)
@@ -119,77 +107,58 @@ def _padded(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return pad(a, max(MIN_ROWS, a.shape[-2]), a.shape[-1]), pad(b, b.shape[-2], max(2, b.shape[-1]))
 
 
-def _padded_product(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _product(kernel: Kernel, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`mm` or `bmm`."""
-
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if not _is_small(a, b):
-            return kernel(a, b)
-        return kernel(*_padded(a, b))[..., : a.shape[-2], : b.shape[-1]]
-
-    return product
+    if not _is_small(a, b):
+        return kernel(a, b)
+    return kernel(*_padded(a, b))[..., : a.shape[-2], : b.shape[-1]]
 
 
-def _padded_product_into(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same with `out`."""
-
-    def product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(a @ b) if _is_small(a, b) else kernel(a, b, out=out)
-
-    return product
+def _product_into(kernel: Kernel, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(a @ b) if _is_small(a, b) else kernel(a, b, out=out)
 
 
-def _padded_sum(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _sum(
+    kernel: Kernel, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
     """`addmm` or `baddbmm`: beta * c + alpha * (a @ b)."""
-
-    def total(
-        c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
-    ) -> torch.Tensor:
-        if _is_weighted(beta, alpha):
-            product = alpha * (a @ b)
-            return product + beta * c if beta else product
-        if not _is_small(a, b):
-            return kernel(c, a, b, beta=beta, alpha=alpha)
-        rows, columns = a.shape[-2], b.shape[-1]
-        a, b = _padded(a, b)
-        if c.dim() > 1:  # else a bias
-            c = pad(c.expand(*c.shape[:-2], rows, columns), a.shape[-2], b.shape[-1])
-        return kernel(c, a, b, beta=beta, alpha=alpha)[..., :rows, :columns]
-
-    return total
+    if _is_weighted(beta, alpha):
+        product = alpha * (a @ b)
+        return product + beta * c if beta else product
+    if not _is_small(a, b):
+        return kernel(c, a, b, beta=beta, alpha=alpha)
+    rows, columns = a.shape[-2], b.shape[-1]
+    a, b = _padded(a, b)
+    if c.dim() > 1:  # else a bias
+        c = pad(c.expand(*c.shape[:-2], rows, columns), a.shape[-2], b.shape[-1])
+    return kernel(c, a, b, beta=beta, alpha=alpha)[..., :rows, :columns]
 
 
-def _padded_sum_in_place(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same with `c` as the result."""
-
-    def total(
-        c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
-    ) -> torch.Tensor:
-        if not _is_small(a, b) and not _is_weighted(beta, alpha):
-            return kernel(c, a, b, beta=beta, alpha=alpha)
-        compute = torch.baddbmm if a.dim() == 3 else torch.addmm
-        return c.copy_(compute(c, a, b, beta=beta, alpha=alpha))
-
-    return total
+def _sum_in_place(
+    kernel: Kernel, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    if not _is_small(a, b) and not _is_weighted(beta, alpha):
+        return kernel(c, a, b, beta=beta, alpha=alpha)
+    compute = torch.baddbmm if a.dim() == 3 else torch.addmm
+    return c.copy_(compute(c, a, b, beta=beta, alpha=alpha))
 
 
-def _padded_sigmoid(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _sigmoid(kernel: Kernel, x: torch.Tensor) -> torch.Tensor:
     """torch computes the last elements of a tensor, less than two vectors of them, by another exp than the others."""
-
-    def sigmoid(x: torch.Tensor) -> torch.Tensor:
-        rest = -x.numel() % TWO_VECTORS
-        if not rest:
-            return kernel(x)
-        flat = torch.nn.functional.pad(x.reshape(-1), (0, rest))
-        return kernel(flat)[: x.numel()].view(x.shape)
-
-    return sigmoid
+    rest = -x.numel() % TWO_VECTORS
+    if not rest:
+        return kernel(x)
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, rest))
+    return kernel(flat)[: x.numel()].view(x.shape)
 
 
-def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """x: [..., n, m] -> [..., rows, columns], padded with zeros at the end."""
-    more = (rows - x.shape[-2], columns - x.shape[-1])
-    return torch.nn.functional.pad(x, (0, more[1], 0, more[0])) if any(more) else x
+_OVERRIDES = {
+    _product: ("mm", "bmm"),
+    _product_into: ("mm.out", "bmm.out"),
+    _sum: ("addmm", "baddbmm"),
+    _sum_in_place: ("addmm_", "baddbmm_"),
+    _sigmoid: ("sigmoid",),
+}
 
 
 def check_products() -> None:
@@ -249,8 +218,14 @@ def sum_in_order(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return tensor.copy_(total)
 
 
-def _all_reduce(original: Callable[..., torch.Tensor], group: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _all_reduce(original: Kernel, group: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Around SGLang's own all-reduce."""
     if Overrides.library is None or group.world_size <= 2 or not tensor.is_cpu:
         return original(group, tensor)
     return sum_in_order(tensor, group.device_group)
+
+
+HOOKS = {
+    "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode": ("REPLACE", enable),
+    "sglang.srt.distributed.parallel_state.GroupCoordinator.all_reduce": ("AROUND", _all_reduce),
+}

@@ -166,7 +166,7 @@ def attend_prompts(
             torch.arange(num_keys) > torch.arange(first, first + padded_rows(end - first, width))[:, None]
         )
         mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
-        k, v = (_pad(x[:, :, :end], 2, num_keys) for x in (keys, values))
+        k, v = (pad(x[:, :, :end], num_keys, x.shape[3]) for x in (keys, values))
         parts.append(_attention(query[:, :, first - cached : end - cached], k, v, mask, scale))
     return torch.cat(parts, 2).transpose(1, 2)
 
@@ -243,9 +243,9 @@ def _attention(
     rows, dim, value_dim = query.shape[2], query.shape[3], values.shape[3]
     width = max(dim, value_dim)  # latent attention's values are narrower, which torch's kernel does not take
     out = torch.nn.functional.scaled_dot_product_attention(
-        _pad(_pad(query, 2, padded_rows(rows, width) if same_bits else rows), 3, width),
-        _pad(keys, 3, width),
-        _pad(values, 3, width),
+        pad(query, padded_rows(rows, width) if same_bits else rows, width),
+        pad(keys, keys.shape[2], width),
+        pad(values, values.shape[2], width),
         attn_mask=mask,
         scale=dim**-0.5 if scale is None else scale,
         enable_gqa=query.shape[1] != keys.shape[1],
@@ -253,11 +253,10 @@ def _attention(
     return out[:, :, :rows, :value_dim]
 
 
-def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """`x` padded with zeros at the end of dimension `dim` (2 or 3 of 4), which becomes `size`."""
-    if x.shape[dim] == size:
-        return x
-    return torch.nn.functional.pad(x, (0, 0, 0, size - x.shape[2]) if dim == 2 else (0, size - x.shape[3]))
+def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """x: [..., n, m] -> [..., rows, columns], padded with zeros at the end."""
+    more = (rows - x.shape[-2], columns - x.shape[-1])
+    return torch.nn.functional.pad(x, (0, more[1], 0, more[0])) if any(more) else x
 
 
 @dataclass
@@ -286,9 +285,7 @@ class RunningBatch:
     newest: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    _memory: dict[int, list[torch.Tensor]] = field(
-        default_factory=dict
-    )  # the memory of `kept`, reused for the next batch
+    _memory: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of `kept`, for the next batch
 
     def step(self, rows: torch.Tensor, lengths: torch.Tensor, req_to_token: torch.Tensor) -> bool:
         """Begin a decode step. Returns: whether its sequences are attended here.

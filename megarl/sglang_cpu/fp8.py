@@ -9,26 +9,6 @@ from types import SimpleNamespace
 
 import torch
 
-FP8 = "sglang.srt.layers.quantization.fp8"
-
-
-def register() -> None:
-    """Register with SGLang's hooks; called in each of its processes before it builds a model."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.utils import cpu_has_amx_support
-
-    if cpu_has_amx_support():  # true only with SGLang's compiled kernels
-        return
-    for target, replacement in {
-        f"{FP8}.dispatch_w8a8_block_fp8_linear": _choose_linear,
-        f"{FP8}.Fp8LinearMethod.process_weights_after_loading_block_quant": _leave_as_loaded,
-        f"{FP8}.Fp8MoEMethod.process_weights_after_loading_block_quant": _leave_as_loaded,
-        f"{FP8}.Fp8MoEMethod.apply": _apply_experts,
-        "sglang.srt.models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant": _absorbed,
-    }.items():
-        HookRegistry.register(target, replacement, HookType.REPLACE)
-    HookRegistry.register(f"{FP8}.Fp8Config.get_supported_act_dtypes", _add_float32, HookType.AFTER)
-
 
 def _add_float32(result, *args, **kwargs):
     return [*result, torch.float32]
@@ -78,3 +58,17 @@ def _absorbed(weight, scales, block_size):
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 
     return block_quant_dequant(weight, scales, block_size, torch.get_default_dtype()), 1.0
+
+
+FP8 = "sglang.srt.layers.quantization.fp8"
+HOOKS = {
+    f"{FP8}.dispatch_w8a8_block_fp8_linear": ("REPLACE", _choose_linear),
+    f"{FP8}.Fp8LinearMethod.process_weights_after_loading_block_quant": ("REPLACE", _leave_as_loaded),
+    f"{FP8}.Fp8MoEMethod.process_weights_after_loading_block_quant": ("REPLACE", _leave_as_loaded),
+    f"{FP8}.Fp8MoEMethod.apply": ("REPLACE", _apply_experts),
+    f"{FP8}.Fp8Config.get_supported_act_dtypes": ("AFTER", _add_float32),
+    "sglang.srt.models.deepseek_common.deepseek_weight_loader.block_quant_to_tensor_quant": (
+        "REPLACE",
+        _absorbed,
+    ),
+}

@@ -1,12 +1,11 @@
 """The entry points of this room: they supply the parts that SGLang's wheel lacks on a machine without a GPU, without editing SGLang.
 
-Seen with sglang 0.5.21, torch 2.13.0, torchvision 0.28.0. setup.py names two entry points, which run in every process, SGLang's
+Seen with sglang 0.5.21, torch 2.13.0, torchvision 0.28.0. setup.py names them. The first two run in every process, SGLang's
 spawned schedulers included:
 
 * `on_torch_import` (torch.backends) runs at the end of `import torch`;
-* `on_sglang_start` (sglang.srt.plugins) runs when SGLang loads its plugins, before its models.
-
-`on_scheduler_start` is called by the schedulers of engines that megarl starts, and by no other process.
+* `on_sglang_start` (sglang.srt.plugins) runs when SGLang loads its plugins, before its models;
+* `on_scheduler_start` (megarl.cpu_engine) is called by the schedulers of engines that megarl starts, and by no other process.
 
 Guarantees: a module or operator that is really installed always wins, since the stand-ins are
 asked last; nothing of SGLang's is touched unless SGLANG_USE_CPU_ENGINE=1, SGLang's own switch for its
@@ -37,40 +36,36 @@ def on_sglang_start() -> None:
     """
     if os.environ.get(SWITCH) != "1":
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import cpu_has_amx_support
 
-    from megarl.sglang_cpu import batch_invariant
-    from megarl.sglang_cpu import fp8 as cpu_fp8
-    from megarl.sglang_cpu import memory_saver as cpu_memory
+    from megarl.sglang_cpu import batch_invariant, fp8, memory_saver
 
-    HookRegistry.register(
-        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
-        _unpadded_sizes,
-        HookType.AROUND,
-    )
-    HookRegistry.register(
-        "sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
-        _no_nccl,
-        HookType.REPLACE,
-    )
-    HookRegistry.register(
-        "sglang.srt.layers.moe.fused_moe_native.moe_forward_native", _present_experts, HookType.AROUND
-    )
-    batch_invariant.register()
-    cpu_fp8.register()
-    cpu_memory.register()
+    _register(HOOKS)
+    batch_invariant.offer_backend()
+    _register(batch_invariant.HOOKS)
+    _register(memory_saver.hooks())
+    if not cpu_has_amx_support():  # true only with SGLang's compiled kernels
+        _register(fp8.HOOKS)
     _unpin_lora()
 
 
 def on_scheduler_start() -> None:
-    """Speed up the CPU engines that megarl starts; called in each of their schedulers before SGLang loads its plugins.
+    """Speed up the CPU engines that megarl starts; their schedulers call this before SGLang loads its plugins.
 
     Not part of `on_sglang_start`: engines that other programs start on this machine stay SGLang's own.
     """
     from megarl.sglang_cpu import attention, lean_decode
 
-    attention.register()
-    lean_decode.register()
+    attention.take_the_place_of_torch_native()
+    _register(attention.HOOKS | lean_decode.HOOKS)
+
+
+def _register(hooks: dict) -> None:
+    """By function of SGLang's: the kind of hook (a name of SGLang's HookType), and the hook."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, (kind, hook) in hooks.items():
+        HookRegistry.register(target, hook, HookType[kind])
 
 
 def _present_experts(original, layer, x, topk_output, moe_runner_config):
@@ -115,6 +110,13 @@ def _no_nccl() -> str:
     for a GPU: each engine with TP ranks died while it made a communicator for the device "cpu".
     """
     raise ValueError("no NCCL: SGLang runs on the CPU, over gloo")
+
+
+HOOKS = {
+    "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp": ("AROUND", _unpadded_sizes),
+    "sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library": ("REPLACE", _no_nccl),
+    "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": ("AROUND", _present_experts),
+}
 
 
 def _unpin_lora() -> None:

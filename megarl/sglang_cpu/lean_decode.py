@@ -16,7 +16,6 @@ takes from one operation to the next.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,19 +26,7 @@ from torch.nn import functional
 KEPT_ROTATION = "megarl_rotation"  # attribute of SGLang's layer: (positions, cosines, sines) of the last step
 MAX_KEPT_TOKENS = 1024  # tokens: a step of more is no decode step
 Rotation = tuple[torch.Tensor, torch.Tensor]
-KEPT_LAYERS = "megarl_lean_layers"  # attribute of SGLang's model: the result of `lean_layers`
-
-
-def register() -> None:
-    """Register with SGLang's hooks; called in each scheduler process on a CPU before SGLang runs."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, hook in {
-        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native": rotate,
-        "sglang.srt.models.qwen2.Qwen2Model.forward": forward,
-        "sglang.srt.layers.sampler.sampling_from_probs_torch": sample,
-    }.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
+KEPT_ANSWER = "megarl_is_lean"  # attribute of SGLang's model: the result of `is_lean`
 
 
 def rotate(
@@ -97,26 +84,6 @@ def apply_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return (heads * cos).add_(other).view(x.shape)
 
 
-@dataclass(frozen=True)
-class LeanLayer:
-    """SGLang's modules of a decoder layer. Their weights are looked up in each step, since a sync may have replaced them.
-
-    Attributes:
-        heads, key_heads, dim: of attention.
-    """
-
-    attention_norm: Any
-    qkv: Any
-    attention: Any
-    output: Any
-    mlp_norm: Any
-    gate_up: Any
-    down: Any
-    heads: int
-    key_heads: int
-    dim: int
-
-
 def forward(
     original: Callable[..., Any],
     model: Any,
@@ -132,14 +99,13 @@ def forward(
     backend, mode = get_attn_backend(), forward_batch.forward_mode
     usual = all(value is None for value in (*args, *kwargs.values()))
     computes = mode.is_decode() or mode.is_extend()
-    layers = _layers_of(model) if usual and computes else None
-    if layers is None:
+    if not (usual and computes and _known_lean(model)):
         return original(model, input_ids, positions, forward_batch, *args, **kwargs)
     x = model.embed_tokens(input_ids)
     rotation = rotation_of(model.layers[0].self_attn.rotary_emb, positions)
     attend = backend.attend_running if mode.is_decode() and backend.runs_on else _attend_as_sglang
-    for layer in layers:
-        x = through_layer(layer, x, rotation, partial(attend, layer.attention, forward_batch))
+    for layer in model.layers:
+        x = through_layer(layer, x, rotation, partial(attend, layer.self_attn.attn, forward_batch))
     return normed(x, model.norm)
 
 
@@ -151,23 +117,27 @@ def _attend_as_sglang(
 
 
 def through_layer(
-    layer: LeanLayer, x: torch.Tensor, rotation: Rotation, attend: Callable[..., torch.Tensor]
+    layer: Any, x: torch.Tensor, rotation: Rotation, attend: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
     """Tokens through a layer.
 
     Args:
+        layer: SGLang's. Its weights are looked up in each step, since a sync may have replaced them.
         x: [n, hidden], the output of the layers before.
         rotation: rotation of the tokens' positions (`rotation_of`).
         attend: attention: queries [n, heads, dim], keys and values [n, key heads, dim] -> [n, heads, dim].
     """
-    n, rotated_size = len(x), (layer.heads + layer.key_heads) * layer.dim
-    qkv = functional.linear(normed(x, layer.attention_norm), layer.qkv.weight, layer.qkv.bias)
-    rotated = apply_rotation(qkv[:, :rotated_size], *rotation).view(n, -1, layer.dim)
-    keys, values = rotated[:, layer.heads :], qkv[:, rotated_size:].view(n, -1, layer.dim)
-    out = attend(rotated[:, : layer.heads], keys, values)
-    x = torch.addmm(x, out.reshape(n, -1), layer.output.weight.t())
-    gate_up = functional.linear(normed(x, layer.mlp_norm), layer.gate_up.weight)
-    return torch.addmm(x, activated(gate_up), layer.down.weight.t())
+    attention, mlp = layer.self_attn, layer.mlp
+    n, heads, dim = len(x), attention.num_heads, attention.head_dim
+    rotated_size = (heads + attention.num_kv_heads) * dim
+    qkv_proj = attention.qkv_proj
+    qkv = functional.linear(normed(x, layer.input_layernorm), qkv_proj.weight, qkv_proj.bias)
+    rotated = apply_rotation(qkv[:, :rotated_size], *rotation).view(n, -1, dim)
+    keys, values = rotated[:, heads:], qkv[:, rotated_size:].view(n, -1, dim)
+    out = attend(rotated[:, :heads], keys, values)
+    x = torch.addmm(x, out.reshape(n, -1), attention.o_proj.weight.t())
+    gate_up = functional.linear(normed(x, layer.post_attention_layernorm), mlp.gate_up_proj.weight)
+    return torch.addmm(x, activated(gate_up), mlp.down_proj.weight.t())
 
 
 def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
@@ -181,46 +151,28 @@ def activated(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate).mul_(up)
 
 
-def _layers_of(model: Any) -> tuple[LeanLayer, ...] | None:
-    """Its `lean_layers`, found at the first step, when adapters are in place."""
-    if not hasattr(model, KEPT_LAYERS):
-        setattr(model, KEPT_LAYERS, lean_layers(model))
-    return getattr(model, KEPT_LAYERS)
+def _known_lean(model: Any) -> bool:
+    """Its `is_lean`, found at the first step, when adapters are in place."""
+    if not hasattr(model, KEPT_ANSWER):
+        setattr(model, KEPT_ANSWER, is_lean(model))
+    return getattr(model, KEPT_ANSWER)
 
 
-def lean_layers(model: Any) -> tuple[LeanLayer, ...] | None:
-    """The layers of SGLang's Qwen2Model; None: `through_layer` does not compute all of its features."""
+def is_lean(model: Any) -> bool:
+    """Whether `through_layer` computes all features of the layers of SGLang's Qwen2Model."""
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from sglang.srt.models.qwen2 import Qwen2DecoderLayer
     from sglang.srt.utils import cpu_has_amx_support
 
     layers = list(model.layers)
-    if (
-        cpu_has_amx_support()
-        or model.layers_to_capture
-        or type(model.embed_tokens) is not VocabParallelEmbedding
-    ):
-        return None
-    if not _is_plain_norm(model.norm) or not all(type(layer) is Qwen2DecoderLayer for layer in layers):
-        return None
-    if any(layer.self_attn.rotary_emb is not layers[0].self_attn.rotary_emb for layer in layers):
-        return None
-    return tuple(_lean(layer) for layer in layers) if all(_is_plain(layer) for layer in layers) else None
-
-
-def _lean(layer: Any) -> LeanLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return LeanLayer(
-        attention_norm=layer.input_layernorm,
-        qkv=attention.qkv_proj,
-        attention=attention.attn,
-        output=attention.o_proj,
-        mlp_norm=layer.post_attention_layernorm,
-        gate_up=mlp.gate_up_proj,
-        down=mlp.down_proj,
-        heads=attention.num_heads,
-        key_heads=attention.num_kv_heads,
-        dim=attention.head_dim,
+    return (
+        not cpu_has_amx_support()
+        and not model.layers_to_capture
+        and type(model.embed_tokens) is VocabParallelEmbedding
+        and _is_plain_norm(model.norm)
+        and all(type(layer) is Qwen2DecoderLayer for layer in layers)
+        and all(layer.self_attn.rotary_emb is layers[0].self_attn.rotary_emb for layer in layers)
+        and all(_is_plain(layer) for layer in layers)
     )
 
 
@@ -294,3 +246,10 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return ((z ^ z >> np.uint64(31)) >> np.uint64(11)) * 2.0**-53
+
+
+HOOKS = {
+    "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native": ("AROUND", rotate),
+    "sglang.srt.models.qwen2.Qwen2Model.forward": ("AROUND", forward),
+    "sglang.srt.layers.sampler.sampling_from_probs_torch": ("AROUND", sample),
+}

@@ -22,18 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def register() -> None:
-    """Let SGLang find this where it looks for torch_memory_saver; called in each of its processes (0.5.21)."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
+def hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
+    """Hooks by which SGLang finds this where it looks for torch_memory_saver (0.5.21)."""
     saver = CpuMemorySaver()  # one a process: SGLang asks for an adapter in many places
 
     def create(original: Callable[..., Any], enable: bool) -> Any:
         return saver if enable else original(enable=False)
 
-    HookRegistry.register(
-        "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create", create, HookType.AROUND
-    )
+    return {"sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create": ("AROUND", create)}
 
 
 class CpuMemorySaver:
@@ -68,19 +64,11 @@ class CpuMemorySaver:
         """It always is valid."""
 
     @contextmanager
-    def configure_subprocess(self) -> Iterator[None]:
-        """Nothing has to be preloaded."""
+    def _as_it_is(self, **kwargs: Any) -> Iterator[None]:
+        """Nothing has to be preloaded, there are no CUDA graphs, and memory outside of all regions is never released."""
         yield
 
-    @contextmanager
-    def cuda_graph(self, **kwargs: Any) -> Iterator[None]:
-        """There are none."""
-        yield
-
-    @contextmanager
-    def disable(self) -> Iterator[None]:
-        """Memory that is allocated within the block is never released."""
-        yield
+    configure_subprocess = cuda_graph = disable = _as_it_is
 
 
 def _free_pages(address: int, num_bytes: int) -> None:

@@ -43,12 +43,10 @@ class Inbox:
         self._mapped: dict[int, MappedSource] = {}
         packet_channels = {}
         for source, transport in by_way:
+            channel = call(addresses[source], share.rank, transport, timeout)
             if transport == P2P:
-                packet_channels[source] = PacketChannel(
-                    call(addresses[source], share.rank, transport, timeout), 1, device
-                )
+                packet_channels[source] = PacketChannel(channel, 1, device)
             else:
-                channel = call(addresses[source], share.rank, transport, timeout)
                 self._mapped[source] = MappedSource(channel)
         self._remote = RemoteSources(share, packet_channels, device) if packet_channels else None
 
@@ -93,7 +91,7 @@ class Inbox:
         """The packets of a bucket are no longer needed."""
         for spec in self._share.buckets[bucket]:
             if spec.peer in self._mapped:
-                self._mapped[spec.peer].release((version, bucket))
+                self._mapped[spec.peer].channel.send_token((version, bucket))
         if self._remote is not None and any(
             spec.peer not in self._mapped for spec in self._share.buckets[bucket]
         ):
@@ -102,7 +100,7 @@ class Inbox:
     def close(self) -> None:
         self._closed = True
         for source in self._mapped.values():
-            source.close()
+            source.channel.close()
         if self._remote is not None:
             self._remote.close()
         self._mapped, self._remote = {}, None
@@ -129,7 +127,7 @@ class MappedSource:
     """A trainer rank whose slots this process maps."""
 
     def __init__(self, channel: ControlChannel) -> None:
-        self._channel = channel
+        self.channel = channel
         self._slots: list[torch.Tensor] = []
         self._lasting = True
 
@@ -137,30 +135,24 @@ class MappedSource:
         """Map the slots that the trainer rank offers, unless slots that last are mapped already."""
         if self._slots:
             return
-        count, size, lasting = OFFER.unpack(self._channel.receive(OFFER.size))
+        count, size, lasting = OFFER.unpack(self.channel.receive(OFFER.size))
         self._lasting = bool(lasting)
         if size >= 0:
-            self._slots = [_map(file, size) for file in self._channel.receive_files(count)]
+            self._slots = [_map(file, size) for file in self.channel.receive_files(count)]
         else:  # on a device: a pickle of -size bytes says how to open the slots
-            handles = pickle.loads(self._channel.receive(-size))
+            handles = pickle.loads(self.channel.receive(-size))
             self._slots = [open_device_buffer(handle) for handle in handles]
 
     def end(self, token: Token) -> None:
         """Close slots that do not last, and report it."""
         if not self._lasting:
             self._slots = []
-            self._channel.send_token(token)
+            self.channel.send_token(token)
 
     def take(self, token: Token, spec: PacketSpec) -> torch.Tensor:
-        self._channel.expect_token(token)
+        self.channel.expect_token(token)
         slot = self._slots[token[1] % len(self._slots)]
         return slot[spec.start : spec.start + spec.nbytes]
-
-    def release(self, token: Token) -> None:
-        self._channel.send_token(token)
-
-    def close(self) -> None:
-        self._channel.close()
 
 
 def _map(file: int, size: int) -> torch.Tensor:
@@ -191,11 +183,11 @@ class RemoteSources:
 
     def __init__(self, share: SyncShare, packet_channels: dict[int, PacketChannel], device: str) -> None:
         self._packet_channels, self._device = packet_channels, device
-        self._buckets = [
+        remote = (
             (bucket, [spec for spec in specs if spec.peer in packet_channels])
             for bucket, specs in enumerate(share.buckets)
-        ]
-        self._buckets = [(bucket, specs) for bucket, specs in self._buckets if specs]
+        )
+        self._buckets = [(bucket, specs) for bucket, specs in remote if specs]
         self._size = max(sum(spec.nbytes for spec in specs) for _, specs in self._buckets)
         self._slots: list[torch.Tensor] = []
         self._arrived: queue.Queue = queue.Queue()

@@ -251,13 +251,13 @@ class Transfer:
         self._tensors = ()
 
 
-def agree(store: Store, end: int, peer: str, here: dict[str, str]) -> None:
+def agree(store: ChannelStore, end: int, peer: str, here: dict[str, str]) -> None:
     """Compare the NCCL settings in the environments of both ends.
 
     Raises:
         LinkError: the settings differ, so that the ends would make their buffers in different ways.
     """
-    store.set(f"environment of end {end}", json.dumps(here))
+    store.set(f"environment of end {end}", json.dumps(here).encode())
     there = json.loads(store.get(f"environment of end {1 - end}"))
     if found := nccl.disagreement(here, there):
         raise LinkError(

@@ -1,6 +1,6 @@
 """The unit of a weight sync: slices, packed end to end into packets, each with a checksum.
 
-A packet is what one trainer rank sends to one engine rank in one bucket. Both ends know its slices from their shares of the
+A packet is the message of one trainer rank to one engine rank in one bucket. Both ends know its slices from their shares of the
 plan, so its bytes are numbers only:
 
     int64 version | int64 bucket | int64 checksum of each slice | uint8 each: 1 if the slice follows, 0 if it has not

@@ -16,17 +16,8 @@ from megarl.models.float8 import FP8, SCALES, Block, block_scales
 STRIP_ELEMENTS = 1 << 20
 # The projections whose weights SGLang's Fp8Config quantises (0.5.21): every linear layer and all experts, but for the
 # router, the embedding and the head.
-_ATTENTION = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "q_a_proj",
-    "q_b_proj",
-    "kv_a_proj_with_mqa",
-    "kv_b_proj",
-)
-_PROJECTIONS = {*_ATTENTION, "gate_proj", "up_proj", "down_proj"}
+_ATTENTION = {f"{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")} | {"kv_a_proj_with_mqa"}
+_PROJECTIONS = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
 
 
 def is_quantised(tensor: str) -> bool:
@@ -98,7 +89,11 @@ def read_values(parameter: torch.Tensor, box: Box, block: Block, out: torch.Tens
 
     The box may cut blocks, which are counted from the weight's first row and column: the scale of a cut block is that of the complete block.
     """
-    rows, columns = (_whole_blocks(*ends) for ends in _ends(parameter, box, block))
+    ends = zip(box.start, box.size, parameter.shape, block, strict=True)
+    rows, columns = (
+        slice(first // step * step, min(-(-(first + count) // step) * step, extent))
+        for first, count, extent, step in ends
+    )
     row, column = (first - blocks.start for first, blocks in zip(box.start, (rows, columns), strict=True))
 
     def strip(values: torch.Tensor, scales: torch.Tensor, first: int) -> None:
@@ -121,14 +116,6 @@ def read_scales(parameter: torch.Tensor, box: Box, block: Block, out: torch.Tens
         out[first // block[0] :][: len(scales)].copy_(scales)
 
     _over_strips(parameter[rows, columns], block, strip)
-
-
-def _ends(parameter: torch.Tensor, box: Box, block: Block) -> list[tuple[int, int, int, int]]:
-    return list(zip(box.start, box.size, parameter.shape, block, strict=True))
-
-
-def _whole_blocks(first: int, count: int, extent: int, step: int) -> slice:
-    return slice(first // step * step, min(-(-(first + count) // step) * step, extent))
 
 
 def _over_strips(

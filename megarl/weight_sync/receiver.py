@@ -26,6 +26,7 @@ import json
 import os
 import pickle
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +52,6 @@ from megarl.weight_sync.served_model import (
 
 LOADER = "megarl.weight_sync.receiver.receive_weights"
 RECEIVER = "_megarl_receiver"  # attribute of the model; SGLang gives a loader no other place to remember
-_END_OF_UPDATE = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update"
-)
 
 
 @dataclass(frozen=True)
@@ -93,18 +91,15 @@ def request_bytes(version: int, session: str, inboxes: Sequence[Path], complete:
         inboxes: each TP rank's file, on the rank's own node.
         complete: false: the weights that training does not change are not sent (`SyncShare.frozen`).
     """
-    request = {
-        "version": version,
-        "session": session,
-        "inboxes": [str(path) for path in inboxes],
-        "complete": complete,
-    }
+    paths = [str(path) for path in inboxes]
+    request = {"version": version, "session": session, "inboxes": paths, "complete": complete}
     tensor = torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
     return pickle.dumps([("request", tensor)])
 
 
 def results_path(inbox: Path) -> Path:
-    """The file into which TP rank 0, whose inbox file is `inbox`, writes all ranks' answers: {"ok", "error", "rank"} and the fields of `Received`."""
+    """The file into which TP rank 0, whose inbox file is `inbox`, writes all ranks' answers: {"ok", "error", "rank"} and the fields of
+    `ReceiveReport`."""
     return inbox.with_name(inbox.name + ".results")
 
 
@@ -261,24 +256,26 @@ class Receiver:
 
     def _find_views(self) -> RefusedError | None:
         share, targets = self._share, self._targets()
-        written: dict[str, list[Box]] = {}
-        adapters = self._slot.tensors if self._slot is not None else {}
+        written: dict[str, list[Box]] = defaultdict(list)
         try:
             self._views = [
                 [[place(item, targets) for item in spec.slices] for spec in specs] for specs in share.buckets
             ]
-            for specs in share.buckets:
-                for item in (item for spec in specs for item in spec.slices):
-                    written.setdefault(item.local, []).append(item.box)
-            check_complete({**weights_of(self._model), **adapters}, written, share.padding)
+            for item in (item for specs in share.buckets for spec in specs for item in spec.slices):
+                written[item.local].append(item.box)
+            check_complete(weights_of(self._model) | self._adapters, written, share.padding)
         except RefusedError as error:
             return error
         self._bound_to = self._places()
         return None
 
     def _targets(self) -> dict[str, torch.Tensor]:
-        adapters = self._slot.tensors if self._slot is not None else {}
-        return {**dict(self._model.named_buffers()), **named_weights(self._model), **adapters}
+        return dict(self._model.named_buffers()) | named_weights(self._model) | self._adapters
+
+    @property
+    def _adapters(self) -> dict[str, torch.Tensor]:
+        """The adapters' slot, where they are sent separately from the weights."""
+        return self._slot.tensors if self._slot is not None else {}
 
     def _places(self) -> tuple:
         """The current addresses, shapes and types of the model's tensors."""
@@ -304,7 +301,7 @@ class Receiver:
     def _write(
         self, packet: Packet, views: list[torch.Tensor], token: Token, received: ReceiveReport
     ) -> RefusedError | None:
-        """Write a packet's slices and compare the parameters' checksums with those of the packet; returns the first difference."""
+        """Write a packet's slices and compare the parameters' checksums with the packet's; returns the first difference."""
         source, found = packet.spec.peer, tuple(packet.identity.tolist())
         if found != token:
             return RefusedError(
@@ -335,15 +332,8 @@ class Receiver:
         )
 
 
-def install_verification_hook() -> None:
-    """Called in each scheduler process before SGLang runs."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(_END_OF_UPDATE, verify_after_update, HookType.AFTER)
-
-
 def verify_after_update(result: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's answer to the end of an update, turned into a refusal if any rank finds other weights than it received.
+    """SGLang's answer to `end_weight_update`, turned into a refusal if any rank finds other weights than it received.
 
     SGLang sends rank 0's answer, so each rank gathers the findings of all of them.
     """

@@ -49,7 +49,7 @@ class SendReport:
     """A trainer rank's figures for one sent version.
 
     Attributes:
-        bytes_sent: bytes of slices, including those to engine ranks on the same device.
+        bytes_sent: bytes of slices, including slices to engine ranks on the same device.
         bytes_unchanged: bytes of slices that were not sent again.
         buffer_bytes: bytes of both slots.
         seconds: by phase: pack (with checksums), wait (for engine ranks to take packets).
@@ -140,8 +140,11 @@ class Outbox:
         self._near = socket.socket(socket.AF_UNIX)
         self._near.bind(str(self._path))
         self._near.listen(max(1, len(self._mapping)))
-        self._far = _listen(host, len(self._remote)) if self._remote else None
-        port = self._far.getsockname()[1] if self._far is not None else None
+        self._far, port = None, None
+        if self._remote:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._far = socket.create_server((host, 0), family=family, backlog=len(self._remote))
+            port = self._far.getsockname()[1]
         self.address = Address(share.rank, str(self._path), host, port)
 
     def _take_slots(self) -> None:
@@ -212,10 +215,9 @@ class Outbox:
     def close(self) -> None:
         """Close all channels, which engine ranks that wait notice."""
         self._closed = True
-        for channel in self._channels.values():
+        channels: list[ControlChannel | PacketChannel] = [*self._channels.values()]
+        for channel in [*channels, *self._packet_channels.values()]:
             channel.close()
-        for packet_channel in self._packet_channels.values():
-            packet_channel.close()
         self._near.close()
         self._path.unlink(missing_ok=True)
         if self._far is not None:
@@ -226,15 +228,12 @@ class Outbox:
 
     def _connect(self) -> None:
         # Engine ranks that map memory come first, at both ends: in any other order ranks could wait for each other in a circle.
-        while len(self._channels) < len(self._mapping):
-            rank, channel = self._accept(
-                self._near, [peer for peer in self._mapping if peer not in self._channels]
-            )
+        while missing := [peer for peer in self._mapping if peer not in self._channels]:
+            rank, channel = self._accept(self._near, missing)
             self._channels[rank] = channel
-        while self._far is not None and len(self._packet_channels) < len(self._remote):
-            rank, channel = self._accept(
-                self._far, [peer for peer in self._remote if peer not in self._packet_channels]
-            )
+        while missing := [peer for peer in self._remote if peer not in self._packet_channels]:
+            assert self._far is not None
+            rank, channel = self._accept(self._far, missing)
             self._packet_channels[rank] = PacketChannel(channel, 0, self._device)
 
     def _accept(self, listener: socket.socket, missing: list[int]) -> tuple[int, ControlChannel]:
@@ -293,9 +292,8 @@ class Outbox:
     def _hand_over(self, token: Token, packet: Packet, used: int) -> None:
         peer = packet.spec.peer
         if peer in self._packet_channels:
-            self._transfers.setdefault(token[1], []).append(
-                self._packet_channels[peer].send(packet.data[:used])
-            )
+            transfer = self._packet_channels[peer].send(packet.data[:used])
+            self._transfers.setdefault(token[1], []).append(transfer)
         else:
             self._channels[peer].send_token(token)
 
@@ -308,11 +306,6 @@ class Outbox:
         for transfer in self._transfers.pop(bucket, ()):
             transfer.wait()
         sent.seconds["wait"] += time.perf_counter() - begun
-
-
-def _listen(host: str, backlog: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=backlog)
 
 
 @torch.no_grad()

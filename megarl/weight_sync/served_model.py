@@ -124,17 +124,8 @@ def overlap(boxes: Sequence[Box]) -> bool:
     return False
 
 
-def install_adapter_hook() -> None:
-    """Called in each scheduler process before SGLang runs."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.lora.lora_manager.LoRAManager.init_memory_pool", remember_manager, HookType.AFTER
-    )
-
-
 def remember_manager(result: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let weight loaders find the manager through its model."""
+    """After SGLang's LoRA manager was made: let weight loaders find it through its model."""
     setattr(manager.base_model, _MANAGER, manager)
     return result
 

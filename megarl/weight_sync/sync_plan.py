@@ -78,8 +78,7 @@ class SyncPlan:
     @cached_property
     def plan(self) -> Plan:
         """The plan of the weights."""
-        source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
-        target = sglang_layout(self.config, self.engines, self.target_places)
+        source, target = self._layouts()
         if self.fp8_block is not None:
             shapes = logical_tensors(self.config)
             source = with_scales(source, shapes, self.fp8_block)
@@ -90,12 +89,16 @@ class SyncPlan:
     def adapter_plan(self) -> Plan:
         """The plan of the adapters."""
         assert self.adapters is not None
-        source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
-        target = sglang_layout(self.config, self.engines, self.target_places)
+        source, target = self._layouts()
         return self._make_plan(
             megatron_adapters(source, self.config, self.adapters),
             served_adapters(target, self.config, self.adapters),
         )
+
+    def _layouts(self) -> tuple[Layout, Layout]:
+        """The trainer's shards and the engines'."""
+        source = megatron_layout(self.config, self.parallel, "lm", self.source_places)
+        return source, sglang_layout(self.config, self.engines, self.target_places)
 
     def _make_plan(self, source: Layout, target: Layout) -> Plan:
         largest = max(1, self.bucket_limit // 4)  # else one copy would hold up all others of its bucket
@@ -144,39 +147,34 @@ class SyncPlan:
             ValueError: `transport` cannot connect a trainer rank with an engine rank that it sends to.
         """
         num_sources, num_targets = self.parallel.world, self.engines.num_ranks
-        sources, targets = (
-            _ShareBuilder(num_sources, len(self.buckets)),
-            _ShareBuilder(num_targets, len(self.buckets)),
-        )
-        transports: dict[tuple[int, int], str] = {}
+        # By rank and bucket, the packets that leave it or reach it; by rank, the transports to its own peers only.
+        Packets = list[list[list[PacketSpec]]]
+        sent: Packets = [[[] for _ in self.buckets] for _ in range(num_sources)]
+        taken: Packets = [[[] for _ in self.buckets] for _ in range(num_targets)]
+        ways_out: dict[int, dict[int, str]] = defaultdict(dict)
+        ways_in: dict[int, dict[int, str]] = defaultdict(dict)
         for bucket, copies in enumerate(self.buckets):
             routes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
             for copy in copies:
                 routes[copy.source_rank, copy.target_rank].append(copy)
             filled = [0] * num_sources  # bytes of each source's slot that this bucket's packets take so far
             for source, target in sorted(routes):
-                if (source, target) not in transports:
-                    transports[source, target] = self._transport(source, target)
+                if target not in ways_out[source]:
+                    ways_out[source][target] = ways_in[target][source] = self._transport(source, target)
                 read, written = self._slices(routes[source, target])
                 spec = PacketSpec(target, filled[source], read)
-                sources.add(source, bucket, spec)
-                targets.add(target, bucket, PacketSpec(source, filled[source], written))
+                sent[source][bucket].append(spec)
+                taken[target][bucket].append(PacketSpec(source, filled[source], written))
                 filled[source] += spec.nbytes
-        # Each end learns the transports of its own peers only.
-        ways_out: dict[int, dict[int, str]] = defaultdict(dict)
-        ways_in: dict[int, dict[int, str]] = defaultdict(dict)
-        for (source, target), transport in transports.items():
-            ways_out[source][target] = ways_in[target][source] = transport
-        leaving = [
-            sources.share(rank, ways_out[rank], padding={}, fp8_block=self.fp8_block, frozen=self.frozen)
-            for rank in range(num_sources)
-        ]
         factor = scaling(self.adapters) if self.adapters is not None else None
+
+        def share(rank: int, ways: dict, packets: Packets, padding: dict[str, int], **more: Any) -> SyncShare:
+            buckets = tuple(map(tuple, packets[rank]))
+            return SyncShare(rank, ways[rank], buckets, padding, frozen=self.frozen, **more)
+
+        leaving = [share(rank, ways_out, sent, {}, fp8_block=self.fp8_block) for rank in range(num_sources)]
         arriving = [
-            targets.share(
-                rank, ways_in[rank], padding=self._padding(rank), frozen=self.frozen, scaling=factor
-            )
-            for rank in range(num_targets)
+            share(rank, ways_in, taken, self._padding(rank), scaling=factor) for rank in range(num_targets)
         ]
         return leaving, arriving
 
@@ -267,18 +265,3 @@ class SyncPlan:
                 f"{ends} on the same GPU, where NCCL connects no two processes; {AUTO} reaches it"
             )
         return mapped if self.transport == SHARED else P2P
-
-
-class _ShareBuilder:
-    """The packets of all ranks of one side, collected one by one."""
-
-    def __init__(self, num_ranks: int, num_buckets: int) -> None:
-        self._buckets: list[list[list[PacketSpec]]] = [
-            [[] for _ in range(num_buckets)] for _ in range(num_ranks)
-        ]
-
-    def add(self, rank: int, bucket: int, spec: PacketSpec) -> None:
-        self._buckets[rank][bucket].append(spec)
-
-    def share(self, rank: int, transports: dict[int, str], **more: Any) -> SyncShare:
-        return SyncShare(rank, transports, tuple(tuple(specs) for specs in self._buckets[rank]), **more)

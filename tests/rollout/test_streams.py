@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.environments.environment import Environment, StepResult, Task
 from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.engine import NoValidWeightsError, SamplingParams, WeightSyncError
-from megarl.rollout.turns import Player, TurnLimits
+from megarl.rollout.turns import Player
 from tests.rollout.sglang.test_engine import PROMPTS, UIDS, hf_log_probs
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=12, seed=3, ignore_eos=True)
@@ -25,9 +26,16 @@ def leave_early(engine):
     return first, engine.generate(PROMPTS[:2], UIDS[:2], SAMPLING)
 
 
+def stream(engine, prompts, uids, sampling):
+    """As an engine's process streams its answers: each time all that finished since the last time."""
+    return engine.as_completed(
+        [engine.answer(uid, ids, sampling) for uid, ids in zip(uids, prompts, strict=True)]
+    )
+
+
 def test_a_stream_brings_the_same_as_a_call(engine, sync, model_a):
     sync(model_a, 60)
-    parts = engine.call("generate_stream", PROMPTS, UIDS, SAMPLING)
+    parts = engine.call(stream, PROMPTS, UIDS, SAMPLING)
     by_uid = {generation.uid: generation for part in parts for generation in part}
     called = engine.call("generate", PROMPTS, UIDS, SAMPLING)
     assert [by_uid[uid].response_ids for uid in UIDS] == [g.response_ids for g in called]
@@ -38,7 +46,7 @@ def test_responses_come_as_they_finish(engine, sync, model_a):
     """Of 64 with an end token, whose lengths differ, most come before the last; the short ones first."""
     sync(model_a, 61)
     sampling = SamplingParams(temperature=1.5, max_new_tokens=100, seed=1)
-    parts = engine.call("generate_stream", [[5, 6, 7]] * 64, [f"p/{k}" for k in range(64)], sampling)
+    parts = engine.call(stream, [[5, 6, 7]] * 64, [f"p/{k}" for k in range(64)], sampling)
     lengths = [len(generation.response_ids) for part in parts for generation in part]
     assert len(parts) > 10 and len(set(lengths)) > 10
     assert lengths[0] < 20 and lengths[-1] == max(lengths)
@@ -53,13 +61,13 @@ def test_what_nobody_waits_for_is_aborted(engine, sync, model_a):
     assert [g.response_ids for g in after] == [g.response_ids for g in expected]
 
 
-def test_a_stream_refuses_what_a_call_refuses(engine, sync, model_a):
+def test_requests_are_refused_before_any_is_sent(engine, sync, model_a):
     sync(model_a, 63)
     with pytest.raises(ValueError, match="b: the prompt is empty"):
-        engine.call("generate_stream", [[5], []], ["a", "b"], SAMPLING)
+        engine.call("generate", [[5], []], ["a", "b"], SAMPLING)
     engine.call("begin_update", 64)
     with pytest.raises(NoValidWeightsError):
-        engine.call("generate_stream", [[5]], ["a"], SAMPLING)
+        engine.call("generate", [[5]], ["a"], SAMPLING)
     with pytest.raises(WeightSyncError):
         engine.call("finish_update")  # so that another may begin
 
@@ -80,7 +88,7 @@ def play_turns(engine, uids, sampling):
         generation = await engine.answer(uid, ids, asked)
         return dataclasses.replace(generation, finish_reason="stop")
 
-    player = Player(Again, TurnLimits(max_assistant_turns=3), tokenizer, answer)
+    player = Player(Again, MultiTurnConfig(max_assistant_turns=3), tokenizer, answer)
     version = engine.weight_version
     tasks = [Task(uid, "", None, "", "", {}) for uid in uids]
     plays = [player.play(task, ids, sampling, version) for task, ids in zip(tasks, PROMPTS, strict=False)]

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import load_tokenizer, render_prompt
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import Environment, StepResult, Task
 from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
-from megarl.rollout.turns import Continuation, Player, TurnLimits, shorten
+from megarl.rollout.turns import Continuation, Player, shorten
 from tests.data.shared import shared_data
 
 TOKENIZER = train_tokenizer(["Tom has 3 pens and buys 4. <<3+4>> #### 7"], 400)
@@ -82,7 +83,7 @@ def task(uid="p/0"):
 def play(policy, make, tokens=200, limits=None, **options):
     """One trajectory, checked for what holds for all."""
     sampling = SamplingParams(max_new_tokens=tokens, seed=9)
-    player = Player(make, limits or TurnLimits(), TOKENIZER, policy.answer, **options)
+    player = Player(make, limits or MultiTurnConfig(), TOKENIZER, policy.answer, **options)
     generation = asyncio.run(player.play(task(), PROMPT, sampling, VERSION))
     prompt = PROMPT if generation.prompt_ids is None else generation.prompt_ids
     ids, mask = list(generation.response_ids), list(generation.response_mask)
@@ -154,7 +155,7 @@ def test_no_response_is_longer_than_it_may_be(tokens):
 )
 def test_turns_are_limited(limits, num_turns):
     policy = Policy(["<<3+4>>"] * 3 + ["#### 7"])
-    generation = play(policy, Calculator, limits=TurnLimits(**limits))
+    generation = play(policy, Calculator, limits=MultiTurnConfig(**limits))
     assert generation.num_turns == num_turns and generation.finish_reason == "stop"
     assert notes(generation)["numbers"]["calculator_calls"] == min(
         num_turns, 3
@@ -204,7 +205,7 @@ def test_the_template_ends_a_turn_that_was_stopped_by_another_token():
         return Generation(uid, generation.response_ids[:-1], generation.log_probs[:-1], "stop", VERSION)
 
     player = Player(
-        partial(Script, say("go"), StepResult()), TurnLimits(max_user_turns=1), TOKENIZER, answer, [stop]
+        partial(Script, say("go"), StepResult()), MultiTurnConfig(max_user_turns=1), TOKENIZER, answer, [stop]
     )
     policy.words.append("7")
     generation = asyncio.run(player.play(task(), PROMPT, SamplingParams(max_new_tokens=50), VERSION))
@@ -227,7 +228,9 @@ def test_the_template_ends_a_turn_that_was_stopped_by_another_token():
     ],
 )
 def test_an_environment_that_fails_costs_its_trajectory(results, error):
-    generation = play(Policy(["5", "6", "7"]), partial(Script, *results), limits=TurnLimits(step_timeout=0.2))
+    generation = play(
+        Policy(["5", "6", "7"]), partial(Script, *results), limits=MultiTurnConfig(step_timeout=0.2)
+    )
     assert error in notes(generation)["error"]
     assert not any(generation.response_mask) and generation.environment_score is None
     assert (
@@ -257,7 +260,7 @@ def test_one_that_answers_when_all_is_over_harms_nobody(monkeypatch):
             threads.append(threading.current_thread())
             return super().step(turn)
 
-    generation = play(Policy(["5"]), partial(Late, 0.5), limits=TurnLimits(step_timeout=0.1))
+    generation = play(Policy(["5"]), partial(Late, 0.5), limits=MultiTurnConfig(step_timeout=0.1))
     assert notes(generation)["error"] == "step: no answer within 0.1 s"
     assert threads[0].is_alive()
     threads[0].join()
@@ -268,7 +271,7 @@ def test_what_the_engine_raises_is_no_fault_of_the_environment():
     async def answer(uid, ids, sampling):
         raise EngineError("gone")
 
-    player = Player(Calculator, TurnLimits(), TOKENIZER, answer)
+    player = Player(Calculator, MultiTurnConfig(), TOKENIZER, answer)
     with pytest.raises(EngineError, match="gone"):
         asyncio.run(player.play(task(), PROMPT, SamplingParams(), VERSION))
 
@@ -288,7 +291,7 @@ def test_trajectories_do_not_wait_for_each_other():
             return StepResult(done=True)
 
     async def all_of(make):
-        player = Player(make, TurnLimits(), TOKENIZER, Policy(["5"]).answer)
+        player = Player(make, MultiTurnConfig(), TOKENIZER, Policy(["5"]).answer)
         sampling = SamplingParams(max_new_tokens=20)
         plays = [player.play(task(f"p/{row}"), PROMPT, sampling, VERSION) for row in range(40)]
         return await asyncio.gather(*plays)
@@ -306,7 +309,7 @@ def test_a_task_has_keywords_of_its_own_for_the_template():
     for keywords in (None, {"short": "<short>"}):
         player = Player(
             partial(Script, say("go"), StepResult()),
-            TurnLimits(),
+            MultiTurnConfig(),
             tokenizer,
             Policy(["5", "7"]).answer,
             (),

@@ -8,6 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 
+from megarl.rollout.sglang.before_import import cpu_engine_function
+from megarl.sglang_cpu import hooks
+
 SWITCH = "SGLANG_USE_CPU_ENGINE"
 
 
@@ -23,6 +26,15 @@ def run(code, **environment):
 def test_entry_points_are_installed():
     for group in ("torch.backends", "sglang.srt.plugins"):
         assert "megarl_cpu_sglang" in {entry.name for entry in metadata.entry_points(group=group)}
+    assert cpu_engine_function("on_scheduler_start") is hooks.on_scheduler_start
+    assert cpu_engine_function("obstacle").__module__ == "megarl.sglang_cpu.batch_invariant"
+
+
+def test_an_installation_without_an_entry_point_is_named():
+    with pytest.raises(
+        RuntimeError, match=r"without the entry point speed of group megarl\.cpu_engine.* install it again"
+    ):
+        cpu_engine_function("speed")
 
 
 def test_imports_nothing_but_the_standard_library():

@@ -113,7 +113,7 @@ def model(tmp_path_factory):
 
 
 def as_sglang_has_it(layer):
-    """SGLang's fused weights of a Hugging Face layer, as a LeanLayer."""
+    """A Hugging Face layer with SGLang's fused weights and names."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
 
@@ -123,17 +123,17 @@ def as_sglang_has_it(layer):
     def norm(module):
         return SimpleNamespace(weight=module.weight.data, variance_epsilon=module.variance_epsilon)
 
-    return lean_decode.LeanLayer(
-        attention_norm=norm(layer.input_layernorm),
-        qkv=linear(*projections, bias=torch.cat([part.bias.data for part in projections])),
-        attention=None,
-        output=linear(attention.o_proj),
-        mlp_norm=norm(layer.post_attention_layernorm),
-        gate_up=linear(mlp.gate_proj, mlp.up_proj),
-        down=linear(mlp.down_proj),
-        heads=HEADS,
-        key_heads=KEY_HEADS,
-        dim=DIM,
+    return SimpleNamespace(
+        input_layernorm=norm(layer.input_layernorm),
+        self_attn=SimpleNamespace(
+            qkv_proj=linear(*projections, bias=torch.cat([part.bias.data for part in projections])),
+            o_proj=linear(attention.o_proj),
+            num_heads=HEADS,
+            num_kv_heads=KEY_HEADS,
+            head_dim=DIM,
+        ),
+        post_attention_layernorm=norm(layer.post_attention_layernorm),
+        mlp=SimpleNamespace(gate_up_proj=linear(mlp.gate_proj, mlp.up_proj), down_proj=linear(mlp.down_proj)),
     )
 
 

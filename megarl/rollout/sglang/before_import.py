@@ -14,10 +14,12 @@ import signal
 import stat
 import sys
 import types
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from megarl.rollout.sglang import models as sglang_models
 from megarl.util.memory import without_collection
@@ -26,23 +28,36 @@ from megarl.util.memory import without_collection
 # refuses the first name, and does not know the second (torch_memory_saver 0.0.10).
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SCHEDULER = "megarl.rollout.sglang.process"  # imported in the scheduler's process alone: it imports SGLang
+CPU_ENGINE = "megarl.cpu_engine"  # a group of entry points
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def sglang_environment(
-    device: str, tensor_parallel_size: int, threads: int = 1, nodes: int = 1
-) -> dict[str, str]:
+def cpu_engine_function(name: str) -> Callable[..., Any]:
+    """A function of the room that supplies what SGLang needs on a machine without a GPU; setup.py names these functions as entry
+    points, and nothing imports the room otherwise.
+
+    Raises:
+        RuntimeError: this installation of megarl does not have the entry point.
+    """
+    found = tuple(entry_points(group=CPU_ENGINE, name=name))
+    if not found:
+        raise RuntimeError(
+            f"megarl is installed without the entry point {name} of group {CPU_ENGINE}, which its setup.py has and engines on a "
+            "CPU need: install it again"
+        )
+    return found[0].load()
+
+
+def sglang_environment(device: str, tensor_parallel_size: int, nodes: int = 1) -> dict[str, str]:
     """Environment variables that an engine's process must be started with, before it imports torch.
 
     Args:
-        threads: CPU threads of each TP rank.
         nodes: number of the engine's nodes; with several, the caller chooses the network interface.
     """
     common = {"SGLANG_EXTERNAL_MODEL_PACKAGE": sglang_models.__name__}
     if nodes > 1:
-        common["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = (
-            "0"  # else a node but the first is busy as long as it lives
-        )
+        # Else the processes of all nodes but the first are busy as long as they live.
+        common["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     if device != "cpu":
         # DeepGEMM, which multiplies in float8, compiles a kernel for every number of tokens up to 16,384 and every shape during the
         # first start, 10 to 20 minutes; so it compiles some 3,000 of them (deep_gemm_wrapper/compile_utils.py). They are kept in
@@ -56,7 +71,7 @@ def sglang_environment(
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": groups,  # one group a rank; only SGLang's compiled kernels would bind
         "SGLANG_EAGER_INPUT_NO_COPY": "1",  # into buffers that stay where they are, as CUDA graphs need them
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",  # of each TP rank
         "TORCH_COMPILE_DISABLE": "1",  # no compiler needed, and no minutes of compiling
     }
 

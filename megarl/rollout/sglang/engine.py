@@ -41,26 +41,63 @@ from megarl.rollout.engine import (
     WeightSyncError,
 )
 from megarl.rollout.sglang import memory as engine_memory
-from megarl.rollout.sglang.requests import Response, ask, check_prompt, request_seed
+from megarl.rollout.sglang.requests import Response, ask, check_prompt
 from megarl.rollout.sglang.start import read_model, start_owned
 from megarl.weight_sync import served_model
 from megarl.weight_sync.receiver import LOADER, request_bytes, results_path
 
-__all__ = ["SGLangEngine", "request_seed"]
 Answer = TypeVar("Answer")
 FLUSH_RETRY_SECONDS = 0.02
 # The command to abort all requests is repeated, since it misses requests that had not reached SGLang's scheduler.
 ABORT_RETRY_SECONDS = 0.5
 
 
-class SGLangEngine:
-    """See `RolloutEngine`."""
+class SGLangPart:
+    """Owns the TP ranks of an engine on one of its nodes.
+
+    Requests come to the first node's process (`SGLangEngine`) and from there, over the ranks' own group, to all TP ranks.
+    So on another node there is nothing to call: this process starts its node's ranks, is their parent, and ends with them, like the
+    first node's. If a rank is lost, those of all nodes end, since they wait for each other.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self._model = read_model(config)
+        """ValueError: the model cannot be served; says which values would be right."""
+        assert 0 <= config.node < config.nodes, config
+        self.config, self._model = config, read_model(config)
         self._engine: Any = None
         self._closing = threading.Event()
+
+    def start(self) -> None:
+        """Start the node's processes; returns when those of all nodes are up.
+
+        Raises:
+            ValueError: the model or the configuration cannot be served; says which values would be right.
+            EngineError: the processes did not come up.
+        """
+        self._engine = start_owned(self.config, self._model, self._closing)
+
+    def pids(self) -> list[int]:
+        """The processes of the node's ranks, the calling one not among them."""
+        return list(self._engine.get_all_child_pids())
+
+    def shutdown(self) -> None:
+        """End all of the node's processes; returns when they are gone."""
+        self._closing.set()
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+
+class SGLangEngine(SGLangPart):
+    """One copy of the policy, in a layout of its own, that answers prompts.
+
+    It takes new weights in versions: `begin_update`, `receive_weights`, `finish_update`. Between the first and the last of these calls
+    it holds no valid weights, and `generate` refuses; so it does before the first version and after a version that failed.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.node == 0, "the other nodes have a SGLangPart each"
+        super().__init__(config)
         self._version: int | None = None
         self._released: set[str] = set()
         self._update: _Update | None = None
@@ -72,15 +109,16 @@ class SGLangEngine:
 
     @property
     def weight_version(self) -> int | None:
+        """The version that is served; None: none is, and `generate` refuses."""
         return self._version
 
     @property
     def last_sign(self) -> float:
+        """When the engine last computed tokens, or answered a request or a piece of one, by `time.monotonic`."""
         return max(self._last_answer, self._engine.heartbeat.last())
 
     def start(self) -> None:
-        assert self.config.node == 0, "the other nodes have a SGLangPart each"
-        self._engine = start_owned(self.config, self._model, self._closing)
+        super().start()
         # On a CPU each flush of the cache collects garbage: half a second over all that was imported, unless that is
         # left out for good (0.5.21).
         self._call(self._engine.tokenizer_manager.freeze_gc(), "freeze_gc")
@@ -95,36 +133,33 @@ class SGLangEngine:
     def generate(
         self, prompt_ids: Sequence[Sequence[int]], uids: Sequence[str], sampling: SamplingParams
     ) -> list[Generation]:
-        generations = [g for part in self.generate_stream(prompt_ids, uids, sampling) for g in part]
-        by_uid = {generation.uid: generation for generation in generations}
-        return [by_uid[uid] for uid in uids]
+        """One response for each prompt, in the prompts' order; an end token is part of its response.
 
-    def generate_stream(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        uids: Sequence[str],
-        sampling: SamplingParams,
-        apart: float = 0.0,
-    ) -> Iterator[list[Generation]]:
+        Raises:
+            NoValidWeightsError: no verified version is held.
+            ValueError: an empty prompt, one that leaves no room in the context, an unknown token id.
+            EngineError: the engine gave no sign of life (`last_sign`) for `request_timeout`.
+        """
         self._require_version()
         if len(prompt_ids) != len(uids) or len(set(uids)) != len(uids):
             raise ValueError(f"{len(prompt_ids)} prompts need as many different uids, got {len(set(uids))}")
-        for uid, ids in zip(uids, prompt_ids, strict=True):
+        requests = list(zip(uids, prompt_ids, strict=True))
+        for uid, ids in requests:
             self.check_request(uid, ids, sampling)
-        answers = [self._answer(uid, ids, sampling) for uid, ids in zip(uids, prompt_ids, strict=True)]
-        yield from self.as_completed(answers, apart)
+        answers = self.as_completed([self.answer(uid, ids, sampling) for uid, ids in requests])
+        by_uid = {generation.uid: generation for part in answers for generation in part}
+        return [by_uid[uid] for uid in uids]
 
     def check_request(self, uid: str, ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Check one request; raises the exceptions of `generate`."""
         self._require_version()
         context, vocab_size = self._engine.tokenizer_manager.context_len, self._model["vocab_size"]
         check_prompt(uid, ids, sampling.max_new_tokens, context, vocab_size)
 
     async def answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
+        """One response, for coroutines that `as_completed` or a `flight` runs. A request whose coroutine is cancelled is aborted."""
         await self._gate.opened()
         self.check_request(uid, prompt_ids, sampling)
-        return await self._answer(uid, prompt_ids, sampling)
-
-    async def _answer(self, uid: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generation:
         response = Response(uid, sampling, self._ends)
         while True:
             async with self._gate.passed():
@@ -142,9 +177,17 @@ class SGLangEngine:
                 return generation
 
     def flight(self) -> Flight:
+        """A `Flight` for coroutines that call `answer` and continue from call to call. While the weights change, or memory is released,
+        no request runs; afterwards requests continue by themselves.
+        """
         return Flight(self._engine.loop)
 
     def interrupt(self) -> None:
+        """Interrupt all requests; they keep their tokens and continue after the next `finish_update` or `resume_memory`.
+
+        Raises:
+            EngineError: it was not done within `request_timeout`; the engine is of no further use.
+        """
         self._gate.close()
         deadline = time.monotonic() + self.config.request_timeout
         while self._gate.inside:
@@ -161,6 +204,14 @@ class SGLangEngine:
     def as_completed(
         self, coroutines: Sequence[Coroutine[Any, Any, Answer]], apart: float = 0.0
     ) -> Iterator[list[Answer]]:
+        """Run coroutines together on the engine's loop; yields each time the results of all that ended since the last time.
+
+        Args:
+            apart: least seconds between two lists; the last list comes as soon as all have ended.
+
+        Raises:
+            EngineError: none ended, and the engine gave no sign of life (`last_sign`), for `request_timeout`.
+        """
         timeout = self.config.request_timeout
         try:
             # A long answer, or a trajectory of several turns, may take longer than the timeout: each sign of life restarts it.
@@ -172,6 +223,11 @@ class SGLangEngine:
             ) from None
 
     def begin_update(self, version: int) -> int | None:
+        """Announce a version; from here on the engine holds no valid weights.
+
+        Returns: the version that it held; None: it holds none, or serves adapters and the version came over another
+            connection.
+        """
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         if "weights" in self._released:
@@ -189,12 +245,22 @@ class SGLangEngine:
         return held
 
     def connect(self, inboxes: Sequence[Path]) -> None:
+        """Set the source of weights: one `InboxFile` for each TP rank, on the node of that rank. Ends an earlier connection."""
         assert len(inboxes) == self.config.tensor_parallel_size, (len(inboxes), self.config)
         if self._update is not None:  # a version that ended with the connection before, on the trainer's side
             self._close_update()
         self._inboxes, self._session = list(inboxes), secrets.token_hex(8)
 
     def receive_weights(self, complete: bool = True) -> None:
+        """Receive the version, which the trainer ranks send at the same time; returns when it is in place.
+
+        Args:
+            complete: false: the weights that training does not change are not sent, and stay as they are.
+
+        Raises:
+            WeightSyncError: a slice did not arrive as it was sent, a trainer rank is gone, or none was ever connected.
+                The update is over.
+        """
         update = self._require_update()
         if not self._inboxes:
             self._close_update()  # as after any version that did not arrive: the next one may begin
@@ -215,47 +281,67 @@ class SGLangEngine:
         update.results = results
 
     def finish_update(self) -> SyncReport:
+        """Drop the cache of the old weights, and serve the version.
+
+        Raises:
+            WeightSyncError: the version did not arrive.
+        """
         update = self._require_update()
         self._close_update()
         if not update.results:
             raise WeightSyncError(f"version {update.version} did not come")
-        self.flush_cache()  # its keys and values are those of the old weights
+        self.flush_cache()  # its keys and values come from the old weights
         self._set_version(update.version)
         self._version, self._session_held = update.version, self._session
         self._let_in()
         return update.report()
 
-    def release_memory(self, tags: Sequence[str]) -> None:
+    def release_memory(self, parts: Sequence[str]) -> None:
+        """Free the device memory of "weights", "kv_cache"; released weights have to be synced again.
+
+        Raises:
+            EngineError: it was started without `enable_memory_saver`; or the GPU's free memory did not grow by as much as was
+                released.
+        """
         if not self.config.enable_memory_saver:
             raise EngineError("memory can be released in an engine that was started with enable_memory_saver")
-        # SGLang dies of a tag that is released twice, and of a release while it counts a request as running.
-        assert set(tags) <= {"weights", "kv_cache"} - self._released, (tags, self._released)
+        # SGLang dies of a part that is released twice, and of a release while it counts a request as running.
+        assert set(parts) <= {"weights", "kv_cache"} - self._released, (parts, self._released)
         self.interrupt()
-        if "weights" in tags:
+        if "weights" in parts:
             self._version = None
         self.flush_cache()
         before = self.memory() if self.config.device == "cuda" else []
-        self._released |= set(tags)
-        self._memory("release", tags)
+        self._released |= set(parts)
+        self._memory("release", parts)
         if before:
-            problem = engine_memory.unreleased(before, self.memory(), tags)
+            problem = engine_memory.unreleased(before, self.memory(), parts)
             if problem is not None:
                 raise EngineError(problem)
         self._let_in()
 
-    def resume_memory(self, tags: Sequence[str]) -> None:
-        assert set(tags) <= self._released, (tags, self._released)
-        if "kv_cache" in tags and self._version is None:
+    def resume_memory(self, parts: Sequence[str]) -> None:
+        """Take the memory back: that of the weights, then their sync, then that of the KV cache.
+
+        Raises:
+            EngineError: the KV cache is asked for before a verified version of the weights is held.
+        """
+        assert set(parts) <= self._released, (parts, self._released)
+        if "kv_cache" in parts and self._version is None:
             raise EngineError("the KV cache comes after the weights: sync a version first")
-        self._memory("resume", tags)
-        self._released -= set(tags)
+        self._memory("resume", parts)
+        self._released -= set(parts)
         self._let_in()
 
     def memory(self) -> list[dict[str, int]]:
+        """By TP rank, the device bytes of "weights", "kv_cache" and "sync_buffers" by their tensors; on a GPU also "device_used", used by
+        all processes, and "process_used", used by the rank's process, where the driver tells.
+        """
         states = self._call(self._engine.tokenizer_manager.get_internal_state(), "get_internal_state")
         return states[0][engine_memory.KEY]
 
     def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
         # SGLang answers a request a moment before it counts it as done, so the flush is repeated until no request counts as running.
         # Its own waiting (timeout_s) goes on only when its idle sleep of a second ends (0.5.21).
         deadline = time.monotonic() + self.config.request_timeout
@@ -267,15 +353,9 @@ class SGLangEngine:
                 raise EngineError(f"SGLang did not flush its cache: {answer.message}")
             time.sleep(FLUSH_RETRY_SECONDS)
 
-    def pids(self) -> list[int]:
-        return list(self._engine.get_all_child_pids())
-
     def shutdown(self) -> None:
         self._version = None
-        self._closing.set()
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = None
+        super().shutdown()
 
     def _let_in(self) -> None:
         """Let interrupted requests go on, if there are weights and a cache."""
@@ -380,37 +460,3 @@ class _Update:
             phase_seconds={name: tuple(rank[name] for rank in phases) for name in phases[0]},
             seconds=time.perf_counter() - self._begun,
         )
-
-
-class SGLangPart:
-    """Owns the TP ranks of an engine on node `config.node`, which is not the first.
-
-    Requests come to the first node's process (`SGLangEngine`) and from there, over the ranks' own group, to all TP ranks.
-    So there is nothing to call here: this process starts its node's ranks, is their parent, and ends with them, like the first
-    node's. If a rank is lost, those of all nodes end, since they wait for each other.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        assert 0 < config.node < config.nodes, config
-        self.config = config
-        self._engine: Any = None
-        self._closing = threading.Event()
-
-    def start(self) -> None:
-        """Start the node's ranks; returns when those of all nodes are up.
-
-        Raises:
-            ValueError, EngineError: as `RolloutEngine.start`.
-        """
-        self._engine = start_owned(self.config, read_model(self.config), self._closing)
-
-    def pids(self) -> list[int]:
-        """The processes of the node's ranks."""
-        return list(self._engine.get_all_child_pids())
-
-    def shutdown(self) -> None:
-        """End them; returns when they are gone."""
-        self._closing.set()
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = None

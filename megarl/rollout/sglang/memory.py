@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megarl.weight_sync.receiver import RECEIVER
+from megarl.weight_sync.receiver import RECEIVER, every_rank
 from megarl.weight_sync.served_model import buffers_of
 
 KEY = "megarl_memory"
@@ -22,20 +22,9 @@ _POOLS = "sglang.srt.mem_cache."
 _MIB = 1 << 20
 
 
-def register() -> None:
-    """Called in each scheduler process before SGLang runs."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.get_internal_state", _with_memory, HookType.AFTER
-    )
-
-
-def _with_memory(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add all ranks' figures to the answer. Every rank gets the requests in the same order; SGLang sends rank 0's answer."""
-    ranks: list[Any] = [None] * torch.distributed.get_world_size(scheduler.tp_cpu_group)
-    torch.distributed.all_gather_object(ranks, measure(scheduler), group=scheduler.tp_cpu_group)
-    result.internal_state[KEY] = ranks
+def add_memory(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add all ranks' figures to SGLang's answer. Every rank gets the requests in the same order; SGLang sends rank 0's answer."""
+    result.internal_state[KEY] = every_rank(measure(scheduler), scheduler.tp_cpu_group)
     return result
 
 

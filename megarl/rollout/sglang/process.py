@@ -6,7 +6,7 @@ its processes run (sglang 0.5.21).
 - The scheduler of each TP rank ends with its owner, from its first line on (before_import.py), and ignores the signals of a job's end.
 - Requests are sampled with their own seed: a response's noise does not depend on other requests.
 - The samples of a prompt share its prefill, and the first rank's scheduler reports when it last computed (scheduler_hooks.py).
-- On a CPU sequences are attended together, and decode steps have fewer operations (megarl/sglang_cpu).
+- On a CPU sequences are attended together, and decode steps have fewer operations (`cpu_engine_function`).
 - The TP ranks of an engine on one node meet through a file, those on several nodes through a TCP store at the address that they
   were told. SGLang's own store would take a port that another engine may have taken a moment ago, and listen on every
   interface of the machine.
@@ -33,7 +33,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megarl.rollout.sglang import memory as engine_memory
 from megarl.rollout.sglang import scheduler_hooks
-from megarl.rollout.sglang.before_import import SchedulerMain, forked, without_main
+from megarl.rollout.sglang.before_import import (
+    SchedulerMain,
+    cpu_engine_function,
+    forked,
+    without_main,
+)
 from megarl.rollout.sglang.requests import BatchingSocket
 from megarl.util.rendezvous import open_store
 from megarl.util.signals import outlive_job_signals
@@ -48,26 +53,13 @@ def run_scheduler(server_args, port_args, gpu_id: int, tp_rank: int, *args, **kw
     name_shared_memory(port_args)
     outlive_job_signals()
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = meeting_place(server_args, port_args)
-    HookRegistry.register(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
-        _with_request_seeds,
-        HookType.AFTER,
-    )
-    HookRegistry.register(
-        "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
-        cut_by_min_p,
-        HookType.AROUND,
-    )
+    for target, (kind, hook) in HOOKS.items():
+        HookRegistry.register(target, hook, kind)
     if tp_rank == 0:
-        scheduler_hooks.install_heartbeat_hook(heartbeat_file(port_args))
-    engine_memory.register()
-    receiver.install_verification_hook()
-    served_model.install_adapter_hook()
-    scheduler_hooks.install_prefix_sharing_hook()
+        beat = scheduler_hooks.Heartbeat.make(heartbeat_file(port_args)).beat_after
+        HookRegistry.register(_END_OF_STEP, beat, HookType.AFTER)
     if server_args.device == "cpu":
-        from megarl.sglang_cpu.hooks import on_scheduler_start
-
-        on_scheduler_start()
+        cpu_engine_function("on_scheduler_start")()
     load_plugins()
     HookRegistry.apply_hooks()  # in a copy of the owner `load_plugins` does nothing: the owner has called it
     run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
@@ -171,6 +163,30 @@ def cut_by_min_p(
         least = probs.amax(-1, keepdim=True) * min_ps.view(-1, 1)
         probs, need_min_p_sampling = torch.where(probs < least, 0.0, probs), False
     return original(probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **kwargs)
+
+
+# By function of SGLang's, the hook after, around or in place of it in each scheduler (sglang 0.5.21).
+HOOKS = {
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": (
+        HookType.AFTER,
+        _with_request_seeds,
+    ),
+    "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": (HookType.AROUND, cut_by_min_p),
+    "sglang.srt.managers.scheduler.Scheduler.get_internal_state": (HookType.AFTER, engine_memory.add_memory),
+    "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req": (
+        HookType.AROUND,
+        scheduler_hooks.one_goes_first,
+    ),
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update": (
+        HookType.AFTER,
+        receiver.verify_after_update,
+    ),
+    "sglang.srt.lora.lora_manager.LoRAManager.init_memory_pool": (
+        HookType.AFTER,
+        served_model.remember_manager,
+    ),
+}
+_END_OF_STEP = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 
 
 class _NoDraining(SignalHandler):

@@ -5,7 +5,7 @@ import hashlib
 import pickle
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -63,20 +63,10 @@ async def ask(
 
 
 def sglang_sampling(sampling: SamplingParams, uid: str, stop_token_ids: Sequence[int]) -> dict[str, object]:
-    """The arguments of SGLang's SamplingParams."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "stop_token_ids": list(stop_token_ids),
-        "max_new_tokens": sampling.max_new_tokens,
-        "ignore_eos": sampling.ignore_eos,
-        "sampling_seed": request_seed(sampling.seed, uid),
-    }
+    """The arguments of SGLang's SamplingParams; but for the seed, megarl's parameters have SGLang's names."""
+    arguments = asdict(sampling)
+    seed = request_seed(arguments.pop("seed"), uid)
+    return {**arguments, "stop_token_ids": list(stop_token_ids), "sampling_seed": seed}
 
 
 @dataclass

@@ -26,15 +26,6 @@ FEW_TOKENS = 16  # so few remaining prompt tokens are not worth another batch
 _TIME = struct.Struct("d")  # in the machine's own form, which is written and read at once
 
 
-def install_prefix_sharing_hook() -> None:
-    """Called in each scheduler process before SGLang runs."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", one_goes_first, HookType.AROUND
-    )
-
-
 def one_goes_first(original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's own, which adds a request to the batch at hand and says whether others may follow.
 
@@ -76,21 +67,11 @@ class Heartbeat:
     def beat(self) -> None:
         _TIME.pack_into(self._memory, 0, time.monotonic())
 
+    def beat_after(self, result: Any, *args: Any, **kwargs: Any) -> Any:
+        """After a step of SGLang's scheduler: write the time."""
+        self.beat()
+        return result
+
     def last(self) -> float:
         """By `time.monotonic`; 0: never."""
         return _TIME.unpack_from(self._memory)[0]
-
-
-def install_heartbeat_hook(path: Path) -> None:
-    """Called in the first rank's scheduler process before SGLang runs."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    heartbeat = Heartbeat.make(path)
-
-    def beat(result: Any, *args: Any, **kwargs: Any) -> Any:
-        heartbeat.beat()
-        return result
-
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.process_batch_result", beat, HookType.AFTER
-    )

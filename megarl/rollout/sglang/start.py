@@ -11,12 +11,15 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megarl.config import RolloutConfig
+from megarl.config.model_fit import check_rollout_model
+from megarl.models import read_model_config
 from megarl.rollout.engine import EngineConfig, EngineError
 from megarl.rollout.sglang.before_import import prepare_schedulers
 from megarl.util.memory import without_collection
@@ -57,12 +60,16 @@ def check_version(allow_unknown: bool) -> None:
 def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
     """The arguments of SGLang's engine."""
     context = config.context_length or model["max_position_embeddings"]
+    node: dict[str, Any] = {}
+    if config.nodes > 1:
+        assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
+        node = {"nnodes": config.nodes, "node_rank": config.node, "dist_init_addr": config.address}
     return {
         "model_path": config.model_path,
         "load_format": config.load_format,
         "tp_size": config.tensor_parallel_size,
         "ep_size": config.expert_parallel_size,
-        **_node_arguments(config),
+        **node,
         "json_model_override_args": json.dumps(config_overrides(config, model)),
         "disable_shared_experts_fusion": True,  # else their place in memory would depend on the device
         "dtype": config.dtype,
@@ -80,20 +87,8 @@ def server_arguments(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
         "log_level": "warning" if config.device == "cuda" else "error",
         "custom_sigquit_handler": _note_failed_start,
         **_device_arguments(config, context),
-        **(
-            served_model.adapter_arguments(config.adapters, config.device)
-            if config.adapters is not None
-            else {}
-        ),
+        **(served_model.adapter_arguments(config.adapters, config.device) if config.adapters else {}),
     }
-
-
-def _node_arguments(config: EngineConfig) -> dict[str, Any]:
-    """The arguments of an engine on several nodes."""
-    if config.nodes == 1:
-        return {}
-    assert config.tensor_parallel_size % config.nodes == 0 and config.address is not None, config
-    return {"nnodes": config.nodes, "node_rank": config.node, "dist_init_addr": config.address}
 
 
 def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
@@ -103,7 +98,6 @@ def _device_arguments(config: EngineConfig, context: int) -> dict[str, Any]:
             "device": "cuda",
             "mem_fraction_static": config.gpu_memory_utilization,
             "max_total_tokens": config.max_total_tokens,
-            "base_gpu_id": config.first_device,
             "moe_runner_backend": "triton",  # others swap an expert's up and gate projections, or permute rows
             **(_float8_arguments() if config.fp8_block is not None else {}),
         }
@@ -251,24 +245,17 @@ def read_model(config: EngineConfig) -> dict[str, Any]:
     """The model's config.json, checked against the engine's layout.
 
     Raises:
-        ValueError: no such file; or sizes that the parallel sizes do not divide.
+        ValueError: no such file, a model that megarl does not support, or sizes that the parallel sizes do not divide.
     """
     path = Path(config.model_path) / "config.json"
     if not path.is_file():
         raise ValueError(f"model_path: {path} does not exist; give a Hugging Face model folder")
-    model = json.loads(path.read_text())
-    tp, ep = config.tensor_parallel_size, config.expert_parallel_size
-    if tp % ep:
-        raise ValueError(f"expert_parallel_size={ep} does not divide tensor_parallel_size={tp}")
-    for key, parts, name, size in _divisions(model, tp, ep):
-        if size % parts:
-            raise ValueError(f"{key}={parts} does not divide {name}={size} of {path}")
-    groups = _key_value_heads(model)
-    if groups % tp and tp % groups:
-        raise ValueError(
-            f"tensor_parallel_size={tp} and num_key_value_heads={groups} of {path}: one must divide the other"
-        )
-    return model
+    sizes = RolloutConfig(
+        tensor_model_parallel_size=config.tensor_parallel_size,
+        expert_parallel_size=config.expert_parallel_size,
+    )
+    check_rollout_model(sizes, read_model_config(config.model_path), "rollout")
+    return json.loads(path.read_text())
 
 
 def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, Any]:
@@ -283,31 +270,5 @@ def config_overrides(config: EngineConfig, model: dict[str, Any]) -> dict[str, A
             "weight_block_size": list(config.fp8_block),
         }
     elif config.load_format == "dummy" and "quantization_config" in model:
-        overrides["quantization_config"] = None  # synced weights have another type than those of the folder
+        overrides["quantization_config"] = None  # synced weights have another type than the folder's
     return overrides
-
-
-def _divisions(model: dict[str, Any], tp: int, ep: int) -> Iterator[tuple[str, int, str, int]]:
-    """The divisions that must have no remainder: (key, its value, config field, its value)."""
-    by_tp = ("tensor_parallel_size", tp)
-    yield *by_tp, "num_attention_heads", model["num_attention_heads"]
-    experts = next(
-        (name for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in model), None
-    )
-    if experts is None or model.get("first_k_dense_replace"):
-        yield *by_tp, "intermediate_size", model["intermediate_size"]
-    if experts is None:
-        if ep > 1:
-            yield "expert_parallel_size", ep, "number of experts", 1
-        return
-    width = model["moe_intermediate_size"]
-    yield "expert_parallel_size", ep, experts, model[experts]
-    yield "tensor_parallel_size / expert_parallel_size", tp // ep, "moe_intermediate_size", width
-    if model.get("n_shared_experts"):
-        yield *by_tp, "n_shared_experts * moe_intermediate_size", model["n_shared_experts"] * width
-
-
-def _key_value_heads(model: dict[str, Any]) -> int:
-    """Number of heads of the KV cache, which TP ranks divide or repeat; latent attention has none, so its query heads count."""
-    heads = model["num_attention_heads"]
-    return heads if "kv_lora_rank" in model else model.get("num_key_value_heads") or heads

@@ -17,7 +17,7 @@ from megarl.data.trajectories import list_lengths, write_trajectories
 from megarl.models import read_model_config
 from megarl.rewards.processes.scorer import Scorer, make_scorer
 from megarl.trainer.roles.device_memory import DeviceMemory
-from megarl.trainer.roles.engines import reporting_slow_start
+from megarl.trainer.roles.engines import engine_config, reporting_slow_start
 from megarl.trainer.roles.restarts import EngineRestarts
 from megarl.trainer.roles.roles import ENGINE_LOG, open_pools, start_engines
 from megarl.trainer.run.cluster_setup import pools_of
@@ -60,15 +60,11 @@ def evaluate(config: EvalConfig, cluster_setup: ClusterSetup | None) -> dict[str
                 turns = turns_spec(
                     config.rollout, config.model, data.apply_chat_template_kwargs, config.plugins
                 )
-                engines = start_engines(
-                    run,
-                    config.rollout,
-                    config.model.path,
-                    run.pools["global"],
-                    context,
-                    synced=False,
-                    turns=turns,
+                pool = run.pools["global"]
+                engine = engine_config(
+                    config.rollout, config.model.path, context, use_gpu=pool.use_gpu, synced=False
                 )
+                engines = start_engines(run, config.rollout, pool, engine, turns)
                 run.wait(engines.started)
             if config.rollout.max_restarts:
                 run.restarts = restarts_of(run, engines, config.rollout.max_restarts)

@@ -6,7 +6,6 @@ Engines serve the adapters next to the frozen weights, or weights with the adapt
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megarl.config import LoraConfig, MegatronConfig, RolloutConfig, TrainConfig, pool_devices
 from megarl.config.problems import raise_if_any
@@ -17,17 +16,6 @@ from megarl.models.lora import adapted_layers, adapted_weights, check_expert_gro
 from megarl.rollout.engine import AdapterConfig
 
 
-@dataclass(frozen=True)
-class _Section:
-    """A section `lora`: the `key` of the section around it, and the model, on `devices` devices, that it is for."""
-
-    key: str
-    lora: LoraConfig
-    megatron: MegatronConfig
-    devices: int
-    model: ModelConfig
-
-
 def check_adapters(
     config: TrainConfig | TuningConfig, model: ModelConfig, critic: ModelConfig | None = None
 ) -> None:
@@ -35,11 +23,11 @@ def check_adapters(
 
     Args:
         model: facts of the model that is trained.
-        critic: those of critic.model.path.
+        critic: facts of critic.model.path.
 
     Raises:
         ValueError: in one message, patterns that fit no layer, groups into which experts do not divide, blocks that
-            shards cut, folders of adapters that are not those of the section.
+            shards cut, folders of adapters that do not fit the section.
     """
     raise_if_any("adapters that do not fit their model", adapter_problems(config, model, critic))
 
@@ -48,38 +36,35 @@ def adapter_problems(
     config: TrainConfig | TuningConfig, model: ModelConfig, critic: ModelConfig | None = None
 ) -> list[str]:
     """What `check_adapters` raises, a line each."""
+    problems: list[str] = []
     if isinstance(config, TuningConfig):
         devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        sections = [_Section("model", config.model.lora, config.megatron, devices, model)]
-    else:
-        policy = config.actor_rollout_ref
-        devices = pool_devices(config.resource_pools, policy.actor.resource_pool)
-        sections = [
-            _Section("actor_rollout_ref.model", policy.model.lora, policy.actor.megatron, devices, model)
-        ]
-        if critic is not None:
-            own = config.critic
-            devices = pool_devices(config.resource_pools, own.resource_pool)
-            sections.append(_Section("critic.model", own.model.lora, own.megatron, devices, critic))
-    problems = [problem for section in sections if section.lora.rank for problem in _problems(section)]
-    if isinstance(config, TrainConfig) and not problems:
-        problems += _serving_problems(config, model)
-    return problems
+        problems += _problems("model", config.model.lora, config.megatron, devices, model)
+        return problems
+    policy, own = config.actor_rollout_ref, config.critic
+    devices = pool_devices(config.resource_pools, policy.actor.resource_pool)
+    key = "actor_rollout_ref.model"
+    problems += _problems(key, policy.model.lora, policy.actor.megatron, devices, model)
+    if critic is not None:
+        devices = pool_devices(config.resource_pools, own.resource_pool)
+        problems += _problems("critic.model", own.model.lora, own.megatron, devices, critic)
+    return problems or list(_serving_problems(config, model))
 
 
 def _serving_problems(config: TrainConfig, model: ModelConfig) -> Iterator[str]:
     rollout, lora = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.lora
-    if (
-        lora.rank
-        and rollout.lora_sync == ADAPTERS
-        and (reason := why_merged(rollout, model, lora)) is not None
-    ):
+    asked = lora.rank and rollout.lora_sync == ADAPTERS
+    if asked and (reason := why_merged(rollout, model, lora)) is not None:
         yield f"actor_rollout_ref.rollout.lora_sync=adapters cannot be: {reason}; leave it out for merged weights"
 
 
-def _problems(section: _Section) -> Iterator[str]:
-    key, lora, model = section.key, section.lora, section.model
-    layout = ParallelLayout.from_config(section.megatron, section.devices)
+def _problems(
+    key: str, lora: LoraConfig, megatron: MegatronConfig, devices: int, model: ModelConfig
+) -> Iterator[str]:
+    """`key`: of the section around `lora`; `model`: on so many devices."""
+    if lora.rank == 0:
+        return
+    layout = ParallelLayout.from_config(megatron, devices)
     try:
         adapted_weights(model, lora)
         check_expert_groups(model, lora, layout.ep)

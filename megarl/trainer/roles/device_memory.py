@@ -5,7 +5,7 @@ The needs of each phase, and the parts that leave the devices in other phases, a
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from megarl.util.files import whole_file
 
 if TYPE_CHECKING:
     from megarl.cluster import Device, WorkerGroup
-    from megarl.config import MegatronConfig, TrainConfig
+    from megarl.config import ActorConfig, CriticConfig, RefConfig, RewardModelConfig, TrainConfig
     from megarl.trainer.roles.model_roles import Role
     from megarl.trainer.run.run import Run
 
@@ -110,13 +110,8 @@ class DeviceMemory:
 
     def reserve(self) -> None:
         """Have models reserve host memory for parts that will leave their GPUs; this takes minutes, during which the run continues."""
-        parts: dict[WorkerGroup, list[str]] = defaultdict(list)
-        for owner in self.owners:
-            if owner.movable and not owner.name.startswith("rollout_"):
-                parts[owner.group].append(owner.part)
-        self.run.wait(
-            [call for group, names in parts.items() for call in group.call("reserve_memory", names)]
-        )
+        movable = [owner for owner in self.owners if owner.movable]
+        self._call("reserve_memory", [owner for owner in movable if not owner.name.startswith("rollout_")])
 
     def turns(self, roles: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         """The phases in which `roles` are updated: (phase, roles), all at once unless they make room for each other."""
@@ -140,9 +135,8 @@ class DeviceMemory:
         self.steps += 1
         if not self.phases:
             return {}
-        totals = {
-            phase: max(_totals(account, self._names()).values()) for phase, account in self.phases.items()
-        }
+        names = {owner.name for owner in self.owners}
+        totals = {phase: max(_totals(account, names).values()) for phase, account in self.phases.items()}
         metrics = {f"memory/{phase}/total": float(total) for phase, total in totals.items()}
         for phase, account in self.phases.items():
             metrics |= {f"memory/{phase}/{name}": float(max(by.values())) for name, by in account.items()}
@@ -172,22 +166,23 @@ class DeviceMemory:
 
     def _enter(self, name: str) -> None:
         needed = self.needs[name]
-        leaving = [
-            owner for owner in self.owners if owner.movable and owner.resident and owner.name not in needed
-        ]
+        others = [owner for owner in self.owners if owner.name not in needed]
         coming = [owner for owner in self.owners if not owner.resident and owner.name in needed]
-        self._move("release_memory", leaving)
+        self._move("release_memory", [owner for owner in others if owner.movable and owner.resident])
         self._move("resume_memory", coming)
 
     def _move(self, method: str, owners: list[Owner]) -> None:
-        groups = {owner.group.role: owner.group for owner in owners}
-        refs = []
-        for role, group in groups.items():
-            parts = [owner.part for owner in owners if owner.group.role == role]
-            refs += group.call(method, parts)
-        self.run.wait(refs)
+        self._call(method, owners)
         for owner in owners:
             owner.resident = method == "resume_memory"
+
+    def _call(self, method: str, owners: list[Owner]) -> None:
+        """Call a method of every process with the parts of these owners that it holds."""
+        groups = {owner.group.role: owner.group for owner in owners}
+        calls = []
+        for role, group in groups.items():
+            calls += group.call(method, [owner.part for owner in owners if owner.group.role == role])
+        self.run.wait(calls)
 
     def _measure(self) -> Account:
         """The memory that every process reports; parts without an owner are named after their group."""
@@ -204,48 +199,34 @@ class DeviceMemory:
                     account.setdefault(name, {})[device] = num_bytes
         return account
 
-    def _names(self) -> set[str]:
-        return {owner.name for owner in self.owners}
-
     def _rows(self, totals: dict[str, int]) -> list[list[str]]:
         """A header, the owners in their order, their sum, and parts that are not on the devices or counted otherwise."""
         own = [owner.name for owner in self.owners]
         others = sorted({name for account in self.phases.values() for name in account} - set(own))
-        rows = [["MiB", *self.phases]]
-        for name in own:
-            rows.append([name, *(_cell(account.get(name, {})) for account in self.phases.values())])
-        rows.append(["all of these", *(f"{total / MIB:,.1f}" for total in totals.values())])
-        for name in others:
-            rows.append([name, *(_cell(account.get(name, {})) for account in self.phases.values())])
-        return rows
+
+        def row(name: str) -> list[str]:
+            most = (max(account.get(name, {}).values(), default=0) for account in self.phases.values())
+            return [name, *(f"{num_bytes / MIB:,.1f}" for num_bytes in most)]
+
+        total = ["all of these", *(f"{total / MIB:,.1f}" for total in totals.values())]
+        return [["MiB", *self.phases], *map(row, own), total, *map(row, others)]
 
     def _write(self, rows: list[list[str]]) -> None:
         """Columns as wide as their longest cells; numbers to the right."""
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            "  ".join(
-                [
-                    row[0].ljust(widths[0]),
-                    *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-                ]
-            )
-            for row in rows
+            "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in rows
         ]
         title = f"device memory after step {self.run.at_step}: the fullest device, by owner and phase"
         with whole_file(self.run.folder / MEMORY_FILE) as temporary:
             temporary.write_text("\n".join([title, "", *lines]) + "\n")
 
 
-def _cell(by_device: dict[Device, int]) -> str:
-    return f"{max(by_device.values(), default=0) / MIB:,.1f}"
-
-
 def _totals(account: Account, names: set[str]) -> dict[Device, int]:
     """By device, the bytes of the owners `names` together."""
-    totals: dict[Device, int] = {}
+    totals: Counter[Device] = Counter()
     for name in names & set(account):
-        for device, num_bytes in account[name].items():
-            totals[device] = totals.get(device, 0) + num_bytes
+        totals.update(account[name])
     return totals
 
 
@@ -275,25 +256,29 @@ def device_memory(
     Args:
         trains: whether the actor has gradients and an optimizer.
     """
-    policy = config.actor_rollout_ref
+    policy, gpus = config.actor_rollout_ref, gpu_pools(run)
     adapted = policy.model.lora.rank > 0
-    gpus = gpu_pools(run)
-    owners = _trained(
-        config, gpus, "actor", actor, policy.actor.megatron, policy.actor.resource_pool, adapted
-    )
+
+    def weights(name: str, role: Role, part: str, section: RefConfig | RewardModelConfig) -> Owner:
+        movable = leaves(config, section.megatron.param_offload, section.resource_pool, gpus)
+        return Owner(name, role.group, part, movable)
+
+    owners = _trained(config, gpus, "actor", actor, policy.actor, adapted)
     if not trains:
         owners = [owner for owner in owners if owner.part == "weights"]
     if ref is not None and not (adapted and ref.group is actor.group):  # else it is the actor itself
-        movable = leaves(config, policy.ref.megatron.param_offload, policy.ref.resource_pool, gpus)
-        owners.append(
-            Owner("ref_weights", ref.group, "reference" if ref.group is actor.group else "weights", movable)
-        )
+        part = "reference" if ref.group is actor.group else "weights"
+        owners.append(weights("ref_weights", ref, part, policy.ref))
     if critic is not None:
-        owners += _critics(config, gpus, critic)
+        section = config.critic
+        of_critic = _trained(config, gpus, "critic", critic, section, section.model.lora.rank > 0)
+        if section.model.share_base:  # parts of the actor's processes
+            of_critic = [
+                replace(owner, part=f"critic_{owner.part}") for owner in of_critic if owner.part != "weights"
+            ]
+        owners += of_critic
     if reward_model is not None:
-        reward = config.reward_model
-        movable = leaves(config, reward.megatron.param_offload, reward.resource_pool, gpus)
-        owners.append(Owner("reward_model_weights", reward_model.group, "weights", movable))
+        owners.append(weights("reward_model_weights", reward_model, "weights", config.reward_model))
     if engines is not None:
         freed = frees_engines(config, gpus)
         owners += [
@@ -307,27 +292,16 @@ def device_memory(
     return DeviceMemory(run, owners, phase_needs(config))
 
 
-def _critics(config: TrainConfig, gpus: frozenset[str], critic: Role) -> list[Owner]:
-    """The critic's owners; where it shares the actor's model these are parts of the actor's processes."""
-    section = config.critic
-    adapted, shares = section.model.lora.rank > 0, section.model.share_base
-    owners = _trained(config, gpus, "critic", critic, section.megatron, section.resource_pool, adapted)
-    if not shares:
-        return owners
-    return [replace(owner, part=f"critic_{owner.part}") for owner in owners if owner.part != "weights"]
-
-
 def _trained(
     config: TrainConfig,
     gpus: frozenset[str],
     name: str,
     role: Role,
-    megatron: MegatronConfig,
-    pool: str,
+    section: ActorConfig | CriticConfig,
     adapted: bool,
 ) -> list[Owner]:
     return [
-        Owner(f"{name}_{part}", role.group, part, leaves(config, switch, pool, gpus))
-        for part, switch in trained_parts(megatron).items()
+        Owner(f"{name}_{part}", role.group, part, leaves(config, switch, section.resource_pool, gpus))
+        for part, switch in trained_parts(section.megatron).items()
         if adapted or part != "adapters"
     ]

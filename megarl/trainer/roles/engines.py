@@ -1,6 +1,6 @@
 """The rollout engines of a run: their configuration, whether their responses are deterministic, and news of a slow start.
 
-Deterministic: responses depend on weights, prompt and seed alone, not on what else the engine is doing.
+Deterministic: responses depend on weights, prompt and seed alone, not on the engine's other requests.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.config import RolloutConfig, TrainConfig
+from megarl.config import LoraConfig, RolloutConfig, TrainConfig
 from megarl.costs.phases import frees_engines
 from megarl.models import ModelConfig
 from megarl.rollout.engine import AdapterConfig, EngineConfig
-from megarl.sglang_cpu.batch_invariant import obstacle
+from megarl.rollout.sglang.before_import import cpu_engine_function
 from megarl.trainer.roles.adapters import engine_adapters, served_adapters
 
 # Seconds: on a GPU the first start of a model compiles its kernels and captures graphs.
@@ -61,20 +61,33 @@ def engine_config(
     )
 
 
-def gpu_engine(config: TrainConfig, model: ModelConfig) -> EngineConfig:
-    """An engine of a resolved training run on GPUs."""
+def synced_engine(
+    config: TrainConfig, model: ModelConfig, adapters: LoraConfig | None, *, use_gpu: bool, freed: bool
+) -> EngineConfig:
+    """An engine of a resolved training run.
+
+    Args:
+        adapters: the adapters that it serves next to the weights; None: none.
+        freed: whether its memory leaves the devices in phases that do not need it.
+    """
     policy, data = config.actor_rollout_ref, config.data
-    freed = frees_engines(config, config.resource_pools)
-    adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
     return engine_config(
         policy.rollout,
         policy.model.path,
         data.max_prompt_length + data.max_response_length,
-        use_gpu=True,
+        use_gpu=use_gpu,
         synced=True,
         releasable=freed,
         adapters=engine_adapters(model, adapters) if adapters is not None else None,
     )
+
+
+def gpu_engine(config: TrainConfig, model: ModelConfig) -> EngineConfig:
+    """An engine of a resolved training run on GPUs."""
+    policy = config.actor_rollout_ref
+    freed = frees_engines(config, config.resource_pools)
+    adapters, _ = served_adapters(policy.rollout, model, policy.model.lora, freed)
+    return synced_engine(config, model, adapters, use_gpu=True, freed=freed)
 
 
 def rollout_dtype(rollout: RolloutConfig, use_gpu: bool) -> str:
@@ -104,7 +117,9 @@ def is_deterministic(rollout: RolloutConfig, device: str, dtype: str, adapters: 
     if rollout.deterministic is False:
         return False
     if rollout.deterministic is None:
-        return (device, dtype) == ("cpu", "float32") and obstacle() is None
+        if (device, dtype) != ("cpu", "float32"):
+            return False
+        return cpu_engine_function("obstacle")() is None
     reason = None
     if device == "cpu":
         if dtype != "float32":

@@ -10,6 +10,8 @@ from megarl.cluster import ResourcePool, WorkerGroup, group_kind
 from megarl.config import (
     ActorConfig,
     CriticConfig,
+    MegatronConfig,
+    OptimConfig,
     TrainConfig,
     needs_reference,
     reference_in_actor,
@@ -32,13 +34,13 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
     """
     policy, trains = config.actor_rollout_ref, num_steps is not None
     shared_reference = trains and needs_reference(config) and reference_in_actor(config)
-    spec = ModelSpec(
-        path=policy.model.path,
-        head="lm",
-        megatron=policy.actor.megatron,
+    spec = _spec(
+        config,
+        policy.model.path,
+        "lm",
+        policy.actor.megatron,
         optim=policy.actor.optim if trains else None,
         num_updates=num_steps * updates_per_step(config, policy.actor) if trains else 0,
-        timeout=config.trainer.collective_timeout,
         # The ranks' working directory need not be this one.
         plugins=tuple(str(Path(file).expanduser().resolve()) for file in config.plugins),
         lora=policy.model.lora,
@@ -57,43 +59,39 @@ def actor_arguments(config: TrainConfig, num_steps: int | None) -> dict[str, Any
 def critic_spec(config: TrainConfig, num_steps: int) -> ModelSpec:
     critic = config.critic
     assert critic is not None
-    return ModelSpec(
-        path=critic.model.path,
-        head="value",
-        megatron=critic.megatron,
+    return _spec(
+        config,
+        critic.model.path,
+        "value",
+        critic.megatron,
         optim=critic.optim,
         num_updates=num_steps * updates_per_step(config, critic),
-        timeout=config.trainer.collective_timeout,
         lora=critic.model.lora,
         share_prompts=_share_prompts(config),
     )
 
 
 def reference_spec(config: TrainConfig) -> ModelSpec:
-    """The spec of a reference with processes of its own."""
-    policy = config.actor_rollout_ref
-    return ModelSpec(
-        path=policy.model.path,
-        head="lm",
-        megatron=policy.ref.megatron,
-        optim=None,
-        num_updates=0,
-        timeout=config.trainer.collective_timeout,
-        lora=policy.model.lora,  # it has no adapters, but its weights are stored as the actor's are
-        share_prompts=_share_prompts(config),
-    )
+    """The spec of a reference with processes of its own. It has no adapters, but its weights are stored as the actor's are (`lora`)."""
+    model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.ref.megatron
+    return _spec(config, model.path, "lm", megatron, lora=model.lora, share_prompts=_share_prompts(config))
 
 
 def reward_model_spec(config: TrainConfig) -> ModelSpec:
     reward = config.reward_model
-    return ModelSpec(
-        path=reward.model.path,
-        head="value",
-        megatron=reward.megatron,
-        optim=None,
-        num_updates=0,
-        timeout=config.trainer.collective_timeout,
-    )
+    return _spec(config, reward.model.path, "value", reward.megatron)
+
+
+def _spec(
+    config: TrainConfig,
+    path: str,
+    head: str,
+    megatron: MegatronConfig,
+    optim: OptimConfig | None = None,
+    num_updates: int = 0,
+    **more: Any,
+) -> ModelSpec:
+    return ModelSpec(path, head, megatron, optim, num_updates, config.trainer.collective_timeout, **more)
 
 
 def _share_prompts(config: TrainConfig) -> str | None:
@@ -125,9 +123,7 @@ def start_actor(config: TrainConfig, run: Run, num_steps: int | None) -> Role:
     actor = config.actor_rollout_ref.actor
     kwargs = actor_arguments(config, num_steps)
     worker = ACTOR_CRITIC if "critic" in kwargs else ACTOR
-    return _start_model(
-        run, "actor", worker, actor.resource_pool, kwargs["spec"], kwargs, _batching(config, actor)
-    )
+    return _start_model(run, "actor", worker, actor.resource_pool, kwargs, _batching(config, actor))
 
 
 def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> Role:
@@ -135,8 +131,8 @@ def start_critic(config: TrainConfig, run: Run, actor: Role, num_steps: int) -> 
     critic, batching = config.critic, _batching(config, config.critic)
     if critic.model.share_base:
         return Role(actor.group, actor.layout, replace(batching, pair_share=actor.batching.pair_share))
-    spec = critic_spec(config, num_steps)
-    return _start_model(run, "critic", CRITIC, critic.resource_pool, spec, {"spec": spec}, batching)
+    kwargs = {"spec": critic_spec(config, num_steps)}
+    return _start_model(run, "critic", CRITIC, critic.resource_pool, kwargs, batching)
 
 
 def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
@@ -150,19 +146,16 @@ def start_reference(config: TrainConfig, run: Run, actor: Role) -> Role:
     )
     if reference_in_actor(config):
         return Role(actor.group, actor.layout, replace(batching, pair_share=actor.batching.pair_share))
-    spec = reference_spec(config)
-    kwargs = {"spec": spec, "temperature": policy.rollout.temperature}
-    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, spec, kwargs, batching)
+    kwargs = {"spec": reference_spec(config), "temperature": policy.rollout.temperature}
+    return _start_model(run, "ref", ACTOR, policy.ref.resource_pool, kwargs, batching)
 
 
 def start_reward_model(config: TrainConfig, run: Run) -> Role:
     """The reward model's processes."""
     reward = config.reward_model
-    spec = reward_model_spec(config)
     batching = MicroBatching(0, reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
-    return _start_model(
-        run, "reward_model", REWARD_MODEL, reward.resource_pool, spec, {"spec": spec}, batching
-    )
+    kwargs = {"spec": reward_model_spec(config)}
+    return _start_model(run, "reward_model", REWARD_MODEL, reward.resource_pool, kwargs, batching)
 
 
 def _start_model(
@@ -170,10 +163,11 @@ def _start_model(
     name: str,
     worker_class: str,
     pool_name: str,
-    spec: ModelSpec,
-    kwargs: dict[str, object],
+    kwargs: dict[str, Any],
     batching: MicroBatching,
 ) -> Role:
+    """`kwargs`: arguments of the ranks' class, `spec` among them."""
+    spec = kwargs["spec"]
     pool, model = run.pools[pool_name], read_model_config(spec.path)
     group = group_kind(len(pool), run.relays_from)(
         name,

@@ -19,11 +19,11 @@ from megarl.costs.phases import frees_engines
 from megarl.layout import RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.rollout.engine import AdapterConfig
+from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang.before_import import sglang_environment
-from megarl.trainer.roles.adapters import engine_adapters, served_adapters
+from megarl.trainer.roles.adapters import served_adapters
 from megarl.trainer.roles.device_memory import device_memory, gpu_pools
-from megarl.trainer.roles.engines import engine_config, fp8_block, reporting_slow_start, rollout_dtype
+from megarl.trainer.roles.engines import fp8_block, reporting_slow_start, rollout_dtype, synced_engine
 from megarl.trainer.roles.model_roles import (
     Role,
     say_layers,
@@ -70,7 +70,8 @@ def start_roles(
         run.status("starting models and rollout engines"),
         reporting_slow_start(run.say, run.log_dir / ENGINE_LOG),
     ):
-        start_synced = partial(_synced_engines, config, run, engine_pool, order, freed, model, adapters)
+        engine = synced_engine(config, model, adapters, use_gpu=engine_pool.use_gpu, freed=freed)
+        start_synced = partial(_synced_engines, config, run, engine_pool, order, engine)
         # The fork server of the models is ready before that of the engines: start the models first.
         last = ENGINE_PROCESSES in run.fork_servers and not freed
         engines = None if last else start_synced()
@@ -123,29 +124,13 @@ def _start_models(
 
 
 def _synced_engines(
-    config: TrainConfig,
-    run: Run,
-    pool: ResourcePool,
-    order: Sequence[int],
-    freed: bool,
-    model: ModelConfig,
-    adapters: LoraConfig | None,
+    config: TrainConfig, run: Run, pool: ResourcePool, order: Sequence[int], engine: EngineConfig
 ) -> WorkerGroup:
     """The engines of a run that syncs them; their memory is released already if it is freed in phases that do not need it."""
-    policy, data = config.actor_rollout_ref, config.data
-    engines = start_engines(
-        run,
-        policy.rollout,
-        policy.model.path,
-        pool,
-        data.max_prompt_length + data.max_response_length,
-        device_order=order,
-        synced=True,
-        releasable=freed,
-        adapters=engine_adapters(model, adapters) if adapters is not None else None,
-        turns=turns_spec(policy.rollout, policy.model, data.apply_chat_template_kwargs, config.plugins),
-    )
-    if freed:  # before models are loaded onto their devices
+    policy = config.actor_rollout_ref
+    turns = turns_spec(policy.rollout, policy.model, config.data.apply_chat_template_kwargs, config.plugins)
+    engines = start_engines(run, policy.rollout, pool, engine, turns, order)
+    if engine.enable_memory_saver:  # before models are loaded onto their devices
         run.wait(engines.started)
         run.wait(engines.call("release_memory", ["kv_cache", "weights"]))
     return engines
@@ -230,35 +215,18 @@ def sync_plan(
 def start_engines(
     run: Run,
     rollout: RolloutConfig,
-    model_path: str,
     pool: ResourcePool,
-    context_length: int,
-    *,
-    synced: bool,
+    engine: EngineConfig,
+    turns: TurnsSpec | None,
     device_order: Sequence[int] | None = None,
-    releasable: bool = False,
-    adapters: AdapterConfig | None = None,
-    turns: TurnsSpec | None = None,
 ) -> WorkerGroup:
     """Start the rollout engines.
 
     Args:
-        device_order: the numbers of the pool's devices in the order in which the engines' ranks take them.
-        synced: whether they wait for weights; others serve those of the model folder.
-        releasable: whether their memory can be released.
-        adapters: the adapters that they serve next to the weights; None: none.
         turns: how multi-turn trajectories are generated; None: trajectories have one turn.
+        device_order: the numbers of the pool's devices in the order in which the engines' ranks take them.
     """
     tp, nodes = rollout.tensor_model_parallel_size, rollout.nodes_per_engine
-    engine = engine_config(
-        rollout,
-        model_path,
-        context_length,
-        use_gpu=pool.use_gpu,
-        synced=synced,
-        releasable=releasable,
-        adapters=adapters,
-    )
     return run.start(
         WorkerGroup(
             "rollout",

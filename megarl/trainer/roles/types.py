@@ -27,13 +27,13 @@ class SyncFacts:
     """Facts that all syncs of a run share.
 
     Attributes:
-        whole: a version with all weights, and the adapters if engines serve any.
+        complete: a version with all weights, and the adapters if engines serve any.
         adapters: a version of adapters alone; None: engines serve none.
         engine_ranks: the number of ranks of an engine.
         skip_unchanged: whether slices that equal those of the version in an engine are not sent.
     """
 
-    whole: VersionFacts
+    complete: VersionFacts
     adapters: VersionFacts | None
     engine_ranks: int
     skip_unchanged: bool

@@ -43,15 +43,14 @@ def connect(
     )
     of_engines = [written[first : first + parts] for first in range(0, len(written), parts)]
     run.wait(engines.call_each("connect", [(list(chain(*inboxes)),) for inboxes in of_engines]))
-    served = plan.adapters is not None
-    return SyncFacts(
-        VersionFacts(plan.account(), tuple(plan.bytes_received()), len(plan.buckets)),
-        VersionFacts(plan.account(False), tuple(plan.bytes_received(False)), len(plan.buckets) - plan.frozen)
-        if served
-        else None,
-        tp,
-        skip_unchanged,
-    )
+
+    def facts(complete: bool) -> VersionFacts:
+        first = 0 if complete else plan.frozen
+        received = tuple(plan.bytes_received(complete))
+        return VersionFacts(plan.account(complete), received, len(plan.buckets) - first)
+
+    adapters = facts(complete=False) if plan.adapters is not None else None
+    return SyncFacts(facts(complete=True), adapters, tp, skip_unchanged)
 
 
 def sync_weights(run: Run, roles: Roles, version: int) -> dict[str, float]:
@@ -87,7 +86,7 @@ def _sync_once(run: Run, roles: Roles, version: int) -> dict[str, float]:
         results = run.wait([*sending, *engines.call("receive_weights", complete)])
     with run.timed("sync_finish"):
         reports = run.wait(engines.call("finish_update"))
-    return sync_metrics(facts.whole if complete else facts.adapters, results[: len(sending)], reports)
+    return sync_metrics(facts.complete if complete else facts.adapters, results[: len(sending)], reports)
 
 
 def sync_metrics(facts: VersionFacts, sent: list[SendReport], reports: list[SyncReport]) -> dict[str, float]:

@@ -69,13 +69,15 @@ class ActorWorker(ModelWorker):
 
     def compute_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The policy's log-probs of the responses as `column`, at the sampling temperature."""
-        return self._log_probs(self.chunks, table, shares, column)
+        head = self.lm_head(temperature=self.temperature)
+        return self.compute_columns(table, shares, self.pack_share, head, [column])
 
     def compute_ref_log_probs(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The reference's log-probs of the responses as `column`, at the sampling temperature."""
         assert self.reference is not None
+        head = self.lm_head(temperature=self.temperature)
         with self._without_adapters():
-            return self._log_probs(self.reference, table, shares, column)
+            return self.compute_columns(table, shares, self.pack_share, head, [column], self.reference)
 
     def compute_both_log_probs(
         self, table: pa.Table, shares: list[Share], ref_shares: list[Share]
@@ -88,10 +90,12 @@ class ActorWorker(ModelWorker):
     def compute_full_kl(self, table: pa.Table, shares: list[Share], column: str) -> RowColumns | None:
         """The policy's log-probs of the responses as `column`, the exact KL to the reference at each token as `full_kl` and
         the reference's log-probs as `ref_log_probs`, all at the sampling temperature."""
-        share = shares[self.coords.dp]
-        batches = self.with_reference_head(self.pack_share(table, share))
         head = self.lm_head(temperature=self.temperature)
-        return self.forward_columns(self.chunks, batches, share, head, [column, "full_kl", "ref_log_probs"])
+        names = [column, "full_kl", "ref_log_probs"]
+        return self.compute_columns(table, shares, self._pack_with_reference, head, names)
+
+    def _pack_with_reference(self, table: pa.Table, share: Share) -> Sequence[PackedBatch]:
+        return self.with_reference_head(self.pack_share(table, share))
 
     def with_reference_head(self, batches: Sequence[PackedBatch]) -> Sequence[PackedBatch]:
         """The batches with the reference's hidden states and head, from which the exact KL to it is computed with the log-probs."""
@@ -110,15 +114,6 @@ class ActorWorker(ModelWorker):
     def _without_adapters(self) -> AbstractContextManager[None]:
         """While this is active, the model with adapters is the reference."""
         return only_adapters(self.reference, None) if self.spec.adapted else nullcontext()
-
-    def _log_probs(
-        self, chunks: list[torch.nn.Module], table: pa.Table, shares: list[Share], column: str
-    ) -> RowColumns | None:
-        share = shares[self.coords.dp]
-        batches = self.pack_share(table, share)
-        return self.forward_columns(
-            chunks, batches, share, self.lm_head(temperature=self.temperature), [column]
-        )
 
     def update_policy(
         self,
@@ -225,7 +220,7 @@ class ActorWorker(ModelWorker):
         Args:
             held: the version that each engine rank holds (None: send unchanged slices, too).
             merged: whether adapters are merged into the weights; else they are sent next to the weights.
-            whole: whether weights that are not trained are sent.
+            complete: whether weights that are not trained are sent.
         """
         assert self.outbox is not None
         tensors = self.trained_tensors() if merged else self.own_tensors()

@@ -48,9 +48,9 @@ class ModelSpec:
     Attributes:
         head: "lm" or "value".
         optim: None for a model that is only evaluated.
-        num_updates: optimizer steps of the whole run, over which learning rates may decay.
+        num_updates: optimizer steps of the run, over which learning rates may decay.
         timeout: seconds after which a collective that not all ranks joined is an error.
-        plugins: the user's files, whole paths, that the ranks import before anything is looked up by name.
+        plugins: the user's files, as absolute paths, that the ranks import before anything is looked up by name.
         lora: the adapters that are trained instead of the weights, if their rank is not 0.
         share_prompts: the option that has trajectories of one prompt compute it once; None: they do not.
     """
@@ -128,7 +128,9 @@ class Plans:
     def of(self, table: pa.Table, layout: ParallelLayout, batching: MicroBatching, seed: int = 0) -> Plan:
         """As `plan_mini_batches`. `seed`: of the order, if `batching.shuffle`."""
         lengths = sequence_lengths(table)
-        shared = shared_of(table) if batching.share_prompts else None
+        shared = None
+        if batching.share_prompts:
+            shared = shared_tokens(ragged(table, "prompt_ids")[0], list_lengths(table, "prompt_ids"))
         read = (lengths.tobytes(), b"" if shared is None else shared.tobytes())
         if read != self.read:
             self.read, self.made = read, {}
@@ -138,30 +140,14 @@ class Plans:
         return self.made[key]
 
 
-def shared_of(table: pa.Table) -> np.ndarray:
-    """`shared_tokens` of a table's trajectories."""
-    return shared_tokens(ragged(table, "prompt_ids")[0], list_lengths(table, "prompt_ids"))
-
-
 def _plan(
     lengths: np.ndarray, shared: np.ndarray | None, layout: ParallelLayout, batching: MicroBatching, seed: int
 ) -> Plan:
-    limits = {
-        "num_dp": layout.dp,
-        "mini_batch_size": batching.mini_batch_size,
-        "max_tokens": batching.max_tokens,
-        "micro_batch_size": batching.micro_batch_size,
-        "epochs": batching.epochs,
-        "shuffle": batching.shuffle,
-        "seed": seed,
-        "multiple_of": _schedule_multiple(layout),
-    }
-    together = (
-        None if shared is None else plan_groups(lengths, shared, pair_share=batching.pair_share, **limits)
-    )
-    return together or plan_mini_batches(
-        lengths, costs=sequence_costs(lengths, batching.pair_share), **limits
-    )
+    limits = asdict(batching) | {"num_dp": layout.dp, "seed": seed, "multiple_of": _schedule_multiple(layout)}
+    pair_share = limits.pop("pair_share")
+    del limits["share_prompts"]
+    together = None if shared is None else plan_groups(lengths, shared, pair_share=pair_share, **limits)
+    return together or plan_mini_batches(lengths, costs=sequence_costs(lengths, pair_share), **limits)
 
 
 def forward_plan(
@@ -169,10 +155,10 @@ def forward_plan(
 ) -> list[list[list[int]]]:
     """All rows of a table as one batch: by data parallel rank, by micro-batch, row numbers.
 
-    plans: those that were made before; None: none.
+    plans: plans that were made before; None: none.
     """
-    whole = replace(batching, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
-    return (plans or Plans()).of(table, layout, whole)[0]
+    one_batch = replace(batching, mini_batch_size=table.num_rows, epochs=1, shuffle=False)
+    return (plans or Plans()).of(table, layout, one_batch)[0]
 
 
 def first_pass_plan(plan: Plan, epochs: int) -> list[list[list[int]]]:
@@ -193,15 +179,8 @@ def plan_rows(
     pair_share: float = 0.0,
 ) -> list[list[list[int]]]:
     """Rows of these lengths as one batch: by data parallel rank, by micro-batch, row numbers."""
-    return plan_mini_batches(
-        lengths,
-        num_dp=layout.dp,
-        mini_batch_size=len(lengths),
-        max_tokens=max_tokens,
-        micro_batch_size=micro_batch_size,
-        multiple_of=_schedule_multiple(layout),
-        costs=sequence_costs(lengths, pair_share),
-    )[0]
+    batching = MicroBatching(len(lengths), max_tokens, micro_batch_size, pair_share=pair_share)
+    return _plan(lengths, None, layout, batching, seed=0)[0]
 
 
 def update_plan(
@@ -240,17 +219,12 @@ def packing_metrics(
     figures = plan_figures(plan, sequence_costs(lengths, batching.pair_share))
     found = {"padding": 1 - real / packed, **asdict(figures)}
     if batching.share_prompts:
-        found["shared"] = float(_shared_in(plan, table).sum() / real)
+        prompts, of_prompts = table["prompt_ids"].combine_chunks(), list_lengths(table, "prompt_ids")
+        shared = [
+            shared_tokens(prompts.take(rows).flatten().to_numpy(), of_prompts[rows]).sum() for rows in micros
+        ]
+        found["shared"] = float(sum(shared) / real)
     return {f"perf/{role}/{name}": value for name, value in found.items()}
-
-
-def _shared_in(plan: Plan, table: pa.Table) -> np.ndarray:
-    """The number of tokens that trajectories of each micro-batch share, one after the other."""
-    prompts, lengths = table["prompt_ids"].combine_chunks(), list_lengths(table, "prompt_ids")
-    micros = [rows for shares in plan for share in shares for rows in share]
-    return np.concatenate(
-        [shared_tokens(prompts.take(rows).flatten().to_numpy(), lengths[rows]) for rows in micros]
-    )
 
 
 def rows_to_share(num_rows: int, layout: ParallelLayout) -> int:
@@ -294,18 +268,21 @@ def split_requests(requests: pa.Table, num_engines: int) -> list[pa.Table]:
 def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
     """The pairs of these rankings' texts, numbered as `texts_of` has them, and each text's margin [texts] (float32)."""
     chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
-    scores, margins = chosen["scores"].to_pylist(), chosen["margin"].to_pylist()
-    counts = torch.tensor([len(own) for own in scores])
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    flat = torch.tensor([score for own in scores for score in own], dtype=torch.float64)
-    return ranking_pairs(flat, offsets), torch.tensor(margins).repeat_interleave(counts)
+    pairs, counts = _pairs(chosen)
+    return pairs, torch.tensor(chosen["margin"].to_pylist()).repeat_interleave(counts)
 
 
 def compared_chats(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
     """The pairs of these rankings' chats, numbered as `chats_of` has them, and each one's `ref_log_probs` [chats] (float32)."""
     chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
-    scores = chosen["scores"].to_pylist()
-    offsets = torch.nn.functional.pad(torch.tensor([len(own) for own in scores]).cumsum(0), (1, 0))
-    flat = torch.tensor([score for own in scores for score in own], dtype=torch.float64)
     reference = [value for own in chosen["ref_log_probs"].to_pylist() for value in own]
-    return ranking_pairs(flat, offsets), torch.tensor(reference, dtype=torch.float32)
+    return _pairs(chosen)[0], torch.tensor(reference, dtype=torch.float32)
+
+
+def _pairs(rankings: pa.Table) -> tuple[Pairs, torch.Tensor]:
+    """The pairs of the rankings' sequences by their scores, and the number of each ranking's sequences [rankings]."""
+    scores = rankings["scores"].to_pylist()
+    counts = torch.tensor([len(own) for own in scores])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    flat = torch.tensor([score for own in scores for score in own], dtype=torch.float64)
+    return ranking_pairs(flat, offsets), counts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from megarl.cluster.ranks import RankInfo
 from megarl.data.trajectories import build_trajectories, take
-from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams, SyncReport
+from megarl.rollout.engine import EngineConfig, EngineError, Generation, SamplingParams
 from megarl.rollout.sglang.engine import SGLangEngine, SGLangPart
-from megarl.trainer.workers.multi_turn import TurnsSpec, make_players
+from megarl.trainer.workers.multi_turn import Players, TurnsSpec
 from megarl.weight_sync.packets import Address, SyncShare
 from megarl.weight_sync.receiver import InboxFile
 
@@ -36,25 +36,23 @@ class EngineWorker:
             config = replace(config, nodes=info.parts, node=info.part, address=address(info))
         self.engine = SGLangEngine(config) if info.part == 0 else SGLangPart(config)
         self.engine.start()
-        plays = turns is not None and info.part == 0
-        self.players = make_players(turns, self.engine, config.stop_token_ids) if plays else None
-        self.flight = self.engine.flight() if info.part == 0 else None
+        self.players: Players | None = None
         self._launched: dict[str, pa.Table] = {}  # by uid, the request of one row
-        self._signs, self._waited = self.engine.last_sign if info.part == 0 else 0.0, 0.0
-
-    def generate(self, requests: pa.Table, sampling: SamplingParams) -> pa.Table:
-        """The trajectories of `requests` (see `expand_prompts`), in their order."""
-        parts = self._generations(requests, sampling)
-        return build_trajectories(requests, [generation for part in parts for generation in part])
+        if info.part == 0:
+            if turns is not None:
+                self.players = Players(turns, self.engine.answer, config.stop_token_ids)
+            self.flight = self.engine.flight()
+            self._signs, self._waited = self.engine.last_sign, 0.0
 
     def stream(self, requests: pa.Table, sampling: SamplingParams, apart: float = 0.0) -> Iterator[pa.Table]:
-        """The trajectories of `requests` as they finish: tables of all that have since the last one.
+        """The trajectories of `requests` (see `expand_prompts`) as they finish: tables of all that have since the last one.
 
         Args:
             apart: seconds between two tables, at least; but the last one comes when all are there.
         """
         rows = {uid: row for row, uid in enumerate(requests["uid"].to_pylist())}
-        for generations in self._generations(requests, sampling, apart):
+        assert len(rows) == requests.num_rows, "requests have different uids"
+        for generations in self.engine.as_completed(self._answers(requests, sampling), apart):
             part = take(requests, [rows[generation.uid] for generation in generations])
             yield build_trajectories(part, generations)
 
@@ -94,19 +92,6 @@ class EngineWorker:
         """The uids of requests that were launched and have not landed."""
         return list(self._launched)
 
-    def interrupt(self) -> None:
-        """Pause running requests until the next version of the weights."""
-        self.engine.interrupt()
-
-    def _generations(
-        self, requests: pa.Table, sampling: SamplingParams, apart: float = 0.0
-    ) -> Iterator[list[Generation]]:
-        if self.players is not None:
-            yield from self.engine.as_completed(self._answers(requests, sampling), apart)
-            return
-        prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
-        yield from self.engine.generate_stream(prompts, uids, sampling, apart)
-
     def _answers(self, requests: pa.Table, sampling: SamplingParams) -> list[Coroutine[Any, Any, Generation]]:
         """A coroutine for each of the requests, in their order."""
         prompts, uids = requests["prompt_ids"].to_pylist(), requests["uid"].to_pylist()
@@ -126,31 +111,9 @@ class EngineWorker:
             InboxFile(share, needed, timeout).write(inbox)
         return inboxes
 
-    def connect(self, inboxes: Sequence[Path]) -> None:
-        """Give each TP rank of the engine the path of its inbox file on its own node."""
-        self.engine.connect(inboxes)
-
-    def release_memory(self, parts: list[str]) -> None:
-        self.engine.release_memory(parts)
-
-    def resume_memory(self, parts: list[str]) -> None:
-        self.engine.resume_memory(parts)
-
-    def memory(self) -> list[dict[str, int]]:
-        """By rank of the engine, the bytes of its parts on the device."""
-        return self.engine.memory()
-
-    def begin_update(self, version: int) -> int | None:
-        """Announce a version; returns the one that the engine held."""
-        return self.engine.begin_update(version)
-
-    def receive_weights(self, whole: bool = True) -> None:
-        """Receive the version that the trainer ranks send at the same time; `whole`: including weights that are not trained."""
-        self.engine.receive_weights(whole)
-
-    def finish_update(self) -> SyncReport:
-        """Serve the received version."""
-        return self.engine.finish_update()
+    def __getattr__(self, name: str) -> Any:
+        """Every other call is the engine's own: updates of the weights, their connection, memory, interruptions."""
+        return getattr(self.__dict__["engine"], name)
 
 
 def address(info: RankInfo) -> str:

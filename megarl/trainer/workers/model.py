@@ -45,7 +45,7 @@ from megarl.megatron.checkpoint.checkpoint import (
     finish_save,
     load_states,
 )
-from megarl.megatron.checkpoint.places import Places, adapter_places, model_places
+from megarl.megatron.checkpoint.places import adapter_places, model_places
 from megarl.megatron.heads import lm_head
 from megarl.megatron.layer_spec import layers_text
 from megarl.megatron.lora.fp8_base import ExactWeights
@@ -78,7 +78,7 @@ from megarl.megatron.step import StepResult, forward_only, train_step
 from megarl.models import COMPANIONS, read_model_config
 from megarl.models.lora import ADAPTER
 from megarl.trainer.workers.dispatch import ModelSpec
-from megarl.trainer.workers.nonfinite_source import Names, check_update, find_source, no_names
+from megarl.trainer.workers.nonfinite_source import Names, check_update, find_source
 from megarl.util.memory import keep_freed_memory
 from megarl.util.plugins import load_plugins
 from megarl.util.rendezvous import wait_for_all
@@ -150,7 +150,7 @@ class ModelWorker:
         self.export: ExportPlan | None = None
         self.adapter_export: AdapterExport | None = None
         self.saving: Saving | None = None
-        self.profile: Profile | None = None
+        self.profile: torch.profiler.profile | None = None
         self.base_model: BaseModel | None = None  # identified by the first save or load
 
     def _adapt(self) -> None:
@@ -206,7 +206,6 @@ class ModelWorker:
 
     def load(self, path: str, head: str, *, trainable: bool) -> list[torch.nn.Module]:
         """A model's chunks on this rank, with the weights of the Hugging Face folder `path`."""
-        base_block = self.spec.lora.blocks
         chunks = build_model(
             self.config,
             self.layout,
@@ -214,7 +213,7 @@ class ModelWorker:
             dtype=self.dtype,
             trainable=trainable,
             recompute_granularity=self.spec.megatron.recompute_granularity if trainable else None,
-            base_block=base_block,
+            base_block=self.spec.lora.blocks,
             seed=self.spec.megatron.seed,
         )
         self.read_weights(path, head, local_parameters(chunks))
@@ -227,8 +226,9 @@ class ModelWorker:
 
     def read_weights(self, path: str, head: str, parameters: Mapping[str, torch.Tensor]) -> None:
         """Fill this rank's local tensors from a Hugging Face folder."""
-        blocks = self.spec.lora.blocks
-        load_hf_weights(path, self.config, self.layout, self.info.rank, parameters, head, blocks)
+        load_hf_weights(
+            path, self.config, self.layout, self.info.rank, parameters, head, self.spec.lora.blocks
+        )
 
     def read_value_head(self, path: str, weight: torch.Tensor) -> None:
         """Fill a head that was put on another rank's model, if the Hugging Face folder has one."""
@@ -252,8 +252,8 @@ class ModelWorker:
             self.parts[part].reload()
 
     def memory(self) -> list[dict[str, int]]:
-        """The bytes of each part on the device, of all their copies on the host ("on_host") and, on a GPU, what torch
-        has allocated there in all ("allocated"); one entry, since the process has one device."""
+        """The bytes of each part on the device, of all their copies on the host ("on_host") and, on a GPU, of all that torch
+        has allocated there ("allocated"); one entry, since the process has one device."""
         found = {name: part.device_bytes() for name, part in self.parts.items()}
         found["on_host"] = sum(part.host_bytes() for part in self.parts.values())
         if platform.is_cuda():
@@ -261,14 +261,25 @@ class ModelWorker:
         return [found]
 
     def start_profile(self) -> None:
-        """Begin a profiler trace of this rank."""
-        self.profile = Profile()
+        """Begin a trace of everything that this process does with torch."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if platform.is_cuda():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profile = torch.profiler.profile(activities=activities, record_shapes=True)
+        self.profile.start()
 
     def write_profile(self, path: str) -> None:
-        """End the trace, and write it; OSError: it cannot be written."""
+        """End the trace, and write a file that ui.perfetto.dev opens, with its folder; OSError: it cannot be written."""
         profile, self.profile = self.profile, None
         assert profile is not None, "start_profile was called"
-        profile.write(path)
+        profile.stop()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(path)
+
+    @property
+    def context_group(self) -> torch.distributed.ProcessGroup | None:
+        """The context parallel group; None: there is one rank."""
+        return context_parallel_group() if self.layout.cp > 1 else None
 
     def lm_head(self, *, temperature: float = 1.0, with_entropy: bool = False) -> Callable:
         return lm_head(
@@ -280,45 +291,49 @@ class ModelWorker:
 
     def pack_share(self, table: pa.Table, share: Share, fields: Sequence[str] = ()) -> MicroBatches:
         """This rank's part of each micro-batch of trajectories."""
-        arrange = partial(arrange_trajectories, table, fields=fields, **self._packing())
-        shares = self.spec.share_prompts is not None
-        return MicroBatches(partial(arrange, rows=rows, share_prompts=shares) for rows in share)
+        share_prompts = self.spec.share_prompts is not None
+        return self._pack(arrange_trajectories, table, share, fields=fields, share_prompts=share_prompts)
 
     def pack_examples(self, table: pa.Table, share: Share) -> MicroBatches:
         """This rank's part of each micro-batch of SFT examples."""
-        arrange = partial(arrange_sequences, table, **self._packing())
-        return MicroBatches(partial(arrange, rows=rows) for rows in share)
+        return self._pack(arrange_sequences, table, share)
 
     def pack_texts(self, table: pa.Table, share: Share) -> MicroBatches:
         """This rank's part of each micro-batch of texts that get one number each."""
-        arrange = partial(arrange_texts, table, **self._packing())
-        return MicroBatches(partial(arrange, rows=rows) for rows in share)
+        return self._pack(arrange_texts, table, share)
 
-    def _packing(self) -> dict[str, object]:
-        layout = self.layout
-        return {"tp": layout.tp, "cp": layout.cp, "cp_rank": self.coords.cp, "sequence_parallel": layout.sp}
+    def _pack(self, arrange: Callable, table: pa.Table, share: Share, **more: object) -> MicroBatches:
+        layout, cp_rank = self.layout, self.coords.cp
+        arranged = partial(arrange, table, tp=layout.tp, cp=layout.cp, cp_rank=cp_rank, **more)
+        return MicroBatches(partial(arranged, rows=rows, sequence_parallel=layout.sp) for rows in share)
 
-    def forward_columns(
+    def compute_columns(
         self,
-        chunks: list[torch.nn.Module],
-        batches: Sequence[PackedBatch],
-        share: Share,
+        table: pa.Table,
+        shares: list[Share],
+        pack: Callable[[pa.Table, Share], Sequence[PackedBatch]],
         head: Callable,
         names: Sequence[str],
+        chunks: list[torch.nn.Module] | None = None,
     ) -> RowColumns | None:
-        """Run forward; the head's outputs [tokens, len(names)] as response-aligned columns.
+        """Pack this rank's share and run it forward; the head's outputs [tokens, len(names)] as response-aligned columns.
+
+        Args:
+            chunks: the model; None: this rank's own.
 
         Returns: None on ranks whose results another rank returns (all but one of each data parallel rank).
         """
+        share, chunks = shares[self.coords.dp], self.chunks if chunks is None else chunks
+        batches = pack(table, share)
         assert_resident(chunks)
         outputs = forward_only(unwrap(chunks), batches, head)
         if self.coords.pp != self.layout.pp - 1:
             return None
-        group = context_parallel_group() if self.layout.cp > 1 else None
         lists: dict[str, list[np.ndarray]] = {name: [] for name in names}
         for batch, output in zip(batches, outputs, strict=True):
             for index, name in enumerate(names):
-                lists[name] += unpack(batch, output.view(batch.num_tokens, -1)[:, index], group)
+                values = output.view(batch.num_tokens, -1)[:, index]
+                lists[name] += unpack(batch, values, self.context_group)
         if self.coords.tp or self.coords.cp:
             return None
         rows = [row for micro in share for row in micro]
@@ -329,14 +344,14 @@ class ModelWorker:
         batches: Sequence[PackedBatch],
         head: Callable,
         loss: Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
-        names: Names = no_names,
+        names: Names | None = None,
     ) -> StepResult:
         """One optimizer step; equal results on every rank.
 
         In float16 a step whose gradient overflowed is left out (`ok` is false) and the loss scale lowered.
 
         Args:
-            names: gives the names of the micro-batches' sequences, for the error.
+            names: gives the names of the micro-batches' sequences, for the error; None: they have none.
 
         Raises:
             FloatingPointError: the gradient is not finite, in float16 at the least loss scale; weights and optimizer are
@@ -362,20 +377,19 @@ class ModelWorker:
 
     def adapter_plan(self) -> AdapterExport:
         """How the adapters are exported, with the value head if there is one."""
-        spec = self.spec
         self.adapter_export = adapter_export_plan(
-            self.config, self.layout, spec.lora, self.dtype, adapter=self.adapter, head=spec.head
+            self.config, self.layout, self.spec.lora, self.dtype, adapter=self.adapter, head=self.spec.head
         )
         return self.adapter_export
 
     def pack_adapters(self) -> Bundle:
-        """What this rank holds of the adapters, after `adapter_plan`."""
+        """This rank's slices of the adapters, after `adapter_plan`."""
         assert self.adapter_export is not None
         assert_resident(self.chunks)
         return self.adapter_export.pack(self.info.rank, local_parameters(self.chunks))
 
     def pack_export(self, shard: int) -> Bundle:
-        """What this rank holds of a shard file of the Hugging Face checkpoint, after `export_plan`."""
+        """This rank's slices of a shard file of the Hugging Face checkpoint, after `export_plan`."""
         assert self.export is not None
         assert_resident(self.chunks)
         return self.export.pack(shard, self.info.rank, self.trained_tensors())
@@ -416,7 +430,7 @@ class ModelWorker:
         """Continue with the role's state as it was saved, in any layout.
 
         Raises:
-            ValueError: it does not fit the role's model, or is damaged; names what.
+            ValueError: it does not fit the role's model, or is damaged; names the tensor or file.
         """
         return load_states(folder, rank_states(self.of_role(role)))
 
@@ -429,24 +443,15 @@ def rank_states(worker: ModelWorker) -> RankStates:
     assert worker.spec.optim is not None, "a model that is not trained is not saved"
     for part in ("adapters" if worker.spec.adapted else "weights", "optimizer"):
         worker.parts[part].require()
-    adapted = worker.spec.adapted
-    return RankStates(
-        worker.chunks,
-        worker.optimizer,
-        worker.scheduler,
-        worker.layout,
-        _adapter_places(worker) if adapted else model_places(unwrap(worker.chunks), worker.config.vocab_size),
-        worker.spec.megatron.seed,
-        _base(worker) if adapted else None,
-    )
-
-
-def _adapter_places(worker: ModelWorker) -> Places:
-    spec = worker.spec
-    layout = adapter_layout(worker.config, worker.layout, spec.lora, worker.adapter, spec.head)
-    return adapter_places(
-        layout.pieces(worker.info.rank), adapter_tensors(worker.config, spec.lora, spec.head)
-    )
+    spec, base = worker.spec, None
+    if spec.adapted:
+        layout = adapter_layout(worker.config, worker.layout, spec.lora, worker.adapter, spec.head)
+        tensors = adapter_tensors(worker.config, spec.lora, spec.head)
+        places, base = adapter_places(layout.pieces(worker.info.rank), tensors), _base(worker)
+    else:
+        places = model_places(unwrap(worker.chunks), worker.config.vocab_size)
+    seed = spec.megatron.seed
+    return RankStates(worker.chunks, worker.optimizer, worker.scheduler, worker.layout, places, seed, base)
 
 
 def _base(worker: ModelWorker) -> BaseModel:
@@ -492,20 +497,3 @@ def named(method: str) -> Iterator[None]:
             yield
         finally:
             torch.cuda.nvtx.range_pop()
-
-
-class Profile:
-    """A trace of everything that this process does with torch until `write`."""
-
-    def __init__(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if platform.is_cuda():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        self._profiler.start()
-
-    def write(self, path: str | Path) -> None:
-        """End it; the file is one that ui.perfetto.dev opens, its folder is made."""
-        self._profiler.stop()
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(path))

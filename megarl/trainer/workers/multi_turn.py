@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
 
 from megarl.config import ModelPathConfig, RolloutConfig
+from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS
 from megarl.environments import find_environment
 from megarl.environments.environment import Task
-from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.turns import Player, TurnLimits
+from megarl.rollout.turns import Answer, Player
 from megarl.util.plugins import load_plugins
 
 
@@ -26,11 +25,8 @@ from megarl.util.plugins import load_plugins
 class TurnsSpec:
     """The settings with which an engine's process plays an environment."""
 
-    environment: str
-    options: Mapping[str, Any]
-    limits: TurnLimits
-    tokenizer_path: str
-    trust_remote_code: bool
+    multi_turn: MultiTurnConfig
+    model: ModelPathConfig
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
 
@@ -41,7 +37,7 @@ def turns_spec(
     template_kwargs: Mapping[str, Any] | None,
     plugins: tuple[str, ...],
 ) -> TurnsSpec | None:
-    """As section `rollout.multi_turn` (resolved and checked) says; None where it is not enabled.
+    """The settings of section `rollout.multi_turn` (resolved and checked); None where it is not enabled.
 
     Raises:
         ValueError: there is no such environment, or it does not take the options.
@@ -50,34 +46,25 @@ def turns_spec(
     if not multi_turn.enable:
         return None
     assert multi_turn.environment is not None and model.tokenizer_path is not None, "checked and resolved"
-    options = multi_turn.options or {}
     load_plugins(plugins)
-    find_environment(multi_turn.environment, options)
-    limits = TurnLimits(
-        max_assistant_turns=multi_turn.max_assistant_turns,
-        max_user_turns=multi_turn.max_user_turns,
-        max_characters=multi_turn.max_tool_response_length,
-        keep_side=multi_turn.tool_response_truncate_side,
-        step_timeout=multi_turn.step_timeout,
-    )
-    return TurnsSpec(
-        multi_turn.environment,
-        options,
-        limits,
-        model.tokenizer_path,
-        model.trust_remote_code,
-        template_kwargs or {},
-        # The engines' working directory need not be this one.
-        tuple(str(Path(file).expanduser().resolve()) for file in plugins),
-    )
+    find_environment(multi_turn.environment, multi_turn.options or {})
+    # The engines' working directory need not be this one.
+    files = tuple(str(Path(file).expanduser().resolve()) for file in plugins)
+    return TurnsSpec(multi_turn, model, template_kwargs or {}, files)
 
 
-@dataclass(frozen=True)
 class Players:
-    """Plays the requests of one engine."""
+    """Plays the requests of one engine, in the engine's process."""
 
-    player: Player
-    tokenizer: PreTrainedTokenizerBase
+    def __init__(self, spec: TurnsSpec, answer: Answer, stop_token_ids: tuple[int, ...]) -> None:
+        """`answer`: the engine's; `stop_token_ids`: as of `Player`."""
+        load_plugins(spec.plugins)
+        multi_turn, model = spec.multi_turn, spec.model
+        assert multi_turn.environment is not None and model.tokenizer_path is not None
+        options = multi_turn.options or {}
+        make = partial(find_environment(multi_turn.environment, options), **options)
+        self._tokenizer = load_tokenizer(model.tokenizer_path, model.trust_remote_code)
+        self.player = Player(make, multi_turn, self._tokenizer, answer, stop_token_ids, spec.template_kwargs)
 
     def tasks(self, requests: pa.Table) -> list[Task]:
         """The environments' tasks, one for each request (see `expand_prompts`)."""
@@ -87,7 +74,7 @@ class Players:
         return [
             Task(
                 uid=uid,
-                prompt=self.tokenizer.decode(ids, skip_special_tokens=True),
+                prompt=self._tokenizer.decode(ids, skip_special_tokens=True),
                 messages=messages,
                 data_source=source,
                 ground_truth=truth,
@@ -96,15 +83,6 @@ class Players:
             )
             for uid, ids, source, truth, extra, messages, keywords in rows
         ]
-
-
-def make_players(spec: TurnsSpec, engine: RolloutEngine, stop_token_ids: tuple[int, ...]) -> Players:
-    """In the engine's process."""
-    load_plugins(spec.plugins)
-    made = partial(find_environment(spec.environment, spec.options), **spec.options)
-    tokenizer = load_tokenizer(spec.tokenizer_path, spec.trust_remote_code)
-    player = Player(made, spec.limits, tokenizer, engine.answer, stop_token_ids, spec.template_kwargs)
-    return Players(player, tokenizer)
 
 
 def _json_column(requests: pa.Table, name: str) -> list[Any]:

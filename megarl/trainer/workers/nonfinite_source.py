@@ -21,10 +21,6 @@ _NUM_NAMED = 3  # trajectories of a micro-batch
 Names = Callable[[], Sequence[Sequence[str]]]
 
 
-def no_names() -> Sequence[Sequence[str]]:
-    return ()
-
-
 def trajectory_names(table: pa.Table, share: Sequence[Sequence[int]]) -> Sequence[Sequence[str]]:
     """The uids of a share's trajectories, by micro-batch."""
     uids = table["uid"].to_pylist()
@@ -59,19 +55,19 @@ def find_source(
     batches: Sequence[PackedBatch],
     head: Head,
     loss: Loss,
-    names: Names,
+    names: Names | None,
 ) -> str:
     """Run the micro-batches forward again; returns text that names the first output or loss that is not finite.
 
     Called on all ranks of a model at once; every rank gets the same text.
 
     Args:
-        names: gives the names of the sequences of each micro-batch, where they have any.
+        names: gives the names of the sequences of each micro-batch; None: they have none.
     """
     outputs = forward_only(unwrap(chunks), batches, head)
     own = None
     if outputs[0] is not None:
-        own = _first(batches, outputs, loss, names())
+        own = _first(batches, outputs, loss, names() if names is not None else ())
     found: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, own)
     told = [f"{text}, on rank {rank}" for rank, text in enumerate(found) if text is not None]
@@ -89,9 +85,8 @@ def _first(
     told = []
     for number, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
         assert output is not None
-        total, _ = loss(
-            output, batch
-        )  # for every micro-batch: the loss may have a collective over context parallel ranks
+        # For every micro-batch: the loss may have a collective over context parallel ranks.
+        total, _ = loss(output, batch)
         texts = names[number] if number < len(names) else ()
         wrong = batch.mask & ~torch.isfinite(output.view(batch.num_tokens, -1)).all(-1)
         if bool(wrong.any()):

@@ -6,7 +6,7 @@ own: gradients of both kinds are summed before they are reduced and the optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.megatron.packing import PackedBatch
+    from megarl.megatron.step import Head, Loss
     from megarl.trainer.workers.model import ModelWorker
 
 WEIGHTS = "ptx_weights"  # a field of the micro-batches of this loss, which tells them from trajectories
-
-Head = Callable[..., torch.Tensor]
-Loss = Callable[[torch.Tensor, "PackedBatch"], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def pack_ptx(worker: ModelWorker, examples: pa.Table, how: PtxUpdate, number: in
 
 
 def with_ptx(head: Head, loss: Loss, text_head: Head) -> tuple[Head, Loss]:
-    """A head and a loss that apply those given to trajectories, and the auxiliary ones to micro-batches of examples.
+    """A head and a loss that apply the given ones to trajectories, and the auxiliary ones to micro-batches of examples.
 
     Args:
         text_head: log-probs of examples [tokens, 1 or 2], at temperature 1.

@@ -5,9 +5,8 @@ Guarantee, asserted by a test: with a shared frozen model values, updates and lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -19,15 +18,14 @@ from megarl.megatron.heads import value_head
 from megarl.megatron.lora.parameter_sets import in_turn, parameter_set
 from megarl.megatron.offload import frozen_of
 from megarl.megatron.packing import PackedBatch
+from megarl.megatron.step import Loss
 from megarl.trainer.workers.actor import ActorWorker, pack_weighted
 from megarl.trainer.workers.dispatch import ModelSpec
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.nonfinite_source import trajectory_names
 
-MicroBatchLoss = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
-
-def scaled_value_loss(clip: float | None, vf_coef: float) -> MicroBatchLoss:
+def scaled_value_loss(clip: float | None, vf_coef: float) -> Loss:
     """The loss of a micro-batch: `value_loss` times `vf_coef`; the sums are without it."""
 
     def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -45,9 +43,7 @@ class CriticWorker(ModelWorker):
 
     def compute_values(self, table: pa.Table, shares: list[Share]) -> RowColumns | None:
         """The value of the state before each response token, as column `values`."""
-        share = shares[self.coords.dp]
-        batches = self.pack_share(table, share)
-        return self.forward_columns(self.chunks, batches, share, value_head, ["values"])
+        return self.compute_columns(table, shares, self.pack_share, value_head, ["values"])
 
     def update_values(
         self,
@@ -62,14 +58,14 @@ class CriticWorker(ModelWorker):
 
         `vf_coef`: factor of the loss; the metric critic/vf_loss is without it.
         """
-        loss = scaled_value_loss(clip, vf_coef)
+        loss, fields = scaled_value_loss(clip, vf_coef), ["values", "returns", "loss_weights"]
         steps = []
         for shares, count in zip(plan, counts, strict=True):
             if count.tokens == 0:
                 continue
-            fields = ["values", "returns", "loss_weights"]
-            batches = pack_weighted(self, table, shares[self.coords.dp], fields, aggregation, count)
-            names = partial(trajectory_names, table, shares[self.coords.dp])
+            share = shares[self.coords.dp]
+            batches = pack_weighted(self, table, share, fields, aggregation, count)
+            names = partial(trajectory_names, table, share)
             result = self.train(batches, value_head, loss, names)
             steps.append({**result.stats, **result.numbers()})
         return steps
@@ -102,24 +98,13 @@ class ActorCriticWorker(ActorWorker):
 
     def compute_values(self, table: pa.Table, shares: list[Share]) -> RowColumns | None:
         """As `CriticWorker.compute_values`."""
-        with self._with_critic():
+        with in_turn(self._critics, self._actors):
             return self.critic.compute_values(table, shares)
 
-    def update_values(
-        self,
-        table: pa.Table,
-        plan: list[list[Share]],
-        counts: list[LossCounts],
-        aggregation: LossAggregation,
-        clip: float | None,
-        vf_coef: float = 1.0,
-    ) -> list[dict[str, float]]:
-        """As `CriticWorker.update_values`."""
-        with self._with_critic():
-            return self.critic.update_values(table, plan, counts, aggregation, clip, vf_coef)
-
-    def _with_critic(self) -> AbstractContextManager[None]:
-        return in_turn(self._critics, self._actors)
+    @wraps(CriticWorker.update_values)
+    def update_values(self, *arguments: Any, **named: Any) -> list[dict[str, float]]:
+        with in_turn(self._critics, self._actors):
+            return self.critic.update_values(*arguments, **named)
 
 
 class RewardModelWorker(ModelWorker):
@@ -127,7 +112,5 @@ class RewardModelWorker(ModelWorker):
 
     def score_texts(self, texts: pa.Table, shares: list[Share]) -> RowColumns | None:
         """The head's output at the last token of each text (column `input_ids`), as column `scores` of one value a row:
-        what transformers' *ForSequenceClassification gives as the logit of its one label."""
-        share = shares[self.coords.dp]
-        batches = self.pack_texts(texts, share)
-        return self.forward_columns(self.chunks, batches, share, value_head, ["scores"])
+        the logit of the one label of transformers' *ForSequenceClassification."""
+        return self.compute_columns(texts, shares, self.pack_texts, value_head, ["scores"])

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.preference import dpo_loss, dpo_metrics, preference_loss, preference_metrics
+from megarl.algorithms.preference import Pairs, dpo_loss, dpo_metrics, preference_loss, preference_metrics
 from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig
 from megarl.data.preferences import chats_of, ranking_lengths, texts_of
 from megarl.megatron.build import unwrap
 from megarl.megatron.heads import value_head
 from megarl.megatron.packing import PackedBatch
-from megarl.megatron.parallel import context_parallel_group
 from megarl.megatron.sequences import sequence_ids, sum_over_ranks, text_values
-from megarl.megatron.step import forward_only
+from megarl.megatron.step import Head, forward_only
 from megarl.models.table import VALUE_HEAD
 from megarl.models.weight_files import stored_tensors
 from megarl.trainer.workers.dispatch import ModelSpec, compared_chats, compared_texts
 from megarl.trainer.workers.model import ModelWorker, RowColumns, Share
 from megarl.trainer.workers.scalar_heads import RewardModelWorker
+
+LossAndSums = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class SFTWorker(ModelWorker):
@@ -29,7 +32,7 @@ class SFTWorker(ModelWorker):
     def train_examples(self, table: pa.Table, shares: list[Share], num_learnt: int) -> dict[str, float]:
         """One optimizer step on the negative log-likelihood, a mean over the `num_learnt` tokens of all ranks."""
 
-        def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(output: torch.Tensor, batch: PackedBatch) -> LossAndSums:
             total = -torch.where(batch.mask, output[:, 0], 0.0).sum()
             return total / num_learnt, {"loss": total.double(), "tokens": batch.mask.sum().double()}
 
@@ -52,8 +55,8 @@ class SFTWorker(ModelWorker):
             [-output[:, 0][batch.mask].sum() for output, batch in zip(outputs, batches, strict=True)]
         )
         total = total.double().sum()
-        if self.layout.cp > 1:
-            torch.distributed.all_reduce(total, group=context_parallel_group())
+        if self.context_group is not None:
+            torch.distributed.all_reduce(total, group=self.context_group)
         return None if self.coords.tp or self.coords.cp else float(total)
 
 
@@ -80,29 +83,15 @@ class RMWorker(RewardModelWorker):
         Args:
             shares: rows of the table; the texts of a ranking are in one micro-batch.
         """
-        share = shares[self.coords.dp]
-        texts = [texts_of(table, rows) for rows in share]
-        batches = [self.pack_texts(micro, [list(range(micro.num_rows))])[0] for micro in texts]
-        # The schedule decides the order of micro-batches; the loss finds the pairs of each by its object.
-        compared = {batch: compared_texts(table, rows) for batch, rows in zip(batches, share, strict=True)}
-        cp = self.layout.cp
-        group = context_parallel_group() if cp > 1 else None
 
-        def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            pairs, margins = compared[batch]
-            rewards = text_values(output, batch, group)
-            total, sums = preference_loss(
-                rewards, pairs.to(rewards.device), margins.to(rewards.device), table.num_rows
-            )
-            # Every context parallel rank computes the full loss, and their gradients are summed.
-            return total / cp, {name: value / cp for name, value in sums.items()}
+        def loss(
+            output: torch.Tensor, batch: PackedBatch, pairs: Pairs, margins: torch.Tensor
+        ) -> LossAndSums:
+            rewards = text_values(output, batch, self.context_group)
+            return preference_loss(rewards, pairs, margins, table.num_rows)
 
-        result = self.train(batches, value_head, loss)
-        metrics = {**preference_metrics(result.stats, table.num_rows), **result.numbers()}
-        return {
-            **{f"train/{name}": value for name, value in metrics.items()},
-            "perf/tokens": float(ranking_lengths(table).sum()),
-        }
+        side = (texts_of, self.pack_texts, compared_texts)
+        return _train_compared(self, table, shares, side, value_head, loss, preference_metrics)
 
 
 class DPOWorker(ModelWorker):
@@ -110,10 +99,7 @@ class DPOWorker(ModelWorker):
 
     def token_log_probs(self, table: pa.Table, shares: list[Share]) -> RowColumns | None:
         """The policy's log-probs of each chat's tokens but the first as column `log_probs`; 0 on tokens that are not trained on."""
-        share = shares[self.coords.dp]
-        return self.forward_columns(
-            self.chunks, self.pack_examples(table, share), share, self.lm_head(), ["log_probs"]
-        )
+        return self.compute_columns(table, shares, self.pack_examples, self.lm_head(), ["log_probs"])
 
     def train_preferences(self, table: pa.Table, shares: list[Share], how: DPOLossConfig) -> dict[str, float]:
         """One optimizer step on the loss of all rankings of the table.
@@ -122,34 +108,52 @@ class DPOWorker(ModelWorker):
             table: `PREFERENCE_CHAT_SCHEMA`, and `ref_log_probs`: of each chat its reference's log-prob.
             shares: rows of the table; the chats of a ranking are in one micro-batch.
         """
-        share = shares[self.coords.dp]
-        chats = [chats_of(table, rows) for rows in share]
-        batches = [self.pack_examples(micro, [list(range(micro.num_rows))])[0] for micro in chats]
-        # The schedule decides the order of micro-batches; the loss finds the pairs of each by its object.
-        compared = {batch: compared_chats(table, rows) for batch, rows in zip(batches, share, strict=True)}
-        cp = self.layout.cp
-        group = context_parallel_group() if cp > 1 else None
 
-        def loss(output: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            pairs, reference = compared[batch]
-            log_ratios = chat_log_probs(output[:, 0], batch, group) - reference.to(output.device)
-            total, sums = dpo_loss(
-                log_ratios,
-                pairs.to(output.device),
-                table.num_rows,
-                how.beta,
-                how.label_smoothing,
-                how.loss_type,
-            )
-            # Every context parallel rank computes the full loss, and their gradients are summed.
-            return total / cp, {name: value / cp for name, value in sums.items()}
+        def loss(
+            output: torch.Tensor, batch: PackedBatch, pairs: Pairs, reference: torch.Tensor
+        ) -> LossAndSums:
+            log_ratios = chat_log_probs(output[:, 0], batch, self.context_group) - reference
+            return dpo_loss(log_ratios, pairs, table.num_rows, how.beta, how.label_smoothing, how.loss_type)
 
-        result = self.train(batches, self.lm_head(), loss)
-        metrics = {**dpo_metrics(result.stats, table.num_rows), **result.numbers()}
-        return {
-            **{f"train/{name}": value for name, value in metrics.items()},
-            "perf/tokens": float(ranking_lengths(table).sum()),
-        }
+        side = (chats_of, self.pack_examples, compared_chats)
+        return _train_compared(self, table, shares, side, self.lm_head(), loss, dpo_metrics)
+
+
+def _train_compared(
+    worker: ModelWorker,
+    table: pa.Table,
+    shares: list[Share],
+    side: tuple[Callable, Callable, Callable],
+    head: Head,
+    loss_of: Callable[[torch.Tensor, PackedBatch, Pairs, torch.Tensor], LossAndSums],
+    metrics_of: Callable[[dict[str, float], int], dict[str, float]],
+) -> dict[str, float]:
+    """One optimizer step on a loss that compares the sequences of each ranking; the step's metrics.
+
+    Args:
+        side: from rows of the table to their sequences; packs these; gives the pairs and the numbers that the loss compares.
+        loss_of: the loss and its sums, of a micro-batch's outputs, pairs and numbers.
+    """
+    share = shares[worker.coords.dp]
+    sequences_of, pack, compared_of = side
+    parts = [sequences_of(table, rows) for rows in share]
+    batches = [pack(part, [list(range(part.num_rows))])[0] for part in parts]
+    # The schedule decides the order of micro-batches; the loss finds the pairs of each by its object.
+    compared = {batch: compared_of(table, rows) for batch, rows in zip(batches, share, strict=True)}
+    cp = worker.layout.cp
+
+    def loss(output: torch.Tensor, batch: PackedBatch) -> LossAndSums:
+        pairs, numbers = compared[batch]
+        total, sums = loss_of(output, batch, pairs.to(output.device), numbers.to(output.device))
+        # Every context parallel rank computes the full loss, and their gradients are summed.
+        return total / cp, {name: value / cp for name, value in sums.items()}
+
+    result = worker.train(batches, head, loss)
+    metrics = {**metrics_of(result.stats, table.num_rows), **result.numbers()}
+    return {
+        **{f"train/{name}": value for name, value in metrics.items()},
+        "perf/tokens": float(ranking_lengths(table).sum()),
+    }
 
 
 def chat_log_probs(

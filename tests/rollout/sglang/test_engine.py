@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megarl.rollout.engine import EngineError, NoValidWeightsError, SamplingParams, WeightSyncError
-from megarl.rollout.sglang.engine import request_seed
-from megarl.rollout.sglang.requests import ask
+from megarl.rollout.sglang.requests import ask, request_seed
 from tests.rollout.conftest import CONTEXT, EOS, OTHER_EOS, TP
 from tests.rollout.manifests import rank_slices
 from tests.rollout.sender import Sender, sync_state

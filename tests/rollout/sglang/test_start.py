@@ -1,12 +1,12 @@
 """What is checked before SGLang is started."""
 
-import json
 import os
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang import start as sglang_start
@@ -56,33 +56,23 @@ def test_a_start_on_gpus_changes_the_environment_that_schedulers_inherit(monkeyp
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment and timeout == 7.0
 
 
-@pytest.mark.parametrize(
-    ("tp", "ep", "change", "message"),
-    [
-        (4, 3, {}, "expert_parallel_size=3 does not divide tensor_parallel_size=4"),
-        (4, 4, {"num_experts": 6}, "expert_parallel_size=4 does not divide num_experts=6"),
+def test_layouts_that_do_not_fit_the_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json does not exist; give a Hugging Face model folder"):
+        read_model(EngineConfig(str(tmp_path)))
+    sizes = {"hidden_size": 96, "intermediate_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3}
+    Qwen2Config(**sizes, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    assert read_model(EngineConfig(str(tmp_path), tensor_parallel_size=6))["num_key_value_heads"] == 3
+    for tp, ep, message in (
+        (2, 2, "rollout.expert_parallel_size=2: the model has no experts"),
         (
             4,
             1,
-            {"moe_intermediate_size": 6},
-            "tensor_parallel_size / expert_parallel_size=4 does not divide moe_i",
+            "rollout.tensor_model_parallel_size=4 neither divides num_query_groups=3 nor is a multiple of it",
         ),
-        (
-            4,
-            4,
-            {"n_shared_experts": 1, "moe_intermediate_size": 6},
-            "size=4 does not divide n_shared_experts .*=6",
-        ),
-        (4, 4, {"first_k_dense_replace": 1}, "tensor_parallel_size=4 does not divide intermediate_size=6"),
-        (2, 2, {"num_experts": None}, "expert_parallel_size=2 does not divide number of experts=1"),
-    ],
-)
-def test_experts_that_cannot_be_dealt_out_are_refused(tmp_path, tp, ep, change, message):
-    sizes = {"num_attention_heads": 4, "intermediate_size": 6, "num_experts": 8, "moe_intermediate_size": 8}
-    model = {name: value for name, value in (sizes | change).items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    with pytest.raises(ValueError, match=message):
-        read_model(EngineConfig(str(tmp_path), tensor_parallel_size=tp, expert_parallel_size=ep))
+        (8, 1, "rollout.tensor_model_parallel_size=8 does not divide num_attention_heads=12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_model(EngineConfig(str(tmp_path), tensor_parallel_size=tp, expert_parallel_size=ep))
 
 
 def test_sglang_is_told_what_transformers_does_not_write():

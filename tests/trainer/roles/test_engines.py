@@ -139,7 +139,7 @@ def test_a_run_does_not_depend_on_when_things_happen(task, tmp_path):
     ],
 )
 def test_which_engines_are_deterministic(monkeypatch, settings, device, dtype, adapters, expected):
-    monkeypatch.setattr(determinism, "obstacle", lambda: None)
+    monkeypatch.setattr(determinism, "cpu_engine_function", lambda name: lambda: None)
     rollout = RolloutConfig(**settings)
     if isinstance(expected, bool):
         assert is_deterministic(rollout, device, dtype, adapters) is expected
@@ -149,7 +149,9 @@ def test_which_engines_are_deterministic(monkeypatch, settings, device, dtype, a
 
 
 def test_a_cpu_that_cannot_is_asked_for_it_only_if_the_key_says_so(monkeypatch):
-    monkeypatch.setattr(determinism, "obstacle", lambda: "its products round otherwise")
+    monkeypatch.setattr(
+        determinism, "cpu_engine_function", lambda name: lambda: "its products round otherwise"
+    )
     assert not is_deterministic(RolloutConfig(), "cpu", "float32", adapters=False)
     assert is_deterministic(RolloutConfig(deterministic=True), "cpu", "float32", adapters=False)
 

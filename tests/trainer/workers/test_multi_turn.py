@@ -1,10 +1,8 @@
 """From the configuration to trajectories of several turns, with an engine whose words are written down."""
 
 import asyncio
-import dataclasses
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +27,7 @@ from megarl.rollout.engine import Generation, SamplingParams
 from megarl.trainer.run.export import verify_greedy
 from megarl.trainer.stages.scoring import join_scores
 from megarl.trainer.workers.engine import EngineWorker
-from megarl.trainer.workers.multi_turn import make_players, turns_spec
+from megarl.trainer.workers.multi_turn import Players, turns_spec
 
 SAMPLING = SamplingParams(max_new_tokens=60)
 
@@ -86,8 +84,15 @@ def make_worker(model, **options):
     worker = EngineWorker.__new__(EngineWorker)  # its constructor starts SGLang
     worker.engine = FakeEngine(tokenizer)
     spec = turns_spec(rollout(environment="calculator", **options), model, None, ())
-    worker.players = make_players(spec, worker.engine, ())
+    worker.players = Players(spec, worker.engine.answer, ())
     return worker, tokenizer
+
+
+def answered(worker, requests):
+    """All trajectories of `stream`, in the order of the requests."""
+    table = pa.concat_tables(worker.stream(requests, SAMPLING))
+    found = table["uid"].to_pylist()
+    return table.take([found.index(uid) for uid in requests["uid"].to_pylist()])
 
 
 def test_trajectories_come_as_tables_and_in_order_from_a_call(model):
@@ -96,7 +101,7 @@ def test_trajectories_come_as_tables_and_in_order_from_a_call(model):
     parts = list(worker.stream(requests, SAMPLING))
     uids = [uid for part in parts for uid in part["uid"].to_pylist()]
     assert sorted(uids) == requests["uid"].to_pylist() == worker.engine.checked
-    called = worker.generate(requests, SAMPLING)
+    called = answered(worker, requests)
     assert called["uid"].to_pylist() == requests["uid"].to_pylist()
     for table in (*parts, called):
         assert table.schema == TRAJECTORY_SCHEMA
@@ -110,7 +115,7 @@ def test_trajectories_come_as_tables_and_in_order_from_a_call(model):
 
 def test_what_an_environment_took_part_in_cannot_be_verified_without_it(model, task, tmp_path):
     worker, tokenizer = make_worker(model)
-    table = worker.generate(expand_prompts(prompts(tokenizer, [(3, 4)]), 1), SAMPLING)
+    table = answered(worker, expand_prompts(prompts(tokenizer, [(3, 4)]), 1))
     path = write_trajectories(table, tmp_path / "trajectories.parquet")
     with pytest.raises(ValueError, match="several turns"):
         verify_greedy(str(task / "model"), str(path), 8)
@@ -119,7 +124,7 @@ def test_what_an_environment_took_part_in_cannot_be_verified_without_it(model, t
 def test_numbers_and_failures_of_environments_join_the_rewards(model):
     worker, tokenizer = make_worker(model)
     requests = expand_prompts(prompts(tokenizer, [(3, 4), (5, 9)]), 1)
-    table = worker.generate(requests, SAMPLING)
+    table = answered(worker, requests)
     at = table.schema.get_field_index("environment_notes")
     notes = [table["environment_notes"][0].as_py(), json.dumps({"numbers": {}, "error": "step: gone"})]
     scored = join_scores(table.set_column(at, table.schema.field(at), pa.array(notes)), {})
@@ -148,17 +153,10 @@ def test_the_environment_is_told_of_the_task(model):
 def test_the_configuration_says_how_far_it_goes(model, tmp_path):
     assert turns_spec(RolloutConfig(), model, None, ()) is None
     (tmp_path / "mine.py").write_text("")
-    spec = turns_spec(
-        rollout(
-            environment="calculator", options={"role": "user"}, max_assistant_turns=3, max_user_turns=2,
-            max_tool_response_length=9, tool_response_truncate_side="left", step_timeout=5.0,
-        ),
-        model, {"enable_thinking": False}, (str(tmp_path / "mine.py"),),
-    )  # fmt: skip
-    assert dataclasses.asdict(spec.limits) == {
-        "max_assistant_turns": 3, "max_user_turns": 2, "max_characters": 9, "keep_side": "left", "step_timeout": 5.0,
-    }  # fmt: skip
-    assert spec.options == {"role": "user"} and spec.template_kwargs == {"enable_thinking": False}
+    section = rollout(environment="calculator", options={"role": "user"}, max_assistant_turns=3)
+    spec = turns_spec(section, model, {"enable_thinking": False}, (str(tmp_path / "mine.py"),))
+    assert spec.multi_turn is section.multi_turn and spec.model is model
+    assert spec.template_kwargs == {"enable_thinking": False}
     with pytest.raises(ValueError, match="'calculater' is unknown; known: calculator"):
         turns_spec(rollout(environment="calculater"), model, None, ())
     with pytest.raises(ValueError, match="unexpected keyword argument 'roles'"):
@@ -169,8 +167,12 @@ def test_without_an_environment_there_is_one_turn(model):
     tokenizer = load_tokenizer(model.tokenizer_path, False)
     worker = EngineWorker.__new__(EngineWorker)
     worker.players = None
-    one = [Generation("train:0/0", [5, 6], [-1.0, -2.0], "length", 4)]
-    worker.engine = SimpleNamespace(generate_stream=lambda prompts, uids, sampling, apart: iter([one]))
-    table = worker.generate(expand_prompts(prompts(tokenizer, [(3, 4)]), 1), SAMPLING)
+
+    async def answer(uid, ids, sampling):
+        return Generation(uid, [5, 6], [-1.0, -2.0], "length", 4)
+
+    worker.engine = FakeEngine(tokenizer)
+    worker.engine.answer = answer
+    table = answered(worker, expand_prompts(prompts(tokenizer, [(3, 4)]), 1))
     assert table["num_turns"].to_pylist() == [1] and np.isnan(table["environment_score"][0].as_py())
     assert environment_notes(table)[0].numbers == {} and table["response_mask"].to_pylist() == [[True, True]]

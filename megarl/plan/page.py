@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from megarl.layout.plan import LINKS
 from megarl.plan.fit import Change, as_words
-from megarl.plan.job import NOTE, Device, JobPlan, assumed_words, range_words
+from megarl.plan.job import (
+    NOTE,
+    Device,
+    JobPlan,
+    assumed_words,
+    pipeline_rows,
+    range_words,
+    sync_rows,
+    time_rows,
+)
 from megarl.plan.memory import GIB
-from megarl.plan.seconds import bubbles
-from megarl.plan.sync import size_text
 from megarl.report.html import render
 
 COLOURS = 10  # of the page's style
@@ -55,6 +61,10 @@ def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
         else f"The memory does not fit: {max(0.0, -room):.1f} GiB are missing"
     )
     charts = [_bars(job)]
+    times = [
+        [name if is_phase else f"\N{NO-BREAK SPACE} {name}", *cells]
+        for is_phase, (name, *cells) in time_rows(job)
+    ]
     context = {
         "title": f"{recipe} on {job.devices} {gpu.name}",
         "fits": memory.fits,
@@ -66,10 +76,10 @@ def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
         "phases": list(memory.phases),
         "memory": _memory_table(job),
         "fullest": [f"{phase}: {job.fullest(phase)[0]}" for phase in memory.phases],
-        "time": _time_table(job),
-        "pipeline": _pipeline_table(job),
+        "time": [*times, ["step", f"{job.seconds:.2f}", "100%", f"{job.tokens / job.seconds:,.0f}"]],
+        "pipeline": pipeline_rows(job),
         "note": f"{NOTE}: {assumed_words(job)}",
-        "sync": _sync(job),
+        "sync": sync_rows(job),
         "pictures": list(_pictures(job)),
     }
     return render("plan.html", context, {"runs": [recipe], "charts": charts, "series": {}})
@@ -103,33 +113,6 @@ def _memory_table(job: JobPlan) -> list[list[str]]:
         [name, *(f"{by[name] / GIB:.2f}" if by.get(name) else "-" for by in held.values())] for name in names
     ]
     return [*rows, ["all of these", *(f"{sum(by.values()) / GIB:.2f}" for by in held.values())]]
-
-
-def _time_table(job: JobPlan) -> list[list[str]]:
-    rows = []
-    for phase in job.phases:
-        rate = f"{phase.tokens / phase.seconds:,.0f}" if phase.tokens and phase.seconds else "-"
-        rows.append([phase.name, f"{phase.seconds:.2f}", f"{phase.seconds / job.seconds:.0%}", rate])
-        rows += [[f"\N{NO-BREAK SPACE} {part.name}", f"{part.seconds:.2f}", "", ""] for part in phase.parts]
-    return [*rows, ["step", f"{job.seconds:.2f}", "100%", f"{job.tokens / job.seconds:,.0f}"]]
-
-
-def _pipeline_table(job: JobPlan) -> list[list[str]]:
-    return [
-        [name, f"{passes.bubble:.1%}", str(passes.micro_batches), str(passes.updates)]
-        for name, passes in bubbles(job.phases).items()
-    ]
-
-
-def _sync(job: JobPlan) -> list[list[str]]:
-    """Rows of the weight sync by link; empty: no sync was planned."""
-    if job.sync is None:
-        return []
-    costs = [job.sync.reshard.links[link] for link in LINKS]
-    return [
-        [words, size_text(cost.total), size_text(cost.max_received), f"{cost.seconds:.2f}"]
-        for words, cost in zip(("same device", "same node", "other nodes"), costs, strict=True)
-    ]
 
 
 def _pictures(job: JobPlan) -> Iterator[dict[str, Any]]:

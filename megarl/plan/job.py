@@ -12,7 +12,7 @@ from megarl.costs.hardware import likely
 from megarl.costs.phases import frees_engines
 from megarl.costs.speed import Machine
 from megarl.layout.grid import ParallelLayout, RankCoords, coords_of
-from megarl.plan.inputs import PlanInputs, precision
+from megarl.plan.inputs import PlanInputs, layout_of, precision
 from megarl.plan.memory import MemoryPlan, engine_layout, memory_json, served_bytes
 from megarl.plan.seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
 from megarl.plan.sync import LINK_WORDS, PlanReport, configured_sync, report, size_text
@@ -107,8 +107,7 @@ class JobPlan:
     @property
     def actor_layout(self) -> ParallelLayout:
         actor = self.config.actor_rollout_ref.actor
-        pool = self.config.resource_pools[actor.resource_pool]
-        return ParallelLayout.from_config(actor.megatron, pool.nnodes * pool.n_gpus_per_node)
+        return layout_of(actor.megatron, self.config.resource_pools[actor.resource_pool])
 
 
 def plan_job(
@@ -159,9 +158,8 @@ def peer_seconds(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> f
     """Seconds of the rounds in which an engine's rank meets the trainer's ranks that hold different parts; none for adapters alone."""
     if _adapters(config, inputs) is not None:
         return 0.0
-    policy, pools = config.actor_rollout_ref, config.resource_pools
-    pool = pools[policy.actor.resource_pool]
-    layout = ParallelLayout.from_config(policy.actor.megatron, pool.nnodes * pool.n_gpus_per_node)
+    policy = config.actor_rollout_ref
+    layout = layout_of(policy.actor.megatron, config.resource_pools[policy.actor.resource_pool])
     holders = layout.pp * max(layout.tp, layout.ep * layout.etp)
     own = policy.actor.resource_pool == policy.rollout.resource_pool
     return (holders - own) * machine.assumed.peer

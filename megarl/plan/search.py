@@ -21,10 +21,10 @@ from megarl.costs.speed import GRADIENT, STATES, Machine
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
 from megarl.plan.fit import ends, powers
-from megarl.plan.inputs import PlanInputs, model_use, precision
+from megarl.plan.inputs import PlanInputs, layout_of, model_use, precision
 from megarl.plan.job import peer_seconds, sync_estimate
 from megarl.plan.memory import MemoryPlan, engine_owners, plan_memory
-from megarl.plan.seconds import PhaseTime, flops_of, generate, model_parts, step_phases, step_seconds
+from megarl.plan.seconds import PhaseTime, generate, model_parts, step_phases, step_seconds
 from megarl.util.memory import collection_paused
 
 RECOMPUTE = (None, "selective", "full")
@@ -68,8 +68,7 @@ class Proposal:
         """Such as "tp2 pp4 cp1 ep1 dp1, full recomputation, 4 engines of tp2"."""
         policy = self.config.actor_rollout_ref
         actor, rollout = policy.actor.megatron, policy.rollout
-        pool = self.config.resource_pools[policy.actor.resource_pool]
-        layout = ParallelLayout.from_config(actor, pool.nnodes * pool.n_gpus_per_node)
+        layout = layout_of(actor, self.config.resource_pools[policy.actor.resource_pool])
         sizes = " ".join(f"{name}{getattr(layout, name)}" for name in ("tp", "pp", "cp", "ep", "dp"))
         parts = [sizes, f"{actor.recompute_granularity or 'no'} recomputation"]
         parts += ["nothing leaves"] if actor.param_offload is False else []
@@ -189,7 +188,7 @@ class Search:
     def _least_bytes(self, megatron: MegatronConfig, world: int) -> float:
         """Less than the fullest rank of the actor holds while it is trained: the average of all stages, without padding."""
         layout, policy = ParallelLayout.from_config(megatron, world), self.recipe.actor_rollout_ref
-        flops = flops_of(self.inputs, "actor", self.inputs.model, "lm")
+        flops = self.inputs.flops_of(self.inputs.model, "lm")
         dense = sum(layer.dense for layer in flops.layers) / (layout.tp * layout.pp)
         experts = sum(layer.experts for layer in flops.layers) / (layout.ep * layout.etp * layout.pp)
         if policy.model.lora.rank:

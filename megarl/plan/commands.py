@@ -178,7 +178,7 @@ def run_step(options: argparse.Namespace) -> None:
     check_models(config, inputs.model, inputs.critic, inputs.reward)
     plan = plan_memory(config, inputs, limit, reserve)
     job = plan_job(config, inputs, machine, plan, sync=not options.without_sync)
-    advice = [] if plan.fits else changes(options.recipe, options.overrides, config, limit, reserve)
+    advice = [] if plan.fits else changes(options.recipe, options.overrides, config, plan, reserve)
     if options.html is not None:
         with whole_file(Path(options.html)) as temporary:
             temporary.write_text(page(job, Path(options.recipe).name, advice), encoding="utf-8")

@@ -20,7 +20,7 @@ from megarl.costs.phases import phase_needs
 from megarl.costs.speed import GRADIENT, STATES, Machine
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.plan.fit import ends, powers
+from megarl.plan.fit import ends, powers, sized
 from megarl.plan.inputs import PlanInputs, layout_of, model_use, precision
 from megarl.plan.job import peer_seconds, sync_estimate
 from megarl.plan.memory import MemoryPlan, engine_owners, plan_memory
@@ -296,19 +296,8 @@ def _megatrons(
                 for ep in _expert_sizes(model, world // pp):
                     for first, last in ends(model.num_layers, pp):
                         for recompute in RECOMPUTE:
-                            yield replace(
-                                megatron,
-                                tensor_model_parallel_size=tp,
-                                pipeline_model_parallel_size=pp,
-                                virtual_pipeline_model_parallel_size=None,
-                                context_parallel_size=cp,
-                                expert_model_parallel_size=ep,
-                                expert_tensor_parallel_size=1,
-                                num_layers_in_first_pipeline_stage=first,
-                                num_layers_in_last_pipeline_stage=last,
-                                sequence_parallel=None,
-                                recompute_granularity=recompute,
-                            )
+                            found = sized(megatron, tp, pp, cp, ep, first, last)
+                            yield replace(found, sequence_parallel=None, recompute_granularity=recompute)
 
 
 def _expert_sizes(model: ModelConfig, ranks: int) -> list[int]:

@@ -26,8 +26,8 @@ from megarl.config.loading.hub import fetch_models
 from megarl.config.loading.load import TRAINING, recipe_command
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops, model_flops
-from megarl.costs.model import ModelUse, StageBytes
-from megarl.costs.tensors import StageTensors
+from megarl.costs.model import StageBytes
+from megarl.costs.tensors import ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.lora import adapted_weights

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from megarl.config import MegatronConfig, RolloutConfig, TrainConfig, check_config, resolve
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
+from megarl.costs.activations import RECOMPUTE
 from megarl.costs.model import model_bytes
 from megarl.costs.phases import phase_needs
 from megarl.costs.speed import GRADIENT, STATES, Machine
@@ -27,7 +28,6 @@ from megarl.plan.memory import MemoryPlan, engine_owners, plan_memory
 from megarl.plan.seconds import PhaseTime, generate, model_parts, step_phases, step_seconds
 from megarl.util.memory import collection_paused
 
-RECOMPUTE = (None, "selective", "full")
 OFFLOAD = (None, False)  # where engines share the devices: leaves them, stays on them
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _ALWAYS = (

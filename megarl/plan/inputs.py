@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,7 +27,6 @@ from megarl.config.loading.hub import fetch_models
 from megarl.config.loading.load import TRAINING, recipe_command
 from megarl.config.schema.models import LoraConfig
 from megarl.costs.flops import ModelFlops, model_flops
-from megarl.costs.model import StageBytes
 from megarl.costs.tensors import ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
@@ -34,6 +34,7 @@ from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
+T = TypeVar("T")
 
 
 @dataclass
@@ -43,11 +44,8 @@ class PlanInputs:
     model: ModelConfig
     critic: ModelConfig | None = None
     reward: ModelConfig | None = None
-    adapted: dict[tuple[str, LoraConfig], Shapes] = field(default_factory=dict)
-    served: dict[object, int] = field(default_factory=dict)
-    stages: dict[object, list[StageBytes]] = field(default_factory=dict)
     tables: dict[object, StageTensors] = field(default_factory=dict)
-    flops: dict[tuple[int, str], ModelFlops] = field(default_factory=dict)
+    _known: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, config: TrainConfig | TuningConfig) -> PlanInputs:
@@ -61,18 +59,19 @@ class PlanInputs:
             read_model_config(reward.model.path) if reward.enable else None,
         )
 
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """The result of `make`, which is called once for all plans with this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
     def weights(self, role: str, model: ModelConfig, lora: LoraConfig) -> Shapes | None:
-        if not lora.rank:
-            return None
-        if (role, lora) not in self.adapted:
-            self.adapted[role, lora] = adapted_weights(model, lora)
-        return self.adapted[role, lora]
+        """The weights of a role's model that have adapters; None: none have."""
+        return self.once(("adapted", role, lora), lambda: adapted_weights(model, lora)) if lora.rank else None
 
     def flops_of(self, model: ModelConfig, head: str) -> ModelFlops:
-        """Worked out once; `model`: one of these inputs."""
-        if (id(model), head) not in self.flops:
-            self.flops[id(model), head] = model_flops(model, head)
-        return self.flops[id(model), head]
+        """Operations of one of these models."""
+        return self.once(("flops", id(model), head), lambda: model_flops(model, head))
 
 
 def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[TrainConfig, PlanInputs]:

@@ -222,10 +222,9 @@ def _trained(
     section = config.actor_rollout_ref.actor if role == "actor" else config.critic
     pool, megatron = section.resource_pool, section.megatron
     on_host = section.optim.optimizer_cpu_offload
-    key = (role, megatron, config.resource_pools[pool], section.ppo_max_token_len_per_gpu, on_host)
-    if key not in inputs.stages:
-        inputs.stages[key] = model_bytes(model_use(config, inputs, role), inputs.tables)
-    stages, shared_head = inputs.stages[key], None
+    key = ("stages", role, megatron, config.resource_pools[pool], section.ppo_max_token_len_per_gpu, on_host)
+    stages = inputs.once(key, lambda: model_bytes(model_use(config, inputs, role), inputs.tables))
+    shared_head = None
     if role == "critic" and section.model.share_base:
         shared_head = inputs.model.hidden_size * precision(megatron.dtype).itemsize
     parts = {
@@ -321,10 +320,8 @@ def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
     """Weights that a rank of an engine holds, without adapters."""
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
-    key = (layout.tp, layout.ep, dtype, block)
-    if key not in inputs.served:
-        inputs.served[key] = engine_weight_bytes(inputs.model, layout, dtype, block)
-    return inputs.served[key]
+    key = ("served", layout.tp, layout.ep, dtype, block)
+    return inputs.once(key, lambda: engine_weight_bytes(inputs.model, layout, dtype, block))
 
 
 def engine_layout(rollout: RolloutConfig) -> EngineLayout:

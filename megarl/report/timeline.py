@@ -27,11 +27,13 @@ class RecordedTimeline:
     Attributes:
         windows: by step its begin and its end, in ns since the epoch; of a step that was made twice, after a failure, the last time.
         again: steps that were made twice.
+        moments: events without a duration, such as a new version of the weights.
     """
 
     tracks: list[Track]
     windows: dict[int, tuple[int, int]]
     again: list[int]
+    moments: list[Span]
 
 
 def read_timeline(folder: Path) -> RecordedTimeline | None:
@@ -53,11 +55,13 @@ def read_timeline(folder: Path) -> RecordedTimeline | None:
         for (kind, pid, tid), name in names.items()
         if kind == "thread_name"
     }
+    moments: list[Span] = []
     for event in events:
-        if event["ph"] not in "Mi":  # neither a name nor a moment
+        if event["ph"] != "M":
             begin = 1000 * event["ts"]
             span = Span(event["name"], begin, begin + 1000 * event.get("dur", 0), event.get("args", {}))
-            tracks[event["pid"], event["tid"]].spans.append(span)
+            is_moment = event["ph"] == "i"
+            (moments if is_moment else tracks[event["pid"], event["tid"]].spans).append(span)
     found = sorted(tracks.values(), key=lambda track: track.place)
     steps = [span for track in found if track.role == CONTROLLER for span in track.spans if span.name == STEP]
     windows: dict[int, tuple[int, int]] = {}
@@ -72,7 +76,7 @@ def read_timeline(folder: Path) -> RecordedTimeline | None:
             again.add(step)
         windows[step] = collected or span.begin, span.end
         collected = None
-    return RecordedTimeline(found, dict(sorted(windows.items())), sorted(again))
+    return RecordedTimeline(found, dict(sorted(windows.items())), sorted(again), moments)
 
 
 def nested(spans: Sequence[Span]) -> list[tuple[Span, int]]:

@@ -13,6 +13,7 @@ from megarl.config import (
     MegatronConfig,
     PoolConfig,
     RMConfig,
+    RolloutConfig,
     TrainConfig,
     TuningConfig,
     check_config,
@@ -32,6 +33,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
+from megarl.weight_sync.layouts import EngineLayout
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
 T = TypeVar("T")
@@ -76,7 +78,8 @@ class PlanInputs:
 
 def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[TrainConfig, PlanInputs]:
     """A recipe, resolved and (without the files of its data) checked, and the facts of its models."""
-    return _read(TrainConfig, recipe, overrides, check)
+    config = read_config(TrainConfig, recipe, overrides, check)
+    return config, PlanInputs.read(config)
 
 
 def read_planned(
@@ -90,15 +93,16 @@ def read_planned(
     Raises:
         ValueError: as `load_config` and `check_config`, and if nothing says which command it is of.
     """
-    return _read(TRAINING[command or recipe_command(recipe, overrides)], recipe, overrides, check)
+    config = read_config(TRAINING[command or recipe_command(recipe, overrides)], recipe, overrides, check)
+    return config, PlanInputs.read(config)
 
 
-def _read(schema: type[C], recipe: str, overrides: list[str], check: bool) -> tuple[C, PlanInputs]:
+def read_config(schema: type[C], recipe: str, overrides: list[str], check: bool = True) -> C:
+    """A recipe, resolved and (without the files of its data) checked; its models' configurations are on this machine."""
     config = load_config(schema, recipe, overrides)
     if check:
         check_config(config, data_files=False)
-    config = fetch_models(resolve(config), weights=False)
-    return config, PlanInputs.read(config)
+    return fetch_models(resolve(config), weights=False)
 
 
 def precision(name: str | None) -> torch.dtype:
@@ -224,3 +228,10 @@ def _evaluated_by_actor(config: TrainConfig, inputs: PlanInputs, tokens: int) ->
 def layout_of(megatron: MegatronConfig, pool: PoolConfig) -> ParallelLayout:
     """The layout of a model on all devices of a pool."""
     return ParallelLayout.from_config(megatron, pool.nnodes * pool.n_gpus_per_node)
+
+
+def engine_layout(rollout: RolloutConfig) -> EngineLayout:
+    """The engines' layout from a resolved section."""
+    return EngineLayout(
+        rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
+    )

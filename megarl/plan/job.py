@@ -12,8 +12,8 @@ from megarl.costs.hardware import likely
 from megarl.costs.phases import frees_engines
 from megarl.costs.speed import Machine
 from megarl.layout.grid import ParallelLayout, RankCoords, coords_of
-from megarl.plan.inputs import PlanInputs, layout_of, precision
-from megarl.plan.memory import MemoryPlan, engine_layout, memory_json, served_bytes
+from megarl.plan.inputs import PlanInputs, engine_layout, layout_of, precision
+from megarl.plan.memory import MemoryPlan, memory_json, served_bytes
 from megarl.plan.seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
 from megarl.plan.sync import LINK_WORDS, PlanReport, configured_sync, report, size_text
 from megarl.trainer.roles.adapters import served_adapters

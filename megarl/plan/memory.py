@@ -35,9 +35,17 @@ from megarl.costs.model import StageBytes, model_bytes
 from megarl.costs.phases import frees_engines, leaves, phase_needs, trained_parts
 from megarl.costs.reserve import EngineRank, reserved
 from megarl.layout.grid import ParallelLayout
-from megarl.plan.inputs import PlanInputs, layout_of, model_use, precision, role_facts, roles_of, tuned_role
+from megarl.plan.inputs import (
+    PlanInputs,
+    engine_layout,
+    layout_of,
+    model_use,
+    precision,
+    role_facts,
+    roles_of,
+    tuned_role,
+)
 from megarl.trainer.roles.adapters import served_adapters
-from megarl.weight_sync.layouts import EngineLayout
 
 MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped
 SLOTS = 2  # of a sync, each of a bucket
@@ -322,13 +330,6 @@ def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
     block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
     key = ("served", layout.tp, layout.ep, dtype, block)
     return inputs.once(key, lambda: engine_weight_bytes(inputs.model, layout, dtype, block))
-
-
-def engine_layout(rollout: RolloutConfig) -> EngineLayout:
-    """The engines' layout from a resolved section."""
-    return EngineLayout(
-        rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
-    )
 
 
 def _when(needs: Mapping[str, tuple[str, ...]], name: str) -> frozenset[str]:

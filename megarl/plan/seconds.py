@@ -15,8 +15,8 @@ from megarl.config import TrainConfig, needs_old_log_probs, needs_ref_log_probs
 from megarl.config.batches import UpdatePlan, resolve_batches
 from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
 from megarl.costs.speed import Machine, Passes, PassTime, pass_time
-from megarl.plan.inputs import PlanInputs, layout_of, precision, role_facts
-from megarl.plan.memory import MOVED, MemoryPlan, engine_layout, served_bytes
+from megarl.plan.inputs import PlanInputs, engine_layout, layout_of, precision, role_facts
+from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
 
 GAPS = "controller and workers"
 NAMES = {"ref": "reference", "reward_model": "reward model"}  # of roles, where they differ

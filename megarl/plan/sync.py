@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from megarl.config import TrainConfig, check_config, load_config, resolve
-from megarl.config.loading.hub import fetch_models
+from megarl.config import TrainConfig
 from megarl.config.loading.recipes import recipe_path
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
 from megarl.config.schema.models import MegatronConfig
@@ -26,6 +25,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.layout.placement import bytes_there
 from megarl.layout.plan import LINKS, most_in_flight
 from megarl.models import ModelConfig, logical_tensors, read_model_config
+from megarl.plan.inputs import engine_layout, layout_of, read_config
 from megarl.weight_sync.layouts import EngineLayout, best_device_order, hf_layout, sglang_layout
 from megarl.weight_sync.quantize import with_scales
 from megarl.weight_sync.sync_plan import SyncPlan
@@ -163,12 +163,8 @@ def full_gather(sync: SyncPlan) -> Account:
 
 def _full_tensors(sync: SyncPlan) -> Layout:
     """All that travels, as one rank would have it."""
-    layout = hf_layout(sync.config)
-    return (
-        layout
-        if sync.fp8_block is None
-        else with_scales(layout, logical_tensors(sync.config), sync.fp8_block)
-    )
+    layout, block = hf_layout(sync.config), sync.fp8_block
+    return layout if block is None else with_scales(layout, logical_tensors(sync.config), block)
 
 
 def _cost(account: Account, bandwidths: Mapping[str, float]) -> MethodCost:
@@ -212,20 +208,16 @@ def _from_recipe(options: argparse.Namespace) -> SyncPlan:
     given = [f"--{name}" for name in ("model", *_LAYOUT_OPTIONS) if getattr(options, name)]
     if given:
         raise ValueError(f"{', '.join(given)} beside the recipe {options.recipe}: give key=value instead")
-    config = load_config(TrainConfig, options.recipe, options.overrides)
-    check_config(config, data_files=False)
-    config = fetch_models(resolve(config), weights=False)
-    policy = config.actor_rollout_ref
-    model = read_model_config(policy.model.path)
+    config = read_config(TrainConfig, options.recipe, options.overrides)
+    model = read_model_config(config.actor_rollout_ref.model.path)
     check_models(config, model, critic=model)
-    rollout = policy.rollout
-    if options.dtype is not None:
-        rollout = replace(rollout, dtype=options.dtype)
-    if options.fp8:
-        rollout = replace(rollout, quantization="fp8")
-    if options.bucket_mb is not None:
-        rollout = replace(rollout, sync_bucket_mb=options.bucket_mb)
-    return configured_sync(config, model, rollout)
+    over = {
+        "dtype": options.dtype,
+        "quantization": "fp8" if options.fp8 else None,
+        "sync_bucket_mb": options.bucket_mb,
+    }
+    over = {name: value for name, value in over.items() if value is not None}
+    return configured_sync(config, model, replace(config.actor_rollout_ref.rollout, **over))
 
 
 def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutConfig) -> SyncPlan:
@@ -236,10 +228,8 @@ def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutCon
     shared = policy.actor.resource_pool == rollout.resource_pool
     return _sync_plan(
         model,
-        ParallelLayout.from_config(policy.actor.megatron, len(places)),
-        EngineLayout(
-            rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
-        ),
+        layout_of(policy.actor.megatron, train),
+        engine_layout(rollout),
         rollout,
         places,
         places if shared else _places(serve, first_node=train.nnodes),

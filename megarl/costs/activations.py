@@ -6,7 +6,7 @@ of them), and listed as Megatron-core 0.19.2 keeps them. Not stated there:
 
 - A linear layer keeps its input only if its weight is trained or has an adapter. A norm keeps its input in any case.
 - An adapter keeps its own hidden values [tokens, rank] and, in a layer of several tensors, their rows of B.
-- The values are a part of the fused query, key and value tensor, all of which is kept for them.
+- The values are a part of the fused query, key and value tensor, which is kept as a whole for them.
 - Experts are given equally many tokens.
 
 Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs;

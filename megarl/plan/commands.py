@@ -109,7 +109,7 @@ def reserve_bytes(option: float | None) -> int | None:
 
 
 def reserve_words(option: float | None) -> str:
-    """The memory that is not planned with."""
+    """The memory that is not planned owner by owner, in words."""
     return f"--reserve {option:g}" if option is not None else "what CUDA, NCCL and fragments take"
 
 

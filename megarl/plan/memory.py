@@ -1,6 +1,6 @@
 """Bytes that a run will hold on the fullest device in each phase of a step, owner by owner, before it runs.
 
-Owners and phases are those of `megarl.costs.phases`; the run is one on GPUs. Runs of `megarl sft`, `rm` and `dpo` have one model, on
+`megarl.costs.phases` defines owners and phases; the run is one on GPUs. Runs of `megarl sft`, `rm` and `dpo` have one model, on
 all devices and there all the time: there are no engines to make room for.
 """
 

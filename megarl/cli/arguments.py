@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from megarl.config.schema.launch import add_launch
 from megarl.config.schema.models import DTYPES
@@ -49,6 +50,24 @@ Runner = Callable[[argparse.Namespace], int | None]
 """Runs a command; returns its exit code, None for 0."""
 
 
+class _Command(argparse.ArgumentParser):
+    """The parser of a command."""
+
+    def recipe(self, text: str = RECIPE, nargs: str | None = None) -> None:
+        """The recipe, and keys over its own."""
+        self.add_argument("recipe", nargs=nargs, help=text)
+        self.overrides("the recipe's values")
+
+    def overrides(self, values: str) -> None:
+        self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"over {values}")
+
+    def flag(self, name: str, text: str) -> None:
+        self.add_argument(name, action="store_true", help=text)
+
+    def option(self, name: str, metavar: str | None, text: str | None, **more: Any) -> None:
+        self.add_argument(name, metavar=metavar, help=text, **more)
+
+
 def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.ArgumentParser:
     """The parser of all commands.
 
@@ -62,7 +81,7 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megarl {version}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", parser_class=_Command)
     for name, text in (
         ("train", "reinforcement learning: PPO, GRPO and their kin"),
         ("sft", "supervised fine-tuning"),
@@ -78,294 +97,223 @@ def make_parser(version: str, runners: Mapping[str, Runner]) -> argparse.Argumen
             epilog=EXAMPLES[name] + KEYS,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        optional = "?" if name == "doctor" else None  # without one it looks at this machine
-        command.add_argument("recipe", nargs=optional, help=RECIPE)
-        command.add_argument(
-            "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
-        )
+        command.recipe(nargs="?" if name == "doctor" else None)  # without one it looks at this machine
         if name == "doctor":
-            _add_gpu_test(command)
+            _doctor(command)
         command.set_defaults(run=runners[name])
-    _add_replay(commands, runners["replay"])
-    _add_report(commands, runners["report"])
-    _add_config(commands, runners["config"])
-    _add_make_task(commands, runners["make-task"])
-    _add_verify(commands, runners["verify"])
-    _add_convert(commands, runners["convert"])
-    _add_plan(commands, runners["plan"])
-    _add_plan_memory(commands, runners[PLAN_MEMORY])
-    _add_plan_step(commands, runners[PLAN_STEP])
-    add_launch(commands, RECIPES, runners["launch"])
-    _add_recipes(commands, runners["recipes"])
-    _add_requirements(commands, runners["requirements"])
+    for name, (text, add_options) in _COMMANDS.items():
+        if name == "recipes":
+            add_launch(commands, RECIPES, runners["launch"])
+        command = commands.add_parser(name, help=text, description=text)
+        add_options(command)
+        command.set_defaults(run=runners[name])
     return parser
 
 
-def _add_gpu_test(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--gpu", action="store_true", help="test this machine's GPUs in steps (docs/gpu.md); takes no recipe"
-    )
-    command.add_argument("--steps", metavar="NAME,...", help="of --gpu: these alone")
-    command.add_argument("--out", metavar="FOLDER", help="of --gpu: for the record [benchmarks/results/gpu]")
-    command.add_argument(
-        "--limit", type=float, default=480.0, metavar="SECONDS", help="of --gpu: most a step takes [480]"
-    )
+def _doctor(command: _Command) -> None:
+    command.flag("--gpu", "test this machine's GPUs in steps (docs/gpu.md); takes no recipe")
+    command.option("--steps", "NAME,...", "of --gpu: these alone")
+    command.option("--out", "FOLDER", "of --gpu: for the record [benchmarks/results/gpu]")
+    command.option("--limit", "SECONDS", "of --gpu: most a step takes [480]", type=float, default=480.0)
 
 
-def _add_recipes(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = "list the recipes that come with megarl, or print one; every command takes one as recipe:NAME"
-    command = commands.add_parser("recipes", help=text, description=text)
-    command.add_argument("name", nargs="?", help="of the one to print")
-    command.set_defaults(run=run)
-
-
-def _add_requirements(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = "print the path of a requirements file: cpu, for pip install --no-deps --ignore-requires-python -r; or gpu, pins"
-    command = commands.add_parser("requirements", help=text, description=text)
-    command.add_argument("name", choices=("cpu", "gpu"), help="of machines without GPUs, or with them")
-    command.set_defaults(run=run)
-
-
-def _add_replay(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = (
-        "train a step of a `megarl train` run once more, from its checkpoint and its trajectories, without engines or rewards, "
-        "and print the numbers beside those that were logged"
-    )
-    command = commands.add_parser("replay", help=text, description=text)
+def _replay(command: _Command) -> None:
     command.add_argument("folder", help="the run folder")
-    command.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="over the run's own config.yaml"
-    )
-    command.add_argument("--step", type=int, required=True, help="counted from 1")
-    command.add_argument(
-        "--trajectories",
-        metavar="FILE",
-        help="of the step (default: the run's own rollouts/step-<n>.parquet)",
-    )
-    command.add_argument(
-        "--checkpoint",
-        metavar="FOLDER",
-        help="where to begin (default: the newest good one before the step; steps in between are replayed, too)",
-    )
-    command.add_argument(
-        "--out", metavar="FOLDER", help="write the policy after the step there, as a Hugging Face model"
-    )
-    command.set_defaults(run=run)
+    command.overrides("the run's own config.yaml")
+    command.option("--step", None, "counted from 1", type=int, required=True)
+    command.option("--trajectories", "FILE", "of the step (default: the run's own rollouts/step-<n>.parquet)")
+    text = "where to begin (default: the newest good one before the step; steps in between are replayed, too)"
+    command.option("--checkpoint", "FOLDER", text)
+    command.option("--out", "FOLDER", "write the policy after the step there, as a Hugging Face model")
 
 
-def _add_report(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = (
-        "write a run, or several on the same charts, as one HTML page: final numbers, curves, where the time goes, memory, weight "
-        "syncs, trajectories, failures, configuration"
-    )
-    command = commands.add_parser("report", help=text, description=text)
-    command.add_argument(
-        "folders", nargs="+", metavar="folder", help="a run folder, also of a run that is still going"
-    )
+def _report(command: _Command) -> None:
+    text = "a run folder, also of a run that is still going"
+    command.add_argument("folders", nargs="+", metavar="folder", help=text)
     text = "default: report.html in the run folder, of several runs in the current folder"
-    command.add_argument("--output", metavar="FILE", help=text)
-    command.set_defaults(run=run)
+    command.option("--output", "FILE", text)
 
 
-def _add_config(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = "print the resolved configuration: every key, its value, and where that comes from; start nothing"
-    command = commands.add_parser("config", help=text, description=text)
-    command.add_argument("recipe", nargs="?", help=RECIPE)
-    command.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
-    )
-    command.add_argument(
-        "--command", choices=RECIPES, default="train", help="whose recipe it is (default: train)"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument(
-        "--changed", action="store_true", help="print only what was given and is not the default"
-    )
-    command.add_argument(
-        "--reference", action="store_true", help="print the page docs/config.md: all keys of all commands"
-    )
-    command.set_defaults(run=run)
+def _config(command: _Command) -> None:
+    command.recipe(nargs="?")
+    text = "whose recipe it is (default: train)"
+    command.option("--command", None, text, choices=RECIPES, default="train")
+    command.flag("--json", "print JSON")
+    command.flag("--changed", "print only what was given and is not the default")
+    command.flag("--reference", "print the page docs/config.md: all keys of all commands")
 
 
-def _add_make_task(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = "make a tiny random model and arithmetic word problems to try megarl with"
-    command = commands.add_parser("make-task", help=text, description=text)
+def _make_task(command: _Command) -> None:
     command.add_argument("out", help="folder; gets model/ and data/")
-    command.add_argument("--seed", type=int, default=1)
-    command.add_argument("--max-operand", type=int, default=6, help="numbers in the problems are 1 to this")
-    text = "part of the sft answers that are one too many; --preferences: that lack each of three qualities"
-    command.add_argument("--teacher-errors", type=float, default=0.7, help=text)
-    command.add_argument("--num-sft", type=int, default=4000, help="problems for supervised fine-tuning")
-    command.add_argument("--num-train", type=int, default=6000, help="problems for PPO")
-    command.add_argument("--num-test", type=int, default=300, help="held-out problems")
-    command.add_argument("--hidden-size", type=int, default=128)
-    command.add_argument("--num-layers", type=int, default=2)
-    text = "the sft rows get chats with a calculator, too (recipe:calculator_cpu)"
-    command.add_argument("--calculator", action="store_true", help=text)
+    errors = "part of the sft answers that are one too many; --preferences: that lack each of three qualities"
+    for name, default, text in (
+        ("--seed", 1, None),
+        ("--max-operand", 6, "numbers in the problems are 1 to this"),
+        ("--teacher-errors", 0.7, errors),
+        ("--num-sft", 4000, "problems for supervised fine-tuning"),
+        ("--num-train", 6000, "problems for PPO"),
+        ("--num-test", 300, "held-out problems"),
+        ("--hidden-size", 128, None),
+        ("--num-layers", 2, None),
+    ):
+        command.option(name, None, text, type=type(default), default=default)
+    command.flag("--calculator", "the sft rows get chats with a calculator, too (recipe:calculator_cpu)")
     text = "demonstrations, ranked answers and plain texts instead (tools/three_stages.py)"
-    command.add_argument("--preferences", action="store_true", help=text)
-    for name, number, text in (
+    command.flag("--preferences", text)
+    for name, default, text in (
         ("--num-texts", 4000, "plain texts"),
         ("--num-rankings", 4000, "problems whose answers are ranked"),
+        ("--label-noise", 0.1, "part of the rankings in which the best answer is not the first"),
     ):
-        command.add_argument(name, type=int, default=number, help=f"--preferences: {text}")
-    text = "--preferences: part of the rankings in which the best answer is not the first"
-    command.add_argument("--label-noise", type=float, default=0.1, help=text)
-    command.set_defaults(run=run)
+        command.option(name, None, f"--preferences: {text}", type=type(default), default=default)
 
 
-def _add_verify(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = "check that transformers gives the same greedy answers as an `megarl eval` run of the same model"
-    command = commands.add_parser("verify", help=text, description=text)
+def _verify(command: _Command) -> None:
     command.add_argument("model", help="Hugging Face folder, such as the one that `megarl train` exports")
     command.add_argument("trajectories", help="trajectories.parquet of `megarl eval` with temperature 0")
-    command.add_argument("--max-samples", type=int, default=64)
-    command.set_defaults(run=run)
+    command.option("--max-samples", None, None, type=int, default=64)
 
 
-def _add_convert(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = (
-        "convert between Hugging Face folders and Megatron distributed checkpoints, merge adapters into a model, or "
-        "compare two checkpoints, or two folders of adapters"
-    )
-    command = commands.add_parser("convert", help=text, description=text)
-    command.add_argument(
-        "source", help="a checkpoint of either kind; Megatron's may be of any parallel layout"
-    )
+def _convert(command: _Command) -> None:
+    text = "a checkpoint of either kind; Megatron's may be of any parallel layout"
+    command.add_argument("source", help=text)
     command.add_argument("target", help="the folder to write; with --verify the checkpoint to compare with")
-    command.add_argument(
-        "--verify", action="store_true", help="compare tensor by tensor; exit code 1: they differ"
-    )
-    command.add_argument(
-        "--merge",
-        metavar="ADAPTER",
-        help="folder of adapters in PEFT's format to merge into a Hugging Face folder",
-    )
-    command.add_argument(
-        "--to",
-        choices=("hf", "megatron", "peft"),
-        help="default: what the source is not; with --merge hf; peft: the adapters of a Megatron checkpoint",
-    )
-    command.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: each tensor's own"
-    )
-    command.add_argument(
-        "--shard-size", default="4GiB", help="size of a file, such as 500MiB (default: 4GiB)"
-    )
-    command.add_argument(
-        "--mtp",
-        choices=("keep", "drop"),
-        default="keep",
-        help="multi-token prediction layers (default: keep)",
-    )
-    command.add_argument(
-        "--hf", metavar="FOLDER", help="config and tokenizer for a Megatron checkpoint without an hf/ folder"
-    )
-    command.set_defaults(run=run)
+    command.flag("--verify", "compare tensor by tensor; exit code 1: they differ")
+    text = "folder of adapters in PEFT's format to merge into a Hugging Face folder"
+    command.option("--merge", "ADAPTER", text)
+    text = "default: what the source is not; with --merge hf; peft: the adapters of a Megatron checkpoint"
+    command.option("--to", None, text, choices=("hf", "megatron", "peft"))
+    dtypes = ("float32", "bfloat16", "float16")
+    command.option("--dtype", None, "default: each tensor's own", choices=dtypes)
+    command.option("--shard-size", None, "size of a file, such as 500MiB (default: 4GiB)", default="4GiB")
+    text = "multi-token prediction layers (default: keep)"
+    command.option("--mtp", None, text, choices=("keep", "drop"), default="keep")
+    command.option("--hf", "FOLDER", "config and tokenizer for a Megatron checkpoint without an hf/ folder")
 
 
-def _add_plan(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = "what a weight sync will move: bytes by link, buckets, seconds, beside gathering every full tensor"
+def _plan_sync(command: _Command) -> None:
     others = (
         f"{PLAN_MEMORY}: memory; {PLAN_STEP}: these, pipeline and estimated seconds, --search for layouts"
     )
-    command = commands.add_parser("plan", help=text, description=f"{text} ({others})")
-    command.add_argument(
-        "recipe",
-        nargs="?",
-        help="of `megarl train`: YAML file, or recipe:NAME; or --model, --train, --rollout, --devices",
-    )
-    command.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
-    )
-    command.add_argument(
-        "--model", metavar="PATH", help="Hugging Face folder, or its config.json, or recipe:models/NAME"
-    )
-    command.add_argument(
-        "--train", metavar="SIZES", help="such as tp8-pp16-ep8-first3-last2 (also vpp, cp, etp)"
-    )
-    command.add_argument(
-        "--rollout", metavar="SIZES", help="of an engine, such as tp32-ep32 (also dp, of attention)"
-    )
-    command.add_argument("--devices", type=int, metavar="N", help="of the training")
-    command.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="default: 8")
-    command.add_argument(
-        "--engines", type=int, metavar="N", help="default: as many as the training's devices hold"
-    )
-    command.add_argument("--separate", action="store_true", help="the engines have devices of their own")
-    command.add_argument("--dtype", choices=DTYPES, help="that travels; default: the recipe's, or bfloat16")
-    command.add_argument("--fp8", action="store_true", help="projections travel in float8, with their scales")
-    command.add_argument("--bucket-mb", type=int, metavar="N", help="in MiB; default: the recipe's, or 256")
+    command.description = f"{command.description} ({others})"
+    text = "of `megarl train`: YAML file, or recipe:NAME; or --model, --train, --rollout, --devices"
+    command.recipe(text, nargs="?")
+    command.option("--model", "PATH", "Hugging Face folder, or its config.json, or recipe:models/NAME")
+    command.option("--train", "SIZES", "such as tp8-pp16-ep8-first3-last2 (also vpp, cp, etp)")
+    command.option("--rollout", "SIZES", "of an engine, such as tp32-ep32 (also dp, of attention)")
+    command.option("--devices", "N", "of the training", type=int)
+    command.option("--devices-per-node", "N", "default: 8", type=int, default=8)
+    command.option("--engines", "N", "default: as many as the training's devices hold", type=int)
+    command.flag("--separate", "the engines have devices of their own")
+    command.option("--dtype", None, "that travels; default: the recipe's, or bfloat16", choices=DTYPES)
+    command.flag("--fp8", "projections travel in float8, with their scales")
+    command.option("--bucket-mb", "N", "in MiB; default: the recipe's, or 256", type=int)
     # By the makers' figures for H100 nodes: memory of 3.35 TB/s, read and written; NVLink 4, 900 GB/s for both
     # directions; a network card of 400 Gb/s for each GPU.
     for link, rate in (("local", 1675.0), ("intra", 450.0), ("inter", 50.0)):
         text = f"GB/s of a device in each direction; default: {rate:g}"
-        command.add_argument(f"--bandwidth-{link}", type=float, default=rate, metavar="RATE", help=text)
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run)
+        command.option(f"--bandwidth-{link}", "RATE", text, type=float, default=rate)
+    command.flag("--json", "print JSON")
 
 
-def _add_plan_memory(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = "what a job will hold on each GPU in each phase of a step, term by term, and whether it fits"
-    command = commands.add_parser(PLAN_MEMORY, help=text, description=text)
-    command.add_argument("recipe", help=f"of `megarl train`, `sft`, `rm` or `dpo`: {RECIPE}")
-    command.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
-    )
-    text = "whose recipe it is, where its keys do not say"
-    command.add_argument("--command", choices=[name for name in RECIPES if name != "eval"], help=text)
-    text = "of a GPU; default: 79 (as sold: 80 GB)"
-    command.add_argument("--gpu-memory", type=float, default=79.0, metavar="GIB", help=text)
-    text = "of it that is not planned owner by owner: CUDA, NCCL, fragments; default: by what is on a GPU"
-    command.add_argument("--reserve", type=float, metavar="GIB", help=text)
-    command.add_argument(
-        "--fit", action="store_true", help="find the fewest nodes, and a layout, on which it fits"
-    )
-    text = "leave the engines out, as if they had devices of their own"
-    command.add_argument("--without-engines", action="store_true", help=text)
-    command.add_argument("--max-nodes", type=int, default=32, metavar="N", help="with --fit; default: 32")
+def _plan_memory(command: _Command) -> None:
+    command.recipe(f"of `megarl train`, `sft`, `rm` or `dpo`: {RECIPE}")
+    trained = [name for name in RECIPES if name != "eval"]
+    command.option("--command", None, "whose recipe it is, where its keys do not say", choices=trained)
+    _gpu(command, "79 (as sold: 80 GB)", 79.0)
+    command.flag("--fit", "find the fewest nodes, and a layout, on which it fits")
+    command.flag("--without-engines", "leave the engines out, as if they had devices of their own")
+    command.option("--max-nodes", "N", "with --fit; default: 32", type=int, default=32)
     text = "run a rank of each class as a shadow (its CUDA branch, without a GPU) and print what it holds beside the plan"
-    command.add_argument("--dry-run", action="store_true", help=text)
+    command.flag("--dry-run", text)
     text = "with --dry-run: classes (first, middle and last stage of each role) or numbers such as 0,8; default: classes"
-    command.add_argument("--ranks", default="classes", metavar="N,M", help=text)
+    command.option("--ranks", "N,M", text, default="classes")
     text = "with --dry-run: run all ranks of each role together as well, on uneven data, and say whether their collectives fit"
-    command.add_argument("--agree", action="store_true", help=text)
+    command.flag("--agree", text)
     text = "with --dry-run: exit code 1 where the plan is too small by more; default: 5"
-    command.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help=text)
+    command.option("--tolerance", "PERCENT", text, type=float, default=5.0)
     text = "with --dry-run: write a page of each rank's peak by owner and by line, plan beside dry run"
-    command.add_argument("--html", metavar="FILE", help=text)
-    command.add_argument("--json", action="store_true", help="print JSON, in bytes")
-    command.set_defaults(run=run)
+    command.option("--html", "FILE", text)
+    command.flag("--json", "print JSON, in bytes")
 
 
-def _add_plan_step(commands: argparse._SubParsersAction, run: Runner) -> None:
-    text = "memory, weight sync, pipeline and estimated seconds of a step of `megarl train` on stated GPUs; --search: layouts for them"
-    command = commands.add_parser(PLAN_STEP, help=text, description=text)
-    command.add_argument("recipe", help=f"of `megarl train`: {RECIPE}")
-    command.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="over the recipe's values"
-    )
-    command.add_argument(
-        "--hardware",
-        default="H100",
-        metavar="NAME",
-        help="H100, H200, H20, A100 (of 80 GB) or B200; default: H100",
-    )
+def _plan_step(command: _Command) -> None:
+    command.recipe(f"of `megarl train`: {RECIPE}")
+    text = "H100, H200, H20, A100 (of 80 GB) or B200; default: H100"
+    command.option("--hardware", "NAME", text, default="H100")
     text = "instead of a guess that seconds rest on, such as matmul=0.4; the report prints them all"
-    command.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help=text)
-    text = "of a GPU; default: the hardware's"
-    command.add_argument("--gpu-memory", type=float, metavar="GIB", help=text)
-    text = "of it that is not planned owner by owner: CUDA, NCCL, fragments; default: by what is on a GPU"
-    command.add_argument("--reserve", type=float, metavar="GIB", help=text)
+    command.option("--assume", "NAME=VALUE", text, action="append", default=[])
+    _gpu(command, "the hardware's")
     text = (
         "estimate the weight sync instead of planning every copy, which takes a minute for the largest models"
     )
-    command.add_argument("--without-sync", action="store_true", help=text)
+    command.flag("--without-sync", text)
     text = "look for the layouts with the fastest steps on the recipe's devices, and print the keys for each"
-    command.add_argument("--search", action="store_true", help=text)
-    command.add_argument("--top", type=int, default=5, metavar="N", help="with --search; default: 5")
-    command.add_argument(
-        "--html", metavar="FILE", help="write the report as a page, with a picture of the GPUs"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run)
+    command.flag("--search", text)
+    command.option("--top", "N", "with --search; default: 5", type=int, default=5)
+    command.option("--html", "FILE", "write the report as a page, with a picture of the GPUs")
+    command.flag("--json", "print JSON")
+
+
+def _gpu(command: _Command, memory: str, default: float | None = None) -> None:
+    """The memory of a GPU, and the part of it that is not planned with; `memory`: the default in words."""
+    command.option("--gpu-memory", "GIB", f"of a GPU; default: {memory}", type=float, default=default)
+    text = "of it that is not planned owner by owner: CUDA, NCCL, fragments; default: by what is on a GPU"
+    command.option("--reserve", "GIB", text, type=float)
+
+
+def _recipes(command: _Command) -> None:
+    command.add_argument("name", nargs="?", help="of the one to print")
+
+
+def _requirements(command: _Command) -> None:
+    command.add_argument("name", choices=("cpu", "gpu"), help="of machines without GPUs, or with them")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[_Command], None]]] = {
+    "replay": (
+        "train a step of a `megarl train` run once more, from its checkpoint and its trajectories, without engines or rewards, "
+        "and print the numbers beside those that were logged",
+        _replay,
+    ),
+    "report": (
+        "write a run, or several on the same charts, as one HTML page: final numbers, curves, where the time goes, memory, weight "
+        "syncs, trajectories, failures, configuration",
+        _report,
+    ),
+    "config": (
+        "print the resolved configuration: every key, its value, and where that comes from; start nothing",
+        _config,
+    ),
+    "make-task": ("make a tiny random model and arithmetic word problems to try megarl with", _make_task),
+    "verify": (
+        "check that transformers gives the same greedy answers as an `megarl eval` run of the same model",
+        _verify,
+    ),
+    "convert": (
+        "convert between Hugging Face folders and Megatron distributed checkpoints, merge adapters into a model, or "
+        "compare two checkpoints, or two folders of adapters",
+        _convert,
+    ),
+    "plan": (
+        "what a weight sync will move: bytes by link, buckets, seconds, beside gathering every full tensor",
+        _plan_sync,
+    ),
+    PLAN_MEMORY: (
+        "what a job will hold on each GPU in each phase of a step, term by term, and whether it fits",
+        _plan_memory,
+    ),
+    PLAN_STEP: (
+        "memory, weight sync, pipeline and estimated seconds of a step of `megarl train` on stated GPUs; --search: layouts for them",
+        _plan_step,
+    ),
+    "recipes": (
+        "list the recipes that come with megarl, or print one; every command takes one as recipe:NAME",
+        _recipes,
+    ),
+    "requirements": (
+        "print the path of a requirements file: cpu, for pip install --no-deps --ignore-requires-python -r; or gpu, pins",
+        _requirements,
+    ),
+}
+"""By command, in the order of the help text: one line about it, and the function that adds its options."""

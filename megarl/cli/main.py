@@ -17,21 +17,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from megarl import __version__
-from megarl.cli.arguments import PLAN_MEMORY, PLAN_STEP, make_parser
-from megarl.config import (
-    DPOConfig,
-    EvalConfig,
-    RMConfig,
-    SFTConfig,
-    TrainConfig,
-    TuningConfig,
-    check_config,
-    resolve,
-)
-from megarl.config.loading import load_with_origins
+from megarl.cli.arguments import PLAN_MEMORY, PLAN_STEP, Runner, make_parser
+from megarl.config import EvalConfig, TrainConfig, TuningConfig, check_config, resolve
+from megarl.config.loading import TRAINING, load_with_origins
 from megarl.config.loading.hub import fetch_models
 from megarl.config.problems import aliases, did_you_mean, flag_advice
 from megarl.config.show import changed_keys, notes, reference, resolved_keys, said_here, yaml_text
@@ -42,7 +33,7 @@ from megarl.util.signals import JOB_SIGNALS
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig | EvalConfig)
 
-SCHEMAS = {"train": TrainConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "eval": EvalConfig}
+SCHEMAS = TRAINING | {"eval": EvalConfig}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advice = [text for text in map(flag_advice, unknown) if text is not None]
         parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *advice]))
     try:
-        with ending_at_once() if options.run in (_train, _sft, _rm, _dpo) else nullcontext():
+        with ending_at_once() if arguments[0] in TRAINING else nullcontext():
             code = options.run(options) or 0
             sys.stdout.flush()
             return code
@@ -78,15 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {_plain_words(error)}", file=sys.stderr)
             return 1
         return 128 + signal.SIGPIPE
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {_plain_words(error)}", file=sys.stderr)
-        return 1
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -110,9 +95,10 @@ def _write_out() -> None:
         _reader_is_gone()
 
 
-def _plain_words(error: OSError) -> str:
-    """Such as "/data/run/metrics.jsonl: No space left on device"."""
-    return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+def _plain_words(error: Exception) -> str:
+    """The message; of a file's error such as "/data/run/metrics.jsonl: No space left on device"."""
+    has_file = isinstance(error, OSError) and error.filename is not None
+    return f"{error.filename}: {error.strerror}" if has_file else str(error)
 
 
 def _read(schema: type[C], options: argparse.Namespace) -> tuple[C, dict[str, str]]:
@@ -180,16 +166,12 @@ def _train(options: argparse.Namespace) -> None:
         (generate_only if config.trainer.rollout_only else learn_only)(config, cluster_setup)
 
 
-def _sft(options: argparse.Namespace) -> None:
-    _run_with_restarts("sft", _configured(SFTConfig, options))
+def _supervised(command: str) -> Runner:
+    return lambda options: _run_with_restarts(command, _configured(SCHEMAS[command], options))
 
 
-def _rm(options: argparse.Namespace) -> None:
-    _run_with_restarts("rm", _configured(RMConfig, options))
-
-
-def _dpo(options: argparse.Namespace) -> None:
-    _run_with_restarts("dpo", _configured(DPOConfig, options))
+def _passed_to(module: str, function: str = "run") -> Runner:
+    return lambda options: getattr(import_module(module), function)(options)
 
 
 def _run_with_restarts(module: str, config: TrainConfig | TuningConfig) -> None:
@@ -215,47 +197,23 @@ def _eval(options: argparse.Namespace) -> None:
 def _make_task(options: argparse.Namespace) -> None:
     from megarl.examples.make_task import make_preference_task, make_task
 
-    names = (
-        "seed",
-        "max_operand",
-        "teacher_errors",
-        "num_sft",
-        "num_train",
-        "num_test",
-        "hidden_size",
-        "num_layers",
-    )
-    shared = {name: getattr(options, name) for name in names}
-    if not options.preferences:
-        make_task(options.out, **shared, calculator=options.calculator)
-        return
-    if options.calculator:
+    def given(*names: str) -> dict[str, Any]:
+        return {name: getattr(options, name) for name in names}
+
+    if options.preferences and options.calculator:
         raise ValueError("--calculator and --preferences are two tasks; give one of them")
-    make_preference_task(
-        options.out,
-        **shared,
-        label_noise=options.label_noise,
-        num_texts=options.num_texts,
-        num_rankings=options.num_rankings,
-    )
+    sizes = given("num_sft", "num_train", "num_test", "hidden_size", "num_layers")
+    shared = given("seed", "max_operand", "teacher_errors") | sizes
+    if options.preferences:
+        make_preference_task(options.out, **shared, **given("label_noise", "num_texts", "num_rankings"))
+    else:
+        make_task(options.out, **shared, calculator=options.calculator)
 
 
 def _verify(options: argparse.Namespace) -> None:
     from megarl.trainer.run.export import verify_greedy
 
     verify_greedy(options.model, options.trajectories, options.max_samples)
-
-
-def _convert(options: argparse.Namespace) -> None:
-    from megarl.checkpoints.convert.command import run
-
-    run(options)
-
-
-def _plan(options: argparse.Namespace) -> None:
-    from megarl.plan.sync import run
-
-    run(options)
 
 
 def _plan_memory(options: argparse.Namespace) -> int | None:
@@ -268,13 +226,6 @@ def _plan_memory(options: argparse.Namespace) -> int | None:
     from megarl.plan.commands import run_memory
 
     return run_memory(options)
-
-
-def _plan_step(options: argparse.Namespace) -> None:
-    from megarl.plan.commands import run_step
-    from megarl.plan.page import page
-
-    run_step(options, page)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -296,12 +247,6 @@ def _replay(options: argparse.Namespace) -> None:
         for name in ("trajectories", "checkpoint", "out")
     }
     replay(Request(Path(options.folder), options.step, options.overrides, **paths))
-
-
-def _report(options: argparse.Namespace) -> None:
-    from megarl.report.page import run
-
-    run(options)
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -335,29 +280,25 @@ def _recipes(options: argparse.Namespace) -> None:
     print(file.read_text(encoding="utf-8"), end="")
 
 
-def _requirements(options: argparse.Namespace) -> None:
-    print(requirements(options.name))
-
-
-RUNNERS = {
+RUNNERS: dict[str, Runner] = {
     "train": _train,
-    "sft": _sft,
-    "rm": _rm,
-    "dpo": _dpo,
+    "sft": _supervised("sft"),
+    "rm": _supervised("rm"),
+    "dpo": _supervised("dpo"),
     "eval": _eval,
     "config": _config,
     "make-task": _make_task,
     "verify": _verify,
-    "convert": _convert,
-    "plan": _plan,
+    "convert": _passed_to("megarl.checkpoints.convert.command"),
+    "plan": _passed_to("megarl.plan.commands", "run_sync"),
     PLAN_MEMORY: _plan_memory,
-    PLAN_STEP: _plan_step,
+    PLAN_STEP: _passed_to("megarl.plan.commands", "run_step"),
     "doctor": _doctor,
     "replay": _replay,
-    "report": _report,
+    "report": _passed_to("megarl.report.page"),
     "launch": _launch,
     "recipes": _recipes,
-    "requirements": _requirements,
+    "requirements": lambda options: print(requirements(options.name)),
 }
 
 

@@ -6,7 +6,7 @@ of them), and listed as Megatron-core 0.19.2 keeps them. Not stated there:
 
 - A linear layer keeps its input only if its weight is trained or has an adapter. A norm keeps its input in any case.
 - An adapter keeps its own hidden values [tokens, rank] and, in a layer of several tensors, their rows of B.
-- The values are a part of the fused query, key and value tensor, all of which is kept for them.
+- The values are a part of the fused query, key and value tensor, which is kept as a whole for them.
 - Experts are given equally many tokens.
 
 Norms keep nothing but their input, with `fused` kernels (Transformer Engine's, on GPUs) gated units nothing but theirs;
@@ -14,12 +14,11 @@ without (megarl's modules in torch) both factors of the gated unit, attention's 
 values of all context parallel ranks are kept, too. Indices, masks and a position's angles are left out.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
-from megarl.config.schema.models import LoraConfig
-from megarl.costs.tensors import StageTensors
+from megarl.costs.tensors import ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout, layers_of
-from megarl.models import ModelConfig
 from megarl.models.lora import COLUMNS, ROWS
 
 RECOMPUTE = (None, "selective", "full")
@@ -27,178 +26,166 @@ FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class ActivationSettings:
-    """The settings of a model's run on which the kept bytes depend.
+class RankPass:
+    """A micro-batch's pass on a rank of a pipeline stage.
 
     Attributes:
-        tokens: of a micro-batch on this rank, before they are split over tensor parallel ranks.
-        itemsize: bytes of an activation.
-        tensors: of the rank's stage: which weights are trained, and which have adapters.
-        fused: whether Transformer Engine's kernels are there.
-        recompute: one of RECOMPUTE.
+        tensors: of the stage: which weights are trained, and which have adapters.
+        tokens: of the micro-batch on this rank, before they are split over tensor parallel ranks.
     """
 
-    config: ModelConfig
-    layout: ParallelLayout
+    use: ModelUse
     tensors: StageTensors
     tokens: int
-    itemsize: int = 2
-    lora: LoraConfig | None = None
-    fused: bool = True
-    recompute: str | None = None
-    _layers: frozenset[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        assert self.recompute in RECOMPUTE
+    @cached_property
+    def _modules(self) -> set[str]:
         trained = {tensor.name.rsplit(".", 1)[0] for tensor in self.tensors.weights if tensor.trained}
-        object.__setattr__(
-            self, "_layers", frozenset(trained | {slot.module for slot, _ in self.tensors.slots})
-        )
+        return trained | {slot.module for slot, _ in self.tensors.slots}
+
+    def keeps(self, module: str) -> bool:
+        """Whether a linear layer ("0:decoder.layers.1.mlp.linear_fc1") keeps its input."""
+        return module in self._modules
 
     @property
     def own(self) -> int:
         """Tokens between the tensor parallel parts."""
-        return self.tokens // self.layout.tp if self.layout.sp else self.tokens
+        return self.tokens // self.use.layout.tp if self.use.layout.sp else self.tokens
 
-    def keeps(self, module: str) -> bool:
-        """Whether a linear layer ("0:decoder.layers.1.mlp.linear_fc1") keeps its input."""
-        return module in self._layers
+    @property
+    def routed(self) -> int:
+        """Tokens that the experts of a rank have, if all are given equally many; a token counts once for each expert that has it."""
+        moe = self.use.config.moe
+        return 0 if moe is None else self.own * moe.top_k * self.use.layout.etp
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of a layer's input: all that is kept of a layer that is computed again."""
+        return self.own * self.use.config.hidden_size * self.use.itemsize
 
 
-def layer_bytes(settings: ActivationSettings, name: str, is_moe: bool) -> int:
+def layer_bytes(run: RankPass, name: str, is_moe: bool) -> int:
     """Bytes that a layer ("0:decoder.layers.1.") keeps, its input included."""
-    attention = _latent_attention if settings.config.mla is not None else _grouped_attention
+    attention = _latent_attention if run.use.config.mla is not None else _grouped_attention
     return (
-        attention(settings, name + "self_attention.")
-        + (_experts(settings, name + "mlp.") if is_moe else _dense(settings, name + "mlp."))
-        + _adapters(settings, name)
+        attention(run, name + "self_attention.")
+        + (_experts(run, name + "mlp.") if is_moe else _dense(run, name + "mlp."))
+        + _adapters(run, name)
     )
 
 
-def input_bytes(settings: ActivationSettings) -> int:
-    """A layer's input: all that is kept of a layer that is computed again."""
-    return settings.own * settings.config.hidden_size * settings.itemsize
-
-
-def head_bytes(settings: ActivationSettings, head: str) -> int:
+def head_bytes(run: RankPass) -> int:
     """Bytes that the last stage keeps after its layers, if every token counts."""
-    hidden = settings.config.hidden_size
-    final = _norm(settings, hidden, settings.own, used=False)
-    if head == "value":
-        return final + settings.own * hidden * FLOAT32
-    return final + settings.tokens * (hidden * settings.itemsize + 2 * FLOAT32)
+    hidden = run.use.config.hidden_size
+    final = _norm(run, hidden, run.own, used=False)
+    if run.use.head == "value":
+        return final + run.own * hidden * FLOAT32
+    return final + run.tokens * (hidden * run.use.itemsize + 2 * FLOAT32)
 
 
-def _norm(settings: ActivationSettings, width: int, tokens: int, used: bool) -> int:
+def _norm(run: RankPass, width: int, tokens: int, used: bool) -> int:
     """A norm's input, the root of its mean square, and `used`, its output."""
-    return tokens * ((1 + used) * width * settings.itemsize + FLOAT32)
+    return tokens * ((1 + used) * width * run.use.itemsize + FLOAT32)
 
 
-def _core(settings: ActivationSettings, heads: int, out: int, proj: str, trimmed: int | None = None) -> int:
+def _core(run: RankPass, heads: int, out: int, proj: str, trimmed: int | None = None) -> int:
     """Bytes that attention itself keeps: its output and a number for each head; of a token and a rank.
 
     Args:
         trimmed: the rest of the output where it is cut before its projection, whose input is then a copy of it.
     """
     if trimmed is not None:
-        size = 0 if settings.recompute == "selective" else out * settings.itemsize + heads * FLOAT32
-        return size + trimmed * settings.itemsize * settings.keeps(proj)
+        size = 0 if run.use.recompute == "selective" else out * run.use.itemsize + heads * FLOAT32
+        return size + trimmed * run.use.itemsize * run.keeps(proj)
     size = 0
-    if settings.recompute != "selective":
-        size += out * settings.itemsize + heads * FLOAT32
-        if not settings.fused and settings.keeps(proj):  # it is put together of sequences, in a new tensor
-            size += out * settings.itemsize
-    elif settings.keeps(proj):
-        size += out * settings.itemsize
+    if run.use.recompute != "selective":
+        size += out * run.use.itemsize + heads * FLOAT32
+        if not run.use.fused and run.keeps(proj):  # it is put together of sequences, in a new tensor
+            size += out * run.use.itemsize
+    elif run.keeps(proj):
+        size += out * run.use.itemsize
     return size
 
 
-def _grouped_attention(settings: ActivationSettings, name: str) -> int:
+def _grouped_attention(run: RankPass, name: str) -> int:
     """Norm, queries, keys and values before and after their rotation, attention."""
-    config, tp, item = settings.config, settings.layout.tp, settings.itemsize
+    config, tp, item = run.use.config, run.use.layout.tp, run.use.itemsize
     heads, groups = config.num_attention_heads // tp, config.num_query_groups // tp
     queries, keys = heads * config.head_dim, groups * config.head_dim
     each = item * (queries + 2 * keys) + item * (queries + keys)
-    if not settings.fused and settings.layout.cp > 1:  # all keys and values of a sequence are copies
-        each = item * (queries + 2 * keys * settings.layout.cp)
+    if not run.use.fused and run.use.layout.cp > 1:  # all keys and values of a sequence are copies
+        each = item * (queries + 2 * keys * run.use.layout.cp)
     if config.qk_norm:
         copies = groups > 1  # queries of several groups are put together before their norm
         each += item * copies * queries + FLOAT32 * (heads + groups)
-    each += _core(settings, heads, queries, name + "linear_proj")
-    used = settings.keeps(name + "linear_qkv")
-    return settings.tokens * each + _norm(settings, config.hidden_size, settings.own, used)
+    each += _core(run, heads, queries, name + "linear_proj")
+    used = run.keeps(name + "linear_qkv")
+    return run.tokens * each + _norm(run, config.hidden_size, run.own, used)
 
 
-def _latent_attention(settings: ActivationSettings, name: str) -> int:
+def _latent_attention(run: RankPass, name: str) -> int:
     """Norm, latent queries, keys and values and their norms, the heads' own, attention."""
-    config, mla, item = settings.config, settings.config.mla, settings.itemsize
-    heads = config.num_attention_heads // settings.layout.tp
+    config, mla, item = run.use.config, run.use.config.mla, run.use.itemsize
+    heads = config.num_attention_heads // run.use.layout.tp
     dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    parts = 1 if settings.fused else settings.layout.cp  # all keys and values of a sequence are copies
+    parts = 1 if run.use.fused else run.use.layout.cp  # all keys and values of a sequence are copies
     # Of packed sequences megatron-core makes the values as wide as the queries, and cuts attention's output again.
     padded = mla.v_head_dim != dim
-    width = dim if padded and settings.recompute != "selective" else mla.v_head_dim
+    width = dim if padded and run.use.recompute != "selective" else mla.v_head_dim
     each = item * heads * (dim + (dim + width) * parts)
     trimmed = heads * mla.v_head_dim if padded else None
-    each += _core(settings, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
+    each += _core(run, heads, heads * (dim if padded else mla.v_head_dim), name + "linear_proj", trimmed)
     down = [name + part for part in ("linear_q_down_proj", "linear_q_proj", "linear_kv_down_proj")]
-    size = settings.tokens * each + _norm(
-        settings, config.hidden_size, settings.own, any(map(settings.keeps, down))
-    )
+    size = run.tokens * each + _norm(run, config.hidden_size, run.own, any(map(run.keeps, down)))
     if mla.q_lora_rank is not None:
-        size += _norm(settings, mla.q_lora_rank, settings.own, settings.keeps(name + "linear_q_up_proj"))
-    size += _norm(settings, mla.kv_lora_rank, settings.own, settings.keeps(name + "linear_kv_up_proj"))
+        size += _norm(run, mla.q_lora_rank, run.own, run.keeps(name + "linear_q_up_proj"))
+    size += _norm(run, mla.kv_lora_rank, run.own, run.keeps(name + "linear_kv_up_proj"))
     return (
-        size + settings.own * mla.qk_rope_head_dim * item
+        size + run.own * mla.qk_rope_head_dim * item
     )  # in addition to the latent keys and values, in one tensor
 
 
-def _gated(settings: ActivationSettings, width: int, fc2: str, weighted: bool = False) -> int:
+def _gated(run: RankPass, width: int, fc2: str, weighted: bool = False) -> int:
     """Gate and up, and their product; of a token. `weighted`: by the router's probabilities."""
-    parts = 2 + settings.keeps(fc2) + (0 if settings.fused else 2 + weighted)
-    return parts * width * settings.itemsize
+    parts = 2 + run.keeps(fc2) + (0 if run.use.fused else 2 + weighted)
+    return parts * width * run.use.itemsize
 
 
-def _dense(settings: ActivationSettings, name: str) -> int:
-    config = settings.config
-    gated = _gated(settings, config.ffn_hidden_size // settings.layout.tp, name + "linear_fc2")
-    norm = _norm(settings, config.hidden_size, settings.own, settings.keeps(name + "linear_fc1"))
-    return settings.tokens * gated + norm
+def _dense(run: RankPass, name: str) -> int:
+    config = run.use.config
+    gated = _gated(run, config.ffn_hidden_size // run.use.layout.tp, name + "linear_fc2")
+    norm = _norm(run, config.hidden_size, run.own, run.keeps(name + "linear_fc1"))
+    return run.tokens * gated + norm
 
 
-def _routed(settings: ActivationSettings) -> int:
-    """Tokens that the experts of a rank have; a token counts once for each expert that has it."""
-    return settings.own * settings.config.moe.top_k * settings.layout.etp
-
-
-def _experts(settings: ActivationSettings, name: str) -> int:
+def _experts(run: RankPass, name: str) -> int:
     """Norm, router, routed experts, shared experts."""
-    config, moe = settings.config, settings.config.moe
-    size = _norm(settings, config.hidden_size, settings.own, used=True)  # the router keeps it
+    config, moe = run.use.config, run.use.config.moe
+    size = _norm(run, config.hidden_size, run.own, used=True)  # the router keeps it
     scores = moe.num_experts if moe.scoring == "sigmoid" or not moe.norm_topk_prob else 0
-    size += settings.own * FLOAT32 * (scores + 2 * moe.top_k)
-    width = moe.ffn_hidden_size // settings.layout.etp
-    each = _gated(settings, width, name + "experts.linear_fc2", weighted=True) + FLOAT32
-    if settings.keeps(name + "experts.linear_fc1"):
-        each += config.hidden_size * settings.itemsize
-    size += _routed(settings) * each
+    size += run.own * FLOAT32 * (scores + 2 * moe.top_k)
+    width = moe.ffn_hidden_size // run.use.layout.etp
+    each = _gated(run, width, name + "experts.linear_fc2", weighted=True) + FLOAT32
+    if run.keeps(name + "experts.linear_fc1"):
+        each += config.hidden_size * run.use.itemsize
+    size += run.routed * each
     shared = name + "shared_experts.linear_fc2"
-    return size + settings.tokens * _gated(settings, moe.shared_ffn_hidden_size // settings.layout.tp, shared)
+    return size + run.tokens * _gated(run, moe.shared_ffn_hidden_size // run.use.layout.tp, shared)
 
 
-def _adapters(settings: ActivationSettings, name: str) -> int:
+def _adapters(run: RankPass, name: str) -> int:
     """Bytes that the adapters of a layer keep in addition to their inputs."""
-    lora, item, total, seen = settings.lora, settings.itemsize, 0, set()
-    rows = {tensor.name: tensor.shape[0] for tensor in settings.tensors.weights}
-    for slot, cut in settings.tensors.slots:
+    lora, item, total, seen = run.use.lora, run.use.itemsize, 0, set()
+    rows = {tensor.name: tensor.shape[0] for tensor in run.tensors.weights}
+    for slot, cut in run.tensors.slots:
         if not slot.module.startswith(name):
             continue
         inner = (1 if lora.shared_a else len(slot.tensors)) * lora.rank
         if slot.number is not None:  # tokens are counted once for all experts of the layer
-            inputs = hidden = outputs = 0 if slot.module in seen else _routed(settings)
+            inputs = hidden = outputs = 0 if slot.module in seen else run.routed
         else:
-            inputs = settings.tokens if cut == COLUMNS else settings.own
-            hidden = outputs = settings.tokens if cut == ROWS else settings.own
+            inputs = run.tokens if cut == COLUMNS else run.own
+            hidden = outputs = run.tokens if cut == ROWS else run.own
         seen.add(slot.module)
         total += hidden * inner * item
         if len(slot.tensors) > 1:
@@ -212,9 +199,7 @@ def _adapters(settings: ActivationSettings, name: str) -> int:
     return total
 
 
-def stage_bytes(
-    settings: ActivationSettings, stage: int, head: str = "lm", micro_batches: int | None = None
-) -> int:
+def stage_bytes(run: RankPass, stage: int, micro_batches: int | None = None) -> int:
     """The most that a rank of a pipeline stage keeps at a time.
 
     That is after as many forward passes as Megatron's schedules begin with: one more than there are stages after it in
@@ -223,25 +208,26 @@ def stage_bytes(
     Args:
         micro_batches: of a step; None: more than there are stages.
     """
-    layout, moe = settings.layout, settings.config.moe
+    assert run.use.recompute in RECOMPUTE, run.use.recompute
+    layout, moe = run.use.layout, run.use.config.moe
     chunks, largest = [], 0
-    for chunk, layers in enumerate(layers_of(layout, settings.config.num_layers, stage)):
+    for chunk, layers in enumerate(layers_of(layout, run.use.config.num_layers, stage)):
         sizes = [
             layer_bytes(
-                settings,
+                run,
                 f"{chunk}:decoder.layers.{index}.",
                 moe is not None and layer not in moe.dense_layers,
             )
             for index, layer in enumerate(layers)
         ]
         largest = max(largest, *sizes)
-        chunks.append(len(sizes) * input_bytes(settings) if settings.recompute == "full" else sum(sizes))
+        chunks.append(len(sizes) * run.hidden if run.use.recompute == "full" else sum(sizes))
     total = sum(
         size * count for size, count in zip(chunks, _in_flight(layout, stage, micro_batches), strict=True)
     )
-    at_head = head_bytes(settings, head) if stage == layout.pp - 1 else 0
+    at_head = head_bytes(run) if stage == layout.pp - 1 else 0
     # A layer is computed again when the head's tensors are gone.
-    again = largest - input_bytes(settings) if settings.recompute == "full" else 0
+    again = largest - run.hidden if run.use.recompute == "full" else 0
     return total + max(at_head, again)
 
 

@@ -6,7 +6,7 @@ family. The ranks of a stage hold equally large parts: the first rank's are give
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm, prod
 
 from megarl.config.schema.models import LoraConfig
@@ -15,7 +15,7 @@ from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import MegatronPlace, ModelConfig, keeps_float32, megatron_pieces, padded_vocab_size
 from megarl.models.lora import AdapterSlot, adapter_pieces, adapter_slots, sharded_dimension
 from megarl.models.shards import Shapes
-from megarl.weight_sync.quantize import Block, is_quantised
+from megarl.weight_sync.quantize import is_quantised
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _EXPERTS = ".mlp.experts."
@@ -44,6 +44,40 @@ _MODULES = (
 )
 _TENSORS = ("weight", "bias", "layer_norm_weight")
 _IN_A_LAYER = re.compile(r"(\d+:decoder\.layers\.\d+\.)(.*\.)([a-z_]+)(\d*)")
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """A model and how it is run.
+
+    Attributes:
+        tokens: of a micro-batch of a training step, over its context parallel ranks. evaluated: of one without gradients.
+        itemsize: bytes of a parameter.
+        lora: its adapters; of rank 0: none. adapted: `adapted_weights` of these.
+        base_block: rows and columns of a block of projections in float8; None: they are not.
+        distributed: `use_distributed_optimizer`. overlap: `overlap_grad_reduce`, which makes buckets.
+        on_host: whether optimizer states are there (`optimizer_cpu_offload`).
+        recompute: None, "selective" or "full".
+        fused: whether Transformer Engine's kernels are there.
+        chunk_tokens: whose logits exist at one time.
+    """
+
+    config: ModelConfig
+    layout: ParallelLayout
+    tokens: int
+    evaluated: int
+    head: str = "lm"
+    trainable: bool = True
+    itemsize: int = 2
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    adapted: Shapes | None = None
+    base_block: int | None = None
+    distributed: bool = True
+    overlap: bool = False
+    on_host: bool = False
+    recompute: str | None = None
+    chunk_tokens: int = 1024
+    fused: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,36 +127,20 @@ class StageTensors:
         return [tensor for tensor in (*self.weights, *self.adapters) if tensor.trained]
 
 
-def stage_tensors(
-    config: ModelConfig,
-    layout: ParallelLayout,
-    stage: int,
-    *,
-    head: str = "lm",
-    trainable: bool = True,
-    lora: LoraConfig | None = None,
-    adapted: Shapes | None = None,
-    adapter: str = "lora",
-) -> StageTensors:
-    """The tensors of the first rank of a pipeline stage.
-
-    Args:
-        head: "lm" or "value".
-        trainable: whether the model is trained; without adapters all of its weights are.
-        lora: the adapters; None, or of rank 0: none.
-        adapted: `adapted_weights(config, lora)`, where there are adapters.
-    """
+def stage_tensors(use: ModelUse, stage: int) -> StageTensors:
+    """The tensors of the first rank of a pipeline stage."""
+    config, layout, lora = use.config, use.layout, use.lora
     pieces = megatron_pieces(
         config,
         MegatronPlace(tp=layout.tp, ep=layout.ep, etp=layout.etp),
         layers=layers_of(layout, config.num_layers, stage),
         first_stage=stage == 0,
         last_stage=stage == layout.pp - 1,
-        head=head,
+        head=use.head,
     )
-    with_adapters = lora is not None and lora.rank > 0
     # The weight table has the real rows of the vocabulary; the parameter has its padding, too.
     vocabulary = padded_vocab_size(config, layout.tp) // layout.tp
+    shares = config.tie_word_embeddings and use.head == "lm" and layout.pp > 1
     weights = []
     for name, (parts, shape) in _local_shapes(pieces).items():
         if name.endswith(_BUFFER):
@@ -134,22 +152,21 @@ def stage_tensors(
                 name,
                 shape,
                 expert=_as_expert(name, layout),
-                trained=trainable and (not with_adapters or name.endswith("value_head.weight")),
+                trained=use.trainable and (not lora.rank or name.endswith("value_head.weight")),
                 projection=is_quantised(parts[0].tensor),
-                shared=config.tie_word_embeddings
-                and head == "lm"
-                and layout.pp > 1
-                and name.endswith(_VOCABULARY),
+                shared=shares and name.endswith(_VOCABULARY),
             )
         )
     weights = _as_registered(weights)
     # With adapters the weights above are frozen, and the layers' slots decide how adapters are cut.
-    if not with_adapters:
+    if not lora.rank:
         return StageTensors(tuple(weights), ())
+    adapted = use.adapted
     assert adapted is not None
-    local = _local_shapes(adapter_pieces(pieces, adapted, lora, adapter))
+    local = _local_shapes(adapter_pieces(pieces, adapted, lora))
     adapters = [
-        LocalTensor(name, shape, _as_expert(name, layout), trainable) for name, (_, shape) in local.items()
+        LocalTensor(name, shape, _as_expert(name, layout), use.trainable)
+        for name, (_, shape) in local.items()
     ]
     slots = [
         (slot, sharded_dimension(slot, adapted[slot.tensors[0]])) for slot in adapter_slots(pieces, adapted)
@@ -171,21 +188,22 @@ def _as_registered(weights: list[LocalTensor]) -> list[LocalTensor]:
     return sorted(weights, key=key)
 
 
-def float32_buffers(config: ModelConfig, layout: ParallelLayout, stage: int) -> int:
+def float32_buffers(use: ModelUse, stage: int) -> int:
     """Bytes of the weights that are no parameters: they are float32 and never leave the device."""
+    config = use.config
     if config.moe is None or not config.moe.expert_bias:
         return 0
-    layers = [layer for chunk in layers_of(layout, config.num_layers, stage) for layer in chunk]
+    layers = [layer for chunk in layers_of(use.layout, config.num_layers, stage) for layer in chunk]
     return sum(4 * config.moe.num_experts for layer in layers if layer not in config.moe.dense_layers)
 
 
-def weight_bytes(tensors: Iterable[LocalTensor], itemsize: int, fp8_block: Block | None = None) -> int:
-    """Bytes of tensors in their own types, or in float8 blocks where they are projections and `fp8_block` is given."""
+def weight_bytes(tensors: Iterable[LocalTensor], itemsize: int, block: int | None = None) -> int:
+    """Bytes of tensors in their own types, or in float8 where they are projections and the size of a `block` is given."""
     total = 0
     for tensor in tensors:
-        if fp8_block is not None and tensor.projection:
+        if block is not None and tensor.projection:
             rows, columns = tensor.shape
-            total += tensor.numel + 4 * -(-rows // fp8_block[0]) * -(-columns // fp8_block[1])
+            total += tensor.numel + 4 * -(-rows // block) * -(-columns // block)
         else:
             total += tensor.numel * itemsize
     return total
@@ -244,43 +262,30 @@ class TrainingBytes:
 
 
 def training_bytes(
-    tensors: StageTensors,
-    layout: ParallelLayout,
-    *,
-    itemsize: int,
-    distributed: bool = True,
-    overlap: bool = False,
-    on_host: bool = False,
-    first_stage: bool = True,
-    fp8_block: tuple[int, int] | None = None,
-    replica: tuple[int, int] = (0, 0),
+    use: ModelUse, tensors: StageTensors, stage: int, replica: tuple[int, int] = (0, 0)
 ) -> TrainingBytes:
     """Bytes of a rank of the stage.
 
     Args:
-        itemsize: bytes of a parameter.
-        distributed: `use_distributed_optimizer`. overlap: `overlap_grad_reduce`, which makes buckets. on_host: `optimizer_cpu_offload`.
-        first_stage: of the pipeline, the only one that has buckets.
-        fp8_block: blocks of the frozen projections, if they are in float8.
         replica: which of the ranks that share a dense weight's states (over data and context parallel ranks), and an
             expert's, it is.
     """
-    trained = tensors.trained
+    itemsize, trained = use.itemsize, tensors.trained
     frozen = [tensor for tensor in tensors.weights if not tensor.trained]
     elements = states = sum(tensor.numel for tensor in trained)
-    if distributed:
-        buffers = list(_buffers(trained, layout, overlap and first_stage))
+    if use.distributed:  # of the stages, the first alone has buckets
+        buffers = list(_buffers(trained, use.layout, use.overlap and stage == 0))
         elements = sum(buffer.numel for buffer in buffers)
         states = sum(buffer.elements_of(replica[int(buffer.expert)]) for buffer in buffers)
     own = itemsize * elements  # trained parameters, with their padding
     if tensors.adapters:
         own = weight_bytes([tensor for tensor in tensors.weights if tensor.trained], itemsize)  # a value head
     return TrainingBytes(
-        weights=weight_bytes(frozen, itemsize, fp8_block) + own,
+        weights=weight_bytes(frozen, itemsize, use.base_block) + own,
         adapters=itemsize * elements - own,
         gradients=GRADIENT * elements,
-        optimizer=_state(itemsize) * (SLOTS * BUCKET * (states > 0) if on_host else states),
-        host=_state(itemsize) * states if on_host else 0,
+        optimizer=_state(itemsize) * (SLOTS * BUCKET * (states > 0) if use.on_host else states),
+        host=_state(itemsize) * states if use.on_host else 0,
     )
 
 

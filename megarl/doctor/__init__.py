@@ -1,1 +1,1 @@
-"""What can be known to be wrong before a run starts: its keys, its data, its models, its machines and their links."""
+"""Problems that can be found before a run starts, in its keys, its data, its models, its machines and their links."""

@@ -47,6 +47,7 @@ from megarl.trainer.stages.saved_trajectories import count_steps
 from megarl.util.packages import PURPOSES
 from megarl.weight_sync.layouts import logical_tensors
 
+SAME_MESSAGE = "megarl train would end with the same message"
 PROBE = "megarl.doctor.probe:ProbeWorker"
 PROBE_BYTES = 32 << 20
 PROBE_FILE, PROBE_FILE_BYTES = "written", 1 << 20
@@ -81,10 +82,8 @@ def examine(config: TrainConfig) -> list[Finding]:
     except OSError as error:
         # The folder cannot be made or written; a full disk shows in both.
         what = f"{error.filename or folder}: {error.strerror or error}"
-        return [
-            *found,
-            Finding(FAILURE, "run folder", what, "give another trainer.default_local_dir, or make room"),
-        ]
+        advice = "give another trainer.default_local_dir, or make room"
+        return [*found, Finding(FAILURE, "run folder", what, advice)]
 
 
 @contextmanager
@@ -107,7 +106,7 @@ def _machines(config: TrainConfig, folder: Path) -> list[Finding]:
     try:
         check_devices(config)
     except ValueError as error:
-        return [Finding(FAILURE, "devices", str(error), "megarl train would end with the same message")]
+        return [Finding(FAILURE, "devices", str(error), SAME_MESSAGE)]
     devices = resolve_batches(config).devices
     with open_engine_run(config.trainer.ray_address, devices, folder) as run:
         try:
@@ -132,9 +131,7 @@ def _inputs(config: TrainConfig) -> Iterator[Finding]:
         for warning in warnings:
             yield Finding(WARNING, "lengths", warning, "lower the length, or take another model")
     except (ValueError, OSError) as error:
-        yield Finding(
-            FAILURE, "configuration, models, data", str(error), "megarl train would end with the same message"
-        )
+        yield Finding(FAILURE, "configuration, models, data", str(error), SAME_MESSAGE)
 
 
 def _data(config: TrainConfig) -> tuple[str, tuple[str, ...]]:

@@ -117,11 +117,8 @@ def _resolved(host: str) -> str | None:
 
 def gpus_here() -> tuple[Gpu, ...]:
     """The GPUs of this machine, without initialising CUDA."""
-    query = [
-        "nvidia-smi",
-        "--query-gpu=name,driver_version,memory.total,memory.used",
-        "--format=csv,noheader,nounits",
-    ]
+    fields = "--query-gpu=name,driver_version,memory.total,memory.used"
+    query = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
     if shutil.which(query[0]) is None:
         return ()
     listed = subprocess.run(query, capture_output=True, text=True, timeout=60)
@@ -174,22 +171,15 @@ def check_nodes(
         gpus_per_node: GPUs of each machine that the job takes; None: it runs without GPUs.
         needed: bytes of "memory", "shared_memory" and "disk" that a node should have free at least.
     """
-    found = list(_between(nodes))
-    for node in nodes:
-        found += check_node(node, gpus_per_node, needed)
-    return found
+    alone = (finding for node in nodes for finding in check_node(node, gpus_per_node, needed))
+    return [*_between(nodes), *alone]
 
 
 def check_node(node: NodeFacts, gpus: int | None, needed: dict[str, int]) -> list[Finding]:
     """Findings about one machine by itself; arguments as of `check_nodes`."""
     on_gpus = gpus is not None
-    return [
-        *_packages(node, on_gpus),
-        *_gpus(node, gpus),
-        *(_drivers(node) if on_gpus else ()),
-        *_room(node, needed),
-        *_system(node),
-    ]
+    found = [*_packages(node, on_gpus), *_gpus(node, gpus), *(_drivers(node) if on_gpus else ())]
+    return [*found, *_limits(node, needed)]
 
 
 def _between(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
@@ -203,23 +193,16 @@ def _between(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     pythons = {node.host: node.python for node in nodes}
     if len(set(pythons.values())) > 1:
         yield Finding(FAILURE, "Python", str(pythons), "Ray needs the same version on all nodes")
+    advice = "synchronise them (NTP): logs and the order of failures are compared by time"
     for node in nodes[1:]:
-        if abs(node.clock - first.clock) > CLOCK_SECONDS:
-            yield Finding(
-                WARNING,
-                "clocks",
-                f"{node.host} is {node.clock - first.clock:+.0f} s from {first.host}",
-                "synchronise them (NTP): logs and the order of failures are compared by time",
-            )
+        late = node.clock - first.clock
+        if abs(late) > CLOCK_SECONDS:
+            yield Finding(WARNING, "clocks", f"{node.host} is {late:+.0f} s from {first.host}", advice)
+    advice = "put trainer.default_local_dir on a file system that all nodes share: every rank writes its part of a checkpoint there"
     for node in nodes:
         if not node.probe:
-            yield Finding(
-                FAILURE,
-                "run folder",
-                f"{node.host} does not see what {first.host} wrote there",
-                "put trainer.default_local_dir on a file system that all nodes share: every rank writes its part of a "
-                "checkpoint there",
-            )
+            found = f"{node.host} does not see what {first.host} wrote there"
+            yield Finding(FAILURE, "run folder", found, advice)
 
 
 def _packages(node: NodeFacts, on_gpus: bool) -> Iterator[Finding]:
@@ -237,31 +220,25 @@ def _packages(node: NodeFacts, on_gpus: bool) -> Iterator[Finding]:
     if others:
         what = f"not installed on {node.host}: {', '.join(others)}"
         yield Finding(FAILURE, "what these import", what, advice, command)
-    if on_gpus:
-        for name, purpose in GPU_PACKAGES.items():
-            if name not in node.versions:
-                yield Finding(WARNING, name, f"not installed on {node.host}: {purpose}", advice, command)
+    for name, purpose in GPU_PACKAGES.items() if on_gpus else ():
+        if name not in node.versions:
+            yield Finding(WARNING, name, f"not installed on {node.host}: {purpose}", advice, command)
 
 
 def _gpus(node: NodeFacts, wanted: int | None) -> Iterator[Finding]:
     if wanted is None:
         yield Finding(OK, "devices", f"processes on {node.cores} cores of {node.host}, no GPUs")
         return
-    listed = f"{len(node.gpus)} on {node.host}" + (
-        f", {node.gpus[0].name}, driver {node.gpus[0].driver}" if node.gpus else ""
-    )
+    listed = f"{len(node.gpus)} on {node.host}"
+    listed += f", {node.gpus[0].name}, driver {node.gpus[0].driver}" if node.gpus else ""
     if len(node.gpus) < wanted:
         yield Finding(FAILURE, "GPUs", listed, f"the job takes {wanted} of each node")
         return
     yield Finding(OK, "GPUs", listed)
     for number, gpu in enumerate(node.gpus[:wanted]):
         if gpu.used > BUSY_GPU * gpu.memory:
-            yield Finding(
-                FAILURE,
-                f"GPU {number}",
-                f"{gpu.used / GIB:.1f} of {gpu.memory / GIB:.0f} GiB in use on {node.host}",
-                "end what runs there (nvidia-smi)",
-            )
+            found = f"{gpu.used / GIB:.1f} of {gpu.memory / GIB:.0f} GiB in use on {node.host}"
+            yield Finding(FAILURE, f"GPU {number}", found, "end what runs there (nvidia-smi)")
 
 
 def _drivers(node: NodeFacts) -> Iterator[Finding]:
@@ -273,15 +250,15 @@ def _drivers(node: NodeFacts) -> Iterator[Finding]:
     for driver in sorted({gpu.driver for gpu in node.gpus}):
         if least is not None and int(driver.split(".")[0]) < least:
             # A warning: with NVIDIA's cuda-compat libraries, which images have, GPUs of data centers run nonetheless.
-            yield Finding(
-                WARNING,
-                "GPU driver",
-                f"{driver} on {node.host}, and torch is built for CUDA {node.cuda}",
-                f"install driver {least} or newer (or, for GPUs of data centers, the package cuda-compat)",
+            found = f"{driver} on {node.host}, and torch is built for CUDA {node.cuda}"
+            advice = (
+                f"install driver {least} or newer (or, for GPUs of data centers, the package cuda-compat)"
             )
+            yield Finding(WARNING, "GPU driver", found, advice)
 
 
-def _room(node: NodeFacts, needed: dict[str, int]) -> Iterator[Finding]:
+def _limits(node: NodeFacts, needed: dict[str, int]) -> Iterator[Finding]:
+    """Room in memory and on the disk, open files, and the host's own name."""
     for name, what, free in (
         ("memory", "memory", node.available),
         ("shared_memory", SHARED_MEMORY, node.shared_memory),
@@ -290,23 +267,14 @@ def _room(node: NodeFacts, needed: dict[str, int]) -> Iterator[Finding]:
         if free is None:
             yield Finding(WARNING, what, f"not there on {node.host}", "weights then go through /tmp, a disk")
             continue
-        least = needed.get(name, 0)
-        found = f"{free / GIB:.1f} GiB free on {node.host}"
+        least, found = needed.get(name, 0), f"{free / GIB:.1f} GiB free on {node.host}"
         if free < least:
             yield Finding(FAILURE, what, found, f"the job needs about {least / GIB:.1f} GiB there")
         else:
             yield Finding(OK, what, found)
-
-
-def _system(node: NodeFacts) -> Iterator[Finding]:
     if node.open_files < OPEN_FILES:
-        yield Finding(
-            WARNING, "open files", f"{node.open_files} on {node.host}", f"ulimit -n {OPEN_FILES} or more"
-        )
+        found = f"{node.open_files} on {node.host}"
+        yield Finding(WARNING, "open files", found, f"ulimit -n {OPEN_FILES} or more")
     if node.address is None:
-        yield Finding(
-            FAILURE,
-            "host name",
-            f"{node.host} does not resolve to an address on itself",
-            "add it to /etc/hosts or DNS",
-        )
+        found = f"{node.host} does not resolve to an address on itself"
+        yield Finding(FAILURE, "host name", found, "add it to /etc/hosts or DNS")

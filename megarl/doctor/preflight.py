@@ -29,7 +29,7 @@ from megarl.config.checks.data import file_problems
 from megarl.config.checks.layout import split_sequences
 from megarl.config.loading.hub import fetch_models, model_problems
 from megarl.config.problems import raise_if_any
-from megarl.config.schema.rollout import MultiTurnConfig
+from megarl.config.schema.commands import ActorRolloutRefConfig
 from megarl.data.chats import ChatKeywords
 from megarl.data.files import (
     Column,
@@ -144,23 +144,26 @@ def check_environment(config: TrainConfig | EvalConfig) -> None:
     Raises:
         ValueError: see `find_environment`.
     """
-    multi_turn = _multi_turn(config)
+    multi_turn = _policy(config).rollout.multi_turn
     if multi_turn.enable and multi_turn.environment is not None:
         find_environment(multi_turn.environment, multi_turn.options or {})
 
 
 def _environment_problems(config: Config) -> Iterator[str]:
     """Problems of an environment's options; an unknown name is reported by config_problems, or is of a plugin imported later."""
-    if not isinstance(config, TuningConfig) and _multi_turn(config).environment in ENVIRONMENTS:
+    if (
+        not isinstance(config, TuningConfig)
+        and _policy(config).rollout.multi_turn.environment in ENVIRONMENTS
+    ):
         try:
             check_environment(config)
         except ValueError as error:
             yield str(error)
 
 
-def _multi_turn(config: TrainConfig | EvalConfig) -> MultiTurnConfig:
-    policy = config.actor_rollout_ref if isinstance(config, TrainConfig) else config
-    return policy.rollout.multi_turn
+def _policy(config: TrainConfig | EvalConfig) -> ActorRolloutRefConfig | EvalConfig:
+    """The section that has the policy's model and its engines."""
+    return config.actor_rollout_ref if isinstance(config, TrainConfig) else config
 
 
 def _attention_problems(config: Config) -> Iterator[str]:
@@ -178,12 +181,9 @@ def _vocabulary_problems(config: Config, model: ModelConfig | None) -> Iterator[
     """Engines on GPUs have equal shares of the vocabulary, padded to a multiple of 64; on a CPU SGLang (0.5.21) pads further."""
     if model is None or isinstance(config, TuningConfig):
         return
-    of_run = isinstance(config, TrainConfig)
-    key, rollout = (
-        ("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout)
-        if of_run
-        else ("rollout", config.rollout)
-    )
+    key, rollout = "rollout", _policy(config).rollout
+    if isinstance(config, TrainConfig):
+        key = f"actor_rollout_ref.{key}"
     tp, padded = rollout.tensor_model_parallel_size, -(-model.vocab_size // 64) * 64
     if tp > 0 and padded % tp and gpus_here():
         yield (

@@ -1,4 +1,4 @@
-"""What is measured between the devices of a job before it runs: every rank in one group, as the models' ranks will be."""
+"""The links between the devices of a job, measured before it runs: every rank in one group, as the models' ranks will be."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`megarl plan memory` and `megarl plan step`: their options, the tables that they print, and the search for layouts."""
+"""`megarl plan` (of a weight sync), `megarl plan memory` and `megarl plan step`: their options, tables and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -15,17 +15,54 @@ from rich.table import Table
 from megarl.config import TrainConfig, TuningConfig, check_config, load_config
 from megarl.config.loading.recipes import shown
 from megarl.config.model_fit import check_models
-from megarl.costs.hardware import find_hardware, likely, read_assumptions
+from megarl.costs.hardware import find_hardware, read_assumptions
 from megarl.costs.speed import Machine
 from megarl.layout.plan import LINKS
-from megarl.plan.fit import Change, as_words, changes, fit, layout_keys
+from megarl.plan.fit import as_words, changes, fit, layout_keys
 from megarl.plan.inputs import PlanInputs, read_inputs, read_planned
-from megarl.plan.job import NOTE, JobPlan, as_json, assumed_text, assumed_words, plan_job, range_words
+from megarl.plan.job import (
+    NOTE,
+    JobPlan,
+    as_json,
+    assumed_text,
+    assumed_words,
+    pipeline_rows,
+    plan_job,
+    range_words,
+    seconds_json,
+    sync_rows,
+    time_rows,
+)
 from megarl.plan.memory import GIB, MemoryPlan, memory_json, plan_memory, plan_of
+from megarl.plan.page import page
 from megarl.plan.search import Search
-from megarl.plan.seconds import bubbles
-from megarl.plan.sync import size_text
+from megarl.plan.sync import LINK_WORDS, MethodCost, PlanReport, planned_sync, report, size_text
 from megarl.util.files import whole_file
+from megarl.weight_sync.sync_plan import SyncPlan
+
+
+def _print_json(found: object) -> None:
+    print(json.dumps(found, indent=2))
+
+
+def _print_lines(console: Console, *lines: str) -> None:
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    """A table of numbers: all columns but the first are aligned on the right."""
+    table = Table(*columns, box=SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _limits(options: argparse.Namespace, memory: float) -> tuple[int, int | None]:
+    """Bytes of a GPU, whose `memory` is in GiB, and the bytes of --reserve (None: by the processes on a GPU)."""
+    for name, value in (("gpu-memory", memory), ("reserve", options.reserve)):
+        if value is not None and value < 0:
+            raise ValueError(f"--{name} is {value:g} GiB; it must be at least 0")
+    return round(memory * GIB), reserve_bytes(options.reserve)
 
 
 def run_memory(options: argparse.Namespace) -> None:
@@ -34,15 +71,12 @@ def run_memory(options: argparse.Namespace) -> None:
     Raises:
         ValueError: names the option or key and a right value; the memory does not fit.
     """
-    for name, value in (("gpu-memory", options.gpu_memory), ("reserve", options.reserve)):
-        if value is not None and value < 0:
-            raise ValueError(f"--{name} is {value:g} GiB; it must be at least 0")
+    limit, reserve = _limits(options, options.gpu_memory)
     if options.html is not None:
         raise ValueError(f"--html {options.html} is of shadow ranks: give --dry-run, too")
     if options.max_nodes < 1:
         raise ValueError(f"--max-nodes is {options.max_nodes}; it must be at least 1")
     config, inputs = read_planned(options.recipe, options.overrides, options.command)
-    limit, reserve = round(options.gpu_memory * GIB), reserve_bytes(options.reserve)
     keys = []
     if options.fit:
         if not isinstance(config, TrainConfig):
@@ -64,7 +98,7 @@ def run_memory(options: argparse.Namespace) -> None:
         plan = plan_of(config, inputs, limit, reserve)
         plan = plan.without_engines() if options.without_engines else plan
     if options.json:
-        print(json.dumps(memory_json(plan, keys), indent=2))
+        _print_json(memory_json(plan, keys))
     else:
         print_plan(Console(), config, plan, keys)
 
@@ -75,7 +109,7 @@ def reserve_bytes(option: float | None) -> int | None:
 
 
 def reserve_words(option: float | None) -> str:
-    """The memory that is not planned with."""
+    """The memory that is not planned owner by owner, in words."""
     return f"--reserve {option:g}" if option is not None else "what CUDA, NCCL and fragments take"
 
 
@@ -85,15 +119,9 @@ def print_plan(
     """The owners by phase, in GiB of the fullest device."""
     devices = {name: pool.nnodes * pool.n_gpus_per_node for name, pool in plan.pools.items()}
     model = config.actor_rollout_ref.model if isinstance(config, TrainConfig) else config.model
-    lines = [
-        f"{shown(model.path)}: {', '.join(f'{count} devices in pool {name}' for name, count in devices.items())}; GiB of the "
-        "fullest device",
-        *keys,
-    ]
-    console.print("\n".join(lines), soft_wrap=True, highlight=False)
-    table = Table("GiB", *plan.phases, box=SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    pools = ", ".join(f"{count} devices in pool {name}" for name, count in devices.items())
+    _print_lines(console, f"{shown(model.path)}: {pools}; GiB of the fullest device", *keys)
+    table = _table("GiB", *plan.phases)
     for owner in plan.owners:
         table.add_row(owner.name, *(_cell(max(owner.at(phase))) for phase in plan.phases))
     table.add_section()
@@ -109,14 +137,14 @@ def print_plan(
         f"engines' cache: {plan.kv_tokens:,} tokens of {plan.kv_token_bytes / 1024:.1f} KiB a device "
         f"({max(plan.kv_tokens, 0) // plan.longest} of the longest trajectories)"
     )
-    lines = [
+    _print_lines(
+        console,
         *([cache] if plan.kv_token_bytes else []),
         *_host_lines(plan),
         f"of {plan.limit / GIB:.1f} GiB a device, {plan.reserve / GIB:.1f} of them for CUDA, NCCL and fragments: "
         f"{'fits, ' if plan.fits else 'does not fit, '}{abs(room):.1f} GiB {'are left' if room >= 0 else 'missing'}",
         *plan.problems(),
-    ]
-    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+    )
 
 
 def _host_lines(plan: MemoryPlan) -> list[str]:
@@ -133,48 +161,40 @@ def _cell(size: int) -> str:
     return f"{size / GIB:.2f}" if size else "-"
 
 
-Page = Callable[[JobPlan, str, Sequence[Change]], str]
-"""Makes the HTML page of a plan: the job, the recipe's name, changes that would help a job that does not fit."""
-
-
-def run_step(options: argparse.Namespace, page: Page) -> None:
+def run_step(options: argparse.Namespace) -> None:
     """Print the report, or the search's proposals; with --html write the page.
 
     Raises:
         ValueError: names the option or key and a right value.
     """
     gpu, assumed = find_hardware(options.hardware), read_assumptions(options.assume)
-    memory = gpu.memory_gib if options.gpu_memory is None else options.gpu_memory
-    for name, value in (("gpu-memory", memory), ("reserve", options.reserve)):
-        if value is not None and value < 0:
-            raise ValueError(f"--{name} is {value:g} GiB; it must be at least 0")
+    limit, reserve = _limits(options, gpu.memory_gib if options.gpu_memory is None else options.gpu_memory)
     # A layout that is searched for may stand in place of one that is not legal on these devices.
     config, inputs = read_inputs(options.recipe, options.overrides, check=not options.search)
     machine = Machine(gpu, assumed, config.trainer.n_gpus_per_node)
-    limit, reserve = round(memory * GIB), reserve_bytes(options.reserve)
     if options.search:
         _search(options, inputs, machine, limit, reserve)
         return
     check_models(config, inputs.model, inputs.critic, inputs.reward)
     plan = plan_memory(config, inputs, limit, reserve)
     job = plan_job(config, inputs, machine, plan, sync=not options.without_sync)
-    advice = [] if plan.fits else changes(options.recipe, options.overrides, config, limit, reserve)
+    advice = [] if plan.fits else changes(options.recipe, options.overrides, config, plan, reserve)
     if options.html is not None:
         with whole_file(Path(options.html)) as temporary:
             temporary.write_text(page(job, Path(options.recipe).name, advice), encoding="utf-8")
     if options.json:
         found = [{"keys": change.keys, "peak": change.peak, "fits": change.fits} for change in advice]
-        print(json.dumps(as_json(job, found), indent=2))
+        _print_json(as_json(job, found))
         return
     console = Console()
-    console.print(f"{options.recipe} on {job.devices} {gpu.name}", soft_wrap=True, highlight=False)
+    _print_lines(console, f"{options.recipe} on {job.devices} {gpu.name}")
     print_plan(console, config, plan, [])
     print_job(console, job)
     lines = [f"would help: {as_words(change)}" for change in advice]
     if not plan.fits:
         lines.append("other layouts: --search; more nodes: megarl plan memory --fit")
     if lines:
-        console.print("\n".join(lines), soft_wrap=True, highlight=False)
+        _print_lines(console, *lines)
 
 
 def _search(
@@ -194,9 +214,7 @@ def _search(
     if options.json:
         proposals = [
             {
-                "seconds": each.seconds,
-                "seconds_low": likely(each.seconds)[0],
-                "seconds_high": likely(each.seconds)[1],
+                **seconds_json(each.seconds),
                 "phases": {phase.name: phase.seconds for phase in each.phases},
                 "peak": each.memory.peak,
                 "layout": each.words,
@@ -204,24 +222,22 @@ def _search(
             }
             for each in found
         ]
-        print(json.dumps({"note": NOTE, "layouts": search.seen, "proposals": proposals}, indent=2))
+        _print_json({"note": NOTE, "layouts": search.seen, "proposals": proposals})
         return
     console = Console()
-    table = Table("layout", "step, s", *(phase.name for phase in found[0].phases), "GiB", box=SIMPLE_HEAD)
-    _right(table)
+    table = _table("layout", "step, s", *(phase.name for phase in found[0].phases), "GiB")
     for number, each in enumerate(found, 1):
         times = (f"{phase.seconds:.1f}" for phase in each.phases)
         table.add_row(str(number), f"{each.seconds:.1f}", *times, f"{each.memory.peak / GIB:.1f}")
     console.print(f"of {search.seen:,} layouts the fastest that fit and are legal", highlight=False)
     console.print(table)
-    lines = [f"{number}: {each.words}\n   {' '.join(each.keys)}" for number, each in enumerate(found, 1)]
-    lines.append(
-        f"the first likely {range_words(found[0].seconds)} a step; differences within that are guesses"
+    _print_lines(
+        console,
+        *(f"{number}: {each.words}\n   {' '.join(each.keys)}" for number, each in enumerate(found, 1)),
+        f"the first likely {range_words(found[0].seconds)} a step; differences within that are guesses",
+        "weight syncs are taken to send all that engines serve; `megarl plan step` with a layout's keys plans them",
+        f"{NOTE}: {assumed_text(machine)}",
     )
-    lines.append(
-        "weight syncs are taken to send all that engines serve; `megarl plan step` with a layout's keys plans them"
-    )
-    console.print("\n".join([*lines, f"{NOTE}: {assumed_text(machine)}"]), soft_wrap=True, highlight=False)
 
 
 def _nothing(search: Search) -> str:
@@ -247,45 +263,109 @@ def _nothing(search: Search) -> str:
 
 def print_job(console: Console, job: JobPlan) -> None:
     """Fullest devices, the sync, seconds by phase and part, bubbles, and assumptions."""
-    lines = []
-    for phase in job.memory.phases:
-        device, size = job.fullest(phase)
-        lines.append(f"{phase}: fullest is {device}, {size / GIB:.2f} GiB")
-    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+    fullest = {phase: job.fullest(phase) for phase in job.memory.phases}
+    _print_lines(
+        console,
+        *(f"{phase}: fullest is {device}, {size / GIB:.2f} GiB" for phase, (device, size) in fullest.items()),
+    )
     if job.sync is not None:
-        table = Table("weight sync", "all ranks", "max received", "seconds", box=SIMPLE_HEAD)
-        for link, words in zip(LINKS, ("same device", "same node", "other nodes"), strict=True):
-            cost = job.sync.reshard.links[link]
-            table.add_row(words, size_text(cost.total), size_text(cost.max_received), f"{cost.seconds:.2f}")
-        _right(table)
+        table = _table("weight sync", "all ranks", "max received", "seconds")
+        for row in sync_rows(job):
+            table.add_row(*row)
         console.print(table)
-    table = Table("estimated", "seconds", "part of step", "tokens/s", box=SIMPLE_HEAD)
-    _right(table)
-    for phase in job.phases:
-        rate = f"{phase.tokens / phase.seconds:,.0f}" if phase.tokens and phase.seconds else "-"
-        table.add_row(
-            phase.name, f"{phase.seconds:.2f}", f"{phase.seconds / job.seconds:.0%}", rate, style="bold"
-        )
-        for part in phase.parts:
-            table.add_row(f"  {part.name}", f"{part.seconds:.2f}", "", "")
+    table = _table("estimated", "seconds", "part of step", "tokens/s")
+    for is_phase, (name, *cells) in time_rows(job):
+        table.add_row(name if is_phase else f"  {name}", *cells, style="bold" if is_phase else None)
     table.add_section()
     rate = job.tokens / job.seconds
     table.add_row("step", f"{job.seconds:.2f}", "100%", f"{rate:,.0f} ({rate / job.devices:,.0f} a GPU)")
     console.print(table)
-    console.print(
+    _print_lines(
+        console,
         f"likely {range_words(job.seconds)} a step: so far are eight of ten public runs from their plans (docs/planning.md)",
-        soft_wrap=True,
-        highlight=False,
     )
-    table = Table("pipeline", "stages wait", "micro-batches", "optimizer steps", box=SIMPLE_HEAD)
-    _right(table)
-    for name, passes in bubbles(job.phases).items():
-        steps = str(passes.updates) if name.endswith("updates") else "-"
-        table.add_row(name, f"{passes.bubble:.1%}", str(passes.micro_batches), steps)
+    table = _table("pipeline", "stages wait", "micro-batches", "optimizer steps")
+    for name, *cells, steps in pipeline_rows(job):
+        table.add_row(name, *cells, steps if name.endswith("updates") else "-")
     console.print(table)
-    console.print(f"{NOTE}:\n{assumed_words(job)}", soft_wrap=True, highlight=False)
+    _print_lines(console, f"{NOTE}:\n{assumed_words(job)}")
 
 
-def _right(table: Table) -> None:
-    for column in table.columns[1:]:
-        column.justify = "right"
+def run_sync(options: argparse.Namespace) -> None:
+    """Print the figures of a weight sync.
+
+    Raises:
+        ValueError: names the option and a right value.
+    """
+    rates = (options.bandwidth_local, options.bandwidth_intra, options.bandwidth_inter)
+    bandwidths = dict(zip(LINKS, rates, strict=True))  # GB/s
+    for link, rate in bandwidths.items():
+        if rate <= 0:
+            raise ValueError(f"--bandwidth-{link.split('_')[0]} is {rate:g} GB/s; it must be above 0")
+    sync = planned_sync(options)
+    figures = report(sync, {link: rate * 1e9 for link, rate in bandwidths.items()})
+    if options.json:
+        _print_json(_sync_json(sync, figures))
+    else:
+        print_sync(Console(), sync, figures)
+
+
+def _sync_json(sync: SyncPlan, figures: PlanReport) -> dict[str, object]:
+    return {
+        "model": sync.config.architecture,
+        "dtype": _dtype(sync),
+        "train": {name: size for name, size in asdict(sync.parallel).items() if size not in (None, False)},
+        "rollout": asdict(sync.engines),
+        "engine_places": [f"{place.node}:{place.device}" for place in sync.target_places],
+        **asdict(figures),
+    }
+
+
+def _dtype(sync: SyncPlan) -> str:
+    name = str(sync.dtype).removeprefix("torch.")
+    return name if sync.fp8_block is None else f"float8 and {name}"
+
+
+def print_sync(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
+    """The figures as a table; bytes in GB (10^9)."""
+    parallel, engines = sync.parallel, sync.engines
+    _print_lines(
+        console,
+        f"{sync.config.architecture}: {figures.num_parameters / 1e9:,.1f}B parameters, M = {size_text(figures.model_bytes)} "
+        f"({_dtype(sync)})",
+        f"from {parallel.world} ranks: TP{parallel.tp} PP{parallel.pp} CP{parallel.cp} DP{parallel.dp}, experts EP"
+        f"{parallel.ep} ETP{parallel.etp}",
+        f"to {engines.num_engines} engines: TP{engines.tp} EP{engines.ep}, attention DP{engines.dp}",
+    )
+    table = _table("bytes by link", "all ranks", "max received", "max sent", "seconds")
+    _add_method(table, "shard to shard", figures.reshard)
+    _add_method(table, "full gather", figures.full_gather)
+    console.print(table)
+    reshard, full = figures.reshard, figures.full_gather
+    _print_lines(
+        console,
+        f"most that a rank receives from other devices: {size_text(reshard.max_received)}; full gather (M minus what its "
+        f"device holds): {size_text(full.max_received)}",
+        *(
+            f"engine rank {rank.rank} receives {name}: of {size_text(rank.serves)} that it serves {size_text(rank.local)} are on "
+            f"its device, {size_text(rank.intra_node)} on its node"
+            for name, rank in (("most", figures.most), ("least", figures.least))
+        ),
+        f"{figures.num_copies:,} copies in {figures.num_buckets:,} buckets of {size_text(figures.bucket_bytes)}; two buckets in "
+        f"a row: at most {size_text(figures.in_flight[0])} on the rank that receives, {size_text(figures.in_flight[1])} on the one "
+        "that sends",
+    )
+
+
+def _add_method(table: Table, name: str, way: MethodCost) -> None:
+    """Bytes between devices, and of all bytes the ones of each link."""
+    between = way.links["intra_node"].total + way.links["inter_node"].total
+    rows = [(name, between, way, "bold")]
+    rows += [
+        (f"  {words}", cost.total, cost, None)
+        for words, cost in zip(LINK_WORDS, way.links.values(), strict=True)
+    ]
+    for words, total, cost, style in rows:
+        sizes = map(size_text, (total, cost.max_received, cost.max_sent))
+        table.add_row(words, *sizes, f"{cost.seconds:.2f}", style=style)
+    table.add_section()

@@ -162,18 +162,24 @@ def _megatrons(
             ):
                 ep *= 2
             for first, last in ends(model.num_layers, pp):
-                yield replace(
-                    megatron,
-                    tensor_model_parallel_size=tp,
-                    pipeline_model_parallel_size=pp,
-                    virtual_pipeline_model_parallel_size=None,
-                    context_parallel_size=1,
-                    expert_model_parallel_size=ep,
-                    expert_tensor_parallel_size=1,
-                    num_layers_in_first_pipeline_stage=first,
-                    num_layers_in_last_pipeline_stage=last,
-                    sequence_parallel=tp > 1,
-                )
+                yield replace(sized(megatron, tp, pp, 1, ep, first, last), sequence_parallel=tp > 1)
+
+
+def sized(
+    megatron: MegatronConfig, tp: int, pp: int, cp: int, ep: int, first: int | None, last: int | None
+) -> MegatronConfig:
+    """A layout with these sizes, and so many layers in its first and last stage; experts are not cut."""
+    return replace(
+        megatron,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
 
 
 def ends(layers: int, stages: int) -> Iterator[tuple[int | None, int | None]]:
@@ -212,26 +218,24 @@ class Change:
 
 
 def changes(
-    recipe: str, overrides: Sequence[str], config: TrainConfig, limit: int, reserve: int | None
+    recipe: str, overrides: Sequence[str], config: TrainConfig, plan: MemoryPlan, reserve: int | None
 ) -> list[Change]:
     """Changes that lower the peak or make the job fit, best first: fitting ones, then by the remaining memory.
 
     Args:
-        config: the recipe with `overrides`, resolved.
-        limit, reserve: as in `plan_memory`.
+        config: the recipe with `overrides`, resolved; plan: its memory.
+        reserve: as in `plan_memory`.
     """
     found = []
     for keys, why in _possible_changes(config):
         try:
             changed, inputs = read_inputs(recipe, [*overrides, *keys])
             check_models(changed, inputs.model, inputs.critic, inputs.reward)
-            plan = plan_memory(changed, inputs, limit, reserve)
+            after = plan_memory(changed, inputs, plan.limit, reserve)
         except ValueError:  # not for this model, or these devices
             continue
-        found.append(Change(keys, why, plan.peak, plan.fits))
-    base, inputs = read_inputs(recipe, list(overrides))
-    peak = plan_memory(base, inputs, limit, reserve).peak
-    found = [change for change in found if change.fits or change.peak < peak]
+        if after.fits or after.peak < plan.peak:
+            found.append(Change(keys, why, after.peak, after.fits))
     return sorted(found, key=lambda change: (not change.fits, change.peak))
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from megarl.config import (
-    CriticConfig,
     DPOConfig,
     MegatronConfig,
-    OptimConfig,
     PoolConfig,
     RMConfig,
+    RolloutConfig,
     TrainConfig,
     TuningConfig,
     check_config,
@@ -27,15 +27,16 @@ from megarl.config import (
 from megarl.config.loading import TRAINING, recipe_command
 from megarl.config.loading.hub import fetch_models
 from megarl.config.schema.models import LoraConfig
-from megarl.costs.flops import ModelFlops
-from megarl.costs.model import ModelUse, StageBytes
-from megarl.costs.tensors import StageTensors
+from megarl.costs.flops import ModelFlops, model_flops
+from megarl.costs.tensors import ModelUse, StageTensors
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.lora import adapted_weights
 from megarl.models.shards import Shapes
+from megarl.weight_sync.layouts import EngineLayout
 
 C = TypeVar("C", bound=TrainConfig | TuningConfig)
+T = TypeVar("T")
 
 
 @dataclass
@@ -45,11 +46,8 @@ class PlanInputs:
     model: ModelConfig
     critic: ModelConfig | None = None
     reward: ModelConfig | None = None
-    adapted: dict[tuple[str, LoraConfig], Shapes] = field(default_factory=dict)
-    served: dict[object, int] = field(default_factory=dict)
-    stages: dict[object, list[StageBytes]] = field(default_factory=dict)
     tables: dict[object, StageTensors] = field(default_factory=dict)
-    flops: dict[tuple[str, str], ModelFlops] = field(default_factory=dict)
+    _known: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, config: TrainConfig | TuningConfig) -> PlanInputs:
@@ -63,17 +61,25 @@ class PlanInputs:
             read_model_config(reward.model.path) if reward.enable else None,
         )
 
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """The result of `make`, which is called once for all plans with this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
     def weights(self, role: str, model: ModelConfig, lora: LoraConfig) -> Shapes | None:
-        if not lora.rank:
-            return None
-        if (role, lora) not in self.adapted:
-            self.adapted[role, lora] = adapted_weights(model, lora)
-        return self.adapted[role, lora]
+        """The weights of a role's model that have adapters; None: none have."""
+        return self.once(("adapted", role, lora), lambda: adapted_weights(model, lora)) if lora.rank else None
+
+    def flops_of(self, model: ModelConfig, head: str) -> ModelFlops:
+        """Operations of one of these models."""
+        return self.once(("flops", id(model), head), lambda: model_flops(model, head))
 
 
 def read_inputs(recipe: str, overrides: list[str], check: bool = True) -> tuple[TrainConfig, PlanInputs]:
     """A recipe, resolved and (without the files of its data) checked, and the facts of its models."""
-    return _read(TrainConfig, recipe, overrides, check)
+    config = read_config(TrainConfig, recipe, overrides, check)
+    return config, PlanInputs.read(config)
 
 
 def read_planned(
@@ -87,14 +93,15 @@ def read_planned(
     Raises:
         ValueError: as `load_config` and `check_config`, and if nothing says which command it is of.
     """
-    return _read(TRAINING[command or recipe_command(recipe, overrides)], recipe, overrides, check)
+    config = read_config(TRAINING[command or recipe_command(recipe, overrides)], recipe, overrides, check)
+    return config, PlanInputs.read(config)
 
 
-def _read(schema: type[C], recipe: str, overrides: list[str], check: bool) -> tuple[C, PlanInputs]:
+def read_config(schema: type[C], recipe: str, overrides: list[str], check: bool = True) -> C:
+    """A recipe, resolved and (without the files of its data) checked; its models' configurations are on this machine."""
     config = load_config(schema, recipe, overrides)
     config = check_config(config, data_files=False) if check else resolve(config)
-    config = fetch_models(config, weights=False)
-    return config, PlanInputs.read(config)
+    return fetch_models(config, weights=False)
 
 
 def precision(name: str | None) -> torch.dtype:
@@ -120,126 +127,110 @@ def roles_of(config: TrainConfig | TuningConfig) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class RoleFacts:
+    """A role of a `TrainConfig`.
+
+    Attributes:
+        head: "lm" or "value".
+        section: of the configuration; its `optim` exists if the role is trained.
+        most: tokens, or texts, of a micro-batch; the one that is not given is None.
+        longest: tokens of a text.
+        base_block: as in `ModelUse`; a reference's weights are held as the actor's are.
+    """
+
+    head: str
+    model: ModelConfig
+    section: Any
+    most: tuple[int | None, int | None]
+    longest: int
+    trained: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    base_block: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch; one text that is longer is a micro-batch of its own."""
+        tokens, texts = self.most
+        return tokens if tokens is not None else (texts or 1) * self.longest
+
+
+def role_facts(config: TrainConfig, inputs: PlanInputs, role: str) -> RoleFacts:
+    """`role`: actor, critic, ref or reward_model."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    actor, ref, lora = policy.actor, policy.ref, policy.model.lora
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if role == "actor":
+        most = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+        return RoleFacts("lm", inputs.model, actor, most, longest, True, lora, lora.blocks)
+    if role == "critic":
+        assert critic is not None
+        most = (critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)
+        own = critic.model.lora
+        blocks = lora.blocks if critic.model.share_base else own.blocks
+        return RoleFacts("value", inputs.critic or inputs.model, critic, most, longest, True, own, blocks)
+    if role == "ref":
+        most = (ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+        return RoleFacts("lm", inputs.model, ref, most, longest, base_block=lora.blocks)
+    assert role == "reward_model", role
+    most = (reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
+    return RoleFacts("value", inputs.reward or inputs.model, reward, most, reward.max_length or longest)
+
+
 def model_use(config: TrainConfig | TuningConfig, inputs: PlanInputs, role: str) -> ModelUse:
     """The model of a role: actor, critic, ref or reward_model; sft, rm or dpo. `config`: resolved."""
     if isinstance(config, TuningConfig):
         assert role == tuned_role(config), role
-        return tuning_use(config, inputs)
-    return (
-        _evaluated(config, inputs, role)
-        if role in ("ref", "reward_model")
-        else _trained(config, inputs, role)
-    )
-
-
-def _trained(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
-    policy = config.actor_rollout_ref
-    if role == "actor":
-        section, lora, model = policy.actor, policy.model.lora, inputs.model
-        base_block = lora.blocks
+        tokens, lora, head = (
+            config.max_token_len_per_gpu,
+            config.model.lora,
+            "value" if role == "rm" else "lm",
+        )
+        assert tokens is not None, "resolved"
+        pool = PoolConfig(nnodes=config.trainer.nnodes, n_gpus_per_node=config.trainer.n_gpus_per_node)
+        facts = RoleFacts(head, inputs.model, config, (tokens, None), tokens, True, lora, lora.blocks)
     else:
-        assert config.critic is not None
-        section, lora, model = config.critic, config.critic.model.lora, inputs.critic or inputs.model
-        base_block = policy.model.lora.blocks if config.critic.model.share_base else lora.blocks
-    megatron, longest = section.megatron, _longest(config)
-    tokens = _tokens(section.ppo_max_token_len_per_gpu, section.ppo_micro_batch_size_per_gpu, longest)
-    evaluated = tokens if isinstance(section, CriticConfig) else _evaluated_by_actor(config, tokens)
+        facts = role_facts(config, inputs, role)
+        pool = config.resource_pools[facts.section.resource_pool]
+    megatron, training = facts.section.megatron, {}
+    if facts.trained:
+        training = {
+            "distributed": megatron.use_distributed_optimizer,
+            "overlap": megatron.overlap_grad_reduce,
+            "on_host": facts.section.optim.optimizer_cpu_offload,
+            "recompute": megatron.recompute_granularity,
+        }
     return ModelUse(
-        config=model,
-        layout=_layout(megatron, config.resource_pools[section.resource_pool]),
-        tokens=tokens,
-        evaluated=evaluated,
-        head="lm" if role == "actor" else "value",
-        lora=lora,
-        adapted=inputs.weights(role, model, lora),
-        base_block=base_block,
-        **_training(megatron, section.optim),
+        config=facts.model,
+        layout=layout_of(megatron, pool),
+        tokens=facts.tokens,
+        evaluated=_evaluated_by_actor(config, inputs, facts.tokens) if role == "actor" else facts.tokens,
+        head=facts.head,
+        trainable=facts.trained,
+        itemsize=precision(megatron.dtype).itemsize,
+        lora=facts.lora,
+        adapted=inputs.weights(role, facts.model, facts.lora),
+        base_block=facts.base_block,
+        chunk_tokens=megatron.log_prob_chunk_tokens,
+        **training,
     )
 
 
-def _evaluated_by_actor(config: TrainConfig, tokens: int) -> int:
+def _evaluated_by_actor(config: TrainConfig, inputs: PlanInputs, tokens: int) -> int:
     """Tokens of the largest micro-batch without gradients in the actor's processes; `tokens`: of one of its updates."""
-    of_reference = needs_ref_log_probs(config) and reference_in_actor(config)
-    if not of_reference:
+    if not (needs_ref_log_probs(config) and reference_in_actor(config)):
         return tokens
-    reference = _reference_tokens(config)
+    reference = role_facts(config, inputs, "ref").tokens
     return max(tokens, reference) if needs_old_log_probs(config) else reference
 
 
-def _evaluated(config: TrainConfig, inputs: PlanInputs, role: str) -> ModelUse:
-    """A model that is never trained."""
-    policy, reward = config.actor_rollout_ref, config.reward_model
-    if role == "ref":
-        model, megatron, pool, tokens = (
-            inputs.model,
-            policy.ref.megatron,
-            policy.ref.resource_pool,
-            _reference_tokens(config),
-        )
-        base_block = policy.model.lora.blocks  # its weights are held as the actor's are
-    else:
-        model, megatron, pool = inputs.reward or inputs.model, reward.megatron, reward.resource_pool
-        longest = reward.max_length or _longest(config)
-        tokens = _tokens(reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu, longest)
-        base_block = None
-    return ModelUse(
-        model,
-        _layout(megatron, config.resource_pools[pool]),
-        tokens,
-        tokens,
-        "lm" if role == "ref" else "value",
-        trainable=False,
-        base_block=base_block,
-        itemsize=precision(megatron.dtype).itemsize,
-        chunk_tokens=megatron.log_prob_chunk_tokens,
-    )
-
-
-def tuning_use(config: TuningConfig, inputs: PlanInputs) -> ModelUse:
-    """The model that is fitted to examples."""
-    lora, megatron, trainer = config.model.lora, config.megatron, config.trainer
-    tokens = config.max_token_len_per_gpu
-    assert tokens is not None, "resolved"
-    return ModelUse(
-        config=inputs.model,
-        layout=ParallelLayout.from_config(megatron, trainer.nnodes * trainer.n_gpus_per_node),
-        tokens=tokens,
-        evaluated=tokens,
-        head="value" if isinstance(config, RMConfig) else "lm",
-        lora=lora,
-        adapted=inputs.weights(tuned_role(config), inputs.model, lora),
-        base_block=lora.blocks,
-        **_training(megatron, config.optim),
-    )
-
-
-def _training(megatron: MegatronConfig, optim: OptimConfig) -> dict[str, Any]:
-    """The arguments of a `ModelUse` for a model's training."""
-    return {
-        "itemsize": precision(megatron.dtype).itemsize,
-        "distributed": megatron.use_distributed_optimizer,
-        "overlap": megatron.overlap_grad_reduce,
-        "on_host": optim.optimizer_cpu_offload,
-        "recompute": megatron.recompute_granularity,
-        "chunk_tokens": megatron.log_prob_chunk_tokens,
-    }
-
-
-def _layout(megatron: MegatronConfig, pool: PoolConfig) -> ParallelLayout:
+def layout_of(megatron: MegatronConfig, pool: PoolConfig) -> ParallelLayout:
+    """The layout of a model on all devices of a pool."""
     return ParallelLayout.from_config(megatron, pool.nnodes * pool.n_gpus_per_node)
 
 
-def _longest(config: TrainConfig) -> int:
-    return config.data.max_prompt_length + config.data.max_response_length
-
-
-def _reference_tokens(config: TrainConfig) -> int:
-    ref = config.actor_rollout_ref.ref
-    return _tokens(
-        ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu, _longest(config)
+def engine_layout(rollout: RolloutConfig) -> EngineLayout:
+    """The engines' layout from a resolved section."""
+    return EngineLayout(
+        rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
     )
-
-
-def _tokens(tokens: int | None, trajectories: int | None, longest: int) -> int:
-    """Tokens of a micro-batch; one trajectory that is longer is a micro-batch of its own."""
-    return tokens if tokens is not None else (trajectories or 1) * longest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from megarl.config import TrainConfig
@@ -11,10 +12,10 @@ from megarl.costs.hardware import likely
 from megarl.costs.phases import frees_engines
 from megarl.costs.speed import Machine
 from megarl.layout.grid import ParallelLayout, RankCoords, coords_of
-from megarl.plan.inputs import PlanInputs, precision
-from megarl.plan.memory import MemoryPlan, engine_layout, memory_json, served_bytes
+from megarl.plan.inputs import PlanInputs, engine_layout, layout_of, precision
+from megarl.plan.memory import MemoryPlan, memory_json, served_bytes
 from megarl.plan.seconds import PhaseTime, bubbles, lengths, step_phases, step_seconds
-from megarl.plan.sync import PlanReport, configured_sync, report
+from megarl.plan.sync import LINK_WORDS, PlanReport, configured_sync, report, size_text
 from megarl.trainer.roles.adapters import served_adapters
 
 NOTE = "seconds are estimates by formulas, nothing was measured; assumed (--assume name=value)"
@@ -106,8 +107,7 @@ class JobPlan:
     @property
     def actor_layout(self) -> ParallelLayout:
         actor = self.config.actor_rollout_ref.actor
-        pool = self.config.resource_pools[actor.resource_pool]
-        return ParallelLayout.from_config(actor.megatron, pool.nnodes * pool.n_gpus_per_node)
+        return layout_of(actor.megatron, self.config.resource_pools[actor.resource_pool])
 
 
 def plan_job(
@@ -158,9 +158,8 @@ def peer_seconds(config: TrainConfig, inputs: PlanInputs, machine: Machine) -> f
     """Seconds of the rounds in which an engine's rank meets the trainer's ranks that hold different parts; none for adapters alone."""
     if _adapters(config, inputs) is not None:
         return 0.0
-    policy, pools = config.actor_rollout_ref, config.resource_pools
-    pool = pools[policy.actor.resource_pool]
-    layout = ParallelLayout.from_config(policy.actor.megatron, pool.nnodes * pool.n_gpus_per_node)
+    policy = config.actor_rollout_ref
+    layout = layout_of(policy.actor.megatron, config.resource_pools[policy.actor.resource_pool])
     holders = layout.pp * max(layout.tp, layout.ep * layout.etp)
     own = policy.actor.resource_pool == policy.rollout.resource_pool
     return (holders - own) * machine.assumed.peer
@@ -199,15 +198,19 @@ def as_json(job: JobPlan, advice: list[dict[str, object]]) -> dict[str, object]:
         },
         "phases": {phase.name: _phase_json(phase) for phase in job.phases},
         "step": {
-            "seconds": job.seconds,
-            "seconds_low": likely(job.seconds)[0],
-            "seconds_high": likely(job.seconds)[1],
+            **seconds_json(job.seconds),
             "tokens": job.tokens,
             "tokens_per_s": job.tokens / job.seconds,
             "tokens_per_s_per_device": job.tokens / job.seconds / job.devices,
         },
         "advice": advice,
     }
+
+
+def seconds_json(seconds: float) -> dict[str, float]:
+    """The seconds of a step, and the range in which they likely are."""
+    low, high = likely(seconds)
+    return {"seconds": seconds, "seconds_low": low, "seconds_high": high}
 
 
 def _phase_json(phase: PhaseTime) -> dict[str, object]:
@@ -231,3 +234,32 @@ def assumed_words(job: JobPlan) -> str:
         f"{assumed_text(job.machine)}; so prompts of {texts.prompt:,.0f} tokens, responses of {texts.response:,.0f}, the longest "
         f"of {texts.longest:,}"
     )
+
+
+# Tables of a job, as rows of text: for the terminal and for the page.
+
+
+def sync_rows(job: JobPlan) -> list[list[str]]:
+    """By link: the bytes of all ranks and of the rank that gets most, and the seconds; empty: no sync was planned."""
+    if job.sync is None:
+        return []
+    return [
+        [words, size_text(cost.total), size_text(cost.max_received), f"{cost.seconds:.2f}"]
+        for words, cost in zip(LINK_WORDS, job.sync.reshard.links.values(), strict=True)
+    ]
+
+
+def time_rows(job: JobPlan) -> Iterator[tuple[bool, list[str]]]:
+    """Seconds, part of the step and tokens/s of each phase (True), and the seconds of its parts (False)."""
+    for phase in job.phases:
+        rate = f"{phase.tokens / phase.seconds:,.0f}" if phase.tokens and phase.seconds else "-"
+        yield True, [phase.name, f"{phase.seconds:.2f}", f"{phase.seconds / job.seconds:.0%}", rate]
+        yield from ((False, [part.name, f"{part.seconds:.2f}", "", ""]) for part in phase.parts)
+
+
+def pipeline_rows(job: JobPlan) -> list[list[str]]:
+    """By model's passes: the part of the time in which stages wait, the micro-batches, the optimizer steps (or passes)."""
+    return [
+        [name, f"{passes.bubble:.1%}", str(passes.micro_batches), str(passes.updates)]
+        for name, passes in bubbles(job.phases).items()
+    ]

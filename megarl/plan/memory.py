@@ -1,6 +1,6 @@
 """Bytes that a run will hold on the fullest device in each phase of a step, owner by owner, before it runs.
 
-Owners and phases are those of `megarl.costs.phases`; the run is one on GPUs. Runs of `megarl sft`, `rm` and `dpo` have one model, on
+`megarl.costs.phases` defines owners and phases; the run is one on GPUs. Runs of `megarl sft`, `rm` and `dpo` have one model, on
 all devices and there all the time: there are no engines to make room for.
 """
 
@@ -9,20 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megarl.config import (
-    MegatronConfig,
     PoolConfig,
-    RefConfig,
-    RewardModelConfig,
     RolloutConfig,
+    SFTConfig,
     TrainConfig,
+    TuningConfig,
     evaluates,
     needs_reference,
     pool_devices,
     reference_in_actor,
+    resolve,
 )
+from megarl.config.loading.hub import fetch_models
+from megarl.config.resolve import GLOBAL_POOL, least_tokens
 from megarl.costs.engine import (
     cache_bytes,
     engine_adapter_bytes,
@@ -34,52 +35,17 @@ from megarl.costs.model import StageBytes, model_bytes
 from megarl.costs.phases import frees_engines, leaves, phase_needs, trained_parts
 from megarl.costs.reserve import EngineRank, reserved
 from megarl.layout.grid import ParallelLayout
-from megarl.models import ModelConfig
-from megarl.plan.inputs import PlanInputs, model_use, precision
+from megarl.plan.inputs import (
+    PlanInputs,
+    engine_layout,
+    layout_of,
+    model_use,
+    precision,
+    role_facts,
+    roles_of,
+    tuned_role,
+)
 from megarl.trainer.roles.adapters import served_adapters
-from megarl.weight_sync.layouts import EngineLayout
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-from collections.abc import Iterator
-
-from megarl.config import SFTConfig, TuningConfig, resolve
-from megarl.config.loading.hub import fetch_models
-from megarl.config.resolve import GLOBAL_POOL, least_tokens
-from megarl.plan.inputs import tuned_role
-
-
-def reserve_rows(config: TrainConfig, model: ModelConfig) -> tuple[tuple[str, int], ...]:
-    """(cause, bytes) on a GPU of the resource pool (of a resolved configuration) that has the most."""
-    found = [
-        reserved(list(_models(config, pool)), _engine(config, model, pool)) for pool in config.resource_pools
-    ]
-    most = max(found, key=lambda rows: sum(rows.values()))
-    return tuple((cause, size) for cause, size in most.items() if size)
-
-
-def _models(config: TrainConfig, pool: str) -> Iterator[ParallelLayout]:
-    """The layouts of the roles that have processes of their own on a pool's GPUs."""
-    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    roles: list[tuple[str | None, MegatronConfig]] = [(policy.actor.resource_pool, policy.actor.megatron)]
-    if needs_reference(config) and not reference_in_actor(config):
-        roles.append((policy.ref.resource_pool, policy.ref.megatron))
-    if critic is not None and not critic.model.share_base:
-        roles.append((critic.resource_pool, critic.megatron))
-    if reward.enable:
-        roles.append((reward.resource_pool, reward.megatron))
-    devices = config.resource_pools[pool].nnodes * config.resource_pools[pool].n_gpus_per_node
-    yield from (ParallelLayout.from_config(megatron, devices) for of, megatron in roles if of == pool)
-
-
-def _engine(config: TrainConfig, model: ModelConfig, pool: str) -> EngineRank | None:
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.resource_pool != pool:
-        return None
-    return EngineRank(
-        rollout.tensor_model_parallel_size, rollout.max_num_seqs, model.vocab_size, model.mla is not None
-    )
-
 
 MOVED = ("weights", "adapters", "optimizer")  # parts that come from the host: gradients are dropped
 SLOTS = 2  # of a sync, each of a bucket
@@ -189,6 +155,14 @@ class MemoryPlan:
         return found
 
 
+def plan_of(
+    config: TrainConfig | TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
+) -> MemoryPlan:
+    """The plan of a resolved configuration of any command that trains; the arguments are as in `plan_memory`."""
+    plan = plan_memory if isinstance(config, TrainConfig) else _plan_supervised
+    return plan(config, inputs, limit, reserve)
+
+
 def plan_memory(
     config: TrainConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
 ) -> MemoryPlan:
@@ -196,22 +170,57 @@ def plan_memory(
 
     Args:
         limit: bytes of a device.
-        reserve: bytes that are not planned with; None: by the processes on a GPU (`reserve_rows`).
+        reserve: bytes that are not planned with; None: by the processes on a GPU.
 
     Raises:
         ValueError: a layout that cannot be.
     """
     pools, needs = config.resource_pools, phase_needs(config)
-    owners = [*_actor(config, inputs, needs), *_others(config, inputs, needs)]
+    owners = [*_trained(config, inputs, "actor", needs)]
+    if config.critic is not None:
+        owners += _trained(config, inputs, "critic", needs)
+    # A reference in the actor's processes is the actor itself if that has adapters.
+    inside, adapted = reference_in_actor(config), config.actor_rollout_ref.model.lora.rank
+    if needs_reference(config) and not (inside and adapted):
+        owners += _evaluated(config, inputs, "ref", "actor" if inside else "ref", needs)
+    if config.reward_model.enable:
+        owners += _evaluated(config, inputs, "reward_model", "reward_model", needs)
     served, kv_tokens, token = engine_owners(config, inputs, needs, limit)
     phases = ["sync", "generate", *(["score_model"] if config.reward_model.enable else [])]
     phases += ["evaluate_models"] if evaluates(config) else []
     phases += ["update_actor"] if config.critic is None else ["update_critic", "update_actor"]
     longest = config.data.max_prompt_length + config.data.max_response_length
-    rows = reserve_rows(config, inputs.model) if reserve is None else ()
-    reserve = sum(size for _, size in rows) if reserve is None else reserve
+    rows = max((_pool_rows(config, inputs, pool) for pool in pools), key=_total) if reserve is None else ()
+    reserve = _total(rows) if reserve is None else reserve
     owned = (*owners, *served)
     return MemoryPlan(owned, tuple(phases), pools, kv_tokens, token, longest, limit, reserve, rows)
+
+
+Rows = tuple[tuple[str, int], ...]
+"""Bytes that are not planned owner by owner, each with its cause."""
+
+
+def _total(rows: Rows) -> int:
+    return sum(size for _, size in rows)
+
+
+def _reserved(layouts: list[ParallelLayout], engine: EngineRank | None) -> Rows:
+    return tuple((cause, size) for cause, size in reserved(layouts, engine).items() if size)
+
+
+def _pool_rows(config: TrainConfig, inputs: PlanInputs, pool: str) -> Rows:
+    """Of a GPU of a resource pool: the roles that have processes of their own on it, and a rank of an engine."""
+    facts = [role_facts(config, inputs, role) for role in roles_of(config)]
+    layouts = [
+        layout_of(role.section.megatron, config.resource_pools[pool])
+        for role in facts
+        if role.section.resource_pool == pool
+    ]
+    rollout, model, engine = config.actor_rollout_ref.rollout, inputs.model, None
+    if rollout.resource_pool == pool:
+        tp, requests = rollout.tensor_model_parallel_size, rollout.max_num_seqs
+        engine = EngineRank(tp, requests, model.vocab_size, model.mla is not None)
+    return _reserved(layouts, engine)
 
 
 def _trained(
@@ -221,28 +230,16 @@ def _trained(
     section = config.actor_rollout_ref.actor if role == "actor" else config.critic
     pool, megatron = section.resource_pool, section.megatron
     on_host = section.optim.optimizer_cpu_offload
-    key = (role, megatron, config.resource_pools[pool], section.ppo_max_token_len_per_gpu, on_host)
-    if key not in inputs.stages:
-        inputs.stages[key] = model_bytes(model_use(config, inputs, role), inputs.tables)
-    stages = inputs.stages[key]
-    shares = role == "critic" and section.model.share_base
-    for part, switch in trained_parts(megatron).items():
-        if shares and part == "weights":
-            continue
-        name = f"{role}_{part}"
-        sizes = tuple(getattr(stage.held, part) for stage in stages)
-        if shares and part == "adapters":  # the value head is where they are
-            head = inputs.model.hidden_size * precision(megatron.dtype).itemsize
-            sizes = (*sizes[:-1], sizes[-1] + head)
-        if any(sizes):
-            there = _when(needs, name) if leaves(config, switch, pool, config.resource_pools) else None
-            host = tuple(stage.held.host for stage in stages) if part == "optimizer" else ()
-            yield Owner(name, "actor" if shares else role, pool, sizes, there, host)
-    owner = "actor" if shares else role
-    update = frozenset({f"update_{role}"})
-    yield Owner(f"{role}_activations", owner, pool, _of(stages, "kept"), update)
-    yield Owner(f"{role}_working", owner, pool, _of(stages, "working"), update)
-    yield Owner(f"{role}_evaluating", owner, pool, _of(stages, "evaluating"), frozenset({"evaluate_models"}))
+    key = ("stages", role, megatron, config.resource_pools[pool], section.ppo_max_token_len_per_gpu, on_host)
+    stages = inputs.once(key, lambda: model_bytes(model_use(config, inputs, role), inputs.tables))
+    shared_head = None
+    if role == "critic" and section.model.share_base:
+        shared_head = inputs.model.hidden_size * precision(megatron.dtype).itemsize
+    parts = {
+        part: _when(needs, f"{role}_{part}") if leaves(config, switch, pool, config.resource_pools) else None
+        for part, switch in trained_parts(megatron).items()
+    }
+    yield from _model_owners(stages, role, pool, parts, f"update_{role}", "evaluate_models", shared_head)
     if role == "actor":
         bucket = SLOTS * (config.actor_rollout_ref.rollout.sync_bucket_mb << 20)
         yield Owner("actor_sync_buffers", role, pool, (bucket,) * len(stages), frozenset({"sync"}))
@@ -250,36 +247,48 @@ def _trained(
             yield Owner("actor_merging", role, pool, _of(stages, "merged"), frozenset({"sync"}))
 
 
+def _model_owners(
+    stages: list[StageBytes],
+    role: str,
+    pool: str,
+    parts: Mapping[str, frozenset[str] | None],
+    update: str,
+    evaluate: str,
+    shared_head: int | None = None,
+) -> Iterator[Owner]:
+    """The owners of a model that is trained.
+
+    Args:
+        parts: of the model, each with the phases in which it is there (None: all).
+        update, evaluate: the phases of its passes with gradients, and without.
+        shared_head: bytes of the value head of a critic that shares the actor's weights; it is where the critic's adapters are.
+    """
+    owner = role if shared_head is None else "actor"
+    for part, there in parts.items():
+        if part == "weights" and shared_head is not None:
+            continue
+        sizes = tuple(getattr(stage.held, part) for stage in stages)
+        if part == "adapters" and shared_head is not None:
+            sizes = (*sizes[:-1], sizes[-1] + shared_head)
+        if any(sizes):
+            host = tuple(stage.held.host for stage in stages) if part == "optimizer" else ()
+            yield Owner(f"{role}_{part}", owner, pool, sizes, there, host)
+    yield Owner(f"{role}_activations", owner, pool, _of(stages, "kept"), frozenset({update}))
+    yield Owner(f"{role}_working", owner, pool, _of(stages, "working"), frozenset({update}))
+    yield Owner(f"{role}_evaluating", owner, pool, _of(stages, "evaluating"), frozenset({evaluate}))
+
+
 def _of(stages: list[StageBytes], part: str) -> tuple[int, ...]:
     return tuple(getattr(stage, part) for stage in stages)
 
 
-def _actor(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]]) -> Iterator[Owner]:
-    yield from _trained(config, inputs, "actor", needs)
-    if config.critic is not None:
-        yield from _trained(config, inputs, "critic", needs)
-
-
-def _others(config: TrainConfig, inputs: PlanInputs, needs: Mapping[str, tuple[str, ...]]) -> Iterator[Owner]:
-    """The models that are only evaluated; a reference in the actor's processes is the actor itself if that has adapters."""
-    policy, reward = config.actor_rollout_ref, config.reward_model
-    inside = reference_in_actor(config)
-    if needs_reference(config) and not (inside and policy.model.lora.rank):
-        yield from _evaluated(config, inputs, policy.ref, "ref", "actor" if inside else "ref", needs)
-    if reward.enable:
-        yield from _evaluated(config, inputs, reward, "reward_model", "reward_model", needs)
-
-
 def _evaluated(
-    config: TrainConfig,
-    inputs: PlanInputs,
-    section: RefConfig | RewardModelConfig,
-    name: str,
-    role: str,
-    needs: Mapping[str, tuple[str, ...]],
+    config: TrainConfig, inputs: PlanInputs, name: str, role: str, needs: Mapping[str, tuple[str, ...]]
 ) -> Iterator[Owner]:
-    use, pool = model_use(config, inputs, name), section.resource_pool
-    stages, there = model_bytes(use, inputs.tables), _when(needs, f"{name}_weights")
+    """The owners of a model that is only evaluated, in the processes of `role`."""
+    section = role_facts(config, inputs, name).section
+    pool, there = section.resource_pool, _when(needs, f"{name}_weights")
+    stages = model_bytes(model_use(config, inputs, name), inputs.tables)
     movable = leaves(config, section.megatron.param_offload, pool, config.resource_pools)
     weights = tuple(stage.held.weights for stage in stages)
     yield Owner(f"{name}_weights", role, pool, weights, there if movable else None)
@@ -303,99 +312,45 @@ def engine_owners(
     token, tokens = token_bytes(model, layout, dtype), rollout.max_total_tokens
     if tokens is None:
         tokens = math.floor((rollout.gpu_memory_utilization * limit - weights) / token)
-    kv = cache_bytes(model, layout, dtype, max(tokens, 0), rollout.max_num_seqs, context)
-    owned = [
-        Owner(
-            "rollout_weights", "rollout", pool, (weights,), _when(needs, "rollout_weights") if freed else None
-        ),
-        Owner(
-            "rollout_kv_cache", "rollout", pool, (kv,), _when(needs, "rollout_kv_cache") if freed else None
-        ),
+    cache = cache_bytes(model, layout, dtype, max(tokens, 0), rollout.max_num_seqs, context)
+    found = [
+        Owner(name, "rollout", pool, (size,), _when(needs, name) if freed else None)
+        for name, size in (("rollout_weights", weights), ("rollout_kv_cache", cache))
     ]
     # Data of another GPU comes into slots of the rank's own; data on its own GPU is read in place.
     if pool != policy.actor.resource_pool or pool_devices(config.resource_pools, pool) > 1:
-        owned.append(
-            Owner(
-                "rollout_sync_buffers",
-                "rollout",
-                pool,
-                (SLOTS * (rollout.sync_bucket_mb << 20),),
-                frozenset({"sync"}),
-            )
-        )
-    return owned, tokens, token
+        buffers = (SLOTS * (rollout.sync_bucket_mb << 20),)
+        found.append(Owner("rollout_sync_buffers", "rollout", pool, buffers, frozenset({"sync"})))
+    return found, tokens, token
 
 
 def served_bytes(rollout: RolloutConfig, inputs: PlanInputs) -> int:
     """Weights that a rank of an engine holds, without adapters."""
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     block = rollout.quantization_block_size if rollout.quantization == "fp8" else None
-    key = (layout.tp, layout.ep, dtype, block)
-    if key not in inputs.served:
-        inputs.served[key] = engine_weight_bytes(inputs.model, layout, dtype, block)
-    return inputs.served[key]
-
-
-def engine_layout(rollout: RolloutConfig) -> EngineLayout:
-    """The engines' layout from a resolved section."""
-    return EngineLayout(
-        rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
-    )
+    key = ("served", layout.tp, layout.ep, dtype, block)
+    return inputs.once(key, lambda: engine_weight_bytes(inputs.model, layout, dtype, block))
 
 
 def _when(needs: Mapping[str, tuple[str, ...]], name: str) -> frozenset[str]:
     return frozenset(phase for phase, owners in needs.items() if name in owners)
 
 
-EVALUATE, UPDATE = "evaluate", "update"
-
-
-def plan_of(
-    config: TrainConfig | TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
-) -> MemoryPlan:
-    """The plan of a resolved configuration of any command that trains; the arguments are as in `plan_memory`."""
-    plan = plan_memory if isinstance(config, TrainConfig) else plan_tuning
-    return plan(config, inputs, limit, reserve)
-
-
-def plan_tuning(
+def _plan_supervised(
     config: TuningConfig, inputs: PlanInputs, limit: int, reserve: int | None = None
 ) -> MemoryPlan:
-    """The plan of a resolved configuration; the arguments are as in `plan_memory`.
-
-    Raises:
-        ValueError: a layout that cannot be.
-    """
     pool = PoolConfig(nnodes=config.trainer.nnodes, n_gpus_per_node=config.trainer.n_gpus_per_node)
     # Supervised fine-tuning evaluates held-out examples alone; rewards and the reference's log-probs are always computed.
     evaluates = config.data.val_files is not None or not isinstance(config, SFTConfig)
-    phases = (EVALUATE, UPDATE) if evaluates else (UPDATE,)
-    longest = least_tokens(config)
-    owners = tuple(
-        owner for owner in _owners(config, inputs) if owner.phases is None or owner.phases & {*phases}
-    )
-    use = model_use(config, inputs, tuned_role(config))
-    rows = tuple(reserved([use.layout], None).items()) if reserve is None else ()
-    rows = tuple((cause, size) for cause, size in rows if size)
-    reserve = sum(size for _, size in rows) if reserve is None else reserve
+    phases = ("evaluate", "update") if evaluates else ("update",)
+    role, longest = tuned_role(config), least_tokens(config)
+    use = model_use(config, inputs, role)
+    parts = dict.fromkeys(trained_parts(config.megatron))
+    found = _model_owners(model_bytes(use, inputs.tables), role, GLOBAL_POOL, parts, "update", "evaluate")
+    owners = tuple(owner for owner in found if owner.phases is None or owner.phases & {*phases})
+    rows = _reserved([use.layout], None) if reserve is None else ()
+    reserve = _total(rows) if reserve is None else reserve
     return MemoryPlan(owners, phases, {GLOBAL_POOL: pool}, longest, 0, longest, limit, reserve, rows)
-
-
-def _owners(config: TuningConfig, inputs: PlanInputs) -> Iterator[Owner]:
-    role = tuned_role(config)
-    stages = model_bytes(model_use(config, inputs, role), inputs.tables)
-    for part in trained_parts(config.megatron):
-        sizes = tuple(getattr(stage.held, part) for stage in stages)
-        if any(sizes):
-            host = tuple(stage.held.host for stage in stages) if part == "optimizer" else ()
-            yield Owner(f"{role}_{part}", role, GLOBAL_POOL, sizes, None, host)
-    for part, name, phase in (
-        ("kept", "activations", UPDATE),
-        ("working", "working", UPDATE),
-        ("evaluating", "evaluating", EVALUATE),
-    ):
-        sizes = tuple(getattr(stage, part) for stage in stages)
-        yield Owner(f"{role}_{name}", role, GLOBAL_POOL, sizes, frozenset({phase}))
 
 
 MULTIPLES = (16, 8, 4, 2)  # candidates, as multiples of the least size of a micro-batch

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from megarl.layout.plan import LINKS
 from megarl.plan.fit import Change, as_words
-from megarl.plan.job import NOTE, Device, JobPlan, assumed_words, range_words
+from megarl.plan.job import (
+    NOTE,
+    Device,
+    JobPlan,
+    assumed_words,
+    pipeline_rows,
+    range_words,
+    sync_rows,
+    time_rows,
+)
 from megarl.plan.memory import GIB
-from megarl.plan.seconds import bubbles
-from megarl.plan.sync import size_text
 from megarl.report.html import render
 
 COLOURS = 10  # of the page's style
@@ -54,7 +60,12 @@ def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
         if memory.fits
         else f"The memory does not fit: {max(0.0, -room):.1f} GiB are missing"
     )
-    charts = [_bars(job)]
+    held = _fullest(job)
+    charts = [_bars(job, held)]
+    times = [
+        [name if is_phase else f"\N{NO-BREAK SPACE} {name}", *cells]
+        for is_phase, (name, *cells) in time_rows(job)
+    ]
     context = {
         "title": f"{recipe} on {job.devices} {gpu.name}",
         "fits": memory.fits,
@@ -64,72 +75,43 @@ def page(job: JobPlan, recipe: str, advice: Sequence[Change]) -> str:
         "advice": [*memory.problems(), *(f"Would help: {as_words(change)}" for change in advice)],
         "charts": charts,
         "phases": list(memory.phases),
-        "memory": _memory_table(job),
+        "memory": list(_memory_rows(held)),
         "fullest": [f"{phase}: {job.fullest(phase)[0]}" for phase in memory.phases],
-        "time": _time_table(job),
-        "pipeline": _pipeline_table(job),
+        "time": [*times, ["step", f"{job.seconds:.2f}", "100%", f"{job.tokens / job.seconds:,.0f}"]],
+        "pipeline": pipeline_rows(job),
         "note": f"{NOTE}: {assumed_words(job)}",
-        "sync": _sync(job),
+        "sync": sync_rows(job),
         "pictures": list(_pictures(job)),
     }
     return render("plan.html", context, {"runs": [recipe], "charts": charts, "series": {}})
 
 
 def _fullest(job: JobPlan) -> dict[str, dict[str, int]]:
-    """By phase the bytes of each owner on the device that is fullest in it."""
+    """By phase the bytes of each owner on the device that is fullest in it; of owners that hold any in some phase."""
     devices = {phase: job.fullest(phase)[0] for phase in job.memory.phases}
-    return {phase: job.held(phase)[device.pool, device.number] for phase, device in devices.items()}
+    held = {phase: job.held(phase)[device.pool, device.number] for phase, device in devices.items()}
+    names = [owner.name for owner in job.memory.owners if any(by.get(owner.name) for by in held.values())]
+    return {phase: {name: by.get(name, 0) for name in names} for phase, by in held.items()}
 
 
-def _bars(job: JobPlan) -> dict[str, Any]:
+def _bars(job: JobPlan, held: dict[str, dict[str, int]]) -> dict[str, Any]:
     """A bar for each phase, a piece for each owner; the line is the memory without the reserve."""
-    held = _fullest(job)
-    owners = [owner.name for owner in job.memory.owners if any(by.get(owner.name) for by in held.values())]
+    names = next(iter(held.values()))
     return {
         "kind": "rows",
         "title": "Memory by phase",
         "about": "GiB by owner; the dashed line is the memory of a GPU without the reserve",
         "rows": list(held),
-        **stacked((name, [by.get(name, 0) for by in held.values()]) for name in owners),
+        **stacked((name, [by[name] for by in held.values()]) for name in names),
         "limit": (job.memory.limit - job.memory.reserve) / GIB,
     }
 
 
-def _memory_table(job: JobPlan) -> list[list[str]]:
+def _memory_rows(held: dict[str, dict[str, int]]) -> Iterator[list[str]]:
     """Owners by phase, on the device that is fullest in it."""
-    held = _fullest(job)
-    names = [owner.name for owner in job.memory.owners if any(by.get(owner.name) for by in held.values())]
-    rows = [
-        [name, *(f"{by[name] / GIB:.2f}" if by.get(name) else "-" for by in held.values())] for name in names
-    ]
-    return [*rows, ["all of these", *(f"{sum(by.values()) / GIB:.2f}" for by in held.values())]]
-
-
-def _time_table(job: JobPlan) -> list[list[str]]:
-    rows = []
-    for phase in job.phases:
-        rate = f"{phase.tokens / phase.seconds:,.0f}" if phase.tokens and phase.seconds else "-"
-        rows.append([phase.name, f"{phase.seconds:.2f}", f"{phase.seconds / job.seconds:.0%}", rate])
-        rows += [[f"\N{NO-BREAK SPACE} {part.name}", f"{part.seconds:.2f}", "", ""] for part in phase.parts]
-    return [*rows, ["step", f"{job.seconds:.2f}", "100%", f"{job.tokens / job.seconds:,.0f}"]]
-
-
-def _pipeline_table(job: JobPlan) -> list[list[str]]:
-    return [
-        [name, f"{passes.bubble:.1%}", str(passes.micro_batches), str(passes.updates)]
-        for name, passes in bubbles(job.phases).items()
-    ]
-
-
-def _sync(job: JobPlan) -> list[list[str]]:
-    """Rows of the weight sync by link; empty: no sync was planned."""
-    if job.sync is None:
-        return []
-    costs = [job.sync.reshard.links[link] for link in LINKS]
-    return [
-        [words, size_text(cost.total), size_text(cost.max_received), f"{cost.seconds:.2f}"]
-        for words, cost in zip(("same device", "same node", "other nodes"), costs, strict=True)
-    ]
+    for name in next(iter(held.values())):
+        yield [name, *(f"{by[name] / GIB:.2f}" if by[name] else "-" for by in held.values())]
+    yield ["all of these", *(f"{sum(by.values()) / GIB:.2f}" for by in held.values())]
 
 
 def _pictures(job: JobPlan) -> Iterator[dict[str, Any]]:

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field, replace
 
 from megarl.config import MegatronConfig, RolloutConfig, TrainConfig, check_config, resolve
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
+from megarl.costs.activations import RECOMPUTE
 from megarl.costs.model import model_bytes
 from megarl.costs.phases import phase_needs
 from megarl.costs.speed import GRADIENT, STATES, Machine
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig
-from megarl.plan.fit import ends, powers
-from megarl.plan.inputs import PlanInputs, model_use, precision
+from megarl.plan.fit import ends, powers, sized
+from megarl.plan.inputs import PlanInputs, layout_of, model_use, precision
 from megarl.plan.job import peer_seconds, sync_estimate
 from megarl.plan.memory import MemoryPlan, engine_owners, plan_memory
-from megarl.plan.seconds import PhaseTime, flops_of, generate, model_parts, step_phases, step_seconds
+from megarl.plan.seconds import PhaseTime, generate, model_parts, step_phases, step_seconds
 from megarl.util.memory import collection_paused
 
-RECOMPUTE = (None, "selective", "full")
 OFFLOAD = (None, False)  # where engines share the devices: leaves them, stays on them
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _ALWAYS = (
@@ -68,8 +68,7 @@ class Proposal:
         """Such as "tp2 pp4 cp1 ep1 dp1, full recomputation, 4 engines of tp2"."""
         policy = self.config.actor_rollout_ref
         actor, rollout = policy.actor.megatron, policy.rollout
-        pool = self.config.resource_pools[policy.actor.resource_pool]
-        layout = ParallelLayout.from_config(actor, pool.nnodes * pool.n_gpus_per_node)
+        layout = layout_of(actor, self.config.resource_pools[policy.actor.resource_pool])
         sizes = " ".join(f"{name}{getattr(layout, name)}" for name in ("tp", "pp", "cp", "ep", "dp"))
         parts = [sizes, f"{actor.recompute_granularity or 'no'} recomputation"]
         parts += ["nothing leaves"] if actor.param_offload is False else []
@@ -193,7 +192,7 @@ class Search:
     def _least_bytes(self, megatron: MegatronConfig, world: int) -> float:
         """Less than the fullest rank of the actor holds while it is trained: the average of all stages, without padding."""
         layout, policy = ParallelLayout.from_config(megatron, world), self.recipe.actor_rollout_ref
-        flops = flops_of(self.inputs, "actor", self.inputs.model, "lm")
+        flops = self.inputs.flops_of(self.inputs.model, "lm")
         dense = sum(layer.dense for layer in flops.layers) / (layout.tp * layout.pp)
         experts = sum(layer.experts for layer in flops.layers) / (layout.ep * layout.etp * layout.pp)
         if policy.model.lora.rank:
@@ -301,19 +300,8 @@ def _megatrons(
                 for ep in _expert_sizes(model, world // pp):
                     for first, last in ends(model.num_layers, pp):
                         for recompute in RECOMPUTE:
-                            yield replace(
-                                megatron,
-                                tensor_model_parallel_size=tp,
-                                pipeline_model_parallel_size=pp,
-                                virtual_pipeline_model_parallel_size=None,
-                                context_parallel_size=cp,
-                                expert_model_parallel_size=ep,
-                                expert_tensor_parallel_size=1,
-                                num_layers_in_first_pipeline_stage=first,
-                                num_layers_in_last_pipeline_stage=last,
-                                sequence_parallel=None,
-                                recompute_granularity=recompute,
-                            )
+                            found = sized(megatron, tp, pp, cp, ep, first, last)
+                            yield replace(found, sequence_parallel=None, recompute_granularity=recompute)
 
 
 def _expert_sizes(model: ModelConfig, ranks: int) -> list[int]:

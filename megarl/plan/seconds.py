@@ -9,24 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megarl.config import (
-    MegatronConfig,
-    TrainConfig,
-    needs_old_log_probs,
-    needs_ref_log_probs,
-)
-from megarl.config.batches import BatchPlan, resolve_batches
+from megarl.config import TrainConfig, needs_old_log_probs, needs_ref_log_probs
+from megarl.config.batches import UpdatePlan, resolve_batches
 from megarl.costs.engine import Generation, ServedModel, generation, token_bytes
-from megarl.costs.flops import ModelFlops, model_flops
 from megarl.costs.speed import Machine, Passes, PassTime, pass_time
-from megarl.layout.grid import ParallelLayout
-from megarl.models import ModelConfig
-from megarl.plan.inputs import PlanInputs, precision
-from megarl.plan.memory import MOVED, MemoryPlan, engine_layout, served_bytes
+from megarl.plan.inputs import PlanInputs, engine_layout, layout_of, precision, role_facts
+from megarl.plan.memory import MOVED, MemoryPlan, served_bytes
 
 GAPS = "controller and workers"
+NAMES = {"ref": "reference", "reward_model": "reward model"}  # of roles, where they differ
 TIMED = ("sync", "generate", "score_model", "evaluate_models", "update")
 
 
@@ -140,7 +133,7 @@ def generate(config: TrainConfig, inputs: PlanInputs, machine: Machine, kv_token
     layout, dtype = engine_layout(rollout), precision(rollout.dtype)
     served = ServedModel(
         inputs.model,
-        flops_of(inputs, "actor", inputs.model, "lm"),
+        inputs.flops_of(inputs.model, "lm"),
         layout,
         machine,
         served_bytes(rollout, inputs),
@@ -155,96 +148,47 @@ def generate(config: TrainConfig, inputs: PlanInputs, machine: Machine, kv_token
     )
 
 
-def flops_of(inputs: PlanInputs, role: str, model: ModelConfig, head: str) -> ModelFlops:
-    """Worked out once for a role."""
-    if (role, head) not in inputs.flops:
-        inputs.flops[role, head] = model_flops(model, head)
-    return inputs.flops[role, head]
-
-
 def model_parts(
     config: TrainConfig, inputs: PlanInputs, machine: Machine, fused: bool = True
 ) -> Iterator[tuple[str, Part]]:
     """The work of Megatron's models, by phase."""
-    batches, policy = resolve_batches(config), config.actor_rollout_ref
-    actor, ref, critic, reward = policy.actor, policy.ref, config.critic, config.reward_model
-    run = _Roles(config, inputs, machine, batches, fused)
-    if reward.enable:
-        how = (reward.max_token_len_per_gpu, reward.micro_batch_size_per_gpu)
-        model = inputs.reward or inputs.model
-        yield "score_model", run.evaluated("reward model", "value", reward, reward.megatron, model, how)
-    if needs_old_log_probs(config):
-        how = (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
-        yield "evaluate_models", run.evaluated("actor", "lm", actor, actor.megatron, inputs.model, how)
-    if needs_ref_log_probs(config):
-        how = (ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
-        yield "evaluate_models", run.evaluated("reference", "lm", ref, ref.megatron, inputs.model, how)
-    if critic is not None:
-        model = inputs.critic or inputs.model
-        how = (critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)
-        yield "evaluate_models", run.evaluated("critic", "value", critic, critic.megatron, model, how)
-        adapters = critic.model.lora.rank > 0
-        yield "update", run.trained("critic", "value", critic, model, batches.critic_update, adapters)
-    adapters = policy.model.lora.rank > 0
-    yield "update", run.trained("actor", "lm", actor, inputs.model, batches.actor_update, adapters)
+    batches, critic = resolve_batches(config), config.critic
 
-
-@dataclass(frozen=True)
-class _Roles:
-    """Makes passes of sections of the configuration."""
-
-    config: TrainConfig
-    inputs: PlanInputs
-    machine: Machine
-    batches: BatchPlan
-    fused: bool = True
-
-    def _passes(
-        self,
-        role: str,
-        head: str,
-        pool: str,
-        megatron: MegatronConfig,
-        model: ModelConfig,
-        trained: str | None = None,
-        on_host: bool = False,
-    ) -> Passes:
-        pools = self.config.resource_pools
-        world = pools[pool].nnodes * pools[pool].n_gpus_per_node
-        known = "actor" if model is self.inputs.model else role
-        return Passes(
-            model,
-            flops_of(self.inputs, known, model, head),
-            ParallelLayout.from_config(megatron, world),
-            Machine(self.machine.gpu, self.machine.assumed, pools[pool].n_gpus_per_node),
+    def part(role: str, update: UpdatePlan | None = None) -> Part:
+        """All texts of the step once, forward; or all optimizer steps of a step."""
+        facts = role_facts(config, inputs, role)
+        section, name = facts.section, NAMES.get(role, role)
+        megatron, pool = section.megatron, config.resource_pools[section.resource_pool]
+        trained = None if update is None else "adapters" if facts.lora.rank > 0 else "weights"
+        passes = Passes(
+            facts.model,
+            inputs.flops_of(facts.model, facts.head),
+            layout_of(megatron, pool),
+            replace(machine, per_node=pool.n_gpus_per_node),
             trained,
             megatron.recompute_granularity,
             precision(megatron.dtype).itemsize,
-            on_host,
-            self.fused,
+            update is not None and section.optim.optimizer_cpu_offload,
+            fused,
         )
+        length = lengths(config, machine).total
+        if update is None:
+            time = pass_time(passes, batches.trajectories_per_step, length, *facts.most)
+            return Part(f"{name} forward", section.resource_pool, time.total, time)
+        most = (update.micro_batch_tokens, update.micro_batch_sequences)
+        time = pass_time(passes, update.sequences_per_mini_batch, length, *most, update.updates_per_step)
+        return Part(f"{name} updates", section.resource_pool, time.total, time)
 
-    def evaluated(self, role, head, section, megatron, model, most) -> Part:
-        """All texts of the step once, forward; `most`: tokens, or texts, of a micro-batch."""
-        passes = self._passes(role, head, section.resource_pool, megatron, model)
-        length = lengths(self.config, self.machine).total
-        time = pass_time(passes, self.batches.trajectories_per_step, length, *most)
-        return Part(f"{role} forward", section.resource_pool, time.total, time)
-
-    def trained(self, role, head, section, model, update, adapters: bool) -> Part:
-        """All optimizer steps of a step."""
-        kind = "adapters" if adapters else "weights"
-        on_host = section.optim.optimizer_cpu_offload
-        passes = self._passes(role, head, section.resource_pool, section.megatron, model, kind, on_host)
-        time = pass_time(
-            passes,
-            update.sequences_per_mini_batch,
-            lengths(self.config, self.machine).total,
-            update.micro_batch_tokens,
-            update.micro_batch_sequences,
-            update.updates_per_step,
-        )
-        return Part(f"{role} updates", section.resource_pool, time.total, time)
+    if config.reward_model.enable:
+        yield "score_model", part("reward_model")
+    if needs_old_log_probs(config):
+        yield "evaluate_models", part("actor")
+    if needs_ref_log_probs(config):
+        yield "evaluate_models", part("ref")
+    if critic is not None:
+        yield "evaluate_models", part("critic")
+        yield "update", part("critic", batches.critic_update)
+    yield "update", part("actor", batches.actor_update)
 
 
 def moved_seconds(plan: MemoryPlan, machine: Machine) -> list[tuple[str, str, float]]:

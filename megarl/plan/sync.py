@@ -1,25 +1,20 @@
-"""`megarl plan`: the bytes, buckets and seconds of a weight sync before anything runs, compared with gathering full tensors.
+"""The bytes, buckets and seconds of a weight sync before anything runs, compared with gathering full tensors.
 
 The sync is a recipe's, or one between layouts on the command line. No weight is needed, nor a GPU: all figures come from the plan that a
 run would execute.
 """
 
 import argparse
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeVar
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
-from megarl.config import TrainConfig, check_config, load_config
-from megarl.config.loading.hub import fetch_models
+from megarl.config import TrainConfig
 from megarl.config.loading.recipes import recipe_path
 from megarl.config.model_fit import check_model, check_models, check_rollout_model
 from megarl.config.schema.models import MegatronConfig
@@ -30,9 +25,12 @@ from megarl.layout.grid import ParallelLayout
 from megarl.layout.placement import bytes_there
 from megarl.layout.plan import LINKS, most_in_flight
 from megarl.models import ModelConfig, logical_tensors, read_model_config
+from megarl.plan.inputs import engine_layout, layout_of, read_config
 from megarl.weight_sync.layouts import EngineLayout, best_device_order, hf_layout, sglang_layout
 from megarl.weight_sync.quantize import with_scales
 from megarl.weight_sync.sync_plan import SyncPlan
+
+LINK_WORDS = ("same device", "same node", "other nodes")  # of LINKS
 
 
 @dataclass(frozen=True)
@@ -165,12 +163,8 @@ def full_gather(sync: SyncPlan) -> Account:
 
 def _full_tensors(sync: SyncPlan) -> Layout:
     """All that travels, as one rank would have it."""
-    layout = hf_layout(sync.config)
-    return (
-        layout
-        if sync.fp8_block is None
-        else with_scales(layout, logical_tensors(sync.config), sync.fp8_block)
-    )
+    layout, block = hf_layout(sync.config), sync.fp8_block
+    return layout if block is None else with_scales(layout, logical_tensors(sync.config), block)
 
 
 def _cost(account: Account, bandwidths: Mapping[str, float]) -> MethodCost:
@@ -199,49 +193,31 @@ _ROLLOUT_SIZES = ("tp", "ep", "dp")
 _LAYOUT_OPTIONS = ("train", "rollout", "devices", "engines", "separate")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Print the table.
+def planned_sync(options: argparse.Namespace) -> SyncPlan:
+    """The sync of a recipe, or of the layouts among the options.
 
     Raises:
-        ValueError: names the option and a right value.
+        ValueError: names the option or key and a right value.
     """
-    for name, bandwidth in _bandwidths(options).items():
-        if bandwidth <= 0:
-            raise ValueError(f"--bandwidth-{name.split('_')[0]} is {bandwidth:g} GB/s; it must be above 0")
     if options.bucket_mb is not None and options.bucket_mb < 1:
         raise ValueError(f"--bucket-mb is {options.bucket_mb}; it must be at least 1")
-    sync = _from_recipe(options) if options.recipe is not None else _from_options(options)
-    figures = report(sync, {link: rate * 1e9 for link, rate in _bandwidths(options).items()})
-    if options.json:
-        print(json.dumps(_as_json(sync, figures), indent=2))
-    else:
-        print_report(Console(), sync, figures)
-
-
-def _bandwidths(options: argparse.Namespace) -> dict[str, float]:
-    """The bandwidth of each link, in GB/s."""
-    return dict(
-        zip(LINKS, (options.bandwidth_local, options.bandwidth_intra, options.bandwidth_inter), strict=True)
-    )
+    return _from_recipe(options) if options.recipe is not None else _from_options(options)
 
 
 def _from_recipe(options: argparse.Namespace) -> SyncPlan:
     given = [f"--{name}" for name in ("model", *_LAYOUT_OPTIONS) if getattr(options, name)]
     if given:
         raise ValueError(f"{', '.join(given)} beside the recipe {options.recipe}: give key=value instead")
-    config = check_config(load_config(TrainConfig, options.recipe, options.overrides), data_files=False)
-    config = fetch_models(config, weights=False)
-    policy = config.actor_rollout_ref
-    model = read_model_config(policy.model.path)
+    config = read_config(TrainConfig, options.recipe, options.overrides)
+    model = read_model_config(config.actor_rollout_ref.model.path)
     check_models(config, model, critic=model)
-    rollout = policy.rollout
-    if options.dtype is not None:
-        rollout = replace(rollout, dtype=options.dtype)
-    if options.fp8:
-        rollout = replace(rollout, quantization="fp8")
-    if options.bucket_mb is not None:
-        rollout = replace(rollout, sync_bucket_mb=options.bucket_mb)
-    return configured_sync(config, model, rollout)
+    over = {
+        "dtype": options.dtype,
+        "quantization": "fp8" if options.fp8 else None,
+        "sync_bucket_mb": options.bucket_mb,
+    }
+    over = {name: value for name, value in over.items() if value is not None}
+    return configured_sync(config, model, replace(config.actor_rollout_ref.rollout, **over))
 
 
 def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutConfig) -> SyncPlan:
@@ -252,10 +228,8 @@ def configured_sync(config: TrainConfig, model: ModelConfig, rollout: RolloutCon
     shared = policy.actor.resource_pool == rollout.resource_pool
     return _sync_plan(
         model,
-        ParallelLayout.from_config(policy.actor.megatron, len(places)),
-        EngineLayout(
-            rollout.tensor_model_parallel_size, rollout.expert_parallel_size, num_engines=rollout.num_engines
-        ),
+        layout_of(policy.actor.megatron, train),
+        engine_layout(rollout),
         rollout,
         places,
         places if shared else _places(serve, first_node=train.nnodes),
@@ -357,73 +331,6 @@ def _sync_plan(
         fp8_block=rollout.quantization_block_size if rollout.quantization == "fp8" else None,
     )
     return replace(sync, target_places=best_places(sync, engine_devices))
-
-
-def _as_json(sync: SyncPlan, figures: PlanReport) -> dict[str, object]:
-    return {
-        "model": sync.config.architecture,
-        "dtype": _dtype(sync),
-        "train": {name: size for name, size in asdict(sync.parallel).items() if size not in (None, False)},
-        "rollout": asdict(sync.engines),
-        "engine_places": [f"{place.node}:{place.device}" for place in sync.target_places],
-        **asdict(figures),
-    }
-
-
-def _dtype(sync: SyncPlan) -> str:
-    name = str(sync.dtype).removeprefix("torch.")
-    return name if sync.fp8_block is None else f"float8 and {name}"
-
-
-def print_report(console: Console, sync: SyncPlan, figures: PlanReport) -> None:
-    """The figures as a table; bytes in GB (10^9)."""
-    parallel, engines = sync.parallel, sync.engines
-    lines = [
-        f"{sync.config.architecture}: {figures.num_parameters / 1e9:,.1f}B parameters, M = {size_text(figures.model_bytes)} "
-        f"({_dtype(sync)})",
-        f"from {parallel.world} ranks: TP{parallel.tp} PP{parallel.pp} CP{parallel.cp} DP{parallel.dp}, experts EP"
-        f"{parallel.ep} ETP{parallel.etp}",
-        f"to {engines.num_engines} engines: TP{engines.tp} EP{engines.ep}, attention DP{engines.dp}",
-    ]
-    console.print("\n".join(lines), soft_wrap=True, highlight=False)
-    table = Table("bytes by link", "all ranks", "max received", "max sent", "seconds", box=SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    _add_method(table, "shard to shard", figures.reshard)
-    _add_method(table, "full gather", figures.full_gather)
-    console.print(table)
-    reshard, full = figures.reshard, figures.full_gather
-    lines = [
-        f"most that a rank receives from other devices: {size_text(reshard.max_received)}; full gather (M minus what its "
-        f"device holds): {size_text(full.max_received)}",
-        *(
-            f"engine rank {rank.rank} receives {name}: of {size_text(rank.serves)} that it serves {size_text(rank.local)} are on "
-            f"its device, {size_text(rank.intra_node)} on its node"
-            for name, rank in (("most", figures.most), ("least", figures.least))
-        ),
-        f"{figures.num_copies:,} copies in {figures.num_buckets:,} buckets of {size_text(figures.bucket_bytes)}; two buckets in "
-        f"a row: at most {size_text(figures.in_flight[0])} on the rank that receives, {size_text(figures.in_flight[1])} on the one "
-        "that sends",
-    ]
-    console.print("\n".join(lines), soft_wrap=True, highlight=False)
-
-
-def _add_method(table: Table, name: str, way: MethodCost) -> None:
-    """Bytes between devices, and of all bytes the ones of each link."""
-    between = way.links["intra_node"].total + way.links["inter_node"].total
-    table.add_row(
-        name,
-        size_text(between),
-        size_text(way.max_received),
-        size_text(way.max_sent),
-        f"{way.seconds:.2f}",
-        style="bold",
-    )
-    for link, words in zip(LINKS, ("same device", "same node", "other nodes"), strict=True):
-        cost = way.links[link]
-        sizes = (size_text(nbytes) for nbytes in (cost.total, cost.max_received, cost.max_sent))
-        table.add_row(f"  {words}", *sizes, f"{cost.seconds:.2f}")
-    table.add_section()
 
 
 def size_text(nbytes: int) -> str:

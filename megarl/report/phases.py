@@ -12,7 +12,7 @@ from megarl.report.data import RunRecord
 from megarl.report.html import MIB
 from megarl.report.timeline import RecordedTimeline, Track, nested
 from megarl.trainer.run.timeline import CONTROLLER, STEP
-from megarl.util.spans import Span
+from megarl.util.spans import Span, busy
 
 # Phases of a step that are in no other one, and their labels; the rest of a step's seconds is OTHER.
 PHASES = {
@@ -84,28 +84,28 @@ def busy_ranks(found: RecordedTimeline) -> dict[str, Any] | None:
     if not working or not found.windows:
         return None
     validations = _validations(found)
-    rows, shares = [], []
-    for track in shown(working):
-        by_phase = Track(
-            track.role,
-            track.name,
-            track.place,
-            [
-                span._replace(name=phase_of(span, validations))
-                for span, depth in nested(track.spans)
-                if depth == 0
-            ],
-        ).shares(found.windows)
-        rows.append(label_of(track))
-        shares.append(by_phase)
-    phases = [phase for phase in (*PHASES, OTHER) if any(phase in by for by in shares)]
+    windows = found.windows.values()
+    total = sum(end - begin for begin, end in windows) or 1
+    tracks, shares = shown(working), []
+    for track in tracks:
+        by_phase: dict[str, list[Span]] = {}
+        for span, depth in nested(track.spans):
+            if depth == 0:  # a call within another one counts as the outer one
+                by_phase.setdefault(phase_of(span, validations), []).append(span)
+        shares.append(
+            {
+                phase: sum(busy(spans, *window) for window in windows) / total
+                for phase, spans in by_phase.items()
+            }
+        )
+    phases = [phase for phase in (*PHASES, OTHER) if any(by.get(phase) for by in shares)]
     return {
         "kind": "rows",
         "title": "How busy each rank was",
         "about": f"share of the time of steps {min(found.windows)} to {max(found.windows)} that it was in a call; one that waits for "
         "others in a collective is in one",
         "unit": "share",
-        "rows": rows,
+        "rows": [label_of(track) for track in tracks],
         "parts": [_part(phase, [by.get(phase, 0.0) for by in shares]) for phase in phases],
     }
 

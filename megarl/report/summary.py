@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig
-from megarl.config.loading import plain_value
+from megarl.config import EvalConfig
+from megarl.config.loading import TRAINING, plain_value
 from megarl.config.schema import walk
 from megarl.config.show import source_of
 from megarl.report.curves import UNITS
@@ -186,7 +186,7 @@ def _moment(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds is not None else ""
 
 
-_SCHEMAS = (TrainConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
+_SCHEMAS = (*TRAINING.values(), EvalConfig)
 # Where a run writes, which differs between any two.
 _PLACES = ("trainer.default_local_dir", "trainer.rollout_data_dir")
 _NOTHING = object()

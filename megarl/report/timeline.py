@@ -1,16 +1,13 @@
-"""A run's timeline, read back: the activity of each track by step, and its share of the time."""
+"""A run's timeline, read back: the spans of each track, and when each step began and ended."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.trainer.run.timeline import CONTROLLER, STEP, read_events
-from megarl.util.spans import Span, busy
-
-Windows = Mapping[int, tuple[int, int]]
-"""By step its begin and its end, in ns since the epoch."""
+from megarl.util.spans import Span
 
 
 @dataclass
@@ -22,24 +19,16 @@ class Track:
     place: tuple[int, int]
     spans: list[Span] = field(default_factory=list)
 
-    def shares(self, windows: Windows) -> dict[str, float]:
-        """Activity -> its share of the steps' time, largest first. An activity within another counts as the outer one."""
-        total = sum(end - begin for begin, end in windows.values()) or 1
-        outer = [span for span, depth in nested(self.spans) if depth == 0]
-        seconds = {
-            name: sum(
-                busy([span for span in outer if span.name == name], *window) for window in windows.values()
-            )
-            for name in dict.fromkeys(span.name for span in outer)
-        }
-        return {
-            name: took / total for name, took in sorted(seconds.items(), key=lambda entry: -entry[1]) if took
-        }
-
 
 @dataclass(frozen=True)
 class RecordedTimeline:
-    """The contents of a timeline. Of a step that was made twice, after a failure, `windows` has the last time."""
+    """The contents of a timeline.
+
+    Attributes:
+        windows: by step its begin and its end, in ns since the epoch; of a step that was made twice, after a failure, the last time.
+        again: steps that were made twice.
+        moments: events without a duration, such as a new version of the weights.
+    """
 
     tracks: list[Track]
     windows: dict[int, tuple[int, int]]
@@ -66,16 +55,13 @@ def read_timeline(folder: Path) -> RecordedTimeline | None:
         for (kind, pid, tid), name in names.items()
         if kind == "thread_name"
     }
-    moments = []
+    moments: list[Span] = []
     for event in events:
-        if event["ph"] == "M":
-            continue
-        begin = 1000 * event["ts"]
-        span = Span(event["name"], begin, begin + 1000 * event.get("dur", 0), event.get("args", {}))
-        if event["ph"] == "i":
-            moments.append(span)
-        else:
-            tracks[event["pid"], event["tid"]].spans.append(span)
+        if event["ph"] != "M":
+            begin = 1000 * event["ts"]
+            span = Span(event["name"], begin, begin + 1000 * event.get("dur", 0), event.get("args", {}))
+            is_moment = event["ph"] == "i"
+            (moments if is_moment else tracks[event["pid"], event["tid"]].spans).append(span)
     found = sorted(tracks.values(), key=lambda track: track.place)
     steps = [span for track in found if track.role == CONTROLLER for span in track.spans if span.name == STEP]
     windows: dict[int, tuple[int, int]] = {}

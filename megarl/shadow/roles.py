@@ -20,7 +20,7 @@ from megarl.config import (
     reference_in_actor,
 )
 from megarl.config.resolve import least_tokens
-from megarl.costs.model import ModelUse
+from megarl.costs.tensors import ModelUse
 from megarl.megatron.step import StepResult
 from megarl.plan.inputs import PlanInputs, model_use, tuned_role
 from megarl.shadow.batches import Batch, Fill, examples, rankings, trajectories

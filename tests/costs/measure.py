@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from megarl.costs.activations import ActivationSettings, stage_bytes
-from megarl.costs.tensors import StageTensors, float32_buffers, stage_tensors, training_bytes
+from megarl.config.schema.models import LoraConfig
+from megarl.costs.activations import RankPass, stage_bytes
+from megarl.costs.tensors import ModelUse, StageTensors, float32_buffers, stage_tensors, training_bytes
 from megarl.megatron.build import unwrap
 from megarl.megatron.heads import lm_head, value_head
 from megarl.megatron.offload import gradients_of, optimizer_of, weights_of
@@ -25,7 +26,7 @@ def measure_rank(
 ) -> tuple[Terms, Terms]:
     """Bytes of this rank after a training step (of activations the most in it), and those that are planned.
 
-    Activations are planned for modules in torch and float32. `options`: of `build`.
+    Activations are planned for modules in torch. `options`: of `build`.
     """
     built = build(rank, world, folder, sizes, **options)
     head = value_head if options.get("head") == "value" else lm_head(vocab_size=VOCAB, chunk_tokens=16)
@@ -55,38 +56,34 @@ def _loss(outputs: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, dict
 
 
 def _planned(built: Built, options: dict[str, Any], micro_batches: list[PackedBatch]) -> Terms:
-    config, layout, stage, lora = built.config, built.layout, built.place.pp, options.get("lora")
-    head = options.get("head", "lm")
-    adapted = None if lora is None else adapted_weights(config, lora)
-    tensors = stage_tensors(config, layout, stage, head=head, lora=lora, adapted=adapted)
-    _check_names(built, tensors)
-    states = training_bytes(
-        tensors,
-        layout,
-        itemsize=options.get("dtype", torch.float32).itemsize,
-        distributed=options.get("distributed", True),
-        first_stage=stage == 0,
-        on_host=options.get("on_host", False),
-        fp8_block=None if lora is None or lora.blocks is None else (lora.blocks, lora.blocks),
-        replica=built.replica,
-    )
-    kept = ActivationSettings(
+    config, stage = built.config, built.place.pp
+    lora = options.get("lora") or LoraConfig()
+    use = ModelUse(
         config,
-        layout,
-        tensors,
+        built.layout,
         tokens=micro_batches[0].num_tokens,
-        itemsize=4,
+        evaluated=0,
+        head=options.get("head", "lm"),
+        itemsize=options.get("dtype", torch.float32).itemsize,
         lora=lora,
-        fused=False,
+        adapted=adapted_weights(config, lora) if lora.rank else None,
+        base_block=lora.blocks,
+        distributed=options.get("distributed", True),
+        on_host=options.get("on_host", False),
         recompute=options.get("recompute"),
+        fused=False,
     )
+    tensors = stage_tensors(use, stage)
+    _check_names(built, tensors)
+    states = training_bytes(use, tensors, stage, built.replica)
+    kept = RankPass(use, tensors, micro_batches[0].num_tokens)
     return {
         "weights": states.weights + states.adapters,
         "gradients": states.gradients,
         "optimizer": states.optimizer,
         "host": states.host,
-        "buffers": float32_buffers(config, layout, stage),
-        "activations": stage_bytes(kept, stage, head, len(micro_batches)),
+        "buffers": float32_buffers(use, stage),
+        "activations": stage_bytes(kept, stage, len(micro_batches)),
     }
 
 

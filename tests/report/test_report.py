@@ -102,9 +102,6 @@ def test_shares_are_of_the_time_of_steps(folder):
     found = read_timeline(folder)
     assert {step: (end - begin) / 1e9 for step, (begin, end) in found.windows.items()} == {1: 10, 2: 20}
     assert found.again == [1] and [moment.name for moment in found.moments] == ["weights 3"]
-    shares = {track.role: track.shares(found.windows) for track in found.tracks}
-    assert shares["actor"] == pytest.approx({"update_policy": 6 / 30, "memory": 1 / 30})
-    assert shares["rollout"] == {"stream": 1.0}
     busy = report(folder).chart("How busy each rank was")
     assert busy["rows"] == ["rollout 0", "actor 0"]
     assert {part["label"]: part["values"] for part in busy["parts"]} == {

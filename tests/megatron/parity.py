@@ -14,7 +14,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packing import PackedBatch, pack_sequences
+from megarl.megatron.packing import PackedBatch, arrange_sequences
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config
@@ -87,14 +87,14 @@ def batches(layout: ParallelLayout) -> list[PackedBatch]:
     )
     rows = list(range(place.dp, len(tokens), layout.dp))
     return [
-        pack_sequences(
+        arrange_sequences(
             table,
             rows[start : start + 2],
             tp=layout.tp,
             cp=layout.cp,
             cp_rank=place.cp,
             sequence_parallel=layout.sp,
-        )
+        ).on_device()
         for start in range(0, len(rows), 2)
     ]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout, layers_of
@@ -31,6 +32,16 @@ def test_each_block_has_the_scale_of_its_largest_element(shape: tuple[int, int])
             assert torch.equal(
                 found[row : row + 4, column : column + 6], (part / scale).to(FP8).float() * scale
             )
+
+
+def test_dequantise_is_transformers_own():
+    torch.manual_seed(0)
+    values = torch.randn(48, 64).to(FP8)
+    scales = torch.rand(3, 2)
+    expected = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
+    assert torch.equal(dequantise(values, scales, (16, 32), torch.float32), expected)
+    inside = dequantise(values[20:37, 40:], scales[1:, 1:], (16, 32), torch.float32, (4, 8))
+    assert torch.equal(inside, expected[20:37, 40:])
 
 
 def test_zeros_stay_zeros() -> None:

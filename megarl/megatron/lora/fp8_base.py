@@ -11,8 +11,9 @@ quantised and dequantised; a model is built and loaded without ever having more 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -112,17 +113,20 @@ class ExactWeights(Mapping[str, Tensor]):
         scales = {name + SCALES for name in self.in_float8}
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
         self._chunks = chunks
+        self._makers: dict[str, Callable[[], Tensor]] = {
+            name: partial(self._make, name) for name in self.in_float8
+        }
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.in_float8:
+        if name not in self._makers:
             return self._tensors[name]
         if self._last is None or self._last[0] != name:
             self._last = None  # gone before the next one is made
-            self._last = (name, self.make(name))
+            self._last = (name, self._makers[name]())
         return self._last[1]
 
-    def make(self, name: str) -> Tensor:
+    def _make(self, name: str) -> Tensor:
         """One of `in_float8`, as a new tensor."""
         chunk, path = name.split(":", 1)
         layer, _, kind = path.rpartition(".")

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.models import LoraConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
@@ -25,7 +24,7 @@ from tests.megatron.lora import oracle as lora_oracle
 from tests.megatron.lora.oracle import Oracle
 from tests.megatron.lora.test_lora import STEADY, peft_model
 from tests.megatron.parity import VOCAB, batches, loss_of, train_hugging_face
-from tests.megatron.test_families import DENSE_GRID, EXPERT_GRID, FAMILIES, Family, hugging_face
+from tests.megatron.test_families import DENSE_GRID, EXPERT_GRID, FAMILIES, Family, hugging_face, make_family
 from tests.megatron.test_parity import GRID
 from tests.ranks import RankPool
 
@@ -72,20 +71,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     def make(name: str) -> str:
         family = FAMILIES.get(name) or Family(name, PreTrainedModel, {})
         folder = tmp_path_factory.mktemp("adapted")
-        make_tiny_model(
-            folder,
-            ["two words"],
-            vocab_size=VOCAB,
-            hidden_size=64,
-            ffn_hidden_size=96,
-            num_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            family=family.name,
-            fields={"initializer_range": 0.1, **family.fields},
-            seed=5,
-        )
+        make_family(folder, family)
         return str(folder)
 
     return make

@@ -1,5 +1,7 @@
 """Blocks that share a scale, and which layouts cut none."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -107,9 +109,9 @@ def test_a_weight_that_is_not_on_a_cpu_is_made_in_few_kernels(
     seen = []
     spread = float8._spread
 
-    def counted(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    def counted(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size, *start: Any) -> torch.Tensor:
         seen.append(tuple(shape))
-        return torch.empty(shape, device=device) if device == "meta" else spread(scales, block, shape)
+        return torch.empty(shape, device=device) if device == "meta" else spread(scales, block, shape, *start)
 
     monkeypatch.setattr(float8, "_spread", counted)
     values = torch.zeros(2048, 2048, device=device).to(FP8)

@@ -258,7 +258,7 @@ class MicroBatches(Sequence[PackedBatch]):
         return found.on_device()
 
 
-class Cut(TypedDict, total=False):
+class Alignment(TypedDict, total=False):
     """How sequences are aligned and cut over ranks; sizes are 1, and the others 0 and false, where they are not given.
 
     tp, cp: tensor and context parallel sizes.
@@ -278,7 +278,7 @@ def arrange_trajectories(
     fields: Sequence[str] = (),
     *,
     share_prompts: bool = False,
-    **cut: Unpack[Cut],
+    **alignment: Unpack[Alignment],
 ) -> HostBatch:
     """Arrange the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
 
@@ -314,10 +314,10 @@ def arrange_trajectories(
     tokens[spans(starts, prompt_lengths)] = prompts
     tokens[spans(starts + prompt_lengths, counts)] = responses
     mask = columns.pop("response_mask")
-    return _arrange(tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, **cut)
+    return _arrange(tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, **alignment)
 
 
-def arrange_sequences(table: pa.Table, rows: Sequence[int], **cut: Unpack[Cut]) -> HostBatch:
+def arrange_sequences(table: pa.Table, rows: Sequence[int], **alignment: Unpack[Alignment]) -> HostBatch:
     """Arrange the sequences `rows` of `table`; position t predicts token t+1, whose `loss_mask` is its mask.
 
     Args:
@@ -336,10 +336,10 @@ def arrange_sequences(table: pa.Table, rows: Sequence[int], **cut: Unpack[Cut]) 
     _refuse_empty(lengths, rows, "input_ids")
     # A sequence's first token is predicted by none: its value in the mask is the one that falls away.
     mask = np.delete(values, np.cumsum(lengths) - lengths)
-    return _arrange(tokens, lengths, np.zeros_like(lengths), lengths - 1, mask, **cut)
+    return _arrange(tokens, lengths, np.zeros_like(lengths), lengths - 1, mask, **alignment)
 
 
-def arrange_texts(table: pa.Table, rows: Sequence[int], **cut: Unpack[Cut]) -> HostBatch:
+def arrange_texts(table: pa.Table, rows: Sequence[int], **alignment: Unpack[Alignment]) -> HostBatch:
     """Arrange the sequences `rows` of `table` for one number each, at its last token: the mask is true there alone, and
     `unpack` gives that one value.
 
@@ -352,7 +352,7 @@ def arrange_texts(table: pa.Table, rows: Sequence[int], **cut: Unpack[Cut]) -> H
     tokens, lengths = _ragged(table, rows, "input_ids")
     _refuse_empty(lengths, rows, "input_ids")
     ones = np.ones_like(lengths)
-    return _arrange(tokens, lengths, lengths - 1, ones, ones, **cut)
+    return _arrange(tokens, lengths, lengths - 1, ones, ones, **alignment)
 
 
 def _refuse_empty(lengths: np.ndarray, rows: Sequence[int], name: str) -> None:

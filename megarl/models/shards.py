@@ -89,22 +89,29 @@ def megatron_shards(
     """The pieces of the layer `name` ("model.layers.3.") on rank `rank` of the `size` that cut it, which calls it `local`
     ("0:decoder.layers.1.")."""
     filled: dict[str, int] = {}
-    interleaved = [weight for weight in weights if weight.groups is not None]
+    tensors: dict[str, list[Weight]] = {}
     for weight in weights:
-        if weight.groups is None:
-            yield _shard(weight, name, local + weight.megatron, size, rank, filled)
-        elif weight is interleaved[0]:  # all of them here
-            for group in range(rank * weight.groups // size, (rank + 1) * weight.groups // size):
-                for each in interleaved:
-                    yield _shard(each, name, local + each.megatron, weight.groups, group, filled)
+        tensors.setdefault(weight.megatron, []).append(weight)
+    for parts in sorted(tensors.values(), key=_is_last):
+        groups, cuts = parts[0].groups, [(size, rank)]
+        if groups is not None:
+            cuts = [(groups, group) for group in range(rank * groups // size, (rank + 1) * groups // size)]
+        for count, shard in cuts:
+            for weight in parts:
+                yield _shard(weight, name, local + weight.megatron, count, shard, filled)
 
 
 def sglang_shards(weights: Iterable[Weight], name: str, size: int, rank: int) -> Iterable[Piece]:
     """The pieces of the layer `name`, as SGLang calls it too, on rank `rank` of the `size` ranks of an engine that cut it."""
     filled: dict[str, int] = {}
-    for weight in weights:
+    for weight in sorted(weights, key=lambda weight: _is_last([weight])):
         count = size // max(1, size // weight.groups) if weight.replicated and weight.groups else size
         yield _shard(weight, name, name + weight.sglang, count, rank * count // size, filled)
+
+
+def _is_last(parts: Sequence[Weight]) -> bool:
+    """Whether a local tensor comes after the others of its layer, whatever place its parts have in the checkpoint."""
+    return parts[0].cut == COLUMNS
 
 
 def _shard(weight: Weight, name: str, local: str, count: int, rank: int, filled: dict[str, int]) -> Piece:

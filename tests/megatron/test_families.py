@@ -19,14 +19,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.packing import arrange_sequences
-from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config
 from tests.megatron.hf import check_gradients, place_model
@@ -36,6 +33,7 @@ from tests.megatron.parity import (
     Case,
     batches,
     check,
+    load_model,
     loss_and_gradients,
     loss_of,
     sequences,
@@ -132,10 +130,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 def _logits(rank: int, world: int, folder: str, sizes: dict[str, Any]) -> tuple[torch.Tensor, list[int]]:
     """This rank's part of the logits [tokens, vocabulary/tp], and the bounds of the packed sequences."""
     layout = ParallelLayout(world=world, **sizes)
-    init_parallel(layout, rank, world)
-    config = read_model_config(folder)
-    (model,) = build_model(config, layout, dtype=torch.float32, trainable=False)
-    load_hf_weights(folder, config, layout, rank, local_parameters([model]))
+    _, (model,) = load_model(rank, folder, layout, trainable=False)
     tokens = sequences()
     table = pa.table({"input_ids": tokens, "loss_mask": [[True] * len(ids) for ids in tokens]})
     batch = arrange_sequences(

@@ -1,18 +1,64 @@
-"""A rank's weights as they are with adapters merged into them, each made when it is asked for.
+"""A rank's weights as they are without float8, and with adapters merged into them, each made when it is asked for.
 
 Guarantee: only the last one is kept, so a caller that keeps none has one merged tensor in addition to the model at a time,
 and many slices of one weight cost one merge.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
 from megarl.megatron.build import local_parameters, unwrap
 from megarl.megatron.lora.adapter import adapters_in, weight_name
-from megarl.megatron.lora.fp8_base import ExactWeights
+from megarl.megatron.lora.fp8_base import exact_weight
+from megarl.models.float8 import FP8, SCALES
 from megarl.models.lora import ADAPTER
+
+
+class ExactWeights(Mapping[str, Tensor]):
+    """`local_parameters` as if none were in float8: a float8 parameter's values are computed on request.
+
+    Only the last one is kept, so a caller that keeps none has one at a time.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], chunks: Sequence[torch.nn.Module]) -> None:
+        """
+        Args:
+            tensors: `local_parameters(chunks)`, or some of them.
+            chunks: without their wrapping.
+        """
+        self.in_float8 = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
+        scales = {name + SCALES for name in self.in_float8}
+        self._tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
+        self._chunks = chunks
+        self._makers: dict[str, Callable[[], Tensor]] = {
+            name: partial(self._make, name) for name in self.in_float8
+        }
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._makers:
+            return self._tensors[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # gone before the next one is made
+            self._last = (name, self._makers[name]())
+        return self._last[1]
+
+    def _make(self, name: str) -> Tensor:
+        """One of `in_float8`, as a new tensor."""
+        chunk, path = name.split(":", 1)
+        layer, _, kind = path.rpartition(".")
+        return exact_weight(self._chunks[int(chunk)].get_submodule(layer), kind)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class MergedParameters(ExactWeights):

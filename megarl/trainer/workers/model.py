@@ -48,9 +48,8 @@ from megarl.megatron.checkpoint.checkpoint import (
 from megarl.megatron.checkpoint.places import Places, adapter_places, model_places
 from megarl.megatron.heads import lm_head
 from megarl.megatron.layer_spec import layers_text
-from megarl.megatron.lora.fp8_base import ExactWeights
 from megarl.megatron.lora.lora import attach_adapters
-from megarl.megatron.lora.merged import MergedParameters
+from megarl.megatron.lora.merged import ExactWeights, MergedParameters
 from megarl.megatron.lora.parameter_sets import parameter_set
 from megarl.megatron.offload import (
     Gradients,

@@ -21,7 +21,6 @@ from megarl.models.shards import (
     MegatronPlace,
     SGLangPlace,
     Shapes,
-    Weight,
     megatron_shards,
     sglang_shards,
     vocab_shard,
@@ -61,15 +60,10 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> Shapes:
-    weights = _dense_weights(config, layer)
+    weights = attention_weights(config) + mlp_weights(config, layer)
     for expert in expert_weights(config) if is_mixture(config, layer) else ():
         weights += expert
     return {f"model.layers.{layer}.{weight.name}": weight.shape for weight in weights}
-
-
-def _dense_weights(config: ModelConfig, layer: int) -> list[Weight]:
-    """A layer's table but for its routed experts."""
-    return attention_weights(config) + mlp_weights(config, layer)
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:
@@ -138,7 +132,8 @@ def _megatron_layer(
     pieces: list[Piece] = []
     name = f"model.layers.{layer}."
     if part != "experts":
-        pieces += megatron_shards(_dense_weights(config, layer), name, local, place.tp, place.tp_rank)
+        for table in (attention_weights(config), mlp_weights(config, layer)):
+            pieces += megatron_shards(table, name, local, place.tp, place.tp_rank)
     if part != "dense" and is_mixture(config, layer):
         for expert in expert_weights(config, place.ep, place.ep_rank):
             pieces += megatron_shards(expert, name, local, place.etp, place.etp_rank)

@@ -121,26 +121,6 @@ class Bundle:
     checksums: np.ndarray
 
 
-def pack(
-    copies: Sequence[Copy],
-    parameters: Mapping[str, torch.Tensor],
-    dtype_of: Callable[[str], torch.dtype],
-) -> Bundle:
-    """Read the copies' sources, each converted to the type of its logical tensor, into one bundle in host memory."""
-    dtypes = [dtype_of(copy.tensor) for copy in copies]
-    sizes = [copy.box.numel * dtype.itemsize for copy, dtype in zip(copies, dtypes, strict=True)]
-    data = torch.empty(sum(sizes), dtype=torch.uint8)
-    checksums = np.empty(len(copies), dtype=np.int64)
-    at = 0
-    for index, (copy, dtype, size) in enumerate(zip(copies, dtypes, sizes, strict=True)):
-        part = data[at : at + size]
-        source = parameters[copy.source_local][copy.source_box.slices].to(dtype)
-        part.copy_(source.flatten().view(torch.uint8))  # as bytes: four-byte elements may begin anywhere here
-        checksums[index] = crc32(part)
-        at += part.numel()
-    return Bundle(data.numpy(), checksums)
-
-
 def unpack(bundle: Bundle, copies: Sequence[Copy], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a bundle's slices into their targets, of the types that were packed, each checked first.
 
@@ -190,8 +170,20 @@ class Export(ABC):
         return self._copies.get((shard, rank), [])
 
     def pack(self, shard: int, rank: int, parameters: Mapping[str, torch.Tensor]) -> Bundle:
-        """The slices of a shard file that trainer rank `rank` holds and should send."""
-        return pack(self.copies(shard, rank), parameters, self.dtype_of)
+        """The slices of a shard file that trainer rank `rank` holds and should send, each converted to the type that its tensor is
+        written as."""
+        copies = self.copies(shard, rank)
+        dtypes = [self.dtype_of(copy.tensor) for copy in copies]
+        sizes = [copy.box.numel * dtype.itemsize for copy, dtype in zip(copies, dtypes, strict=True)]
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        checksums = np.empty(len(copies), dtype=np.int64)
+        for index, (copy, dtype, part) in enumerate(zip(copies, dtypes, data.split(sizes), strict=True)):
+            source = parameters[copy.source_local][copy.source_box.slices].to(dtype)
+            part.copy_(
+                source.flatten().view(torch.uint8)
+            )  # as bytes: four-byte elements may begin anywhere here
+            checksums[index] = crc32(part)
+        return Bundle(data.numpy(), checksums)
 
 
 @dataclass(frozen=True)

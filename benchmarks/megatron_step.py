@@ -117,7 +117,7 @@ def run_rank(rank: int, layout: ParallelLayout, work: Workload, folder: str) -> 
     from megarl.megatron.build import build_model, wrap_for_training
     from megarl.megatron.heads import lm_head
     from megarl.megatron.optimizer import build_optimizer
-    from megarl.megatron.packing import PackedBatch, pack_sequences
+    from megarl.megatron.packing import PackedBatch, arrange_sequences
     from megarl.megatron.parallel import coords, init_parallel
     from megarl.megatron.step import train_step
     from megarl.models import read_model_config
@@ -132,7 +132,9 @@ def run_rank(rank: int, layout: ParallelLayout, work: Workload, folder: str) -> 
     table = pa.table({"input_ids": list(ids), "loss_mask": list(np.ones_like(ids, bool))})
     place = coords()
     batches = [
-        pack_sequences(table, rows, tp=layout.tp, cp=layout.cp, cp_rank=place.cp, sequence_parallel=layout.sp)
+        arrange_sequences(
+            table, rows, tp=layout.tp, cp=layout.cp, cp_rank=place.cp, sequence_parallel=layout.sp
+        ).on_device()
         for rows in work.micro_batches(place.dp, layout.dp)
     ]
     predicted = work.num_sequences * (work.length - 1)

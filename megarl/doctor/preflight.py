@@ -49,7 +49,7 @@ from megarl.doctor.nodes import gpus_here
 from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS
 from megarl.models import ModelConfig, read_model_config
-from megarl.models.weight_files import check_model_files
+from megarl.models.weight_files import stored_tensors
 from megarl.trainer.roles.adapters import adapter_problems
 from megarl.trainer.run.earlier_runs import likely_refusals
 from megarl.trainer.stages.prompt_data import may_lack, preference_keys, reading
@@ -117,7 +117,7 @@ def _weight_problems(config: Config) -> Iterator[str]:
     for path, key in {path: key for key, path in reversed(_model_paths(config).items())}.items():
         if path is not None and (Path(path).expanduser() / "config.json").is_file():
             try:
-                check_model_files(path)
+                stored_tensors(path)
             except (ValueError, OSError) as error:
                 yield f"{key}: {error}"
 

@@ -39,6 +39,7 @@ class Account:
 
     @property
     def by_link(self) -> dict[str, int]:
+        """Bytes that stay on a device, cross devices of a node, and cross nodes."""
         return {link: sum(received[link] for received in self.received) for link in LINKS}
 
     @property
@@ -221,10 +222,6 @@ class Plan:
                         sent[sender][route.link] += load
         by_link = [tuple(dict(zip(LINKS, rank, strict=True)) for rank in side) for side in (received, sent)]
         return Account(*by_link)
-
-    def bytes_by_link(self) -> dict[str, int]:
-        """Bytes that stay on a device, cross devices of a node, and cross nodes."""
-        return self.account().by_link
 
     def bytes_received(self) -> list[int]:
         """Bytes that each target rank receives, local copies included."""

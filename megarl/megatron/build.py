@@ -24,11 +24,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megarl import platform
-from megarl.layout.grid import ParallelLayout, layers_of
+from megarl.layout.grid import ParallelLayout, RankCoords, layers_of
 from megarl.megatron.layer_spec import layer_modules, layer_spec
 from megarl.megatron.lora.fp8_base import Float8Base, allocate, unallocated
 from megarl.megatron.lora.lora import rank_pieces
-from megarl.megatron.parallel import RankCoords, coords
+from megarl.megatron.parallel import coords
 from megarl.megatron.transformer_config import rope_arguments, transformer_config
 from megarl.models import ModelConfig, padded_vocab_size
 from megarl.models.float8 import FP8, SCALES, base_weights, check_base_block

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -258,19 +258,18 @@ class MicroBatches(Sequence[PackedBatch]):
         return found.on_device()
 
 
-def pack_trajectories(*args: Any, device: torch.device | None = None, **options: Any) -> PackedBatch:
-    """As `arrange_trajectories`, on the device (None: this process's)."""
-    return arrange_trajectories(*args, **options).on_device(device)
+class Alignment(TypedDict, total=False):
+    """How sequences are aligned and cut over ranks; sizes are 1, and the others 0 and false, where they are not given.
 
+    tp, cp: tensor and context parallel sizes.
+    cp_rank: the context parallel rank whose part is arranged.
+    sequence_parallel: whether tensor parallel ranks share a rank's tokens.
+    """
 
-def pack_sequences(*args: Any, device: torch.device | None = None, **options: Any) -> PackedBatch:
-    """As `arrange_sequences`, on the device (None: this process's)."""
-    return arrange_sequences(*args, **options).on_device(device)
-
-
-def pack_texts(*args: Any, device: torch.device | None = None, **options: Any) -> PackedBatch:
-    """As `arrange_texts`, on the device (None: this process's)."""
-    return arrange_texts(*args, **options).on_device(device)
+    tp: int
+    cp: int
+    cp_rank: int
+    sequence_parallel: bool
 
 
 def arrange_trajectories(
@@ -278,11 +277,8 @@ def arrange_trajectories(
     rows: Sequence[int],
     fields: Sequence[str] = (),
     *,
-    tp: int = 1,
-    cp: int = 1,
-    cp_rank: int = 0,
-    sequence_parallel: bool = False,
     share_prompts: bool = False,
+    **alignment: Unpack[Alignment],
 ) -> HostBatch:
     """Arrange the trajectories `rows` of `table`; the mask is `response_mask`, predicted are the response tokens.
 
@@ -297,42 +293,31 @@ def arrange_trajectories(
     """
     prompts, prompt_lengths = _ragged(table, rows, "prompt_ids")
     responses, counts = _ragged(table, rows, "response_ids")
-    if not prompt_lengths.all():
-        raise ValueError(f"row {rows[int(np.argmin(prompt_lengths))]} has an empty prompt_ids")
+    _refuse_empty(prompt_lengths, rows, "prompt_ids")
     shared = None
     if share_prompts:
         shared = shared_tokens(prompts, prompt_lengths)
         ends = np.cumsum(prompt_lengths)
         prompt_lengths = prompt_lengths - shared
         prompts = prompts[spans(ends - prompt_lengths, prompt_lengths)]
-    places = _place(prompt_lengths + counts, prompt_lengths - 1, counts, tp, cp, sequence_parallel)
-    ids = np.zeros(places.size, np.int64)
-    ids[spans(places.starts, prompt_lengths)] = prompts
-    ids[spans(places.starts + prompt_lengths, counts)] = responses
-    where = spans(places.first, counts)
     columns = {}
     for name in ("response_mask", *fields):
-        values, lengths = _ragged(table, rows, name)
+        columns[name], lengths = _ragged(table, rows, name)
         if not np.array_equal(lengths, counts):
             row = int(np.argmax(lengths != counts))
             raise ValueError(
                 f"row {rows[row]}: column {name!r} has {lengths[row]} values for {counts[row]} response tokens"
             )
-        columns[name] = np.zeros(places.size, bool if values.dtype == bool else np.float32)
-        columns[name][where] = values
-    mask = columns.pop("response_mask").astype(bool)
-    return _shard(ids, mask, columns, places, cp, cp_rank, shared)
+    lengths = prompt_lengths + counts
+    starts = np.cumsum(lengths) - lengths
+    tokens = np.empty(lengths.sum(), np.int64)
+    tokens[spans(starts, prompt_lengths)] = prompts
+    tokens[spans(starts + prompt_lengths, counts)] = responses
+    mask = columns.pop("response_mask")
+    return _arrange(tokens, lengths, prompt_lengths - 1, counts, mask, columns, shared, **alignment)
 
 
-def arrange_sequences(
-    table: pa.Table,
-    rows: Sequence[int],
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    cp_rank: int = 0,
-    sequence_parallel: bool = False,
-) -> HostBatch:
+def arrange_sequences(table: pa.Table, rows: Sequence[int], **alignment: Unpack[Alignment]) -> HostBatch:
     """Arrange the sequences `rows` of `table`; position t predicts token t+1, whose `loss_mask` is its mask.
 
     Args:
@@ -348,28 +333,13 @@ def arrange_sequences(
         raise ValueError(
             f"row {rows[row]}: column 'loss_mask' has {mask_lengths[row]} values for {lengths[row]} input_ids"
         )
-    if not lengths.all():
-        raise ValueError(f"row {rows[int(np.argmin(lengths))]} has an empty input_ids")
-    places = _place(lengths, np.zeros_like(lengths), lengths - 1, tp, cp, sequence_parallel)
-    ids = np.zeros(places.size, np.int64)
-    ids[spans(places.starts, lengths)] = tokens
+    _refuse_empty(lengths, rows, "input_ids")
     # A sequence's first token is predicted by none: its value in the mask is the one that falls away.
-    predicted = np.ones(len(values), bool)
-    predicted[np.cumsum(lengths) - lengths] = False
-    mask = np.zeros(places.size, bool)
-    mask[spans(places.first, places.counts)] = values[predicted]
-    return _shard(ids, mask, {}, places, cp, cp_rank)
+    mask = np.delete(values, np.cumsum(lengths) - lengths)
+    return _arrange(tokens, lengths, np.zeros_like(lengths), lengths - 1, mask, **alignment)
 
 
-def arrange_texts(
-    table: pa.Table,
-    rows: Sequence[int],
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    cp_rank: int = 0,
-    sequence_parallel: bool = False,
-) -> HostBatch:
+def arrange_texts(table: pa.Table, rows: Sequence[int], **alignment: Unpack[Alignment]) -> HostBatch:
     """Arrange the sequences `rows` of `table` for one number each, at its last token: the mask is true there alone, and
     `unpack` gives that one value.
 
@@ -380,13 +350,14 @@ def arrange_texts(
         ValueError: the column is missing or has nulls; an empty sequence.
     """
     tokens, lengths = _ragged(table, rows, "input_ids")
+    _refuse_empty(lengths, rows, "input_ids")
+    ones = np.ones_like(lengths)
+    return _arrange(tokens, lengths, lengths - 1, ones, ones, **alignment)
+
+
+def _refuse_empty(lengths: np.ndarray, rows: Sequence[int], name: str) -> None:
     if not lengths.all():
-        raise ValueError(f"row {rows[int(np.argmin(lengths))]} has an empty input_ids")
-    places = _place(lengths, lengths - 1, np.ones_like(lengths), tp, cp, sequence_parallel)
-    ids, mask = np.zeros(places.size, np.int64), np.zeros(places.size, bool)
-    ids[spans(places.starts, lengths)] = tokens
-    mask[places.first] = True
-    return _shard(ids, mask, {}, places, cp, cp_rank)
+        raise ValueError(f"row {rows[int(np.argmin(lengths))]} has an empty {name}")
 
 
 def _ragged(table: pa.Table, rows: Sequence[int], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -401,80 +372,72 @@ def _ragged(table: pa.Table, rows: Sequence[int], name: str) -> tuple[np.ndarray
     return flat.to_numpy(zero_copy_only=False), lengths
 
 
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Where sequences lie among all packed positions; int64 arrays, one value a sequence."""
+def _arrange(
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    before: np.ndarray,
+    counts: np.ndarray,
+    mask: np.ndarray,
+    fields: Mapping[str, np.ndarray] | None = None,
+    shared: np.ndarray | None = None,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
+    sequence_parallel: bool = False,
+) -> HostBatch:
+    """Lay sequences end to end, aligned, and take this context parallel rank's part.
 
-    starts: np.ndarray
-    ends: np.ndarray  # of the aligned sequences
-    lengths: np.ndarray
-    first: np.ndarray
-    counts: np.ndarray
-
-    @property
-    def size(self) -> int:
-        return int(self.ends[-1])
-
-
-def _place(
-    lengths: np.ndarray, before: np.ndarray, counts: np.ndarray, tp: int, cp: int, sequence_parallel: bool
-) -> _Places:
-    """Lay sequences of `lengths` tokens end to end, aligned; `before` tokens precede the first predictor."""
+    Args:
+        tokens: [sum of lengths]; of all sequences.
+        lengths, before, counts: one value a sequence: its tokens, the ones before the first predictor, and the predicted ones.
+        mask, fields: [sum of counts]; values of the predicted tokens.
+        shared: see `PackedBatch`.
+    """
     assert len(lengths) > 0, "a packed batch holds at least one sequence"
     aligned = aligned_lengths(lengths, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
-    ends = np.cumsum(aligned)
-    starts = ends - aligned
-    return _Places(starts, ends, lengths, starts + before, counts)
+    bounds = np.concatenate([[0], np.cumsum(aligned)])
+    starts, local = bounds[:-1], zigzag(bounds, cp)[cp_rank]
+    earlier = np.zeros_like(aligned) if shared is None else shared
+    assert cp == 1 or not earlier.any(), "prompts are shared on one context parallel rank"
 
+    def spread(values: np.ndarray, dtype: type, places: np.ndarray) -> np.ndarray:
+        """The values at these packed positions, 0 elsewhere: this rank's part."""
+        full = np.zeros(bounds[-1], dtype)
+        full[places] = values
+        return full[local]
 
-def _shard(
-    ids: np.ndarray,
-    mask: np.ndarray,
-    fields: Mapping[str, np.ndarray],
-    places: _Places,
-    cp: int,
-    cp_rank: int,
-    shared: np.ndarray | None = None,
-) -> HostBatch:
-    """The arrays of context-parallel rank `cp_rank`, from arrays over all packed positions."""
-    sizes = places.ends - places.starts
-    before = np.zeros_like(sizes) if shared is None else shared
-    assert cp == 1 or not before.any(), "prompts are shared on one context parallel rank"
-    labels = np.zeros_like(ids)
-    where = spans(places.starts, places.lengths - 1)
-    labels[where] = ids[where + 1]
-    bounds = np.concatenate([[0], places.ends])
-    local = zigzag(bounds, cp)[cp_rank]
+    not_first = np.delete(tokens, np.cumsum(lengths) - lengths)
+    predictors = spans(starts + before, counts)
+    own_mask = spread(mask, bool, predictors)
     arrays = {
-        "input_ids": ids[None, local],
-        "position_ids": spans(before, sizes)[None, local],
-        "labels": labels[local],
-        "mask": mask[local],
-        "live": np.flatnonzero(mask[local]),
+        "input_ids": spread(tokens, np.int64, spans(starts, lengths))[None],
+        "position_ids": spans(earlier, aligned)[None, local],
+        "labels": spread(not_first, np.int64, spans(starts, lengths - 1)),
+        "mask": own_mask,
+        "live": np.flatnonzero(own_mask),
         "cu_seqlens": bounds.astype(np.int32),
-        **{f"{_FIELD}{name}": values[local] for name, values in fields.items()},
     }
+    for name, values in (fields or {}).items():
+        dtype = bool if values.dtype == bool else np.float32
+        arrays[f"{_FIELD}{name}"] = spread(values, dtype, predictors)
     facts = {
-        "aligned": sizes,
-        "max_seqlen": int((before + sizes).max()),
-        "lengths": places.lengths,
-        "first": places.first,
-        "counts": places.counts,
+        "aligned": aligned,
+        "max_seqlen": int((earlier + aligned).max()),
+        "lengths": lengths,
+        "first": starts + before,
+        "counts": counts,
         "cp": cp,
         "cp_rank": cp_rank,
-        "shared": before if before.any() else None,
+        "shared": earlier if earlier.any() else None,
     }
-    buffer, starts = _buffer(arrays)
-    tensors = {name: (starts[name], array.dtype, array.shape) for name, array in arrays.items()}
-    return HostBatch(buffer, tensors, facts)
-
-
-def _buffer(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:
-    """The bytes of all arrays, and where each begins."""
-    starts, end = {}, 0
+    # One buffer for all arrays.
+    tensors, end = {}, 0
     for name, array in arrays.items():
-        starts[name], end = end, -(-(end + array.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        tensors[name] = (end, array.dtype, array.shape)
+        end = -(-(end + array.nbytes) // _ALIGNMENT) * _ALIGNMENT
     buffer = np.zeros(end, np.uint8)
     for name, array in arrays.items():
-        buffer[starts[name] : starts[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
-    return buffer, starts
+        start = tensors[name][0]
+        buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    return HostBatch(buffer, tensors, facts)

@@ -12,18 +12,7 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 from torch.distributed import Store
 
 from megarl import platform
-from megarl.layout.grid import ParallelLayout, RankCoords, coords_of, layers_of
-
-__all__ = [
-    "ParallelLayout",
-    "RankCoords",
-    "context_parallel_group",
-    "coords",
-    "coords_of",
-    "destroy_parallel",
-    "init_parallel",
-    "layers_of",
-]
+from megarl.layout.grid import ParallelLayout, RankCoords
 
 
 def init_parallel(

@@ -49,7 +49,7 @@ def text_values(output: Tensor, batch: PackedBatch, cp_group: dist.ProcessGroup 
 
     Args:
         output: [tokens] of this rank.
-        batch: of `packing.pack_texts`.
+        batch: of `packing.arrange_texts`.
         cp_group: the context parallel group; needed with cp > 1, where this and its backward pass are collectives.
     """
     assert output.shape == (batch.num_tokens,), (output.shape, batch.num_tokens)

@@ -33,24 +33,21 @@ class Family:
     dp_attention: bool
 
 
-# Llama (2, 3 and models of the same architecture): no biases, RMSNorm, SwiGLU, grouped-query attention.
 def _llama(hf: Fields) -> ModelConfig:
-    """Facts of a `LlamaForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    """Llama (2, 3 and models of the same architecture): no biases, RMSNorm, SwiGLU, grouped-query attention."""
     refuse_unsupported(hf, DECODER | {"attention_bias": (False,), "mlp_bias": (False,)})
     return ModelConfig(family="llama", qkv_bias=False, qk_norm=False, **decoder_facts(hf))
 
 
-# Qwen2 and Qwen2.5: Llama's architecture with biases on the query, key and value projections.
 def _qwen2(hf: Fields) -> ModelConfig:
-    """Facts of a `Qwen2ForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    """Qwen2 and Qwen2.5: Llama's architecture with biases on the query, key and value projections."""
     refuse_unsupported(hf, DECODER | FULL_ATTENTION)
     refuse_layer_types(hf)
     return ModelConfig(family="qwen2", qkv_bias=True, qk_norm=False, **decoder_facts(hf))
 
 
-# Qwen3: Llama's architecture with norms on the heads' queries and keys, and heads of a width of their own.
 def _qwen3(hf: Fields) -> ModelConfig:
-    """Facts of a `Qwen3ForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    """Qwen3: Llama's architecture with norms on the heads' queries and keys, and heads of a width of their own."""
     # A bias of attention would be one of its output, too.
     refuse_unsupported(hf, DECODER | FULL_ATTENTION | {"attention_bias": (False,)})
     refuse_layer_types(hf)
@@ -58,9 +55,8 @@ def _qwen3(hf: Fields) -> ModelConfig:
     return ModelConfig(family="qwen3", qkv_bias=False, qk_norm=True, **decoder_facts(hf))
 
 
-# Qwen3's mixtures of experts: Qwen3's attention, and routed experts in every layer.
 def _qwen3_moe(hf: Fields) -> ModelConfig:
-    """Facts of a `Qwen3MoeForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    """Qwen3's mixtures of experts: Qwen3's attention, and routed experts in every layer."""
     accepted = {
         "attention_bias": (False,),
         # SGLang 0.5.21 takes every layer for a mixture, and never ties the head to the embedding.
@@ -70,14 +66,8 @@ def _qwen3_moe(hf: Fields) -> ModelConfig:
     }
     refuse_unsupported(hf, DECODER | FULL_ATTENTION | accepted)
     experts = "num_local_experts" if "num_local_experts" in hf.values else "num_experts"  # transformers 5, 4
-    hf.require(
-        "head_dim",
-        "num_key_value_heads",
-        experts,
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-    )
+    routing = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    hf.require("head_dim", "num_key_value_heads", experts, *routing)
     moe = MoEConfig(
         num_experts=num_experts(hf, experts),
         top_k=hf.count("num_experts_per_tok", most=num_experts(hf, experts)),
@@ -87,50 +77,38 @@ def _qwen3_moe(hf: Fields) -> ModelConfig:
     return ModelConfig(family="qwen3_moe", qkv_bias=False, qk_norm=True, moe=moe, **decoder_facts(hf))
 
 
-# DeepSeek-V3 and R1: latent attention, sigmoid-scored experts in groups after dense layers, a layer for MTP.
 _MIXTURE = {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 """Accepted values of fields that transformers 5 does not write, since its code knows no other values."""
 
 
-def _deepseek_v3(hf: Fields) -> ModelConfig:
-    """Facts of a `DeepseekV3ForCausalLM`; refuses by name a field that megarl's model would compute differently."""
-    return _latent_model("deepseek_v3", hf)
+def _latent(family: str) -> Callable[[Fields], ModelConfig]:
+    """DeepSeek-V3 and R1, and Kimi-K2, which has the same architecture and names of weights under a type of its own: latent attention,
+    sigmoid-scored experts in groups after dense layers, a layer for MTP."""
+
+    def config_from_hf(hf: Fields) -> ModelConfig:
+        accepted = {
+            "attention_bias": (False,),
+            "rope_interleave": (True,),
+            "num_key_value_heads": (hf.count("num_attention_heads"), None),
+            # The norms of latent queries, keys and values take 1e-6 in Hugging Face's code whatever this field says;
+            # Megatron's and SGLang's take the field.
+            "rms_norm_eps": (1e-6,),
+        }
+        refuse_unsupported(hf, DECODER | _MIXTURE | accepted)
+        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        hf.require(*sizes)
+        mla = MLAConfig(
+            q_lora_rank=hf.count("q_lora_rank") if "q_lora_rank" in hf else None,
+            **{size: hf.count(size) for size in sizes},
+        )
+        facts = decoder_facts(hf, latent=True) | {"head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
+        return ModelConfig(family=family, qkv_bias=False, qk_norm=False, mla=mla, **_mixture(hf), **facts)
+
+    return config_from_hf
 
 
-def _latent_model(family: str, hf: Fields) -> ModelConfig:
-    """Facts of a model of DeepSeek-V3's architecture."""
-    accepted = {
-        "attention_bias": (False,),
-        "rope_interleave": (True,),
-        "num_key_value_heads": (hf.count("num_attention_heads"), None),
-        # The norms of latent queries, keys and values take 1e-6 in Hugging Face's code whatever this field says;
-        # Megatron's and SGLang's take the field.
-        "rms_norm_eps": (1e-6,),
-    }
-    refuse_unsupported(hf, DECODER | _MIXTURE | accepted)
-    hf.require("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    mla = MLAConfig(
-        q_lora_rank=hf.count("q_lora_rank") if "q_lora_rank" in hf else None,
-        kv_lora_rank=hf.count("kv_lora_rank"),
-        qk_nope_head_dim=hf.count("qk_nope_head_dim"),
-        qk_rope_head_dim=hf.count("qk_rope_head_dim"),
-        v_head_dim=hf.count("v_head_dim"),
-    )
-    facts = decoder_facts(hf, latent=True)
-    facts["head_dim"] = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    return ModelConfig(
-        family=family,
-        qkv_bias=False,
-        qk_norm=False,
-        mla=mla,
-        moe=_mixture_facts(hf),
-        num_mtp_layers=_num_mtp_layers(hf),
-        **facts,
-    )
-
-
-def _mixture_facts(hf: Fields) -> MoEConfig:
-    """A mixture of DeepSeek-V3's kind: sigmoid scores with a bias for the choice, shared experts, dense first layers.
+def _mixture(hf: Fields) -> dict[str, MoEConfig | int]:
+    """A mixture of DeepSeek-V3's kind, and MTP layers: sigmoid scores with a bias for the choice, shared experts, dense first layers.
 
     Raises:
         ValueError: a needed field is missing.
@@ -151,7 +129,7 @@ def _mixture_facts(hf: Fields) -> MoEConfig:
         )
     ffn = hf.count("moe_intermediate_size")
     dense = min(hf.count("first_k_dense_replace", least=0), hf.count("num_hidden_layers"))
-    return MoEConfig(
+    moe = MoEConfig(
         num_experts=experts,
         top_k=hf.count("num_experts_per_tok", most=experts),
         ffn_hidden_size=ffn,
@@ -164,33 +142,16 @@ def _mixture_facts(hf: Fields) -> MoEConfig:
         topk_group=hf.count("topk_group", 1, most=groups),
         scaling_factor=hf.number("routed_scaling_factor"),
     )
+    return {"moe": moe, "num_mtp_layers": hf.count("num_nextn_predict_layers", 0, least=0, most=100)}
 
 
-def _num_mtp_layers(hf: Fields) -> int:
-    """Multi-token prediction layers of the model's checkpoint."""
-    return hf.count("num_nextn_predict_layers", 0, least=0, most=100)
-
-
-# GLM-4.5: grouped-query attention that rotates a part of each head, DeepSeek-V3's mixture, a layer for MTP.
 def _glm4_moe(hf: Fields) -> ModelConfig:
-    """Facts of a `Glm4MoeForCausalLM`; refuses by name a field that megarl's model would compute differently."""
+    """GLM-4.5: grouped-query attention that rotates a part of each head, DeepSeek-V3's mixture, a layer for MTP."""
     # SGLang 0.5.21 never ties this model's head to its embedding.
     refuse_unsupported(hf, DECODER | _MIXTURE | {"tie_word_embeddings": (False,)})
     hf.require("head_dim", "num_key_value_heads", "attention_bias", "use_qk_norm")
-    return ModelConfig(
-        family="glm4_moe",
-        qkv_bias=hf.flag("attention_bias"),
-        qk_norm=hf.flag("use_qk_norm"),
-        moe=_mixture_facts(hf),
-        num_mtp_layers=_num_mtp_layers(hf),
-        **decoder_facts(hf, rotary=0.5),
-    )
-
-
-# Kimi-K2: DeepSeek-V3's architecture and weights' names under a name of its own.
-def _kimi_k2(hf: Fields) -> ModelConfig:
-    """Facts of a `DeepseekV3ForCausalLM` of type kimi_k2; refuses the same fields as DeepSeek-V3."""
-    return _latent_model("kimi_k2", hf)
+    biases = {"qkv_bias": hf.flag("attention_bias"), "qk_norm": hf.flag("use_qk_norm")}
+    return ModelConfig(family="glm4_moe", **biases, **_mixture(hf), **decoder_facts(hf, rotary=0.5))
 
 
 FAMILIES = {
@@ -198,8 +159,8 @@ FAMILIES = {
     "qwen2": Family(_qwen2, dp_attention=False),
     "qwen3": Family(_qwen3, dp_attention=True),
     "qwen3_moe": Family(_qwen3_moe, dp_attention=True),
-    "deepseek_v3": Family(_deepseek_v3, dp_attention=True),
+    "deepseek_v3": Family(_latent("deepseek_v3"), dp_attention=True),
     "glm4_moe": Family(_glm4_moe, dp_attention=True),
-    "kimi_k2": Family(_kimi_k2, dp_attention=True),
+    "kimi_k2": Family(_latent("kimi_k2"), dp_attention=True),
 }
 """By `model_type` of config.json."""

@@ -52,30 +52,52 @@ def quantise(weight: torch.Tensor, block: Block, values: torch.Tensor, scales: t
     _over_strips(weight, block, strip)
 
 
-def dequantise(values: torch.Tensor, scales: torch.Tensor, block: Block, dtype: torch.dtype) -> torch.Tensor:
-    """Each element times the scale of its block, in float32, as a tensor of this type."""
+def dequantise(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    start: tuple[int, int] = (0, 0),
+) -> torch.Tensor:
+    """Each element times the scale of its block, in float32, as a tensor of this type.
+
+    Args:
+        values: [rows, columns], float8 or any type.
+        scales: [blocks of rows, blocks of columns], the ones of the values' blocks.
+        start: where within the first block the values begin.
+    """
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
 
     def strip(rows: slice, of_blocks: slice) -> None:
         exact = values[rows].float()
-        out[rows].copy_(exact.mul_(_spread(scales[of_blocks], block, exact.shape)))
+        first = (start[0] if rows.start == 0 else 0, start[1])
+        out[rows].copy_(exact.mul_(_spread(scales[of_blocks], block, exact.shape, first)))
 
-    _over_strips(values, block, strip)
+    _over_strips(values, block, strip, start[0])
     return out
 
 
-def _spread(scales: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor:
-    """Scales a block -> scales an element."""
-    wide = scales.repeat_interleave(block[1], 1)[:, : shape[1]]
-    return wide.repeat_interleave(block[0], 0)[: shape[0]]
+def _spread(
+    scales: torch.Tensor, block: Block, shape: torch.Size, start: tuple[int, int] = (0, 0)
+) -> torch.Tensor:
+    """Scales a block -> scales an element, of the elements from `start` on."""
+    wide = scales.repeat_interleave(block[1], 1)[:, start[1] : start[1] + shape[1]]
+    return wide.repeat_interleave(block[0], 0)[start[0] : start[0] + shape[0]]
 
 
-def _over_strips(weight: torch.Tensor, block: Block, use: Callable[[slice, slice], None]) -> None:
-    """Call use(rows, rows of blocks) for strips of complete blocks, which bound the memory taken in addition to the weight."""
+def _over_strips(
+    weight: torch.Tensor, block: Block, use: Callable[[slice, slice], None], start: int = 0
+) -> None:
+    """Call use(rows, rows of blocks) for strips of complete blocks, which bound the memory taken in addition to the weight.
+
+    Args:
+        start: the rows of the first block that come before the weight's.
+    """
     elements = STRIP_ELEMENTS if weight.device.type == "cpu" else GPU_STRIP_ELEMENTS
     height = max(1, elements // (weight.shape[1] * block[0]))
-    for first in range(0, -(-weight.shape[0] // block[0]), height):
-        use(slice(first * block[0], (first + height) * block[0]), slice(first, first + height))
+    for first in range(0, -(-(start + weight.shape[0]) // block[0]), height):
+        rows = slice(max(0, first * block[0] - start), (first + height) * block[0] - start)
+        use(rows, slice(first, first + height))
 
 
 def base_weights(pieces: Iterable[Piece], linear: Shapes) -> dict[str, tuple[int, int]]:

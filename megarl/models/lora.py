@@ -18,7 +18,7 @@ from megarl.config.problems import did_you_mean
 from megarl.config.schema.models import ALL_LINEAR, LoraConfig
 from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
-from megarl.models.shards import Shapes
+from megarl.models.shards import COLUMNS, ROWS, Shapes
 from megarl.models.table import logical_tensors
 
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
@@ -56,9 +56,6 @@ class AdapterSlot:
     @property
     def num_rows(self) -> int:
         return sum(num for _, _, num in self.rows)
-
-
-ROWS, COLUMNS = "rows", "columns"
 
 
 def sharded_dimension(slot: AdapterSlot, shape: tuple[int, ...]) -> str | None:

@@ -1,16 +1,18 @@
-"""Shards of tensors as pieces, and the ranks' places that decide which shard each holds."""
+"""Rows of weight tables, the shards that follow from them as pieces, and the ranks' places that decide which shard each holds."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megarl.layout.boxes import Box, Piece
-from megarl.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 """Logical name -> shape, both of the Hugging Face tensors."""
 
 PARTS = ("dense", "experts", "all")
 """Parts of a rank's weights: all but the routed experts, the routed experts alone, or both."""
+
+ROWS, COLUMNS = "rows", "columns"
 
 
 @dataclass(frozen=True)
@@ -59,36 +61,71 @@ class SGLangPlace:
         return self.tp_rank % self.attention_tp
 
 
-@dataclass(frozen=True)
-class Block:
-    """The weight table of a part of a layer, such as its attention.
+class Weight(NamedTuple):
+    """A row of a layer's weight table.
 
     Attributes:
-        tensors: (config, name) -> the tensors of the layer `name` ("model.layers.3.") and their shapes.
-        megatron: (config, place, name, local) -> the layer's pieces on a rank, where it is called `local` ("0:decoder.layers.1.").
-        sglang: (config, place, name) -> the layer's pieces on an engine's rank.
+        name: of the Hugging Face tensor, after the layer's name ("mlp.up_proj.weight").
+        cut: how tensor parallel ranks cut it: by ROWS, by COLUMNS (the last dimension), or None: each has all of it.
+        megatron, sglang: names of the local tensors, after the layer's. Tensors with the same local name lie in it one below the
+            other, in the table's order.
+        groups: query groups of attention. Megatron interleaves the tensors of a local tensor by these: first the rows of the first
+            group of each, and so on.
+        replicated: whether ranks of an engine that are more than the groups share them (keys and values).
     """
 
-    tensors: Callable[[ModelConfig, str], Shapes]
-    megatron: Callable[[ModelConfig, MegatronPlace, str, str], list[Piece]]
-    sglang: Callable[[ModelConfig, SGLangPlace, str], list[Piece]]
+    name: str
+    shape: tuple[int, ...]
+    cut: str | None
+    megatron: str
+    sglang: str
+    groups: int | None = None
+    replicated: bool = False
 
 
-def replicated(tensor: str, local: str, shape: tuple[int, ...]) -> Piece:
-    """The full tensor, on every rank."""
-    return Piece(tensor, Box.whole(shape), local, Box.whole(shape))
+def megatron_shards(
+    weights: Sequence[Weight], name: str, local: str, size: int, rank: int
+) -> Iterable[Piece]:
+    """The pieces of the layer `name` ("model.layers.3.") on rank `rank` of the `size` that cut it, which calls it `local`
+    ("0:decoder.layers.1.")."""
+    filled: dict[str, int] = {}
+    tensors: dict[str, list[Weight]] = {}
+    for weight in weights:
+        tensors.setdefault(weight.megatron, []).append(weight)
+    for parts in sorted(tensors.values(), key=_is_last):
+        groups, cuts = parts[0].groups, [(size, rank)]
+        if groups is not None:
+            cuts = [(groups, group) for group in range(rank * groups // size, (rank + 1) * groups // size)]
+        for count, shard in cuts:
+            for weight in parts:
+                yield _shard(weight, name, local + weight.megatron, count, shard, filled)
 
 
-def row_shard(tensor: str, local: str, shape: tuple[int, ...], tp: int, rank: int, at: int = 0) -> Piece:
-    """Shard `rank` of `tp` equal row shards, lying from row `at` of the local tensor."""
-    count = shape[0] // tp
-    return Piece(tensor, Box.rows(rank * count, count, shape), local, Box.rows(at, count, shape))
+def sglang_shards(weights: Iterable[Weight], name: str, size: int, rank: int) -> Iterable[Piece]:
+    """The pieces of the layer `name`, as SGLang calls it too, on rank `rank` of the `size` ranks of an engine that cut it."""
+    filled: dict[str, int] = {}
+    for weight in sorted(weights, key=lambda weight: _is_last([weight])):
+        count = size // max(1, size // weight.groups) if weight.replicated and weight.groups else size
+        yield _shard(weight, name, name + weight.sglang, count, rank * count // size, filled)
 
 
-def column_shard(tensor: str, local: str, shape: tuple[int, ...], tp: int, rank: int) -> Piece:
-    """Shard `rank` of `tp` equal shards of the last dimension, being all of the local tensor."""
-    count = shape[-1] // tp
-    return Piece(tensor, Box.columns(rank * count, count, shape), local, Box.columns(0, count, shape))
+def _is_last(parts: Sequence[Weight]) -> bool:
+    """Whether a local tensor comes after the others of its layer, whatever place its parts have in the checkpoint."""
+    return parts[0].cut == COLUMNS
+
+
+def _shard(weight: Weight, name: str, local: str, count: int, rank: int, filled: dict[str, int]) -> Piece:
+    """Shard `rank` of `count` equal ones, below what is in the local tensor already: `filled` counts its rows."""
+    shape = weight.shape
+    if weight.cut == ROWS:
+        box = Box.rows(rank * (shape[0] // count), shape[0] // count, shape)
+    elif weight.cut == COLUMNS:
+        box = Box.columns(rank * (shape[-1] // count), shape[-1] // count, shape)
+    else:
+        box = Box.whole(shape)
+    at = filled.get(local, 0)
+    filled[local] = at + box.size[0]
+    return Piece(name + weight.name, box, local, Box.rows(at, box.size[0], box.size))
 
 
 def vocab_shard(

@@ -1,26 +1,34 @@
-"""The weight table of a model: Hugging Face <-> Megatron <-> SGLang, composed of its blocks' tables.
+"""The weight table of a model: Hugging Face <-> Megatron <-> SGLang, composed of its layers' tables (`layers`).
 
-Logical names and shapes are the Hugging Face tensors'. The blocks are in `attention` and `mlp`; this module has the embedding, the
-head, multi-token prediction layers, and the choice of a layer's blocks. Megatron pads the vocabulary to a multiple of 128 * tp,
-SGLang 0.5.21 to one of 64.
+Logical names and shapes are the Hugging Face tensors'. Megatron pads the vocabulary to a multiple of 128 * tp, SGLang 0.5.21 to one
+of 64.
+
+Multi-token prediction layers (MTP) of DeepSeek-V3's and GLM-4.5's checkpoints: layer i of them is number `num_layers` + i of the
+checkpoint, an ordinary layer behind two norms and a projection, with a final norm. It repeats the model's embedding and head
+(`mtp_copies`), which Megatron shares with it instead.
 """
 
-from megarl.layout.boxes import Piece
-from megarl.models.attention import GQA, MLA
+from megarl.layout.boxes import Box, Piece
 from megarl.models.config import ModelConfig
-from megarl.models.mlp import DENSE, EXPERTS, ROUTED
-from megarl.models.shards import Block, MegatronPlace, SGLangPlace, Shapes, replicated, row_shard, vocab_shard
+from megarl.models.layers import (
+    attention_weights,
+    expert_weights,
+    is_mixture,
+    mlp_weights,
+    prediction_weights,
+)
+from megarl.models.shards import (
+    MegatronPlace,
+    SGLangPlace,
+    Shapes,
+    megatron_shards,
+    sglang_shards,
+    vocab_shard,
+)
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 VALUE_HEAD = "score.weight"  # the name that Hugging Face's sequence and token classifiers use
-
-
-def _blocks(config: ModelConfig, layer: int, part: str = "all") -> tuple[Block, ...]:
-    """A layer's attention and MLP, as far as they belong to `part` of PARTS; MTP layers have numbers after the others'."""
-    attention = GQA if config.mla is None else MLA
-    if config.moe is None or layer in config.moe.dense_layers:
-        return () if part == "experts" else (attention, DENSE)
-    return {"dense": (attention, ROUTED), "experts": (EXPERTS,), "all": (attention, ROUTED, EXPERTS)}[part]
+_MTP_LAYER = "mtp_model_layer."  # Megatron's name of the ordinary layer in an MTP layer
 
 
 def _mtp_layers(config: ModelConfig) -> range:
@@ -34,69 +42,39 @@ def logical_tensors(config: ModelConfig, head: str = "lm", mtp: bool = False) ->
         head: "lm" for a policy, "value" for a model with a scalar head.
         mtp: with the multi-token prediction layers, and the tensors of the model that they repeat (`mtp_copies`).
     """
-    shapes: Shapes = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    hidden, vocabulary = config.hidden_size, (config.vocab_size, config.hidden_size)
+    shapes: Shapes = {EMBEDDING: vocabulary}
     for layer in range(config.num_layers):
-        for block in _blocks(config, layer):
-            shapes |= block.tensors(config, f"model.layers.{layer}.")
+        shapes |= _layer_tensors(config, layer)
     for layer in _mtp_layers(config) if mtp else ():
-        name = f"model.layers.{layer}."
-        shapes |= _mtp_tensors(config, name)
-        for block in _blocks(config, layer):
-            shapes |= block.tensors(config, name)
-    shapes[FINAL_NORM] = (config.hidden_size,)
+        shapes |= {
+            f"model.layers.{layer}.{weight.name}": weight.shape for weight in prediction_weights(config)
+        }
+        shapes |= _layer_tensors(config, layer)
+    shapes[FINAL_NORM] = (hidden,)
     if head == "value":
-        shapes[VALUE_HEAD] = (1, config.hidden_size)
+        shapes[VALUE_HEAD] = (1, hidden)
     elif not config.tie_word_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-    if mtp:
-        shapes |= dict.fromkeys(mtp_copies(config), (config.vocab_size, config.hidden_size))
-    return shapes
+        shapes[LM_HEAD] = vocabulary
+    return shapes | (dict.fromkeys(mtp_copies(config), vocabulary) if mtp else {})
 
 
-# Multi-token prediction layers (MTP) of DeepSeek-V3's and GLM-4.5's checkpoints. Layer i of them is number `num_layers` + i of the
-# checkpoint: an ordinary layer behind two norms and a projection, with a final norm. It repeats the model's embedding and head
-# (`mtp_copies`), which Megatron shares with it instead.
-
-# Hugging Face -> Megatron; every rank has all of them
-_MTP_NORMS = {
-    "enorm.weight": "enorm.weight",
-    "hnorm.weight": "hnorm.weight",
-    "shared_head.norm.weight": "final_layernorm.weight",
-}
-_MTP_PROJECTION = "eh_proj.weight"
-_MTP_LAYER = "mtp_model_layer."  # Megatron's name of the ordinary layer in it
-
-
-def _mtp_tensors(config: ModelConfig, name: str) -> Shapes:
-    """Tensors of the layer `name` ("model.layers.61.") other than an ordinary layer's and the copies."""
-    hidden = config.hidden_size
-    shapes: Shapes = {name + norm: (hidden,) for norm in _MTP_NORMS}
-    shapes[name + _MTP_PROJECTION] = (hidden, 2 * hidden)
-    return shapes
+def _layer_tensors(config: ModelConfig, layer: int) -> Shapes:
+    weights = attention_weights(config) + mlp_weights(config, layer)
+    for expert in expert_weights(config) if is_mixture(config, layer) else ():
+        weights += expert
+    return {f"model.layers.{layer}.{weight.name}": weight.shape for weight in weights}
 
 
 def mtp_copies(config: ModelConfig) -> dict[str, str]:
     """Tensor of an MTP layer that repeats one of the model's -> the repeated one."""
     found = {}
-    for index in range(config.num_mtp_layers):
-        name = f"model.layers.{config.num_layers + index}."
-        found[name + "embed_tokens.weight"] = "model.embed_tokens.weight"
-        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        found[name + "shared_head.head.weight"] = head
+    for layer in _mtp_layers(config):
+        found[f"model.layers.{layer}.embed_tokens.weight"] = EMBEDDING
+        found[f"model.layers.{layer}.shared_head.head.weight"] = (
+            EMBEDDING if config.tie_word_embeddings else LM_HEAD
+        )
     return found
-
-
-def _mtp_megatron(config: ModelConfig, place: MegatronPlace, name: str, local: str) -> list[Piece]:
-    """The pieces of the layer `name` on a rank, where it is called `local` ("0:mtp.layers.0.")."""
-    shapes = _mtp_tensors(config, name)
-    pieces = [
-        replicated(name + theirs, local + ours, shapes[name + theirs]) for theirs, ours in _MTP_NORMS.items()
-    ]
-    projection = name + _MTP_PROJECTION
-    return [
-        *pieces,
-        row_shard(projection, local + _MTP_PROJECTION, shapes[projection], place.tp, place.tp_rank),
-    ]
 
 
 def keeps_float32(tensor: str) -> bool:
@@ -134,19 +112,31 @@ def megatron_pieces(
         part: one of PARTS.
         mtp: whether the model is built with its multi-token prediction layers, at the end of the last stage.
     """
-    pieces, last_chunk = [], len(layers) - 1
+    pieces: list[Piece] = []
     if first_stage and part != "experts":
         pieces += _megatron_vocab(config, place, EMBEDDING, "0:embedding.word_embeddings.weight")
     for chunk, numbers in enumerate(layers):
         for index, layer in enumerate(numbers):
-            name, local = f"model.layers.{layer}.", f"{chunk}:decoder.layers.{index}."
-            for block in _blocks(config, layer, part):
-                pieces += block.megatron(config, place, name, local)
+            pieces += _megatron_layer(config, place, layer, f"{chunk}:decoder.layers.{index}.", part)
     if last_stage and part != "experts":
-        pieces += _megatron_end(config, place, head, last_chunk, first_stage)
+        pieces += _megatron_end(config, place, head, len(layers) - 1, first_stage)
     if last_stage and mtp:
         assert head == "lm", "a model with a value head has no MTP layers"
-        pieces += _megatron_mtp(config, place, part, last_chunk, first_stage)
+        pieces += _megatron_mtp(config, place, part, len(layers) - 1, first_stage)
+    return pieces
+
+
+def _megatron_layer(
+    config: ModelConfig, place: MegatronPlace, layer: int, local: str, part: str
+) -> list[Piece]:
+    pieces: list[Piece] = []
+    name = f"model.layers.{layer}."
+    if part != "experts":
+        for table in (attention_weights(config), mlp_weights(config, layer)):
+            pieces += megatron_shards(table, name, local, place.tp, place.tp_rank)
+    if part != "dense" and is_mixture(config, layer):
+        for expert in expert_weights(config, place.ep, place.ep_rank):
+            pieces += megatron_shards(expert, name, local, place.etp, place.etp_rank)
     return pieces
 
 
@@ -155,13 +145,18 @@ def _megatron_vocab(config: ModelConfig, place: MegatronPlace, tensor: str, loca
     return vocab_shard(tensor, local, shape, padded, place.tp, place.tp_rank)
 
 
+def _replicated(tensor: str, local: str, shape: tuple[int, ...]) -> Piece:
+    """The full tensor, on every rank."""
+    return Piece(tensor, Box.whole(shape), local, Box.whole(shape))
+
+
 def _megatron_end(
     config: ModelConfig, place: MegatronPlace, head: str, chunk: int, embeds: bool
 ) -> list[Piece]:
     """Final norm and head in model chunk `chunk`; `embeds`: the rank has the embedding, too."""
-    pieces = [replicated(FINAL_NORM, f"{chunk}:decoder.final_layernorm.weight", (config.hidden_size,))]
+    pieces = [_replicated(FINAL_NORM, f"{chunk}:decoder.final_layernorm.weight", (config.hidden_size,))]
     if head == "value":
-        return [*pieces, replicated(VALUE_HEAD, f"{chunk}:value_head.weight", (1, config.hidden_size))]
+        return [*pieces, _replicated(VALUE_HEAD, f"{chunk}:value_head.weight", (1, config.hidden_size))]
     if config.tie_word_embeddings and embeds:  # the output layer has no weight of its own
         return pieces
     tensor = EMBEDDING if config.tie_word_embeddings else LM_HEAD
@@ -178,9 +173,8 @@ def _megatron_mtp(
     for index, layer in enumerate(_mtp_layers(config)):
         name, local = f"model.layers.{layer}.", f"{chunk}:mtp.layers.{index}."
         if part != "experts":
-            pieces += _mtp_megatron(config, place, name, local)
-        for block in _blocks(config, layer, part):
-            pieces += block.megatron(config, place, name, local + _MTP_LAYER)
+            pieces += megatron_shards(prediction_weights(config), name, local, place.tp, place.tp_rank)
+        pieces += _megatron_layer(config, place, layer, local + _MTP_LAYER, part)
     return pieces
 
 
@@ -199,16 +193,31 @@ def _sglang_vocab(config: ModelConfig, tensor: str, tp: int, rank: int) -> list[
 
 def sglang_pieces(config: ModelConfig, place: SGLangPlace, part: str = "all") -> list[Piece]:
     """The pieces of one SGLang rank; local names are SGLang's own parameter names. `part`: one of PARTS."""
-    ends, pieces = part != "experts", []
+    ends, attention = part != "experts", (place.attention_tp, place.attention_tp_rank)
+    pieces: list[Piece] = []
     if ends:
-        pieces += _sglang_vocab(config, EMBEDDING, place.attention_tp, place.attention_tp_rank)
+        pieces += _sglang_vocab(config, EMBEDDING, *attention)
     for layer in range(config.num_layers):
-        for block in _blocks(config, layer, part):
-            pieces += block.sglang(config, place, f"model.layers.{layer}.")
+        name = f"model.layers.{layer}."
+        if part != "experts":
+            pieces += sglang_shards(attention_weights(config), name, *attention)
+            pieces += sglang_shards(mlp_weights(config, layer), name, place.tp, place.tp_rank)
+        if part != "dense" and is_mixture(config, layer):
+            pieces += _sglang_experts(config, place, name)
     if ends:
-        pieces.append(replicated(FINAL_NORM, FINAL_NORM, (config.hidden_size,)))
+        pieces.append(_replicated(FINAL_NORM, FINAL_NORM, (config.hidden_size,)))
         if not config.tie_word_embeddings:
             pieces += _sglang_vocab(config, LM_HEAD, place.tp, place.tp_rank)
+    return pieces
+
+
+def _sglang_experts(config: ModelConfig, place: SGLangPlace, name: str) -> list[Piece]:
+    """The routed experts of the layer `name`, stacked along a first dimension."""
+    pieces = []
+    for index, expert in enumerate(expert_weights(config, place.ep, place.ep_rank)):
+        for piece in sglang_shards(expert, name, place.moe_tp, place.moe_tp_rank):
+            start, size = piece.local_box
+            pieces.append(piece._replace(local_box=Box((index, *start), (1, *size))))
     return pieces
 
 

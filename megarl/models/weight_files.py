@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megarl.models.fields import short
 from megarl.util.files import json_object, read_json_object
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -30,20 +31,12 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def check_model_files(path: str) -> None:
-    """Refuse a model folder whose safetensors files are incomplete, or do not match its index.
-
-    Raises:
-        ValueError: names the file, and the tensor that is missing, twice there, or beyond the file's end.
-    """
-    stored_tensors(path)
-
-
 def stored_tensors(path: str) -> dict[str, StoredTensor]:
     """The tensors of the model folder `path` by name, in the order of its index or file.
 
     Raises:
-        ValueError: as `check_model_files`.
+        ValueError: its safetensors files are incomplete, or do not match its index; names the file, and the tensor that is missing,
+            twice there, or beyond the file's end.
     """
     folder = Path(path).expanduser()
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
@@ -78,13 +71,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     """Tensor name -> file name, as an index says."""
     found = read_json_object(index).get("weight_map")
     if not isinstance(found, dict) or not found:
-        raise ValueError(
-            f"{index}: weight_map should say which file holds each tensor, found {_short(found)}"
-        )
+        raise ValueError(f"{index}: weight_map should say which file holds each tensor, found {short(found)}")
     for name, file in found.items():
         # A file of another folder would be read, and not be copied, verified or sent with the model.
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or "\0" in file:
-            raise ValueError(f"{index}: {name} should be in a file of this folder, found {_short(file)}")
+            raise ValueError(f"{index}: {name} should be in a file of this folder, found {short(file)}")
     return found
 
 
@@ -131,7 +122,7 @@ def _tensor(file: Path, name: str, entry: Any) -> tuple[StoredTensor, int, int]:
     fields = entry if isinstance(entry, Mapping) else {}
     dtype, shape, place = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not _is_counts(shape) or not _is_counts(place) or len(place) != 2 or dtype not in list(_BITS):
-        raise ValueError(f"{file} is no complete safetensors file: its header has {name} as {_short(entry)}")
+        raise ValueError(f"{file} is no complete safetensors file: its header has {name} as {short(entry)}")
     start, end = place
     bits = math.prod(shape) * _BITS[dtype]
     if bits != 8 * (end - start):
@@ -150,8 +141,3 @@ def some(names: list[str]) -> str:
     """The first few of many names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

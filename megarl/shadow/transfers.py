@@ -23,7 +23,6 @@ from megarl.checkpoints.dcp import Chunk
 from megarl.config import TrainConfig
 from megarl.costs.phases import frees_engines
 from megarl.megatron.checkpoint import checkpoint
-from megarl.megatron.checkpoint.base import BaseModel
 from megarl.models import ModelConfig
 from megarl.plan.sync import configured_sync
 from megarl.shadow.tracker import Made, Tracker
@@ -61,7 +60,7 @@ def save_and_load(worker: ModelWorker, tracker: Tracker) -> int:
     from megarl.trainer.workers.model import rank_states
 
     if worker.spec.adapted:  # else its files are looked at, which a recipe need not have
-        worker.base_model = BaseModel(worker.spec.path, "")
+        worker.base_model = checkpoint.BaseModel(worker.spec.path, "")
     with tempfile.TemporaryDirectory() as folder, _without_bytes() as sizes:
         with tracker.phase("save"):
             checkpoint.save_states(folder, rank_states(worker))

@@ -105,7 +105,7 @@ def test_bytes_are_counted_by_link():
     source = row_layout("source", [4], 8, places=places)
     target = row_layout("target", [4], 8, places=(RankPlace("a", "0"), RankPlace("a", "1")))
     plan = make_plan(source, target, itemsize=lambda tensor: 4)
-    assert plan.bytes_by_link() == {"local": 48, "intra_node": 0, "inter_node": 48}
+    assert plan.account().by_link == {"local": 48, "intra_node": 0, "inter_node": 48}
     assert plan.bytes_received() == [48, 48]
 
 

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from megarl.layout import Piece
+from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
-from megarl.megatron.packing import PackedBatch, pack_trajectories
-from megarl.megatron.parallel import ParallelLayout, coords, init_parallel
+from megarl.megatron.packing import PackedBatch, arrange_trajectories
+from megarl.megatron.parallel import coords, init_parallel
 from megarl.models import read_model_config
 from megarl.weight_sync.layouts import megatron_layout
 
@@ -70,7 +71,7 @@ class Rank:
     def pack(
         self, table: pa.Table, rows: list[int], fields: tuple[str, ...] = (), share_prompts: bool = False
     ) -> PackedBatch:
-        return pack_trajectories(
+        return arrange_trajectories(
             table,
             rows,
             fields,
@@ -79,7 +80,7 @@ class Rank:
             cp_rank=coords().cp,
             sequence_parallel=self.layout.sp,
             share_prompts=share_prompts,
-        )
+        ).on_device()
 
     def gradients(self) -> list[tuple[Piece, torch.Tensor]]:
         """What this rank holds of each Hugging Face tensor's gradient."""

@@ -14,10 +14,10 @@ from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packing import PackedBatch, pack_sequences
+from megarl.megatron.packing import PackedBatch, arrange_sequences
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.megatron.step import train_step
-from megarl.models import read_model_config
+from megarl.models import ModelConfig, read_model_config
 from tests.ranks import RankPool
 
 TOLERANCE = 1e-5
@@ -87,14 +87,14 @@ def batches(layout: ParallelLayout) -> list[PackedBatch]:
     )
     rows = list(range(place.dp, len(tokens), layout.dp))
     return [
-        pack_sequences(
+        arrange_sequences(
             table,
             rows[start : start + 2],
             tp=layout.tp,
             cp=layout.cp,
             cp_rank=place.cp,
             sequence_parallel=layout.sp,
-        )
+        ).on_device()
         for start in range(0, len(rows), 2)
     ]
 
@@ -104,26 +104,41 @@ def loss_of(log_probs: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, 
     return loss, {"loss": loss}
 
 
+def load_model(
+    rank: int, folder: str, layout: ParallelLayout, *, base_block: int | None = None, **options: Any
+) -> tuple[ModelConfig, list]:
+    """The facts of the model at `folder` and this rank's chunks of it with its weights; float32 unless `options` say otherwise."""
+    init_parallel(layout, rank, layout.world)
+    config = read_model_config(folder)
+    chunks = build_model(config, layout, base_block=base_block, **{"dtype": torch.float32, **options})
+    load_hf_weights(folder, config, layout, rank, local_parameters(chunks), base_block=base_block)
+    return config, chunks
+
+
+def take_steps(
+    chunks: list, optimizer: Any, scheduler: Any, layout: ParallelLayout
+) -> list[tuple[float, float]]:
+    """(Global loss, gradient norm) of two steps."""
+    head, history = lm_head(vocab_size=VOCAB, chunk_tokens=16), []
+    for _ in range(2):
+        result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
+        assert result.ok
+        history.append((result.stats["loss"], result.grad_norm))
+    return history
+
+
 def _train(
     rank: int, world: int, case: Case, sizes: dict[str, Any], options: dict[str, Any]
 ) -> list[tuple[float, float]]:
     """Two steps on this rank. Returns: (global loss, gradient norm) of each."""
     layout = ParallelLayout(world=world, **sizes)
-    init_parallel(layout, rank, world)
     wrapping = {"use_distributed_optimizer": options.pop("distributed", True)}
     wrapping["overlap_grad_reduce"] = options.pop("overlap", False)
-    config = read_model_config(case.folder)
-    chunks = build_model(config, layout, **{"dtype": torch.float32, **options})
-    load_hf_weights(case.folder, config, layout, rank, local_parameters(chunks))
+    _, chunks = load_model(rank, case.folder, layout, **options)
     biases = expert_biases(chunks)
     chunks = wrap_for_training(chunks, **wrapping)
     optimizer, scheduler = build_optimizer(chunks, case.optim)
-    head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
-    history = []
-    for _ in range(2):
-        result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
-        assert result.ok
-        history.append((result.stats["loss"], result.grad_norm))
+    history = take_steps(chunks, optimizer, scheduler, layout)
     for name, bias in expert_biases(chunks).items():
         assert torch.equal(bias, biases[name]), f"{name} is no parameter, and was changed"
     return history

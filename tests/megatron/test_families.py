@@ -19,14 +19,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packing import pack_sequences
-from megarl.megatron.parallel import init_parallel
+from megarl.megatron.packing import arrange_sequences
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config
 from tests.megatron.hf import check_gradients, place_model
@@ -36,6 +33,7 @@ from tests.megatron.parity import (
     Case,
     batches,
     check,
+    load_model,
     loss_and_gradients,
     loss_of,
     sequences,
@@ -85,6 +83,24 @@ FAMILIES = {
 }
 
 
+def make_family(folder: Path, family: Family) -> None:
+    """Write a tiny model of the family, with random weights, to `folder`."""
+    make_tiny_model(
+        folder,
+        ["two words"],
+        vocab_size=VOCAB,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        family=family.name,
+        fields={"initializer_range": 0.1, **family.fields},
+        seed=5,
+    )
+
+
 def hugging_face(folder: str, family: Family) -> PreTrainedModel:
     config = json.loads(Path(folder, "config.json").read_text())
     if family.name == "kimi_k2":  # DeepSeek-V3's model under a name that transformers does not know
@@ -102,20 +118,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     @cache
     def make(name: str) -> Case:
         family, folder = FAMILIES[name], tmp_path_factory.mktemp("family")
-        make_tiny_model(
-            folder,
-            ["two words"],
-            vocab_size=VOCAB,
-            hidden_size=64,
-            ffn_hidden_size=96,
-            num_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            family=family.name,
-            fields={"initializer_range": 0.1, **family.fields},
-            seed=5,
-        )
+        make_family(folder, family)
         history = train_hugging_face(hugging_face(str(folder), family), STEADY)
         case = Case(str(folder), history, STEADY)
         assert case.expected[0][1] > STEADY.clip_grad, "a wrong norm must show in the next loss"
@@ -127,13 +130,12 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 def _logits(rank: int, world: int, folder: str, sizes: dict[str, Any]) -> tuple[torch.Tensor, list[int]]:
     """This rank's part of the logits [tokens, vocabulary/tp], and the bounds of the packed sequences."""
     layout = ParallelLayout(world=world, **sizes)
-    init_parallel(layout, rank, world)
-    config = read_model_config(folder)
-    (model,) = build_model(config, layout, dtype=torch.float32, trainable=False)
-    load_hf_weights(folder, config, layout, rank, local_parameters([model]))
+    _, (model,) = load_model(rank, folder, layout, trainable=False)
     tokens = sequences()
     table = pa.table({"input_ids": tokens, "loss_mask": [[True] * len(ids) for ids in tokens]})
-    batch = pack_sequences(table, range(len(tokens)), tp=layout.tp, sequence_parallel=layout.sp)
+    batch = arrange_sequences(
+        table, range(len(tokens)), tp=layout.tp, sequence_parallel=layout.sp
+    ).on_device()
     with torch.no_grad():
         logits = model(
             input_ids=batch.input_ids,

@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.commands import OptimConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer, loss_scale, optimizer_step, zero_gradients
-from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import StepResult, train_step
-from megarl.models import read_model_config
-from tests.megatron.parity import VOCAB, Case, batches, check, loss_of
+from tests.megatron.parity import VOCAB, Case, batches, check, load_model, loss_of
 from tests.megatron.test_parity import make_case
 from tests.ranks import RankPool
 
@@ -47,10 +44,7 @@ def _steps(
 ) -> list[tuple[StepResult, Weights]]:
     """Each step's result, and this rank's weights after it."""
     layout = ParallelLayout(world=world, **sizes)
-    init_parallel(layout, rank, world)
-    config = read_model_config(case.folder)
-    chunks = build_model(config, layout, dtype=torch.float16)
-    load_hf_weights(case.folder, config, layout, rank, local_parameters(chunks))
+    _, chunks = load_model(rank, case.folder, layout, dtype=torch.float16)
     chunks = wrap_for_training(chunks)
     optimizer, scheduler = build_optimizer(chunks, optim)
     head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
@@ -115,10 +109,7 @@ def _poisoned_expert(rank: int, world: int, folder: str) -> list[tuple[float, bo
     any weight has changed).
     """
     layout = ParallelLayout(world=world, ep=2)
-    init_parallel(layout, rank, world)
-    config = read_model_config(folder)
-    chunks = build_model(config, layout, dtype=torch.float16)
-    load_hf_weights(folder, config, layout, rank, local_parameters(chunks))
+    _, chunks = load_model(rank, folder, layout, dtype=torch.float16)
     chunks = wrap_for_training(chunks)
     optim = OptimConfig(lr=0.1, weight_decay=0.5, initial_loss_scale=64.0, hysteresis=1)
     optimizer, scheduler = build_optimizer(chunks, optim)

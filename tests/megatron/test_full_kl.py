@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from megarl.checkpoints.hf.load import load_hf_weights
@@ -29,7 +27,7 @@ from tests.megatron.hf import (
     place_model,
     save_model,
 )
-from tests.megatron.test_logprobs import HIDDEN, PADDED, TOKENS, hugging_face_head
+from tests.megatron.test_logprobs import TOKENS, LargestTensor, hugging_face_head, share_of
 from tests.megatron.test_step import PLANS, TEMPERATURE
 from tests.ranks import RankPool
 
@@ -60,21 +58,15 @@ def upstream() -> Tensor:
     return torch.randn(TOKENS, generator=torch.Generator().manual_seed(8))
 
 
-def _share(weight: Tensor, rank: int, world: int) -> Tensor:
-    # Padding rows hold what would dominate every softmax if they were let in.
-    padding = torch.full((PADDED - weight.shape[0], HIDDEN), 50.0)
-    return torch.cat([weight, padding]).chunk(world)[rank].clone()
-
-
 def _kl(rank: int, world: int, temperature: float, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, labels = hugging_face_head()
     other_hidden, other_weight = other_head()
-    hidden, share = hidden.requires_grad_(), _share(weight, rank, world).requires_grad_()
+    hidden, share = hidden.requires_grad_(), share_of(weight, rank, world).requires_grad_()
     output = token_full_kl(
         hidden,
         share,
         other_hidden,
-        _share(other_weight, rank, world),
+        share_of(other_weight, rank, world),
         labels,
         vocab_size=weight.shape[0],
         temperature=temperature,
@@ -129,7 +121,7 @@ def test_by_hand(ranks: RankPool, world: int) -> None:
 
 def _same(rank: int, world: int) -> tuple[Tensor, Tensor]:
     hidden, weight, labels = hugging_face_head()
-    hidden, share = hidden.half().requires_grad_(), _share(weight, rank, world).half()
+    hidden, share = hidden.half().requires_grad_(), share_of(weight, rank, world).half()
     settings = {"vocab_size": VOCAB, "temperature": 0.9, "chunk_tokens": 4, "tp_group": dist.group.WORLD}
     output = token_full_kl(hidden, share, hidden, share, labels, **settings)
     output[:, 0].sum().backward()
@@ -141,18 +133,6 @@ def test_equal_models_have_no_kl_and_no_gradient(ranks: RankPool) -> None:
         assert not kl.any() and not gradient.any()
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Records the elements of the largest tensor that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.numel = max([self.numel, *sizes])
-        return result
-
-
 def _largest(rank: int, world: int) -> int:
     vocab, tokens = 1024, 512
     hidden = torch.randn(tokens, 4, requires_grad=True)
@@ -160,7 +140,7 @@ def _largest(rank: int, world: int) -> int:
     other = torch.randn(tokens, 4), torch.randn(vocab // world, 4)
     labels = torch.zeros(tokens, dtype=torch.long)
     settings = {"vocab_size": vocab, "temperature": 1.0, "chunk_tokens": 16, "tp_group": dist.group.WORLD}
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         token_full_kl(hidden, weight, *other, labels, **settings)[:, 0].sum().backward()
     return largest.numel
 

@@ -20,7 +20,7 @@ def _log_probs(model_path: str, rendezvous: str, table, results, rank: int, worl
     from megarl.layout.grid import ParallelLayout
     from megarl.megatron.build import build_model, local_parameters
     from megarl.megatron.heads import lm_head
-    from megarl.megatron.packing import pack_trajectories, unpack
+    from megarl.megatron.packing import arrange_trajectories, unpack
     from megarl.megatron.parallel import init_parallel
     from megarl.megatron.step import forward_only
     from megarl.models import read_model_config
@@ -31,7 +31,7 @@ def _log_probs(model_path: str, rendezvous: str, table, results, rank: int, worl
     config = read_model_config(model_path)
     chunks = build_model(config, layout, dtype=torch.bfloat16, trainable=False)
     load_hf_weights(model_path, config, layout, rank, local_parameters(chunks))
-    batch = pack_trajectories(table, range(table.num_rows))
+    batch = arrange_trajectories(table, range(table.num_rows)).on_device()
     (output,) = forward_only(chunks, [batch], lm_head(vocab_size=config.vocab_size))
     results.put((rank, unpack(batch, output[:, 0])))
 

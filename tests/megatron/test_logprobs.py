@@ -53,13 +53,17 @@ def expected(temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torc
     return output.detach(), hidden.grad, weight.grad
 
 
+def share_of(weight: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    # Padding rows hold what would dominate every softmax if they were let in.
+    padding = torch.full((PADDED - VOCAB, HIDDEN), 50.0)
+    return torch.cat([weight, padding]).chunk(world)[rank].clone()
+
+
 def _outputs_and_gradients(
     rank: int, world: int, temperature: float, chunk_tokens: int, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     hidden, weight, labels = hugging_face_head()
-    # Padding rows hold what would dominate every softmax if they were let in.
-    padding = torch.full((PADDED - VOCAB, HIDDEN), 50.0)
-    share = torch.cat([weight, padding]).chunk(world)[rank].clone().requires_grad_()
+    share = share_of(weight, rank, world).requires_grad_()
     hidden = hidden.requires_grad_()
     output = token_log_probs(
         hidden,
@@ -130,7 +134,7 @@ def test_extreme_logits_stay_finite(ranks, world: int) -> None:
         torch.testing.assert_close(output, torch.tensor([[0.0, 0.0], [-2e4, 0.0], [-third, third]]))
 
 
-class _LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """Records the elements of the largest tensor that any operation returns."""
 
     numel = 0
@@ -147,7 +151,7 @@ def _largest(rank: int, world: int, tokens: int, chunk_tokens: int) -> int:
     share = vocab // world
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     weight = torch.randn(share, hidden_size, requires_grad=True)
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         output = token_log_probs(
             hidden,
             weight,

@@ -15,7 +15,7 @@ from megarl.megatron.build import build_model, local_parameters, wrap_for_traini
 from megarl.megatron.heads import lm_head
 from megarl.megatron.offload import Offloadable, gradients_of, optimizer_of, weights_of
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.packing import pack_trajectories
+from megarl.megatron.packing import arrange_trajectories
 from megarl.megatron.parallel import coords, init_parallel
 from megarl.megatron.step import forward_only, train_step
 from tests.megatron.hf import make_table
@@ -43,7 +43,7 @@ def _train(rank: int, world: int, options: dict[str, Any], away: bool) -> dict[s
     head = lm_head(vocab_size=CONFIG.vocab_size, temperature=1.0, chunk_tokens=16, with_entropy=True)
     shape = {"tp": layout.tp, "cp": 1, "cp_rank": 0, "sequence_parallel": layout.sp}
     plan = PLANS[layout.dp][1][coords().dp]
-    batches = [pack_trajectories(make_table(), rows, ["advantages"], **shape) for rows in plan]
+    batches = [arrange_trajectories(make_table(), rows, ["advantages"], **shape).on_device() for rows in plan]
     norms, sizes = [], []
     for _ in range(2):
         norms.append(train_step(chunks, optimizer, scheduler, batches, head, weighted_loss).grad_norm)

@@ -14,10 +14,9 @@ from megarl.megatron.packing import (
     HostBatch,
     MicroBatches,
     PackedBatch,
+    arrange_sequences,
+    arrange_texts,
     arrange_trajectories,
-    pack_sequences,
-    pack_texts,
-    pack_trajectories,
     unpack,
 )
 
@@ -65,9 +64,9 @@ def local_positions(aligned: int, cp: int, rank: int) -> list[int]:
 def test_every_packed_token_is_the_right_one(table: pa.Table, cp: int, tp: int, sp: bool) -> None:
     rows = list(reversed(range(table.num_rows)))
     for rank in range(cp):
-        batch = pack_trajectories(
+        batch = arrange_trajectories(
             table, rows, ["advantages"], tp=tp, cp=cp, cp_rank=rank, sequence_parallel=sp
-        )
+        ).on_device()
         bounds = batch.cu_seqlens.tolist()
         at = 0
         for index, row in enumerate(rows):
@@ -93,7 +92,7 @@ def test_every_packed_token_is_the_right_one(table: pa.Table, cp: int, tp: int, 
 @settings(deadline=None, max_examples=60)
 @given(trajectories(), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.booleans())
 def test_padding_is_alignment_only(table: pa.Table, cp: int, tp: int, sp: bool) -> None:
-    batch = pack_trajectories(table, range(table.num_rows), tp=tp, cp=cp, sequence_parallel=sp)
+    batch = arrange_trajectories(table, range(table.num_rows), tp=tp, cp=cp, sequence_parallel=sp).on_device()
     unit = 2 * cp if cp > 1 else 1
     tail = (np.lcm(2 * cp, tp * cp) if cp > 1 else tp) if sp else unit
     assert (np.diff(batch.cu_seqlens.numpy()) % unit == 0).all()
@@ -106,7 +105,9 @@ def test_padding_is_alignment_only(table: pa.Table, cp: int, tp: int, sp: bool) 
 @settings(deadline=None, max_examples=60)
 @given(trajectories(), st.sampled_from([1, 2, 4]), st.booleans())
 def test_unpack_inverts_pack(table: pa.Table, tp: int, sp: bool) -> None:
-    batch = pack_trajectories(table, range(table.num_rows), ["advantages"], tp=tp, sequence_parallel=sp)
+    batch = arrange_trajectories(
+        table, range(table.num_rows), ["advantages"], tp=tp, sequence_parallel=sp
+    ).on_device()
     back = unpack(batch, batch.fields["advantages"])
     assert [list(values) for values in back] == table["advantages"].to_pylist()
     assert [list(values) for values in unpack(batch, batch.labels)] == table["response_ids"].to_pylist()
@@ -115,7 +116,7 @@ def test_unpack_inverts_pack(table: pa.Table, tp: int, sp: bool) -> None:
 def _unpack_over_cp(rank: int, world: int, table: pa.Table, rows: list[int]) -> list[list]:
     import torch.distributed as dist
 
-    batch = pack_trajectories(table, rows, ["advantages"], cp=world, cp_rank=rank)
+    batch = arrange_trajectories(table, rows, ["advantages"], cp=world, cp_rank=rank).on_device()
     columns = (batch.fields["advantages"], batch.labels)
     return [[list(v) for v in unpack(batch, column, dist.group.WORLD)] for column in columns]
 
@@ -146,7 +147,7 @@ def test_sequences_predict_their_next_token() -> None:
             "loss_mask": pa.array([[True, False, True, True], [True], [False, True]]),
         }
     )
-    batch = pack_sequences(table, [0, 1, 2])
+    batch = arrange_sequences(table, [0, 1, 2]).on_device()
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4]]
     assert batch.labels.tolist() == [6, 7, 8, 0, 0, 4, 0]
     assert batch.mask.tolist() == [False, True, True, False, False, True, False]
@@ -155,13 +156,13 @@ def test_sequences_predict_their_next_token() -> None:
 
 def test_texts_have_one_number_at_their_last_token() -> None:
     table = pa.table({"input_ids": pa.array([[5, 6, 7, 8], [9], [3, 4]], pa.list_(pa.int32()))})
-    batch = pack_texts(table, [0, 1, 2], tp=4, sequence_parallel=True)
+    batch = arrange_texts(table, [0, 1, 2], tp=4, sequence_parallel=True).on_device()
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 0]]  # the last one is alignment
     assert batch.mask.tolist() == [False, False, False, True, True, False, True, False]
     assert batch.live.tolist() == [3, 4, 6]
     assert [list(values) for values in unpack(batch, batch.input_ids[0])] == [[8], [9], [4]]
     with pytest.raises(ValueError, match="row 1 has an empty input_ids"):
-        pack_texts(pa.table({"input_ids": pa.array([[1], []], pa.list_(pa.int32()))}), [0, 1])
+        arrange_texts(pa.table({"input_ids": pa.array([[1], []], pa.list_(pa.int32()))}), [0, 1]).on_device()
 
 
 def test_packing_reads_chunked_and_sliced_tables() -> None:
@@ -172,14 +173,14 @@ def test_packing_reads_chunked_and_sliced_tables() -> None:
             {"prompt_ids": [4, 5], "response_ids": [6], "response_mask": [True]},
         ]
     ).slice(1)
-    batch = pack_trajectories(pa.concat_tables([first, second]), [1, 0])
+    batch = arrange_trajectories(pa.concat_tables([first, second]), [1, 0]).on_device()
     assert batch.input_ids.tolist() == [[4, 5, 6, 1, 2, 3]]
     assert batch.mask.tolist() == [False, True, False, True, False, False]
 
 
 def test_packed_seq_params_hold_aligned_bounds() -> None:
     row = {"prompt_ids": [1, 2], "response_ids": [3], "response_mask": [True]}
-    params = pack_trajectories(trajectory_table([row] * 2), [0, 1], cp=2).packed_seq_params()
+    params = arrange_trajectories(trajectory_table([row] * 2), [0, 1], cp=2).on_device().packed_seq_params()
     assert params.qkv_format == "thd"
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv_padded.tolist() == [0, 4, 8]
     assert params.max_seqlen_q == 4
@@ -197,13 +198,13 @@ def test_packed_seq_params_hold_aligned_bounds() -> None:
 def test_bad_rows_are_named(change: dict, message: str) -> None:
     row = {"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [True, True]}
     with pytest.raises(ValueError, match=message):
-        pack_trajectories(trajectory_table([{**row, **change}]), [0])
+        arrange_trajectories(trajectory_table([{**row, **change}]), [0]).on_device()
 
 
 def test_missing_column_is_named() -> None:
     row = {"prompt_ids": [1], "response_ids": [2, 3], "response_mask": [True, True]}
     with pytest.raises(ValueError, match="column 'values' is missing; the table has prompt_ids"):
-        pack_trajectories(trajectory_table([row]), [0], ["values"])
+        arrange_trajectories(trajectory_table([row]), [0], ["values"]).on_device()
 
 
 def _table(rows: int) -> pa.Table:
@@ -238,7 +239,7 @@ def test_each_is_the_one_that_is_packed_by_itself() -> None:
     assert len(ahead) == 3
     seen = list(ahead)
     for found, micro in zip(seen, rows, strict=True):
-        assert_equal(found, pack_trajectories(table, micro, ["advantages"]))
+        assert_equal(found, arrange_trajectories(table, micro, ["advantages"]).on_device())
     # A second pass, as of a further chunk of the pipeline's stage, and one that begins at the end.
     assert all(again is first for again, first in zip(ahead, seen, strict=True)) and ahead[-1] is seen[-1]
     with pytest.raises(IndexError):
@@ -275,7 +276,7 @@ def test_what_is_wrong_with_one_is_raised_when_it_is_asked_for() -> None:
 
 def test_all_tensors_of_a_micro_batch_are_in_one_buffer() -> None:
     """On a GPU one copy brings them there."""
-    batch = pack_trajectories(_table(3), [0, 1, 2], ["advantages"])
+    batch = arrange_trajectories(_table(3), [0, 1, 2], ["advantages"]).on_device()
     tensors = [batch.input_ids, batch.position_ids, batch.labels, batch.mask, batch.live, batch.cu_seqlens]
     storages = {tensor.untyped_storage().data_ptr() for tensor in [*tensors, *batch.fields.values()]}
     assert len(storages) == 1

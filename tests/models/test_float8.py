@@ -1,7 +1,10 @@
 """Blocks that share a scale, and which layouts cut none."""
 
+from typing import Any
+
 import pytest
 import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout, layers_of
@@ -31,6 +34,16 @@ def test_each_block_has_the_scale_of_its_largest_element(shape: tuple[int, int])
             assert torch.equal(
                 found[row : row + 4, column : column + 6], (part / scale).to(FP8).float() * scale
             )
+
+
+def test_dequantise_is_transformers_own():
+    torch.manual_seed(0)
+    values = torch.randn(48, 64).to(FP8)
+    scales = torch.rand(3, 2)
+    expected = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
+    assert torch.equal(dequantise(values, scales, (16, 32), torch.float32), expected)
+    inside = dequantise(values[20:37, 40:], scales[1:, 1:], (16, 32), torch.float32, (4, 8))
+    assert torch.equal(inside, expected[20:37, 40:])
 
 
 def test_zeros_stay_zeros() -> None:
@@ -96,9 +109,9 @@ def test_a_weight_that_is_not_on_a_cpu_is_made_in_few_kernels(
     seen = []
     spread = float8._spread
 
-    def counted(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    def counted(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size, *start: Any) -> torch.Tensor:
         seen.append(tuple(shape))
-        return torch.empty(shape, device=device) if device == "meta" else spread(scales, block, shape)
+        return torch.empty(shape, device=device) if device == "meta" else spread(scales, block, shape, *start)
 
     monkeypatch.setattr(float8, "_spread", counted)
     values = torch.zeros(2048, 2048, device=device).to(FP8)

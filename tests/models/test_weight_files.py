@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megarl.models.weight_files import INDEX_FILE, check_model_files, read_header, stored_tensors
+from megarl.models.weight_files import INDEX_FILE, read_header, stored_tensors
 
 TENSORS = {
     "a": torch.ones(3, 4),
@@ -39,7 +39,7 @@ def write_index(folder: Path, **files: str) -> None:
 
 def refused(folder: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        check_model_files(str(folder))
+        stored_tensors(str(folder))
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 

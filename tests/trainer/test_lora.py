@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.kl import FULL_KL
 from megarl.algorithms.policy_loss import PolicyLossOptions
-from megarl.checkpoints.hf.adapters import adapter_export_plan, write_peft_adapter
+from megarl.checkpoints.hf.adapters import AdapterExport, write_peft_adapter
 from megarl.checkpoints.hf.export import ExportPlan, assemble
 from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
@@ -342,7 +342,7 @@ def test_fine_tuning_follows_peft_from_its_own_adapter(
     results = ranks.run(_fine_tune, folder, lora, megatron, examples, world=world)
     assert results[0][0] == pytest.approx(expected, rel=1e-5)
     layout = ParallelLayout.from_config(MegatronConfig(**megatron), world)
-    export = adapter_export_plan(read_model_config(folder), layout, lora, torch.float32)
+    export = AdapterExport(read_model_config(folder), layout, lora, torch.float32)
     write_peft_adapter(str(tmp_path / "ended"), folder, export, [bundle for _, bundle in results])
     ended = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "ended")
     tensors = dict(ended.named_parameters())

@@ -5,7 +5,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from megarl.checkpoints.hf.adapters import adapter_export_plan, load_adapters
+from megarl.checkpoints.hf.adapters import AdapterExport, load_adapters
 from megarl.checkpoints.hf.export import Bundle
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.models import LoraConfig
@@ -13,7 +13,7 @@ from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.heads import lm_head
 from megarl.megatron.lora.lora import attach_adapters
-from megarl.megatron.packing import pack_sequences
+from megarl.megatron.packing import arrange_sequences
 from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import forward_only
 from megarl.models import read_model_config
@@ -41,8 +41,10 @@ def log_probs_with_adapters(
     load_adapters(adapter, config, lora, layout, rank, local_parameters(chunks))
     ids = TOKENS[0].tolist()
     table = pa.table({"input_ids": [ids], "loss_mask": [[False] + [True] * (len(ids) - 1)]})
-    batch = pack_sequences(table, [0], tp=layout.tp, cp=1, cp_rank=0, sequence_parallel=layout.sp)
+    batch = arrange_sequences(
+        table, [0], tp=layout.tp, cp=1, cp_rank=0, sequence_parallel=layout.sp
+    ).on_device()
     (found,) = forward_only(chunks, [batch], lm_head(vocab_size=config.vocab_size, chunk_tokens=16))
-    plan = adapter_export_plan(config, layout, lora, torch.float32)
-    bundle = plan.pack(rank, local_parameters(chunks))
+    plan = AdapterExport(config, layout, lora, torch.float32)
+    bundle = plan.pack(0, rank, local_parameters(chunks))
     return None if found is None else found[: len(ids) - 1, 0], bundle

@@ -83,7 +83,16 @@ def megatron_checkpoint(
         mtp: whether the model's multi-token prediction layers are in it.
     """
     pieces, ends, places = [], {}, {}
-    for piece in _unsharded_pieces(config, head, mtp):
+    everything = megatron_pieces(
+        config,
+        MegatronPlace(),
+        layers=[list(range(config.num_layers))],
+        first_stage=True,
+        last_stage=True,
+        head=head,
+        mtp=mtp,
+    )
+    for piece in everything:
         local = piece.local.removeprefix("0:")
         key, at, extent = _global_place(local, config, stacked)
         box = Box(at + piece.local_box.start, (1,) * len(at) + piece.local_box.size)
@@ -100,19 +109,6 @@ def megatron_checkpoint(
             tensors[key] = tensors[key]._replace(shape=padded)
     layout = Layout.by_rank("Megatron checkpoint", 1, lambda rank: pieces)
     return MegatronCheckpoint(layout, tensors, tuple(_extra_states(places)))
-
-
-def _unsharded_pieces(config: ModelConfig, head: str, mtp: bool) -> list[Piece]:
-    """The full model on one rank."""
-    return megatron_pieces(
-        config,
-        MegatronPlace(),
-        layers=[list(range(config.num_layers))],
-        first_stage=True,
-        last_stage=True,
-        head=head,
-        mtp=mtp,
-    )
 
 
 def _global_place(
@@ -320,12 +316,9 @@ class MegatronSource:
         left += ["adapters (--to peft writes them)"] if self.adapters else []
         self.ignored = ", ".join(left)
         self.head = "value" if "value_head.weight" in self.weights else "lm"
-        self.definition = self._define()
-        self.layout = self.definition.layout
-
-    def _define(self) -> MegatronCheckpoint:
         stacked = not any(re.match(r"decoder\.layers\.\d", key) for key in self.weights)
-        return megatron_checkpoint(self.config, stacked=stacked, head=self.head, mtp=self.mtp)
+        self.definition = megatron_checkpoint(self.config, stacked=stacked, head=self.head, mtp=self.mtp)
+        self.layout = self.definition.layout
 
     def check(self) -> None:
         """As `Source`; a vocabulary may be padded to any size."""

@@ -11,7 +11,7 @@ import torch
 
 from megarl.checkpoints.convert.sources import Source, megatron_checkpoint, stacks_layers
 from megarl.checkpoints.dcp import DCPWriter
-from megarl.checkpoints.hf.export import HFFolderWriter
+from megarl.checkpoints.hf.export import HFFolderWriter, in_files
 from megarl.layout import Box, Copy, Layout, make_plan
 from megarl.models import COMPANIONS, ModelConfig, keeps_float32
 from megarl.weight_sync.layouts import hf_layout
@@ -200,15 +200,7 @@ class Moves:
 
     def files(self, shard_bytes: int) -> list[list[Item]]:
         """The items of each file: in order, up to `shard_bytes` a file."""
-        files: list[list[Item]] = [[]]
-        filled = 0
-        for item in self.target.items:
-            if files[-1] and filled + self.nbytes(item) > shard_bytes:
-                files.append([])
-                filled = 0
-            files[-1].append(item)
-            filled += self.nbytes(item)
-        return files
+        return in_files(self.target.items, [self.nbytes(item) for item in self.target.items], shard_bytes)
 
     def assemble(self, items: list[Item]) -> dict[Item, torch.Tensor]:
         """The items' values; a vocabulary's padding is zero."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.hf.export import Bundle, pack, save_tensors, unpack
+from megarl.checkpoints.hf.export import Bundle, Export, assemble, save_tensors
 from megarl.checkpoints.hf.peft import PREFIX, WEIGHTS_FILE, PeftReader, adapter_config
 from megarl.checkpoints.hf.peft_config import CONFIG_FILE
 from megarl.config.schema.models import LoraConfig
@@ -136,60 +136,35 @@ def _check_shared(reader: PeftReader, copies: Sequence[Copy]) -> None:
 
 
 @dataclass(frozen=True)
-class AdapterExport:
-    """Which rank sends which slices of the adapters into PEFT's tensors; equal wherever it is computed. See
-    `adapter_export_plan`."""
+class AdapterExport(Export):
+    """Which rank sends which slices of the adapters into PEFT's tensors; equal wherever it is computed.
+
+    Adapters that several projections or experts share are written for each of them.
+
+    Attributes:
+        dtype: of the written tensors.
+        adapter: the name of the submodules that hold them.
+        head: "value" to write the value head, too.
+    """
 
     config: ModelConfig
     parallel: ParallelLayout
     lora: LoraConfig
     dtype: torch.dtype
-    adapter: str
-    head: str
+    adapter: str = ADAPTER
+    head: str = "lm"
 
     @cached_property
-    def shapes(self) -> Shapes:
-        return adapter_tensors(self.config, self.lora, self.head)
+    def shards(self) -> list[Shapes]:
+        return [adapter_tensors(self.config, self.lora, self.head)]
 
     @cached_property
     def plan(self) -> Plan:
         source = adapter_layout(self.config, self.parallel, self.lora, self.adapter, self.head)
-        return make_plan(source, _peft_layout(self.shapes))
+        return make_plan(source, _peft_layout(self.shards[0]))
 
-    @cached_property
-    def _copies(self) -> dict[int, list[Copy]]:
-        copies: dict[int, list[Copy]] = defaultdict(list)
-        for copy in self.plan.copies:
-            copies[copy.source_rank].append(copy)
-        return copies
-
-    def copies(self, rank: int) -> list[Copy]:
-        return self._copies.get(rank, [])
-
-    def pack(self, rank: int, parameters: Mapping[str, torch.Tensor]) -> Bundle:
-        """The slices that trainer rank `rank` should send."""
-        return pack(self.copies(rank), parameters, lambda tensor: self.dtype)
-
-
-def adapter_export_plan(
-    config: ModelConfig,
-    layout: ParallelLayout,
-    lora: LoraConfig,
-    dtype: torch.dtype,
-    *,
-    adapter: str = ADAPTER,
-    head: str = "lm",
-) -> AdapterExport:
-    """The plan by which adapters are written.
-
-    Adapters that several projections or experts share are written for each of them.
-
-    Args:
-        dtype: of the written tensors.
-        adapter: the name of the submodules that hold them.
-        head: "value" to write the value head, too.
-    """
-    return AdapterExport(config, layout, lora, dtype, adapter, head)
+    def dtype_of(self, tensor: str) -> torch.dtype:
+        return self.dtype
 
 
 def write_peft_adapter(
@@ -205,9 +180,7 @@ def write_peft_adapter(
         ValueError: a slice arrived damaged.
         OSError: the disk is full or not writable; `path` is then as it was before.
     """
-    tensors = {name: torch.empty(shape, dtype=export.dtype) for name, shape in export.shapes.items()}
-    for rank, bundle in enumerate(bundles):
-        unpack(bundle, export.copies(rank), tensors)
+    tensors = assemble(export, 0, bundles)
     with whole_folder(path) as folder:
         save_tensors({PREFIX + name: tensor for name, tensor in tensors.items()}, folder / WEIGHTS_FILE)
         write_adapter_config(folder, export.config, export.lora, source_model, export.head)

@@ -5,12 +5,13 @@ A Hugging Face folder consists of the weights' files and their index, the config
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +22,12 @@ from megarl.checkpoints.hf.load import HFReader
 from megarl.layout import Box, Copy, Layout, Plan, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, keeps_float32, logical_tensors
+from megarl.models.shards import Shapes
 from megarl.util.files import json_object, whole_folder
 from megarl.weight_sync.layouts import hf_layout, megatron_layout
 from megarl.weight_sync.packets import crc32
 
+Item = TypeVar("Item")
 # files of a model folder other than its weights: config.json is written anew
 _COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt",
                "chat_template*", "added_tokens.json", "*.model", "*.py")  # fmt: skip
@@ -118,26 +121,6 @@ class Bundle:
     checksums: np.ndarray
 
 
-def pack(
-    copies: Sequence[Copy],
-    parameters: Mapping[str, torch.Tensor],
-    dtype_of: Callable[[str], torch.dtype],
-) -> Bundle:
-    """Read the copies' sources, each converted to the type of its logical tensor, into one bundle in host memory."""
-    dtypes = [dtype_of(copy.tensor) for copy in copies]
-    sizes = [copy.box.numel * dtype.itemsize for copy, dtype in zip(copies, dtypes, strict=True)]
-    data = torch.empty(sum(sizes), dtype=torch.uint8)
-    checksums = np.empty(len(copies), dtype=np.int64)
-    at = 0
-    for index, (copy, dtype, size) in enumerate(zip(copies, dtypes, sizes, strict=True)):
-        part = data[at : at + size]
-        source = parameters[copy.source_local][copy.source_box.slices].to(dtype)
-        part.copy_(source.flatten().view(torch.uint8))  # as bytes: four-byte elements may begin anywhere here
-        checksums[index] = crc32(part)
-        at += part.numel()
-    return Bundle(data.numpy(), checksums)
-
-
 def unpack(bundle: Bundle, copies: Sequence[Copy], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a bundle's slices into their targets, of the types that were packed, each checked first.
 
@@ -154,8 +137,57 @@ def unpack(bundle: Bundle, copies: Sequence[Copy], tensors: Mapping[str, torch.T
         at += part.nbytes
 
 
+class Export(ABC):
+    """Which rank sends which slices into the tensors of a folder's weight files; equal wherever it is computed.
+
+    Attributes:
+        plan: the copies from the ranks into the files' tensors.
+        shards: the tensors (name -> shape) of each file.
+    """
+
+    plan: Plan
+    shards: list[Shapes]
+
+    @abstractmethod
+    def dtype_of(self, tensor: str) -> torch.dtype:
+        """The type that a tensor is written as."""
+
+    @cached_property
+    def untrained(self) -> set[str]:
+        """The tensors that come from the source model."""
+        return set().union(*self.shards) - {copy.target_local for copy in self.plan.copies}
+
+    @cached_property
+    def _copies(self) -> dict[tuple[int, int], list[Copy]]:
+        """The copies by shard and rank."""
+        shard_of = {name: index for index, shard in enumerate(self.shards) for name in shard}
+        copies: dict[tuple[int, int], list[Copy]] = {}
+        for copy in self.plan.copies:
+            copies.setdefault((shard_of[copy.target_local], copy.source_rank), []).append(copy)
+        return copies
+
+    def copies(self, shard: int, rank: int) -> list[Copy]:
+        return self._copies.get((shard, rank), [])
+
+    def pack(self, shard: int, rank: int, parameters: Mapping[str, torch.Tensor]) -> Bundle:
+        """The slices of a shard file that trainer rank `rank` holds and should send, each converted to the type that its tensor is
+        written as."""
+        copies = self.copies(shard, rank)
+        dtypes = [self.dtype_of(copy.tensor) for copy in copies]
+        sizes = [copy.box.numel * dtype.itemsize for copy, dtype in zip(copies, dtypes, strict=True)]
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        checksums = np.empty(len(copies), dtype=np.int64)
+        for index, (copy, dtype, part) in enumerate(zip(copies, dtypes, data.split(sizes), strict=True)):
+            source = parameters[copy.source_local][copy.source_box.slices].to(dtype)
+            part.copy_(
+                source.flatten().view(torch.uint8)
+            )  # as bytes: four-byte elements may begin anywhere here
+            checksums[index] = crc32(part)
+        return Bundle(data.numpy(), checksums)
+
+
 @dataclass(frozen=True)
-class ExportPlan:
+class ExportPlan(Export):
     """Which rank sends which slices of a trained model into Hugging Face tensors; equal wherever it is computed.
 
     head: "lm", or "value" of a reward model, which is written as `score.weight` in place of the output layer.
@@ -179,47 +211,31 @@ class ExportPlan:
         return make_plan(megatron_layout(self.config, self.parallel, self.head), target)
 
     @cached_property
-    def shards(self) -> list[dict[str, tuple[int, ...]]]:
-        """The tensors (name -> shape) of each file: in order, up to `shard_bytes` a file."""
-        shards: list[dict[str, tuple[int, ...]]] = [{}]
-        filled = 0
-        for name, shape in logical_tensors(self.config, self.head, self.mtp).items():
-            size = torch.Size(shape).numel() * self.dtype_of(name).itemsize
-            if filled and filled + size > self.shard_bytes:
-                shards.append({})
-                filled = 0
-            shards[-1][name] = shape
-            filled += size
-        return shards
-
-    @cached_property
-    def untrained(self) -> set[str]:
-        """The tensors that come from the source model."""
-        return set().union(*self.shards) - {copy.target_local for copy in self.plan.copies}
+    def shards(self) -> list[Shapes]:
+        """In the model's order, up to `shard_bytes` a file."""
+        shapes = logical_tensors(self.config, self.head, self.mtp)
+        sizes = [torch.Size(shape).numel() * self.dtype_of(name).itemsize for name, shape in shapes.items()]
+        return [dict(file) for file in in_files(list(shapes.items()), sizes, self.shard_bytes)]
 
     def dtype_of(self, tensor: str) -> torch.dtype:
-        """The type that a tensor is written as."""
         return torch.float32 if keeps_float32(tensor) else self.dtype
 
-    @cached_property
-    def _copies(self) -> dict[tuple[int, int], list[Copy]]:
-        """The copies by shard and rank."""
-        shard_of = {name: index for index, shard in enumerate(self.shards) for name in shard}
-        copies: dict[tuple[int, int], list[Copy]] = {}
-        for copy in self.plan.copies:
-            copies.setdefault((shard_of[copy.target_local], copy.source_rank), []).append(copy)
-        return copies
 
-    def copies(self, shard: int, rank: int) -> list[Copy]:
-        return self._copies.get((shard, rank), [])
-
-    def pack(self, shard: int, rank: int, parameters: dict[str, torch.Tensor]) -> Bundle:
-        """The slices of a shard file that trainer rank `rank` holds and should send."""
-        return pack(self.copies(shard, rank), parameters, self.dtype_of)
+def in_files(items: Sequence[Item], sizes: Sequence[int], limit: int) -> list[list[Item]]:
+    """The items of each file: in order, of up to `limit` bytes together; a larger one is alone."""
+    files: list[list[Item]] = [[]]
+    filled = 0
+    for item, size in zip(items, sizes, strict=True):
+        if files[-1] and filled + size > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(item)
+        filled += size
+    return files
 
 
 def assemble(
-    export: ExportPlan, shard: int, bundles: Sequence[Bundle], source: HFReader | None = None
+    export: Export, shard: int, bundles: Sequence[Bundle], source: HFReader | None = None
 ) -> dict[str, torch.Tensor]:
     """The tensors of a shard file from the bundles of all trainer ranks, every slice's checksum verified.
 

@@ -11,12 +11,11 @@ from safetensors import SafetensorError, safe_open
 from megarl.layout import Box, Copy, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import ModelConfig, logical_tensors, mtp_copies, read_model_config
-from megarl.models.float8 import SCALES, Block, quantise
+from megarl.models.float8 import SCALES, Block, dequantise, in_blocks, quantise
 from megarl.models.table import VALUE_HEAD
 from megarl.models.weight_files import stored_tensors
 from megarl.weight_sync.layouts import hf_layout, megatron_layout
 
-SCALE = "_scale_inv"  # suffix of the name of a tensor's scales
 _FLOAT8 = "F8_E4M3"
 # safetensors' names
 _DTYPES = {
@@ -70,7 +69,7 @@ class HFReader:
         optional = {*ignore, *copies, *(("score.weight",) if head == "value" else ())}
         wrong = [f"{name} is missing" for name in shapes if name not in self.tensors and name not in optional]
         for name in self.tensors:
-            tensor = name.removesuffix(SCALE)
+            tensor = name.removesuffix(SCALES)
             if tensor in shapes:
                 wrong += self._mistakes(name, shapes[tensor], config.fp8_block)
             elif tensor not in ignore and not name.endswith("rotary_emb.inv_freq"):
@@ -78,9 +77,9 @@ class HFReader:
         if wrong:
             raise ValueError(f"checkpoint {self.path} does not fit its config: " + "; ".join(wrong))
 
-    def _mistakes(self, name: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> Iterator[str]:
+    def _mistakes(self, name: str, shape: tuple[int, ...], block: Block | None) -> Iterator[str]:
         """The error in the tensor `name`: one of `shape`, or the scales of one."""
-        found, tensor = self.shape(name), name.removesuffix(SCALE)
+        found, tensor = self.shape(name), name.removesuffix(SCALES)
         quantised = tensor in self.tensors and self.tensors[tensor].dtype == _FLOAT8
         if name != tensor:
             if block is None or not quantised:
@@ -89,9 +88,9 @@ class HFReader:
                 )
                 yield f"{name} is there, but {reason}"
                 return
-            shape = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
-        elif quantised and name + SCALE not in self.tensors:
-            yield f"{name} is in float8, but {name}{SCALE} is missing"
+            shape = in_blocks(shape, block)
+        elif quantised and name + SCALES not in self.tensors:
+            yield f"{name} is in float8, but {name}{SCALES} is missing"
         if found != shape:
             yield f"{name} has shape {found}, config.json makes it {shape}"
 
@@ -116,36 +115,26 @@ class HFReader:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values in the box; float32 for a tensor in float8 with scales."""
         values = self._slice(name)[box.slices]
-        if name + SCALE not in self.tensors:
+        if name + SCALES not in self.tensors:
             return values
-        assert self._block is not None, f"{name}{SCALE} is there, but config.json says of no quantisation"
-        row, column = (start % size for start, size in zip(box.start, self._block, strict=True))
-        blocks = tuple(
-            slice(start // size, -(-(start + extent) // size))
-            for start, extent, size in zip(box.start, box.size, self._block, strict=True)
-        )
-        scales = self._slice(name + SCALE)[blocks]
-        return dequantise(values, scales, self._block, (row, column))
+        assert self._block is not None, f"{name}{SCALES} is there, but config.json says of no quantisation"
+        (row, column), (rows, columns) = box.start, self._block
+        scales = self._slice(name + SCALES)[_blocks_of(box, self._block)]
+        return dequantise(values, scales, self._block, torch.float32, (row % rows, column % columns))
 
     @cached_property
     def _config(self) -> ModelConfig:
         return read_model_config(self.path)
 
     @property
-    def _block(self) -> tuple[int, int] | None:
+    def _block(self) -> Block | None:
         return self._config.fp8_block
 
-    def read_blocks(
-        self, name: str, box: Box, block: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def read_blocks(self, name: str, box: Box, block: Block) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Values and scales as the file has them, of a box of complete blocks; None: it has none of this size."""
-        if name + SCALE not in self.tensors or self._block != block:
+        if name + SCALES not in self.tensors or self._block != block:
             return None
-        blocks = tuple(
-            slice(start // step, -(-(start + extent) // step))
-            for start, extent, step in zip(box.start, box.size, block, strict=True)
-        )
-        return self._slice(name)[box.slices], self._slice(name + SCALE)[blocks]
+        return self._slice(name)[box.slices], self._slice(name + SCALES)[_blocks_of(box, block)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
@@ -156,7 +145,7 @@ class HFReader:
         Raises:
             ValueError: a type that no weight has; names the tensor.
         """
-        if name + SCALE in self.tensors:
+        if name + SCALES in self.tensors:
             return getattr(torch, self._config.dtype)
         found = self.tensors[name].dtype
         if found not in _DTYPES:
@@ -170,28 +159,6 @@ class HFReader:
         if file not in self._open:
             self._open[file] = self._stack.enter_context(open_weights(file))
         return self._open[file].get_slice(name)
-
-
-def dequantise(
-    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], start: tuple[int, int]
-) -> torch.Tensor:
-    """Each element times the scale of its block, in float32 (DeepSeek-V3's `weight_dequant`).
-
-    Args:
-        values: [rows, columns], float8 or any type.
-        scales: [blocks of rows, blocks of columns], the ones of the values' blocks.
-        block: rows and columns of a block.
-        start: where within the first block the values begin.
-
-    Returns: [rows, columns], float32.
-    """
-    result = values.to(torch.float32)
-    columns = (torch.arange(values.shape[1]) + start[1]) // block[1]
-    wide = scales.to(torch.float32)[:, columns]
-    for index in range(len(scales)):
-        first = max(0, index * block[0] - start[0])
-        result[first : (index + 1) * block[0] - start[0]] *= wide[index]
-    return result
 
 
 def check_hf_weights(path: str, config: ModelConfig, head: str = "lm", mtp: bool = False) -> None:
@@ -229,7 +196,7 @@ def load_hf_weights(
     with HFReader(path) as reader:
         reader.check(config, head)
         copies = [copy for copy in needed if copy.tensor in reader.tensors]
-        in_blocks = {local for local in parameters if local + SCALE in parameters}
+        in_blocks = {local for local in parameters if local + SCALES in parameters}
         for local in {copy.target_local for copy in copies} - in_blocks:
             parameters[local].zero_()
         for copy in copies:
@@ -241,7 +208,7 @@ def load_hf_weights(
             assert base_block is not None
             load_blocks(reader, copies, parameters, in_blocks, (base_block, base_block))
     unfilled = (
-        set(parameters) - {copy.target_local for copy in needed} - {f"{name}{SCALE}" for name in in_blocks}
+        set(parameters) - {copy.target_local for copy in needed} - {f"{name}{SCALES}" for name in in_blocks}
     )
     assert not unfilled, f"parameters that no weight table names: {sorted(unfilled)}"
 

@@ -18,6 +18,7 @@ without limits. `states.json` has the state other than tensors.
 """
 
 import errno
+import hashlib
 import json
 import threading
 from collections import defaultdict
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -46,7 +47,6 @@ from megarl.checkpoints.dcp import (
 from megarl.layout import Box
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, unwrap
-from megarl.megatron.checkpoint.base import BaseModel
 from megarl.megatron.checkpoint.places import (
     CONTENT,
     OPTIMIZER,
@@ -130,6 +130,46 @@ def fill(reader: DCPReader, items: Sequence[Item]) -> None:
             leading = len(item.shape) - item.tensor.dim()
             target = item.tensor[relative(common, item.box, leading)]
             target.copy_(values[relative(common, chunk.box)].reshape(target.shape))
+
+
+# The model that adapters were trained on: its path, and a fingerprint of its files that is quick to take.
+
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+class BaseModel(NamedTuple):
+    """A Hugging Face folder, and the SHA-256 of its fingerprint."""
+
+    path: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.path} (sha256 {self.sha256[:12]})"
+
+
+def identify(path: str) -> BaseModel:
+    """The model at `path`: of `config.json` its content, of every safetensors file its name, size, header and samples of
+    4 KiB, evenly over the file: 64 of them tell fine-tuned models apart without reading them.
+
+    Raises:
+        ValueError: no safetensors there.
+    """
+    folder, digest = Path(path).expanduser(), hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model folder {path!r} holds no safetensors files")
+    config = json.loads((folder / "config.json").read_text())
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            header = int.from_bytes(opened.read(8), "little")
+            digest.update(opened.read(min(header, size)))
+            for sample in range(NUM_SAMPLES):
+                opened.seek(8 + header + (size - 8 - header) * sample // NUM_SAMPLES)
+                digest.update(opened.read(SAMPLE_BYTES))
+    return BaseModel(path, digest.hexdigest())
 
 
 STATES_FILE = "states.json"
@@ -326,16 +366,15 @@ def _plan(items: Sequence[Item], states: RankStates) -> tuple[list[Item], dict[s
     own = [((item.key, item.box), item.tensor.nbytes) for item in items]
     shapes = {item.key: item.shape for item in items}
     numbers = (num_steps(states.optimizer), scaler_state(states.optimizer))
-    gathered = _gather((own, shapes, numbers))
-    answer: list[Any] = [None]
-    if gathered is not None:
-        steps = max(numbers[0] for _, _, numbers in gathered)
-        chosen = share_out([parts for parts, _, _ in gathered])
-        _check_complete([parts for parts, _, _ in gathered], [shapes for _, shapes, _ in gathered])
-        scalers = [numbers[1] for _, _, numbers in gathered if numbers[1] is not None]
-        answer = [(chosen, steps, scalers[0] if scalers else None)]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    chosen, steps, scaler = answer[0]
+
+    def decide(gathered: list[Any]) -> tuple[list[list[int]], int, Any]:
+        held, shapes, numbers = zip(*gathered, strict=True)
+        chosen = share_out(held)
+        _check_complete(held, shapes)
+        scalers = [scaler for _, scaler in numbers if scaler is not None]
+        return chosen, max(steps for steps, _ in numbers), scalers[0] if scalers else None
+
+    chosen, steps, scaler = _decided((own, shapes, numbers), decide)
     about = {
         "format": FORMAT,
         "layout": asdict(states.layout),
@@ -403,6 +442,14 @@ def _gather(value: Any) -> list[Any] | None:
     return gathered
 
 
+def _decided(value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    """The result of `decide` for every rank's value, worked out on rank 0; the same on all ranks."""
+    gathered = _gather(value)
+    answer = [None if gathered is None else decide(gathered)]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
 def _raise_on_all(error: BaseException | None) -> None:
     """Raise on every rank an error that occurred on one."""
     number = None
@@ -419,16 +466,13 @@ def _raise_on_all(error: BaseException | None) -> None:
 
 def _refuse_on_all(folder: Path, problems: list[str], wanted: set[str], stored: Iterable[str]) -> None:
     """ValueError, the same on every rank, if there is a problem on any, or anything is stored that no rank wants."""
-    gathered = _gather((problems, wanted))
-    answer: list[Any] = [None]
-    if gathered is not None:
+
+    def decide(gathered: list[Any]) -> list[str]:
         found = list(dict.fromkeys(problem for problems, _ in gathered for problem in problems))
-        if not found:
-            left = sorted(set(stored).difference(*(keys for _, keys in gathered)))
-            found = [f"it has {key}, which this run has no use for" for key in left]
-        answer = [found]
-    torch.distributed.broadcast_object_list(answer, src=0)
-    found = answer[0]
+        left = sorted(set(stored).difference(*(keys for _, keys in gathered)))
+        return found or [f"it has {key}, which this run has no use for" for key in left]
+
+    found = _decided((problems, wanted), decide)
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ValueError(f"checkpoint {folder} does not fit: {'; '.join(found[:_SHOWN])}{more}")

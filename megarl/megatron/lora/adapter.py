@@ -12,6 +12,7 @@ Written against megatron-core 0.19.2.
 """
 
 import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from torch.nn.functional import linear, rms_norm
 from megarl import platform
 from megarl.config.schema.models import LoraConfig
 from megarl.megatron.lora.fp8_base import exact_weight
-from megarl.models.lora import COLUMNS, ROWS, AdapterSlot, scaling
+from megarl.models.lora import AdapterSlot, scaling
+from megarl.models.shards import COLUMNS, ROWS
 
 # Dropout draws from random streams of its own, equal on ranks that hold the same numbers and on no others. They are kept with Megatron's
 # other streams, so layers that are computed again in the backward pass drop the same elements as before. Megatron's own streams would
@@ -63,11 +65,92 @@ def drop(x: Tensor, share: float, stream: str) -> Tensor:
         return torch.nn.functional.dropout(x, share, training=True)
 
 
-class Adapter(torch.nn.Module):
-    """The adapters of one linear layer: parameters `a`, `b` and with DoRA `m` (see `megarl.models.lora`).
+class LayerAdapters(torch.nn.Module):
+    """The adapters of one linear layer; `on`: whether they change its output.
 
-    `on`: whether it changes the layer's output.
+    `experts`: numbers of the layer's experts on this rank, which have a weight each; None stands for a dense layer's only weight.
     """
+
+    experts: Sequence[int | None]
+
+    def __init__(
+        self, slot: AdapterSlot, lora: LoraConfig, cut: str | None, group: Any, out_features: int
+    ) -> None:
+        """
+        Args:
+            slot: of the layer, or of its first expert.
+            cut: how the ranks of `group` have cut a weight: ROWS, COLUMNS or None (each has all of it).
+            group: None: the tensor parallel ranks.
+            out_features: rows of a weight on this rank.
+        """
+        super().__init__()
+        self.on = True
+        self._cut, self._group = cut, group
+        self._lora, self._scaling = lora, scaling(lora)
+        self._heads = _Heads(slot, lora, out_features)
+        count = 1 if lora.shared_a else len(slot.tensors)
+        self._shapes = {"a": (count * lora.rank, slot.in_features), "b": (slot.num_rows, lora.rank)}
+        rows = 0 if cut == ROWS else None
+        self._sharded = {"a": 1 if cut == COLUMNS else None, "b": rows, "m": rows}
+        if lora.use_dora:
+            self._shapes["m"] = (slot.num_rows,)
+
+    @property
+    def use_dora(self) -> bool:
+        return self._lora.use_dora
+
+    def parameter(self, kind: str, expert: int | None) -> torch.nn.Parameter:
+        """`kind`: a, b or m."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def norms(self, layer: torch.nn.Module, expert: int | None = None) -> Tensor:
+        """The norm of each adapted row of W + scaling B A [rows of b]; no gradient flows through it (DoRA, section
+        4.3)."""
+        squares = self._sum(layer, expert)[self._heads.rows].float().square().sum(1)
+        if self._cut == COLUMNS:
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self._group)
+        return squares.sqrt().to(self.parameter("b", expert).dtype)
+
+    @torch.no_grad()
+    def merged(
+        self, layer: torch.nn.Module, expert: int | None = None, norms: Tensor | None = None
+    ) -> Tensor:
+        """A weight of the layer with its adapters [out, in], complete for the layer's computation.
+
+        Args:
+            norms: DoRA: `norms(layer, expert)`, which ranks that share columns work out together; None: done here.
+        """
+        weight = self._sum(layer, expert)
+        if self._lora.use_dora:
+            magnitudes = self.parameter("m", expert) / (self.norms(layer, expert) if norms is None else norms)
+            weight *= self._heads.spread(magnitudes, 1.0)[:, None]
+        return weight
+
+    def _sum(self, layer: torch.nn.Module, expert: int | None) -> Tensor:
+        """W + scaling B A, a new tensor."""
+        weight = exact_weight(layer, weight_name(expert)).detach().clone()
+        self._heads.merge(weight, self.parameter("a", expert), self.parameter("b", expert), self._scaling)
+        return weight
+
+
+def weight_name(expert: int | None) -> str:
+    """The parameter of a linear layer that is the weight, or the expert's."""
+    return "weight" if expert is None else f"weight{expert}"
+
+
+def adapters_in(chunk: torch.nn.Module) -> Iterator[tuple[str, str, LayerAdapters]]:
+    """The adapters of a model: the layer's name, the name of the set that they belong to, and the module."""
+    for path, module in chunk.named_modules():
+        if isinstance(module, LayerAdapters):
+            layer, _, name = path.rpartition(".")
+            yield layer, name, module
+
+
+class Adapter(LayerAdapters):
+    """The adapters of one linear layer: parameters `a`, `b` and with DoRA `m` (see `megarl.models.lora`)."""
+
+    experts = (None,)
 
     def __init__(
         self,
@@ -78,27 +161,18 @@ class Adapter(torch.nn.Module):
         sequence_parallel: bool,
         dtype: torch.dtype,
     ) -> None:
-        """
-        Args:
-            cut: how the tensor parallel ranks have cut the weight: ROWS, COLUMNS or None (each has all of it).
-        """
-        super().__init__()
-        self.on = True
-        self._cut, self._sequence_parallel = cut, sequence_parallel
-        self._lora, self._scaling = lora, scaling(lora)
+        """cut: as in `LayerAdapters`."""
+        super().__init__(slot, lora, cut, None, layer.weight.shape[0])
+        self._sequence_parallel = sequence_parallel
         # Whether other ranks are given the same tokens and columns; they then drop the same.
         self._stream = OWN if cut == COLUMNS or sequence_parallel else TENSOR
-        self._heads = _Heads(slot, lora, layer.weight.shape[0])
-        count = 1 if lora.shared_a else len(slot.tensors)
-        # A parameter that each rank has in full and applies to its own tokens only has its gradient summed over the ranks.
-        partial_a = sequence_parallel and cut != COLUMNS
-        partial_b = sequence_parallel and cut != ROWS
-        self.a = _parameter(
-            (count * lora.rank, slot.in_features), dtype, 1 if cut == COLUMNS else None, partial_a
-        )
-        self.b = _parameter((slot.num_rows, lora.rank), dtype, 0 if cut == ROWS else None, partial_b)
-        if lora.use_dora:
-            self.m = _parameter((slot.num_rows,), dtype, 0 if cut == ROWS else None, partial_b)
+        for kind, shape in self._shapes.items():
+            # A parameter that each rank has in full and applies to its own tokens only has its gradient summed over the ranks.
+            partial = sequence_parallel and cut != (COLUMNS if kind == "a" else ROWS)
+            self.register_parameter(kind, _parameter(shape, dtype, self._sharded[kind], partial))
+
+    def parameter(self, kind: str, expert: int | None) -> torch.nn.Parameter:
+        return self.get_parameter(kind)
 
     def forward(self, layer: torch.nn.Module, x: Tensor, output: Tensor) -> Tensor:
         """The layer's output with the adapters' added.
@@ -132,37 +206,12 @@ class Adapter(torch.nn.Module):
         return hidden
 
     @torch.no_grad()
-    def norms(self, layer: torch.nn.Module) -> Tensor:
-        """The norm of each adapted row of W + scaling B A [rows of b]; no gradient flows through it (DoRA, section
-        4.3)."""
-        weight = exact_weight(layer).detach().clone()
-        self._heads.merge(weight, self.a, self.b, self._scaling)
-        squares = weight[self._heads.rows].float().square().sum(1)
-        if self._cut == COLUMNS:
-            squares = reduce_from_tensor_model_parallel_region(squares)
-        return squares.sqrt().to(self.m.dtype)
-
-    @torch.no_grad()
     def start_magnitudes(self, layer: torch.nn.Module) -> None:
         """Magnitudes with which the layer's output equals its output without adapters, as long as B is 0."""
         self.m.copy_(self.norms(layer))
 
-    @torch.no_grad()
-    def merged(self, layer: torch.nn.Module, norms: Tensor | None = None) -> Tensor:
-        """The layer's weight with its adapters [out, in], complete for the layer's computation.
 
-        Args:
-            norms: DoRA: `norms(layer)`, which ranks that share columns work out together; None: done here.
-        """
-        weight = exact_weight(layer).detach().clone()
-        self._heads.merge(weight, self.a, self.b, self._scaling)
-        if self._lora.use_dora:
-            magnitudes = self.m / (self.norms(layer) if norms is None else norms)
-            weight *= self._heads.spread(magnitudes, 1.0)[:, None]
-        return weight
-
-
-class ExpertAdapter(torch.nn.Module):
+class ExpertAdapter(LayerAdapters):
     """The adapters of a rank's experts in one grouped linear layer: `a0`, `b0`, ..., one set for each (group of)
     expert(s)."""
 
@@ -179,27 +228,20 @@ class ExpertAdapter(torch.nn.Module):
         """
         Args:
             slots: by expert.
-            cut: how the expert tensor parallel ranks have cut the weights.
-            group: these ranks.
+            cut, group: as in `LayerAdapters`; the expert tensor parallel ranks.
             group_size: neighbouring experts that share an adapter.
         """
-        super().__init__()
-        self.on = True
-        self._cut, self._group, self._group_size = cut, group, group_size
-        self._lora, self._scaling = lora, scaling(lora)
-        self._heads = _Heads(slots[0], lora, layer.weight0.shape[0])
-        self.num_experts = len(slots)
+        super().__init__(slots[0], lora, cut, group, layer.weight0.shape[0])
+        self._group_size, self.experts = group_size, range(len(slots))
         assert len(slots) % group_size == 0, "checked with the layout"
-        count = 1 if lora.shared_a else len(slots[0].tensors)
-        shapes = {"a": (count * lora.rank, slots[0].in_features), "b": (slots[0].num_rows, lora.rank)}
-        if lora.use_dora:
-            shapes["m"] = (slots[0].num_rows,)
-        sharded = {"a": 1 if cut == COLUMNS else None, "b": 0 if cut == ROWS else None}
         for number in range(len(slots) // group_size):
-            for kind, shape in shapes.items():
-                parameter = _parameter(shape, dtype, sharded.get(kind, sharded["b"]), False)
+            for kind, shape in self._shapes.items():
+                parameter = _parameter(shape, dtype, self._sharded[kind], False)
                 parameter.allreduce = layer.weight0.allreduce  # whose replicas it has, its gradients go to
                 self.register_parameter(f"{kind}{number}", parameter)
+
+    def parameter(self, kind: str, expert: int | None) -> torch.nn.Parameter:
+        return self.get_parameter(f"{kind}{expert // self._group_size}")
 
     def forward(self, layer: torch.nn.Module, x: Tensor, splits: list[int], output: Tensor) -> Tensor:
         """The layer's output with the adapters' added.
@@ -231,35 +273,12 @@ class ExpertAdapter(torch.nn.Module):
             return copy_to_tensor_model_parallel_region(parameter, group=self._group)
         return parameter
 
-    def parameter(self, kind: str, expert: int) -> torch.nn.Parameter:
-        return self.get_parameter(f"{kind}{expert // self._group_size}")
-
-    @torch.no_grad()
-    def norms(self, layer: torch.nn.Module, expert: int) -> Tensor:
-        a, b = self.parameter("a", expert), self.parameter("b", expert)
-        weight = exact_weight(layer, f"weight{expert}").detach().clone()
-        self._heads.merge(weight, a, b, self._scaling)
-        squares = weight[self._heads.rows].float().square().sum(1)
-        if self._cut == COLUMNS:
-            squares = reduce_from_tensor_model_parallel_region(squares, group=self._group)
-        return squares.sqrt().to(b.dtype)
-
     @torch.no_grad()
     def start_magnitudes(self, layer: torch.nn.Module) -> None:
         """As `Adapter.start_magnitudes`; experts of a group share the mean of theirs."""
-        for first in range(0, self.num_experts, self._group_size):
+        for first in range(0, len(self.experts), self._group_size):
             norms = [self.norms(layer, first + index) for index in range(self._group_size)]
             self.parameter("m", first).copy_(torch.stack(norms).mean(0))
-
-    @torch.no_grad()
-    def merged(self, layer: torch.nn.Module, expert: int, norms: Tensor | None = None) -> Tensor:
-        """As `Adapter.merged`, of one expert."""
-        weight = exact_weight(layer, f"weight{expert}").detach().clone()
-        self._heads.merge(weight, self.parameter("a", expert), self.parameter("b", expert), self._scaling)
-        if self._lora.use_dora:
-            magnitudes = self.parameter("m", expert) / (self.norms(layer, expert) if norms is None else norms)
-            weight *= self._heads.spread(magnitudes, 1.0)[:, None]
-        return weight
 
 
 class _Heads:

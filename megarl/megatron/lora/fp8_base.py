@@ -11,7 +11,7 @@ quantised and dequantised; a model is built and loaded without ever having more 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -94,45 +94,6 @@ def exact_weight(layer: torch.nn.Module, kind: str = "weight") -> Tensor:
     if weight.dtype != FP8:
         return weight
     return dequantise(weight.data, layer.get_parameter(kind + SCALES).data, weight.block, weight.exact_dtype)
-
-
-class ExactWeights(Mapping[str, Tensor]):
-    """`local_parameters` as if none were in float8: a float8 parameter's values are computed on request.
-
-    Only the last one is kept, so a caller that keeps none has one at a time.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], chunks: Sequence[torch.nn.Module]) -> None:
-        """
-        Args:
-            tensors: `local_parameters(chunks)`, or some of them.
-            chunks: without their wrapping.
-        """
-        self.in_float8 = {name for name, tensor in tensors.items() if tensor.dtype == FP8}
-        scales = {name + SCALES for name in self.in_float8}
-        self._tensors = {name: tensor for name, tensor in tensors.items() if name not in scales}
-        self._chunks = chunks
-        self._last: tuple[str, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.in_float8:
-            return self._tensors[name]
-        if self._last is None or self._last[0] != name:
-            self._last = None  # gone before the next one is made
-            self._last = (name, self.make(name))
-        return self._last[1]
-
-    def make(self, name: str) -> Tensor:
-        """One of `in_float8`, as a new tensor."""
-        chunk, path = name.split(":", 1)
-        layer, _, kind = path.rpartition(".")
-        return exact_weight(self._chunks[int(chunk)].get_submodule(layer), kind)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 class _LayerComputation:

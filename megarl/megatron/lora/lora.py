@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megarl.config.schema.models import LoraConfig
 from megarl.layout.boxes import Piece
-from megarl.layout.grid import ParallelLayout, layers_of
-from megarl.megatron.lora.adapter import Adapter, ExpertAdapter, start_streams
-from megarl.megatron.parallel import RankCoords, coords
+from megarl.layout.grid import ParallelLayout, RankCoords, layers_of
+from megarl.megatron.lora.adapter import Adapter, ExpertAdapter, LayerAdapters, adapters_in, start_streams
+from megarl.megatron.parallel import coords
 from megarl.models import MegatronPlace, ModelConfig, megatron_pieces
 from megarl.models.lora import (
     ADAPTER,
@@ -65,7 +65,7 @@ def attach_adapters(
     if lora.dropout:
         start_streams(seed)
     # A layer of experts has several slots, which one module holds.
-    attached = []
+    attached: list[tuple[torch.nn.Module, LayerAdapters]] = []
     by_module: dict[str, list[AdapterSlot]] = {}
     for slot in adapter_slots(pieces, weights):
         by_module.setdefault(slot.module, []).append(slot)
@@ -74,12 +74,12 @@ def attach_adapters(
         layer = chunks[int(chunk)].get_submodule(path)
         made = _make(chunks[int(chunk)], layer, slots, lora, weights)
         layer.register_module(adapter, made)
-        attached.append(made)
+        attached.append((layer, made))
     # Freeze everything first: the adapters are then the only parameters with gradients.
     for chunk in chunks:
         chunk.requires_grad_(False)
         _start_gradients(chunk)
-    for made in attached:
+    for _, made in attached:
         made.requires_grad_(True)
     local = {
         f"{index}:{name}": parameter
@@ -90,29 +90,21 @@ def attach_adapters(
     _start(local, adapter_pieces(pieces, weights, lora, adapter), weights, seed)
     if lora.use_dora:
         # Magnitudes are norms of the loaded weights, so they start after A and B have values.
-        for name in by_module:
-            chunk, path = name.split(":", 1)
-            layer = chunks[int(chunk)].get_submodule(path)
-            layer.get_submodule(adapter).start_magnitudes(layer)
-    return attached
+        for layer, made in attached:
+            made.start_magnitudes(layer)
+    return [made for _, made in attached]
 
 
 @contextlib.contextmanager
 def only_adapters(chunks: list[torch.nn.Module], adapter: str | None) -> Iterator[None]:
     """While this is active, only the adapters of this name are on; None: none, the model is as it was loaded."""
-    found = [
-        (name.rsplit(".", 1)[-1], module)
-        for chunk in chunks
-        for name, module in chunk.named_modules()
-        if isinstance(module, Adapter | ExpertAdapter)
-    ]
-    before = [module.on for _, module in found]
-    for name, module in found:
+    found = [(name, module, module.on) for chunk in chunks for _, name, module in adapters_in(chunk)]
+    for name, module, _ in found:
         module.on = name == adapter
     try:
         yield
     finally:
-        for (_, module), was in zip(found, before, strict=True):
+        for _, module, was in found:
             module.on = was
 
 
@@ -130,7 +122,7 @@ def rank_pieces(config: ModelConfig, layout: ParallelLayout, place: RankCoords) 
 
 def _make(
     chunk: GPTModel, layer: torch.nn.Module, slots: list[AdapterSlot], lora: LoraConfig, weights: Shapes
-) -> Adapter | ExpertAdapter:
+) -> LayerAdapters:
     """The adapters of a layer, hooked to it."""
     slot, settings = slots[0], chunk.config
     cut = sharded_dimension(slot, weights[slot.tensors[0]])
@@ -139,18 +131,23 @@ def _make(
         if isinstance(layer, TopKRouter):  # its output is which experts are chosen, not its linear layer's
             layer.gating = partial(_adapt_router, made, layer, layer.gating)
         else:
-            layer.register_forward_hook(partial(_adapt, made))
+            layer.register_forward_hook(partial(_adapt, made, 1))
     else:
         size = group_size(weights, lora, slot.tensors[0])
         group = chunk.pg_collection.expt_tp
         made = ExpertAdapter(layer, slots, lora, cut, group, size, settings.params_dtype)
-        layer.register_forward_hook(partial(_adapt_experts, made))
+        layer.register_forward_hook(partial(_adapt, made, 2))  # tokens, and how many each expert has
     return made
 
 
-def _adapt(adapter: Adapter, layer: torch.nn.Module, inputs: tuple, output: tuple) -> tuple | None:
-    """Forward hook of a linear layer, whose output is (output, bias to be added later)."""
-    return (adapter(layer, inputs[0], output[0]), *output[1:]) if adapter.on else None
+def _adapt(
+    adapter: LayerAdapters, num_inputs: int, layer: torch.nn.Module, inputs: tuple, output: tuple
+) -> tuple | None:
+    """Forward hook of a linear layer, whose output is (output, bias to be added later).
+
+    num_inputs: how many of the layer's inputs the adapter is given.
+    """
+    return (adapter(layer, *inputs[:num_inputs], output[0]), *output[1:]) if adapter.on else None
 
 
 def _adapt_router(
@@ -159,13 +156,6 @@ def _adapt_router(
     """In place of a router's `gating`, which makes logits [..., experts] of tokens [..., hidden]."""
     logits = gating(x)
     return adapter(router, x, logits) if adapter.on else logits
-
-
-def _adapt_experts(
-    adapter: ExpertAdapter, layer: torch.nn.Module, inputs: tuple, output: tuple
-) -> tuple | None:
-    """Forward hook of a grouped linear layer, which is given tokens and how many each expert has."""
-    return (adapter(layer, inputs[0], inputs[1], output[0]), *output[1:]) if adapter.on else None
 
 
 def _start_gradients(chunk: GPTModel) -> None:

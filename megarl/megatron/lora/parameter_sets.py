@@ -18,7 +18,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megarl.megatron.build import unwrap
-from megarl.megatron.lora.adapter import Adapter, ExpertAdapter
+from megarl.megatron.lora.adapter import adapters_in
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,8 @@ class ParameterSet:
         """Have this set alone trained and computed with, until another one is switched on."""
         own = set(self.parameters)
         for chunk in unwrap(self.chunks):
-            for name, module in chunk.named_modules():
-                if isinstance(module, Adapter | ExpertAdapter):
-                    module.on = name.rpartition(".")[2] == self.adapter
+            for _, name, module in adapters_in(chunk):
+                module.on = name == self.adapter
             for parameter in chunk.parameters():
                 parameter.requires_grad_(parameter in own)
             chunk.config.no_sync_func, chunk.config.grad_scale_func = self.no_sync, self.scale

@@ -23,7 +23,6 @@ from megarl import platform
 from megarl.checkpoints import FileFacts, seal_files
 from megarl.checkpoints.hf.adapters import (
     AdapterExport,
-    adapter_export_plan,
     adapter_layout,
     adapter_tensors,
     load_adapters,
@@ -36,21 +35,21 @@ from megarl.cluster.ranks import RankInfo, meet
 from megarl.data.trajectories import from_lists
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import add_value_head, build_model, local_parameters, unwrap, wrap_for_training
-from megarl.megatron.checkpoint.base import BaseModel, identify
 from megarl.megatron.checkpoint.checkpoint import (
+    BaseModel,
     Loaded,
     RankStates,
     Saving,
     begin_save,
     finish_save,
+    identify,
     load_states,
 )
 from megarl.megatron.checkpoint.places import adapter_places, model_places
 from megarl.megatron.heads import lm_head
 from megarl.megatron.layer_spec import layers_text
-from megarl.megatron.lora.fp8_base import ExactWeights
 from megarl.megatron.lora.lora import attach_adapters
-from megarl.megatron.lora.merged import MergedParameters
+from megarl.megatron.lora.merged import ExactWeights, MergedParameters
 from megarl.megatron.lora.parameter_sets import parameter_set
 from megarl.megatron.offload import (
     Gradients,
@@ -377,7 +376,7 @@ class ModelWorker:
 
     def adapter_plan(self) -> AdapterExport:
         """How the adapters are exported, with the value head if there is one."""
-        self.adapter_export = adapter_export_plan(
+        self.adapter_export = AdapterExport(
             self.config, self.layout, self.spec.lora, self.dtype, adapter=self.adapter, head=self.spec.head
         )
         return self.adapter_export
@@ -386,7 +385,7 @@ class ModelWorker:
         """This rank's slices of the adapters, after `adapter_plan`."""
         assert self.adapter_export is not None
         assert_resident(self.chunks)
-        return self.adapter_export.pack(self.info.rank, local_parameters(self.chunks))
+        return self.adapter_export.pack(0, self.info.rank, local_parameters(self.chunks))
 
     def pack_export(self, shard: int) -> Bundle:
         """This rank's slices of a shard file of the Hugging Face checkpoint, after `export_plan`."""

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from megarl.checkpoints.hf.load import load_hf_weights
+from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.layer_spec import layer_modules, layer_spec
-from megarl.megatron.parallel import ParallelLayout, init_parallel
+from megarl.megatron.parallel import init_parallel
 from megarl.megatron.transformer_config import rope_arguments, transformer_config
 from megarl.models import padded_vocab_size, read_model_config
 

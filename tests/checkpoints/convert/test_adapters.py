@@ -10,7 +10,7 @@ import torch
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader, DCPWriter
 from megarl.checkpoints.hf.adapters import (
-    adapter_export_plan,
+    AdapterExport,
     adapter_layout,
     load_adapters,
     write_adapter_config,
@@ -93,7 +93,7 @@ def _load(
         local[name].data.fill_(torch.nan)
     fill(DCPReader(Path(folder)), items)
     different = [name for name, tensor in expected.items() if not torch.equal(local[name], tensor)]
-    return different, adapter_export_plan(config, layout, lora, torch.float32).pack(rank, local)
+    return different, AdapterExport(config, layout, lora, torch.float32).pack(0, rank, local)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_adapters_saved_in_one_layout_are_loaded_in_another(ranks, tmp_path, fam
 
     results = ranks.run(_load, loaded[1], model, lora, folder, world=loaded[0])
     assert [different for different, _ in results] == [[]] * loaded[0]
-    plan = adapter_export_plan(
+    plan = AdapterExport(
         read_model_config(model), ParallelLayout(world=loaded[0], **loaded[1]), lora, torch.float32
     )
     write_peft_adapter(str(tmp_path / "again"), model, plan, [bundle for _, bundle in results])

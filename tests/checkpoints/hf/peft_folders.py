@@ -10,7 +10,7 @@ from peft.utils import load_peft_weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.checkpoints.hf.adapters import (
-    adapter_export_plan,
+    AdapterExport,
     adapter_layout,
     load_adapters,
     write_peft_adapter,
@@ -95,8 +95,8 @@ def write(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Have the ranks of a layout write their adapters."""
-    plan = adapter_export_plan(read_model_config(str(folder)), layout, lora, dtype, head=head)
-    bundles = [plan.pack(rank, tensors) for rank, tensors in enumerate(ranks)]
+    plan = AdapterExport(read_model_config(str(folder)), layout, lora, dtype, head=head)
+    bundles = [plan.pack(0, rank, tensors) for rank, tensors in enumerate(ranks)]
     write_peft_adapter(str(target), str(folder), plan, bundles)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.checkpoints.hf.adapters import adapter_export_plan, write_peft_adapter
+from megarl.checkpoints.hf.adapters import AdapterExport, write_peft_adapter
 from megarl.checkpoints.hf.peft import PeftReader
 from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
@@ -203,9 +203,7 @@ def test_megatron_and_peft_compute_the_same_from_each_others_files(
     assert found
     for log_probs in found:
         torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
-    plan = adapter_export_plan(
-        read_model_config(model), ParallelLayout(world=world, **sizes), lora, torch.float32
-    )
+    plan = AdapterExport(read_model_config(model), ParallelLayout(world=world, **sizes), lora, torch.float32)
     write_peft_adapter(str(tmp_path / "b"), model, plan, [bundle for _, bundle in results])
     for name, tensor in tensors_in(tmp_path / "a").items():
         assert torch.equal(tensors_in(tmp_path / "b")[name], tensor), name
@@ -235,8 +233,8 @@ def test_a_damaged_slice_is_named_and_nothing_is_written(tmp_path, tiny_model):
     model = tiny_model("llama").folder
     write_random(model, LORA, tmp_path / "a")
     ranks = load(tmp_path / "a", model, LORA, TWO)
-    plan = adapter_export_plan(read_model_config(str(model)), TWO, LORA, torch.float32)
-    bundles = [plan.pack(rank, tensors) for rank, tensors in enumerate(ranks)]
+    plan = AdapterExport(read_model_config(str(model)), TWO, LORA, torch.float32)
+    bundles = [plan.pack(0, rank, tensors) for rank, tensors in enumerate(ranks)]
     bundles[1].data[-1] ^= 1
     with pytest.raises(ValueError, match=r"lora_[AB].weight from rank 1 arrived damaged"):
         write_peft_adapter(str(tmp_path / "b"), str(model), plan, bundles)

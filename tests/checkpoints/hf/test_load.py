@@ -6,9 +6,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from megarl.checkpoints.hf.load import HFReader, check_hf_weights, dequantise, load_hf_weights
+from megarl.checkpoints.hf.load import HFReader, check_hf_weights, load_hf_weights
 from megarl.layout import Box, make_plan
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
@@ -109,16 +108,6 @@ def test_float8_values_are_rounded_to_the_parameters_type_only_once(tmp_path, ti
     load_hf_weights(str(folder), config, ONE, 0, parameters)
     found = parameters["0:decoder.layers.2.mlp.linear_fc2.weight"]
     assert torch.equal(found, means["model.layers.2.mlp.down_proj.weight"].bfloat16())
-
-
-def test_dequantise_is_transformers_own():
-    torch.manual_seed(0)
-    values = torch.randn(48, 64).to(torch.float8_e4m3fn)
-    scales = torch.rand(3, 2)
-    expected = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
-    assert torch.equal(dequantise(values, scales, (16, 32), (0, 0)), expected)
-    inside = dequantise(values[20:37, 40:], scales[1:, 1:], (16, 32), (4, 8))
-    assert torch.equal(inside, expected[20:37, 40:])
 
 
 def test_scales_that_are_missing_or_without_a_weight_are_named(tmp_path, tiny_model):

@@ -22,8 +22,15 @@ from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout import Box
 from megarl.megatron.build import local_parameters, unwrap
-from megarl.megatron.checkpoint.base import BaseModel, identify
-from megarl.megatron.checkpoint.checkpoint import begin_save, finish_save, load_states, save_states, share_out
+from megarl.megatron.checkpoint.checkpoint import (
+    BaseModel,
+    begin_save,
+    finish_save,
+    identify,
+    load_states,
+    save_states,
+    share_out,
+)
 from megarl.megatron.checkpoint.places import boxes_of_range
 from megarl.models import read_model_config
 from tests.disks import small_disk

@@ -7,20 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.models import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
 from megarl.megatron.lora.adapter import EXPERT, OWN, TENSOR, drop, start_streams
 from megarl.megatron.lora.lora import attach_adapters
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import forward_only, train_step
-from megarl.models import read_model_config
 from tests.megatron.lora.test_lora import STEADY
-from tests.megatron.parity import VOCAB, batches, loss_of
+from tests.megatron.parity import VOCAB, batches, load_model, loss_of
 from tests.ranks import RankPool
 
 # What tensor parallel ranks cut by rows: all of them see whole tokens, so how many they are changes nothing.
@@ -76,10 +74,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _start(folder: str, layout: ParallelLayout, rank: int, lora: LoraConfig, **options: Any) -> list:
-    init_parallel(layout, rank, layout.world)
-    config = read_model_config(folder)
-    chunks = build_model(config, layout, dtype=torch.float32, **options)
-    load_hf_weights(folder, config, layout, rank, local_parameters(chunks))
+    config, chunks = load_model(rank, folder, layout, **options)
     attach_adapters(chunks, config, layout, lora, seed=5)
     for name, tensor in local_parameters(chunks).items():
         if ".lora.b" in name:

@@ -9,23 +9,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.models import LoraConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
 from megarl.megatron.lora.lora import attach_adapters, rank_pieces
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.parallel import coords, init_parallel
+from megarl.megatron.parallel import coords
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights, adapter_pieces
 from tests.megatron.lora import oracle as lora_oracle
 from tests.megatron.lora.oracle import Oracle
 from tests.megatron.lora.test_lora import STEADY, peft_model
-from tests.megatron.parity import VOCAB, batches, loss_of, train_hugging_face
-from tests.megatron.test_families import DENSE_GRID, EXPERT_GRID, FAMILIES, Family, hugging_face
+from tests.megatron.parity import VOCAB, batches, load_model, loss_of, train_hugging_face
+from tests.megatron.test_families import DENSE_GRID, EXPERT_GRID, FAMILIES, Family, hugging_face, make_family
 from tests.megatron.test_parity import GRID
 from tests.ranks import RankPool
 
@@ -72,20 +70,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     def make(name: str) -> str:
         family = FAMILIES.get(name) or Family(name, PreTrainedModel, {})
         folder = tmp_path_factory.mktemp("adapted")
-        make_tiny_model(
-            folder,
-            ["two words"],
-            vocab_size=VOCAB,
-            hidden_size=64,
-            ffn_hidden_size=96,
-            num_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            family=family.name,
-            fields={"initializer_range": 0.1, **family.fields},
-            seed=5,
-        )
+        make_family(folder, family)
         return str(folder)
 
     return make
@@ -115,11 +100,8 @@ def load(folder: str, name: str) -> Any:
 def _train(rank: int, world: int, case: Adapted, sizes: dict[str, Any], options: dict[str, Any]) -> Any:
     """(loss, gradient norm) of two steps, and this rank's parts of the first step's gradients."""
     layout = ParallelLayout(world=world, **sizes)
-    init_parallel(layout, rank, world)
-    config = read_model_config(case.folder)
     distributed, overlap = options.pop("distributed", True), options.pop("overlap", False)
-    chunks = build_model(config, layout, dtype=torch.float32, **options)
-    load_hf_weights(case.folder, config, layout, rank, local_parameters(chunks))
+    config, chunks = load_model(rank, case.folder, layout, **options)
     attach_adapters(chunks, config, layout, case.lora)
     weights, local = adapted_weights(config, case.lora), local_parameters(chunks)
     pieces = adapter_pieces(rank_pieces(config, layout, coords()), weights, case.lora)

@@ -14,24 +14,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl import platform
-from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.models import LoraConfig
 from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
 from megarl.megatron.lora import fp8_base
-from megarl.megatron.lora.fp8_base import ExactWeights
 from megarl.megatron.lora.lora import attach_adapters
-from megarl.megatron.lora.merged import MergedParameters
+from megarl.megatron.lora.merged import ExactWeights, MergedParameters
 from megarl.megatron.offload import weights_of
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.parallel import init_parallel
 from megarl.megatron.step import train_step
 from megarl.models import read_model_config
 from megarl.models.float8 import FP8, SCALES
 from tests.megatron.lora.test_lora import STEADY
-from tests.megatron.parity import VOCAB, batches, loss_of
+from tests.megatron.parity import VOCAB, batches, load_model, loss_of
 from tests.ranks import RankPool
 
 BLOCK = 8
@@ -103,11 +100,7 @@ def folders_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
 
 
 def load(folder: str, layout: ParallelLayout, rank: int, block: int | None, **options: Any) -> list:
-    init_parallel(layout, rank, layout.world)
-    config = read_model_config(folder)
-    chunks = build_model(config, layout, base_block=block, **{"dtype": torch.float32, **options})
-    load_hf_weights(folder, config, layout, rank, local_parameters(chunks), base_block=block)
-    return chunks
+    return load_model(rank, folder, layout, base_block=block, **options)[1]
 
 
 def _train(

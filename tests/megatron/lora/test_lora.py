@@ -9,18 +9,17 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.config.schema.models import LoraConfig
 from megarl.layout.grid import ParallelLayout
-from megarl.megatron.build import build_model, local_parameters, wrap_for_training
+from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head
 from megarl.megatron.lora.lora import attach_adapters, only_adapters, rank_pieces
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.parallel import coords, init_parallel
+from megarl.megatron.parallel import coords
 from megarl.megatron.step import forward_only, train_step
 from megarl.models import read_model_config
 from megarl.models.lora import adapted_weights, adapter_pieces, logical_adapters
-from tests.megatron.parity import OPTIM, VOCAB, batches, loss_of, train_hugging_face
+from tests.megatron.parity import OPTIM, VOCAB, batches, load_model, loss_of, take_steps, train_hugging_face
 from tests.megatron.test_parity import GRID, make_case
 from tests.ranks import RankPool
 
@@ -98,21 +97,12 @@ def _train(
     rank: int, world: int, case: Adapted, lora: LoraConfig, sizes: dict[str, Any], options: dict[str, Any]
 ) -> list[tuple[float, float]]:
     layout = ParallelLayout(world=world, **sizes)
-    init_parallel(layout, rank, world)
-    config = read_model_config(case.folder)
-    chunks = build_model(config, layout, dtype=torch.float32, **options)
-    load_hf_weights(case.folder, config, layout, rank, local_parameters(chunks))
+    config, chunks = load_model(rank, case.folder, layout, **options)
     attach_adapters(chunks, config, layout, lora)
     place_adapters(chunks, case, lora, layout)
     chunks = wrap_for_training(chunks)
     optimizer, scheduler = build_optimizer(chunks, STEADY)
-    head = lm_head(vocab_size=VOCAB, chunk_tokens=16)
-    history = []
-    for _ in range(2):
-        result = train_step(chunks, optimizer, scheduler, batches(layout), head, loss_of)
-        assert result.ok
-        history.append((result.stats["loss"], result.grad_norm))
-    return history
+    return take_steps(chunks, optimizer, scheduler, layout)
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +154,7 @@ def test_recomputed_activations(ranks: RankPool, plain: Adapted, name: str) -> N
 def _on_and_off(rank: int, world: int, case: Adapted, sizes: dict[str, Any]) -> list[torch.Tensor] | None:
     """Log-probs of a model without adapters, with these switched off, and on; of the last stage's ranks."""
     layout = ParallelLayout(world=world, **sizes)
-    init_parallel(layout, rank, world)
-    config = read_model_config(case.folder)
-    chunks = build_model(config, layout, dtype=torch.float32)
-    load_hf_weights(case.folder, config, layout, rank, local_parameters(chunks))
+    config, chunks = load_model(rank, case.folder, layout)
     head, found = lm_head(vocab_size=VOCAB, chunk_tokens=16), []
 
     def add() -> None:
@@ -194,10 +181,7 @@ def test_adapters_that_are_off_change_nothing(ranks: RankPool, plain: Adapted) -
 def _starts(rank: int, world: int, folder: str, lora: LoraConfig, sizes: dict[str, Any]) -> list:
     """What this rank has of each adapter as it starts."""
     layout = ParallelLayout(world=world, **sizes)
-    init_parallel(layout, rank, world)
-    config = read_model_config(folder)
-    chunks = build_model(config, layout, dtype=torch.float32)
-    load_hf_weights(folder, config, layout, rank, local_parameters(chunks))
+    config, chunks = load_model(rank, folder, layout)
     attach_adapters(chunks, config, layout, lora, seed=3)
     local, weights = local_parameters(chunks), adapted_weights(config, lora)
     pieces = adapter_pieces(rank_pieces(config, layout, coords()), weights, lora)
@@ -233,10 +217,7 @@ def test_adapters_start_alike_in_every_layout(ranks: RankPool, folder: str) -> N
 def _moved(rank: int, world: int, case: Adapted) -> tuple[float, float]:
     """Shares of A's larger elements that differ from what they were, after one step and after 20."""
     layout = ParallelLayout(world=world)
-    init_parallel(layout, rank, world)
-    config = read_model_config(case.folder)
-    chunks = build_model(config, layout, dtype=torch.bfloat16)
-    load_hf_weights(case.folder, config, layout, rank, local_parameters(chunks))
+    config, chunks = load_model(rank, case.folder, layout, dtype=torch.bfloat16)
     attach_adapters(chunks, config, layout, LORA)
     place_adapters(chunks, case, LORA, layout)
     chunks = wrap_for_training(chunks)

@@ -99,10 +99,10 @@ def _read(rank: int, world: int) -> tuple[int, int]:
     most = 0
     for adapter in adapters:
 
-        def merge(layer: torch.nn.Module, norms: Tensor | None, plain: Any = adapter.merged) -> Tensor:
+        def merge(*arguments: Any, plain: Any = adapter.merged) -> Tensor:
             nonlocal most
             most = max(most, 1 + sum(found() is not None for found in made))
-            weight = plain(layer, norms)
+            weight = plain(*arguments)
             made.append(weakref.ref(weight))
             return weight
 

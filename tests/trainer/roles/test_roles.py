@@ -44,7 +44,7 @@ class Pool(SimpleNamespace):
 
 def link_bytes(actor: Pool, engines: Pool, order: tuple[int, ...]) -> dict[str, int]:
     rollout = RolloutConfig(tensor_model_parallel_size=2, num_engines=2)
-    return sync_plan(rollout, MODEL, ParallelLayout(4, tp=4), actor, engines, order).plan.bytes_by_link()
+    return sync_plan(rollout, MODEL, ParallelLayout(4, tp=4), actor, engines, order).plan.account().by_link
 
 
 def test_engine_ranks_take_devices_that_hold_their_weights() -> None:

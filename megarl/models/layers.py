@@ -1,0 +1,156 @@
+"""The weight tables of a layer: attention, MLPs and experts, with the places of each tensor in Megatron and SGLang 0.5.21.
+
+Megatron has Transformer Engine's parameter names: a norm is often fused with the projection that follows.
+
+- Grouped-query attention: Megatron's `linear_qkv` interleaves by query group [q heads of the group | k | v]; SGLang's `qkv_proj` is
+  [q shard | k shard | v shard], key/value heads replicated where the ranks exceed them.
+- Multi-head latent attention: SGLang's `fused_qkv_a_proj_with_mqa` is [queries | keys, values and the rotary key], complete on every rank.
+  Queries and keys rotate pairs of neighbouring dimensions in Hugging Face, Megatron and SGLang alike, so that no rows change their order.
+- Gated MLPs: [gate shard | up shard] in one tensor in both. The shared experts of a mixture, which SGLang does not fuse with the routed
+  ones, are cut as a dense MLP is; the norm before a mixture is a module of its own.
+- Routed experts: a rank has a contiguous block of them. In Megatron each expert is a pair of tensors of its own (`linear_fc1.weight0`,
+  ...), cut over the expert tensor parallel ranks; in SGLang they are stacked along a first dimension: `w13_weight` [experts, gate shard |
+  up shard, hidden] and `w2_weight` [experts, hidden, shard].
+"""
+
+from collections.abc import Iterator
+
+from megarl.models.config import ModelConfig
+from megarl.models.shards import COLUMNS, ROWS, Weight
+
+_NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
+
+
+def attention_weights(config: ModelConfig) -> list[Weight]:
+    """The table of a layer's norm and attention."""
+    return _latent_attention(config) if config.mla is not None else _grouped_attention(config)
+
+
+def _grouped_attention(config: ModelConfig) -> list[Weight]:
+    hidden, dim, groups = config.hidden_size, config.head_dim, config.num_query_groups
+    queries, keys = config.num_attention_heads * dim, groups * dim
+    table = [Weight(_NORM, (hidden,), None, "self_attention.linear_qkv.layer_norm_weight", _NORM)]
+    for projection, rows in (("q", queries), ("k", keys), ("v", keys)):
+        for kind, shape in {"weight": (rows, hidden), "bias": (rows,)}.items():
+            if kind == "weight" or config.qkv_bias:
+                table.append(
+                    Weight(
+                        f"self_attn.{projection}_proj.{kind}",
+                        shape,
+                        ROWS,
+                        f"self_attention.linear_qkv.{kind}",
+                        f"self_attn.qkv_proj.{kind}",
+                        groups,
+                        replicated=projection != "q",
+                    )
+                )
+    table.append(_output(hidden, queries))
+    for norm, megatron in (("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")) if config.qk_norm else ():
+        name = f"self_attn.{norm}.weight"
+        table.append(Weight(name, (dim,), None, f"self_attention.{megatron}.weight", name))
+    return table
+
+
+def _output(hidden: int, columns: int) -> Weight:
+    """The projection of attention's output."""
+    name = "self_attn.o_proj.weight"
+    return Weight(name, (hidden, columns), COLUMNS, "self_attention.linear_proj.weight", name)
+
+
+def _latent_attention(config: ModelConfig) -> list[Weight]:
+    mla, heads, hidden = config.mla, config.num_attention_heads, config.hidden_size
+    assert mla is not None
+    queries, values = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), heads * mla.v_head_dim
+    compressed, keys = mla.kv_lora_rank + mla.qk_rope_head_dim, heads * mla.qk_nope_head_dim + values
+    rows: list[tuple[str, tuple[int, ...], str | None, str]]
+    if mla.q_lora_rank is None:
+        rows = [("q_proj", (queries, hidden), ROWS, "linear_q_proj.weight")]
+    else:
+        rows = [
+            ("q_a_proj", (mla.q_lora_rank, hidden), None, "linear_q_down_proj.weight"),
+            ("q_a_layernorm", (mla.q_lora_rank,), None, "linear_q_up_proj.layer_norm_weight"),
+            ("q_b_proj", (queries, mla.q_lora_rank), ROWS, "linear_q_up_proj.weight"),
+        ]
+    rows += [
+        ("kv_a_proj_with_mqa", (compressed, hidden), None, "linear_kv_down_proj.weight"),
+        ("kv_a_layernorm", (mla.kv_lora_rank,), None, "linear_kv_up_proj.layer_norm_weight"),
+        ("kv_b_proj", (keys, mla.kv_lora_rank), ROWS, "linear_kv_up_proj.weight"),
+    ]
+    fused = () if mla.q_lora_rank is None else ("q_a_proj", "kv_a_proj_with_mqa")
+    return [
+        Weight(_NORM, (hidden,), None, _NORM, _NORM),
+        *(
+            Weight(
+                f"self_attn.{name}.weight",
+                shape,
+                cut,
+                f"self_attention.{megatron}",
+                f"self_attn.{'fused_qkv_a_proj_with_mqa' if name in fused else name}.weight",
+            )
+            for name, shape, cut, megatron in rows
+        ),
+        _output(hidden, values),
+    ]
+
+
+def is_mixture(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer has routed experts; multi-token prediction layers have numbers after the others'."""
+    return config.moe is not None and layer not in config.moe.dense_layers
+
+
+def mlp_weights(config: ModelConfig, layer: int) -> list[Weight]:
+    """The table of a layer's norm and MLP, or of its router and shared experts."""
+    hidden, moe = config.hidden_size, config.moe
+    if moe is None or not is_mixture(config, layer):
+        norm = Weight(_MLP_NORM, (hidden,), None, "mlp.linear_fc1.layer_norm_weight", _MLP_NORM)
+        return [norm, *_gated("mlp.", hidden, config.ffn_hidden_size)]
+    table = [
+        Weight(_MLP_NORM, (hidden,), None, "pre_mlp_layernorm.weight", _MLP_NORM),
+        Weight("mlp.gate.weight", (moe.num_experts, hidden), None, "mlp.router.weight", "mlp.gate.weight"),
+    ]
+    if moe.expert_bias:
+        bias = "mlp.gate.e_score_correction_bias"
+        table.append(Weight(bias, (moe.num_experts,), None, "mlp.router.expert_bias", bias))
+    if moe.shared_ffn_hidden_size:
+        table += _gated("mlp.shared_experts.", hidden, moe.shared_ffn_hidden_size)
+    return table
+
+
+def expert_weights(config: ModelConfig, ep: int = 1, rank: int = 0) -> Iterator[list[Weight]]:
+    """The tables of the routed experts of expert parallel rank `rank` of `ep`, in order."""
+    moe = config.moe
+    assert moe is not None
+    count = moe.num_experts // ep
+    for index in range(count):
+        megatron = (f"mlp.experts.linear_fc1.weight{index}", f"mlp.experts.linear_fc2.weight{index}")
+        sglang = ("mlp.experts.w13_weight", "mlp.experts.w2_weight")
+        name = f"mlp.experts.{rank * count + index}."
+        yield _gated(name, config.hidden_size, moe.ffn_hidden_size, megatron, sglang)
+
+
+def _gated(
+    name: str,
+    hidden: int,
+    ffn: int,
+    megatron: tuple[str, str] | None = None,
+    sglang: tuple[str, str] | None = None,
+) -> list[Weight]:
+    """The three projections under `name`. `megatron`, `sglang`: the local tensors of gate and up, and of down."""
+    up, down = megatron or (name + "linear_fc1.weight", name + "linear_fc2.weight")
+    served_up, served_down = sglang or (name + "gate_up_proj.weight", name + "down_proj.weight")
+    return [
+        Weight(name + "gate_proj.weight", (ffn, hidden), ROWS, up, served_up),
+        Weight(name + "up_proj.weight", (ffn, hidden), ROWS, up, served_up),
+        Weight(name + "down_proj.weight", (hidden, ffn), COLUMNS, down, served_down),
+    ]
+
+
+def prediction_weights(config: ModelConfig) -> list[Weight]:
+    """The table of a multi-token prediction layer (MTP), other than an ordinary layer's tensors and the copies of the model's."""
+    hidden = config.hidden_size
+    return [
+        Weight("enorm.weight", (hidden,), None, "enorm.weight", ""),
+        Weight("hnorm.weight", (hidden,), None, "hnorm.weight", ""),
+        Weight("shared_head.norm.weight", (hidden,), None, "final_layernorm.weight", ""),
+        Weight("eh_proj.weight", (hidden, 2 * hidden), ROWS, "eh_proj.weight", ""),
+    ]

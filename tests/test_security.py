@@ -21,11 +21,11 @@ import psutil
 import pytest
 import torch
 
+from examples.arithmetic import arithmetic_texts, write_arithmetic
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.dcp import DCPReader
 from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, load_config
 from megarl.config.schema.options import walk
-from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang.start import server_arguments
 from tests.fixtures.runs import PPO, REPOSITORY, command, environment, on

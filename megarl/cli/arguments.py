@@ -202,7 +202,7 @@ def _add_make_task(commands: argparse._SubParsersAction, run: Runner) -> None:
     command.add_argument("--num-layers", type=int, default=2)
     text = "the sft rows get chats with a calculator, too (recipe:calculator_cpu)"
     command.add_argument("--calculator", action="store_true", help=text)
-    text = "demonstrations, ranked answers and plain texts instead (tools/three_stages.py)"
+    text = "demonstrations, ranked answers and plain texts instead (examples/three_stages.py)"
     command.add_argument("--preferences", action="store_true", help=text)
     for name, number, text in (
         ("--num-texts", 4000, "plain texts"),

@@ -216,31 +216,9 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _make_task(options: argparse.Namespace) -> None:
-    from megarl.examples.make_task import make_preference_task, make_task
+    from megarl.util.packages import example
 
-    names = (
-        "seed",
-        "max_operand",
-        "teacher_errors",
-        "num_sft",
-        "num_train",
-        "num_test",
-        "hidden_size",
-        "num_layers",
-    )
-    shared = {name: getattr(options, name) for name in names}
-    if not options.preferences:
-        make_task(options.out, **shared, calculator=options.calculator)
-        return
-    if options.calculator:
-        raise ValueError("--calculator and --preferences are two tasks; give one of them")
-    make_preference_task(
-        options.out,
-        **shared,
-        label_noise=options.label_noise,
-        num_texts=options.num_texts,
-        num_rankings=options.num_rankings,
-    )
+    example("make_task").run(options)
 
 
 def _verify(options: argparse.Namespace) -> None:

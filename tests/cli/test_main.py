@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.arithmetic import arithmetic_texts, write_arithmetic
+from examples.tiny_model import make_tiny_model
 from megarl import __version__
 from megarl.cli.main import SCHEMAS, main
 from megarl.config.loading.load import load_with_origins
-from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.examples.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PPO = str(ROOT / "recipes/quickstart_ppo.yaml")

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.tiny_model import train_tokenizer
 from megarl.data.preferences import (
     PREFERENCE_SCHEMA,
     PreferenceChats,
@@ -22,7 +23,6 @@ from megarl.data.preferences import (
     tokenize_whole_chat,
 )
 from megarl.data.sft import tokenize_chat
-from megarl.examples.tiny_model import train_tokenizer
 
 QUESTION = {"role": "user", "content": "Tom has 3 pens."}
 GOOD, BAD = "#### 3", "#### 4"

@@ -19,8 +19,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.hf.load import load_hf_weights
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, local_parameters
 from megarl.megatron.heads import lm_head

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.tiny_model import train_tokenizer
 from megarl.data.tokenizer import load_tokenizer, render_prompt
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import Environment, StepResult, Task
-from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 from megarl.rollout.turns import Continuation, Player, TurnLimits, shorten
 from tests.data.shared import shared_data

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.trainer.run.logger import read_metrics
 from tests.fixtures.runs import succeed
 from tests.trainer.test_runs import plain_losses

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import convert
 from megarl.checkpoints.convert.targets import narrow_into
 from megarl.cli.main import main
-from megarl.examples.tiny_model import make_tiny_model
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

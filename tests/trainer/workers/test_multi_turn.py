@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from examples.tiny_model import train_tokenizer
 from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.data.tokenizer import load_tokenizer, render_prompt
@@ -23,7 +24,6 @@ from megarl.data.trajectories import (
     validate_trajectories,
     write_trajectories,
 )
-from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.completions import as_completed
 from megarl.rollout.engine import Generation, SamplingParams
 from megarl.trainer.run.export import verify_greedy

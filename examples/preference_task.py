@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from examples.arithmetic import NAMES, THINGS, Problem, make_problems
 from megarl.data.files import write_parquet
 from megarl.data.gsm8k import WORD_PROBLEM_SCHEMA, word_problem
-from megarl.examples.arithmetic import NAMES, THINGS, Problem, make_problems
 
 DATA_SOURCE = "megarl/who-has-what"
 OPENINGS = {True: "Sure,", False: "So"}  # by politeness

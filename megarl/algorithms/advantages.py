@@ -21,6 +21,7 @@ One's own estimator, in a file that the configuration names in `plugins`:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -108,19 +109,6 @@ def _estimate_reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptio
     return AdvantageResult(advantages, None)
 
 
-@register_advantage("reinforce_plus_plus_baseline")
-def _estimate_reinforce_plus_plus_baseline(
-    batch: AdvantageBatch, options: AdvantageOptions
-) -> AdvantageResult:
-    """REINFORCE++-baseline, arXiv:2501.03262: score - mean of its group, normalised over all tokens of the batch."""
-    advantages = _per_group(
-        batch, "reinforce_plus_plus_baseline", lambda scores, ids, _: centred(scores, ids)
-    )
-    if options.whiten:
-        advantages = masked_whiten(advantages, batch.mask)
-    return AdvantageResult(advantages, None)
-
-
 @register_advantage("remax")
 def _estimate_remax(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
     """ReMax, arXiv:2310.10505, algorithm 1: the rewards to go minus the score of the prompt's greedy response."""
@@ -134,44 +122,15 @@ def _estimate_remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advanta
     return AdvantageResult(torch.where(batch.mask, difference, 0.0).to(rewards.dtype), None)
 
 
-@register_advantage("grpo")
-def _estimate_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    advantages = _per_group(batch, "grpo", lambda scores, ids, _: grpo(scores, ids, options.norm_by_std))
-    return AdvantageResult(advantages, None)
+GroupComparison = Callable[[Tensor, Sequence[str], Tensor, AdvantageOptions], Tensor]
+"""(scores, prompt uids, numbers of live tokens) of the trajectories that have a live token, [trained] each, and the options -> their
+advantages [trained]."""
 
 
-@register_advantage("grpo_passk")
-def _estimate_grpo_passk(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    advantages = _per_group(
-        batch, "grpo_passk", lambda scores, ids, _: grpo_passk(scores, ids, options.norm_by_std)
-    )
-    return AdvantageResult(advantages, None)
-
-
-@register_advantage("rloo")
-def _estimate_rloo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    return AdvantageResult(_per_group(batch, "rloo", lambda scores, ids, _: rloo(scores, ids)), None)
-
-
-@register_advantage("opo")
-def _estimate_opo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    return AdvantageResult(_per_group(batch, "opo", opo), None)
-
-
-@register_advantage("gpg")
-def _estimate_gpg(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    return AdvantageResult(_per_group(batch, "gpg", lambda scores, ids, _: gpg(scores, ids)), None)
-
-
-def _per_group(
-    batch: AdvantageBatch, name: str, compare: Callable[[Tensor, Sequence[str], Tensor], Tensor]
-) -> Tensor:
-    """One advantage a trajectory, on each of its live tokens: [tokens].
-
-    Args:
-        compare: (scores, prompt uids, numbers of live tokens) of the trajectories that have a live token, [trained]
-            each, to their advantages.
-    """
+def _estimate_by_group(
+    name: str, compare: GroupComparison, batch: AdvantageBatch, options: AdvantageOptions
+) -> AdvantageResult:
+    """One advantage for each trajectory, on all its live tokens."""
     if batch.prompt_uids is None:
         raise ValueError(
             f"algorithm.adv_estimator={name!r} needs the prompt of each trajectory; the batch has none"
@@ -183,9 +142,12 @@ def _per_group(
     scores = segment_sum(rewards.double(), batch.offsets)
     uids = [batch.prompt_uids[row] for row in trained.tolist()]
     per_trajectory = torch.zeros_like(scores)
-    per_trajectory[trained] = compare(scores[trained], uids, lengths[trained])
+    per_trajectory[trained] = compare(scores[trained], uids, lengths[trained], options)
     spread = per_trajectory.to(rewards.dtype).repeat_interleave(batch.offsets.diff())
-    return torch.where(batch.mask, spread, 0.0)
+    advantages = torch.where(batch.mask, spread, 0.0)
+    if name in _WHITENED and options.whiten:
+        advantages = masked_whiten(advantages, batch.mask)
+    return AdvantageResult(advantages, None)
 
 
 def grpo(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
@@ -350,3 +312,17 @@ def reward_to_go(token_level_rewards: Tensor, mask: Tensor, offsets: Tensor, gam
     out = torch.zeros_like(token_level_rewards)
     out[live] = sums.to(out.dtype)
     return out
+
+
+_COMPARISONS: dict[str, GroupComparison] = {
+    "grpo": lambda scores, uids, _, options: grpo(scores, uids, options.norm_by_std),
+    "grpo_passk": lambda scores, uids, _, options: grpo_passk(scores, uids, options.norm_by_std),
+    "rloo": lambda scores, uids, *_: rloo(scores, uids),
+    "opo": lambda scores, uids, lengths, _: opo(scores, uids, lengths),
+    "gpg": lambda scores, uids, *_: gpg(scores, uids),
+    # REINFORCE++-baseline, arXiv:2501.03262: then normalised over all tokens of the batch.
+    "reinforce_plus_plus_baseline": lambda scores, uids, *_: centred(scores, uids),
+}
+_WHITENED = frozenset({"reinforce_plus_plus_baseline"})
+for _name, _compare in _COMPARISONS.items():
+    register_advantage(_name)(partial(_estimate_by_group, _name, _compare))

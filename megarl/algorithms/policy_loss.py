@@ -199,15 +199,9 @@ def _without_masked(tokens: PolicyTokens) -> PolicyTokens:
     def clean(x: Tensor) -> Tensor:
         return torch.where(tokens.mask, x, x.new_zeros(()))
 
-    weights, selected = tokens.rollout_is_weights, tokens.selected
-    return replace(
-        tokens,
-        weights=clean(tokens.weights),
-        old_log_probs=clean(tokens.old_log_probs),
-        advantages=clean(tokens.advantages),
-        rollout_is_weights=None if weights is None else clean(weights),
-        selected=None if selected is None else clean(selected),
-    )
+    names = ("weights", "old_log_probs", "advantages", "rollout_is_weights", "selected")
+    columns = {name: getattr(tokens, name) for name in names}
+    return replace(tokens, **{name: clean(x) for name, x in columns.items() if x is not None})
 
 
 def _total(x: Tensor) -> Tensor:

@@ -65,24 +65,15 @@ def preference_loss(
     difference = rewards[pairs.better] - rewards[pairs.worse]
     losses = -torch.nn.functional.logsigmoid(difference - margins[pairs.better])
     total = (pairs.weights * losses).sum()
-    right = (difference > 0).double() + 0.5 * (difference == 0).double()
-    sums = {
-        "loss": total.double(),
-        "pairs": torch.tensor(float(len(difference)), dtype=torch.float64, device=rewards.device),
-        "accuracy": right.sum(),
-        "margin": difference.double().sum(),
-    }
+    sums = {"loss": total.double(), **_counts(difference), "margin": difference.double().sum()}
     return total / num_rankings, sums
 
 
-def preference_metrics(sums: dict[str, float], num_rankings: int) -> dict[str, float]:
-    """Means of the sums of `preference_loss`: the loss over rankings, the others over pairs."""
-    pairs = sums["pairs"]
-    return {
-        "loss": sums["loss"] / num_rankings,
-        "accuracy": sums["accuracy"] / pairs,
-        "margin": sums["margin"] / pairs,
-    }
+def _counts(difference: Tensor) -> dict[str, Tensor]:
+    """The number of pairs, and how many of them are in the right order; equal ones count half."""
+    right = (difference > 0).double() + 0.5 * (difference == 0).double()
+    number = torch.tensor(float(len(difference)), dtype=torch.float64, device=difference.device)
+    return {"pairs": number, "accuracy": right.sum()}
 
 
 LossType = Literal["sigmoid", "ipo"]
@@ -121,11 +112,9 @@ def dpo_loss(
         losses = losses - label_smoothing * log_sigmoid(-beta * difference)
     total = (pairs.weights * losses).sum()
     rewards = beta * log_ratios.detach().double()
-    right = (difference > 0).double() + 0.5 * (difference == 0).double()
     sums = {
         "loss": total.detach().double(),
-        "pairs": torch.tensor(float(len(difference)), dtype=torch.float64, device=log_ratios.device),
-        "accuracy": right.sum(),
+        **_counts(difference),
         "margin": (rewards[pairs.better] - rewards[pairs.worse]).sum(),
         "reward_better": rewards[pairs.better].sum(),
         "reward_worse": rewards[pairs.worse].sum(),
@@ -133,7 +122,7 @@ def dpo_loss(
     return total / num_rankings, sums
 
 
-def dpo_metrics(sums: dict[str, float], num_rankings: int) -> dict[str, float]:
-    """Means of the sums of `dpo_loss`: the loss over rankings, the others over pairs."""
+def ranking_metrics(sums: dict[str, float], num_rankings: int) -> dict[str, float]:
+    """Means of the sums of `preference_loss` or `dpo_loss`: the loss over rankings, the others over pairs."""
     means = {name: value / sums["pairs"] for name, value in sums.items() if name not in ("loss", "pairs")}
     return {"loss": sums["loss"] / num_rankings, **means}

@@ -133,12 +133,7 @@ def micro_batches(
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     weights = sizes if costs is None else np.asarray(costs, dtype=np.int64)
-    longest = int(sizes.argmax())
-    if sizes[longest] > max_tokens:
-        raise ValueError(
-            f"row {longest} has {sizes[longest]} tokens, more than the {max_tokens} tokens that a "
-            f"micro-batch may have: raise the token budget (ppo_max_token_len_per_gpu) to {sizes[longest]} at least"
-        )
+    _check_longest(sizes, max_tokens)
     packed: list[list[int]] | None = None  # made where Karmarkar-Karp finds nothing
     # No two rows of more than half the budget fit into one.
     least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()))
@@ -155,6 +150,15 @@ def micro_batches(
         f"{len(sizes)} rows need {num} micro-batches (a multiple of {multiple_of}, at most {max_tokens} tokens "
         f"each), more than there are rows: raise the token budget, or make the rows a multiple of {multiple_of}"
     )
+
+
+def _check_longest(lengths: np.ndarray, max_tokens: int) -> None:
+    row = int(lengths.argmax())
+    if lengths[row] > max_tokens:
+        raise ValueError(
+            f"row {row} has {lengths[row]} tokens, more than the {max_tokens} tokens that a micro-batch may have: "
+            f"raise the token budget (ppo_max_token_len_per_gpu) to {lengths[row]} at least"
+        )
 
 
 def _partition_within(
@@ -293,13 +297,8 @@ def plan_mini_batches(
     assert (max_tokens is None) != (micro_batch_size is None), (
         "exactly one of max_tokens and micro_batch_size"
     )
-    if max_tokens is not None and lengths.max() > max_tokens:
-        # here rather than in micro_batches, so that the row is the table's
-        row = int(lengths.argmax())
-        raise ValueError(
-            f"row {row} has {lengths[row]} tokens, more than the {max_tokens} tokens that a micro-batch may "
-            f"have: raise the token budget (ppo_max_token_len_per_gpu) to {lengths[row]} at least"
-        )
+    if max_tokens is not None:
+        _check_longest(lengths, max_tokens)  # in micro_batches the row would be that of the mini-batch
     plan = []
     for epoch in range(epochs):
         rows = np.arange(len(lengths))

@@ -216,7 +216,7 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_PROBE = "0f6d3c9aQ"  # occurs in no template, and none changes it
+STAND_IN = "0f6d3c9aQ"  # a text that occurs in no template, and that none changes
 _QUESTION: Message = {"role": "user", "content": "?"}
 
 
@@ -294,7 +294,7 @@ def template_forms(template: str, special_tokens: tuple[tuple[str, Any], ...]) -
 
     def shows(content: Any, arguments: Any, expected: str, never: str) -> bool:
         calls = [
-            {"id": "call00001", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+            {"id": "call00001", "type": "function", "function": {"name": STAND_IN, "arguments": arguments}}
         ]
         answer = {"role": "assistant", "content": content}
         chat = [_QUESTION, answer if arguments is None else {**answer, "tool_calls": calls}]
@@ -306,14 +306,14 @@ def template_forms(template: str, special_tokens: tuple[tuple[str, Any], ...]) -
             return False
         return expected in text and never not in text
 
-    probe = {"key": _PROBE + "v"}
-    objects = shows("", probe, _PROBE + "v", repr(probe))
-    texts = shows("", json.dumps(probe), _PROBE + "v", repr(probe))
+    probe = {"key": STAND_IN + "v"}
+    objects = shows("", probe, STAND_IN + "v", repr(probe))
+    texts = shows("", json.dumps(probe), STAND_IN + "v", repr(probe))
     objects = objects or not texts
     # A template that does not show calls says nothing about null: it fails on it, writes it, or leaves it out.
     null = shows(None, probe if objects else json.dumps(probe), "", "None")
-    text = shows(_PROBE, None, _PROBE, "[{")
-    parts = shows([{"type": "text", "text": _PROBE}], None, _PROBE, "'text'")
+    text = shows(STAND_IN, None, STAND_IN, "[{")
+    parts = shows([{"type": "text", "text": STAND_IN}], None, STAND_IN, "'text'")
     return TemplateForms(objects, null, text or not parts, parts)
 
 

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.progress import Progress
 
 from megarl.util.files import check_url, is_url, naming, whole_file
 
@@ -139,6 +140,9 @@ def _folder(pattern: str) -> ValueError:
 READ_BLOCK_ROWS = 1024
 NUM_ERRORS_SHOWN = 5
 NUM_COLUMNS_SHOWN = 30
+PROGRESS_FROM_ROWS = 20_000  # fewer are tokenised within a few seconds
+
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -411,6 +415,64 @@ class RowErrors:
             lines.append(f"... and {self._num_others:,} more wrong rows")
         if lines:
             raise ValueError("\n".join(lines))
+
+
+def unique_stems(paths: Sequence[Path | DataFile]) -> list[str]:
+    """File names without suffix, with "#2", "#3", ... after the second, third, ... of the same name."""
+    seen: dict[str, int] = {}
+    names = []
+    for path in paths:
+        seen[path.stem] = seen.get(path.stem, 0) + 1
+        names.append(path.stem if seen[path.stem] == 1 else f"{path.stem}#{seen[path.stem]}")
+    return names
+
+
+def read_examples(
+    files: str | Path | Sequence[str | Path],
+    keys: Sequence[str],
+    convert: Callable[[dict[str, Any]], Rows],
+    schema: pa.Schema,
+    needed: Callable[[Sequence[str]], Sequence[Column]] = lambda _: (),
+    chats: Sequence[str] = (),
+) -> pa.Table:
+    """The examples of all rows, in file order.
+
+    Args:
+        files: a path, a glob or a list of both (.parquet, .jsonl, .json).
+        keys: of the columns that `convert` reads; they may be dotted ("extra_info.answer").
+        convert: from a row to its examples (none: it is left out), without their uid; its ValueErrors are of the row.
+        needed: from the columns that a file has to those that it must have.
+        chats: those of `keys` that hold chats, tools or keywords of the chat template (see `without_filled_nulls`).
+        schema: of the examples, with `uid`: "<file stem>:<row in file>", and with "/<number>" of several of a row.
+
+    Raises:
+        ValueError: a missing or unreadable file, wrong rows (named by file and row number), no examples.
+    """
+    columns = list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
+    values: dict[str, list[Any]] = {name: [] for name in schema.names}
+    errors, paths = RowErrors(), resolve_files(files)
+    total = sum(num_rows(path) or 0 for path in paths)
+    with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
+        task = progress.add_task("tokenising examples", total=total or None)
+        for path, name in zip(paths, unique_stems(paths), strict=True):
+            if (problem := missing_columns(path, needed)) is not None:
+                errors.add_file(path, problem)
+                continue
+            for number, row in iter_rows(path, columns):
+                try:
+                    examples = convert(without_filled_nulls(row, chats, path))
+                except ValueError as error:
+                    errors.add(path, number, str(error))
+                    examples = []
+                for piece, example in enumerate(examples):
+                    part = f"/{piece}" if len(examples) > 1 else ""
+                    for column, value in {"uid": f"{name}:{number}{part}", **example}.items():
+                        values[column].append(value)
+                progress.advance(task)
+    errors.raise_if_any()
+    if not values["uid"]:
+        raise ValueError(f"no rows in {', '.join(map(str, paths))}")
+    return pa.table(values, schema=schema)
 
 
 def write_parquet(table: pa.Table, path: str | Path) -> Path:

@@ -19,6 +19,7 @@ from rich.progress import Progress
 
 from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, prompt_messages
 from megarl.data.files import (
+    PROGRESS_FROM_ROWS,
     Column,
     DataFile,
     RowErrors,
@@ -28,6 +29,7 @@ from megarl.data.files import (
     missing_columns,
     num_rows,
     resolve_files,
+    unique_stems,
     without_filled_nulls,
 )
 from megarl.data.tokenizer import encode_texts, render_text
@@ -44,7 +46,6 @@ SOURCE_KEY, ANSWER_KEY = "data_source", "reward_model.ground_truth"
 UNKNOWN_SOURCE = "unknown"  # of rows that need not name their data source, and do not
 
 TOKENIZE_BLOCK_ROWS = 1024
-PROGRESS_FROM_ROWS = 20_000  # below this, tokenising takes a few seconds
 
 
 @dataclass(frozen=True)
@@ -326,16 +327,6 @@ def truncate(ids: list[int], max_length: int, truncation: Truncation) -> list[in
     assert truncation == "middle", truncation
     head = max_length // 2
     return ids[:head] + ids[len(ids) - (max_length - head) :]
-
-
-def unique_stems(paths: Sequence[Path | DataFile]) -> list[str]:
-    """File names without suffix, with "#2", "#3", ... after the second, third, ... of the same name."""
-    seen: dict[str, int] = {}
-    names = []
-    for path in paths:
-        seen[path.stem] = seen.get(path.stem, 0) + 1
-        names.append(path.stem if seen[path.stem] == 1 else f"{path.stem}#{seen[path.stem]}")
-    return names
 
 
 def _to_json(value: Any, name: str) -> str:

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, check_messages, prompt_messages
-from megarl.data.examples import Rows, read_examples
-from megarl.data.files import Column, lookup
-from megarl.data.loader import TableLoader
+from megarl.data.files import Column, Rows, lookup, read_examples
 from megarl.data.tokenizer import encode_texts, marked_generation
 from megarl.data.turns import find_turns
 
@@ -170,10 +168,6 @@ def chat_columns(prompt_key: str, response_key: str | None, section: str) -> lis
         other = f"{section}.response_key and {section}.prompt_key, or {section}.text_key"
         return [Column(MESSAGES_KEY, other)]
     return [Column(prompt_key, f"{section}.prompt_key"), Column(response_key, f"{section}.response_key")]
-
-
-class SftLoader(TableLoader):
-    """Batches of examples: tables of `SFT_SCHEMA` (see TableLoader)."""
 
 
 def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, append_eos: bool) -> list[int]:

@@ -24,9 +24,10 @@ from megarl.data.files import (
     parquet_rows,
     parse_line,
     read_group,
+    unique_stems,
 )
 from megarl.data.loader import check_identity
-from megarl.data.prompts import PromptReader, Row, unique_stems
+from megarl.data.prompts import PromptReader, Row
 
 
 @dataclass(frozen=True)

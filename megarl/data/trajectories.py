@@ -175,6 +175,17 @@ class Generation:
     last_weight_version: int | None = None  # that chose the last token; None: the same
 
 
+# Fields that become a column each as they are, but for what stands for None.
+_COPIED = (
+    "finish_reason",
+    "weight_version",
+    "last_weight_version",
+    "num_turns",
+    "environment_score",
+    "environment_notes",
+)
+
+
 def expand_prompts(prompts: pa.Table, n: int) -> pa.Table:
     """Repeat each prompt n times, as neighbours: `uid` becomes "<uid>/<k>", `prompt_uid` the prompt's."""
     assert n >= 1, n
@@ -223,21 +234,15 @@ def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) ->
         "response_ids": from_ragged(*ids),
         "response_mask": from_ragged(*masks),
         "rollout_log_probs": from_ragged(*log_probs),
-        "finish_reason": [generation.finish_reason for generation in ordered],
-        "weight_version": [generation.weight_version for generation in ordered],
-        "last_weight_version": [
-            generation.weight_version
-            if generation.last_weight_version is None
-            else generation.last_weight_version
-            for generation in ordered
-        ],
-        "num_turns": [generation.num_turns for generation in ordered],
-        "environment_score": [
-            float("nan") if generation.environment_score is None else generation.environment_score
-            for generation in ordered
-        ],
-        "environment_notes": [generation.environment_notes for generation in ordered],
     }
+    for name in _COPIED:
+        columns[name] = [getattr(generation, name) for generation in ordered]
+    versions, scores = columns["last_weight_version"], columns["environment_score"]
+    columns["last_weight_version"] = [
+        first if last is None else last
+        for first, last in zip(columns["weight_version"], versions, strict=True)
+    ]
+    columns["environment_score"] = [float("nan") if score is None else score for score in scores]
     table = pa.table([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
     validate_trajectories(table, finite=False)  # whoever uses them says what becomes of those that are not
     return with_messages(table, requests)

@@ -20,32 +20,23 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chats import Message
+from megarl.data.chats import STAND_IN, Message, as_object, check_calls_shown, function_of
 from megarl.data.tokenizer import render_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from megarl.data.chats import as_object, check_calls_shown, function_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 Render = Callable[..., str]
 
 TAG = re.compile(r"<[^<>\s]+>")
-_STAND_IN = "0f6d3c9aQ"  # occurs in no template, and none changes it
-QUESTION: Message = {"role": "user", "content": _STAND_IN + "?"}
-_ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"a": _STAND_IN}}}
+QUESTION: Message = {"role": "user", "content": STAND_IN + "?"}
+_ANSWER: Message = {"role": "assistant", "content": STAND_IN}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"a": STAND_IN}}}
 _PIECE = re.compile(r"<[^<>\s]+>|\n+|[^<\n]+|<")  # a border of tokens is a border of these
 
 
@@ -89,7 +80,7 @@ class TurnEnds:
     @cached_property
     def _closing(self) -> str | None:
         """The last of the tags in a row that the template writes behind an answer; None: there is none."""
-        behind = self._probe([QUESTION, _ANSWER]).rpartition(_STAND_IN)[2]
+        behind = self._probe([QUESTION, _ANSWER]).rpartition(STAND_IN)[2]
         tags = re.search(rf"({TAG.pattern})+", behind)
         return tags[1] if tags else None
 
@@ -105,7 +96,7 @@ class TurnEnds:
     def _openings(self) -> dict[str, str]:
         """The tag with which a message of a role begins behind an answer."""
         called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        told = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": _STAND_IN}
+        told = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": STAND_IN}
         found = {}
         for role, answer, message in (("user", _ANSWER, QUESTION), ("tool", called, told)):
             before, text = self._probe([QUESTION, answer]), self._probe([QUESTION, answer, message])

@@ -15,7 +15,6 @@ from megarl.data.preferences import (
     PreferenceDataset,
     PreferenceKeys,
     best_answers,
-    chats_of,
     ranking_lengths,
     read_answers,
     read_ranking,
@@ -272,8 +271,8 @@ def test_only_the_last_message_is_learnt(tmp_path: Path, tokenizer) -> None:
     ]
     found = read(tmp_path, tokenizer, rows).table
     assert found["scores"].to_pylist() == [[1.0, 0.0], [-2.0, -1.0, -2.0]]
-    chats = chats_of(found).to_pylist()
-    assert len(chats) == 5 and chats_of(found, [1]).to_pylist() == chats[2:]
+    chats = texts_of(found).to_pylist()
+    assert len(chats) == 5 and texts_of(found, [1]).to_pylist() == chats[2:]
     for chat, answer in zip(chats, ["3 pens", "cups", "7", "Sure: 7", "8"], strict=True):
         learnt = [token for token, own in zip(chat["input_ids"], chat["loss_mask"], strict=True) if own]
         assert tokenizer.decode(learnt) == f"{answer}<|im_end|>"

@@ -9,8 +9,12 @@ Guarantees
   killed after `_STOPPED_SECONDS`.
 - Workers end with the Scorer, and with the controller, however that ends.
 
-What cannot work for any sample (a file that a worker cannot import, a worker that dies before it begins) is a
-RuntimeError of `collect` or `submit`.
+A fault that no sample could survive (a file that a worker cannot import, a worker that dies before it begins) is a RuntimeError
+of `collect` or `submit`.
+
+No library's pool keeps these promises: pebble 5.2 leaves the children of a killed worker alive, does not say where a function
+hung, and charges a worker that was killed or stopped from outside to its sample; concurrent.futures fails every sample of a
+pool in which one process died; and Ray, which could place the processes, is no dependency of this room.
 """
 
 from __future__ import annotations
@@ -34,8 +38,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from megarl.rewards.functions import RewardFunctions, RewardSpec
 from megarl.rewards.processes.worker import Setup
+from megarl.rewards.registry import RewardFunctions, RewardSpec
 from megarl.rewards.rules.judge import JudgeSettings, request_headers
 from megarl.rewards.sample import Sample, Score
 from megarl.util.spans import Spans

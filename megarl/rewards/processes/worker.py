@@ -24,7 +24,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from megarl.rewards.functions import Reward, RewardFunctions, RewardSpec
+from megarl.rewards.registry import Reward, RewardFunctions, RewardSpec
 from megarl.rewards.sample import Sample, Score, read_result
 from megarl.util.signals import outlive_job_signals
 

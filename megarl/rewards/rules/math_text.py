@@ -34,7 +34,13 @@ def _joined(found: re.Match) -> str:
     return found[1] + found[2].replace(" ", "")
 
 
-# (pattern, replacement), one after the other.
+# Commands with another spelling.
+_OTHER_NAMES = {
+    "leq": r"\le ", "geq": r"\ge ", "neq": r"\ne ", "lt": "<", "gt": ">", "times": r"\cdot ", "ast": r"\cdot ", "div": "/",
+    "thickapprox": r"\approx ", "approxeq": r"\approx ", "simeq": r"\approx ", "lvert": "|", "rvert": "|", "vert": "|",
+    "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "langle": "(", "rangle": ")",
+}  # fmt: skip
+# (pattern, replacement), applied one after the other.
 _SPELLINGS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -51,33 +57,20 @@ _SPELLINGS = tuple(
         ),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-        (r"\\(?:mathbf|boldsymbol|bm|vec|mathbf)\s*\{([A-Za-z])\}", r"\1"),
+        (r"\\(?:mathbf|boldsymbol|bm|vec)\s*\{([A-Za-z])\}", r"\1"),
         (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
         (r"\\(?:text(?:rm|bf|it|sf|tt|normal|up)|mathrm|mathbf|mathsf|mathit|mbox|hbox)\s*\{", r"\\text{"),
         (r"\\text\s+\{", r"\\text{"),
         (r"\\text\{\s*\}", " "),
         (r"\\text\{\s*(?:percent|per cent|pct)\.?\s*\}", r"\\%"),
         (r"(?<=\d)\s+percent\b", r"\\%"),
-        (r"\\(leq|geq|neq|thickapprox|approxeq|simeq)(?![A-Za-z])", r"\\<\1>"),
-        (r"\\<leq>|\\leqslant", r"\\le "),
-        (r"\\<geq>|\\geqslant", r"\\ge "),
-        (r"\\<neq>", r"\\ne "),
-        (r"\\<\w+>", r"\\approx "),
-        (r"\\(?:lt)(?![A-Za-z])", "<"),
-        (r"\\(?:gt)(?![A-Za-z])", ">"),
+        (r"\\leqslant", r"\\le "),
+        (r"\\geqslant", r"\\ge "),
+        (rf"\\({'|'.join(_OTHER_NAMES)})(?![A-Za-z])", lambda found: _OTHER_NAMES[found[1]]),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
         (r"!=", r"\\ne "),
-        (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
-        (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
-        (r"\\(?:langle)(?![A-Za-z])", "("),
-        (r"\\(?:rangle)(?![A-Za-z])", ")"),
-        (r"\\(?:lbrack)(?![A-Za-z])", "["),
-        (r"\\(?:rbrack)(?![A-Za-z])", "]"),
-        (r"\\(?:lvert|rvert|vert)(?![A-Za-z])", "|"),
-        (r"\\times(?![A-Za-z])|\\ast(?![A-Za-z])", r"\\cdot "),
         (r"\*\*", "^"),
-        (r"\\div(?![A-Za-z])", "/"),
         (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\\(?:R|Reals|reals)(?![A-Za-z])|\\mathbb\s*R(?![A-Za-z])", r"\\mathbb{R}"),
         (r"\\(?:degree|degrees)(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?", r"^\\circ "),

@@ -12,5 +12,8 @@ the system calls (`seccomp`). Its files, as `isolation` says:
 What it does not stop: assertions run in the process of the program that they test, so one that searches the interpreter's
 frames could claim to have passed them. What a program prints or a function returns is compared outside.
 
+bubblewrap (0.8 was tried) could stand for `namespaces` alone, and only where an administrator has installed it: the refused
+system calls, the limits and a child for each test would remain, and so would `namespaces` for all other machines.
+
 This room must not know: anything but the standard library, for the jail runs with nothing else.
 """

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ISOLATIONS = ("auto", "namespaces", "seccomp")
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.rewards.sandbox.jail import main; main(int(sys.argv[2]))"
 _ROOT = str(Path(__file__).resolve().parents[3])
 # Beyond the tests' own time: starting Python on a busy machine.

@@ -302,7 +302,7 @@ def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[
 
 
 def compared_chats(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
-    """The pairs of these rankings' chats, numbered as `chats_of` has them, and each one's `ref_log_probs` [chats] (float32)."""
+    """The pairs of these rankings' chats, numbered as `texts_of` has them, and each one's `ref_log_probs` [chats] (float32)."""
     chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
     scores = chosen["scores"].to_pylist()
     offsets = torch.nn.functional.pad(torch.tensor([len(own) for own in scores]).cumsum(0), (1, 0))

@@ -6,10 +6,10 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.preference import dpo_loss, dpo_metrics, preference_loss, preference_metrics
+from megarl.algorithms.preference import dpo_loss, preference_loss, ranking_metrics
 from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig
-from megarl.data.preferences import chats_of, ranking_lengths, texts_of
+from megarl.data.preferences import ranking_lengths, texts_of
 from megarl.megatron.build import unwrap
 from megarl.megatron.heads import value_head
 from megarl.megatron.packing import PackedBatch
@@ -98,7 +98,7 @@ class RMWorker(RewardModelWorker):
             return total / cp, {name: value / cp for name, value in sums.items()}
 
         result = self.train(batches, value_head, loss)
-        metrics = {**preference_metrics(result.stats, table.num_rows), **result.numbers()}
+        metrics = {**ranking_metrics(result.stats, table.num_rows), **result.numbers()}
         return {
             **{f"train/{name}": value for name, value in metrics.items()},
             "perf/tokens": float(ranking_lengths(table).sum()),
@@ -123,7 +123,7 @@ class DPOWorker(ModelWorker):
             shares: rows of the table; the chats of a ranking are in one micro-batch.
         """
         share = shares[self.coords.dp]
-        chats = [chats_of(table, rows) for rows in share]
+        chats = [texts_of(table, rows) for rows in share]
         batches = [self.pack_examples(micro, [list(range(micro.num_rows))])[0] for micro in chats]
         # The schedule decides the order of micro-batches; the loss finds the pairs of each by its object.
         compared = {batch: compared_chats(table, rows) for batch, rows in zip(batches, share, strict=True)}
@@ -145,7 +145,7 @@ class DPOWorker(ModelWorker):
             return total / cp, {name: value / cp for name, value in sums.items()}
 
         result = self.train(batches, self.lm_head(), loss)
-        metrics = {**dpo_metrics(result.stats, table.num_rows), **result.numbers()}
+        metrics = {**ranking_metrics(result.stats, table.num_rows), **result.numbers()}
         return {
             **{f"train/{name}": value for name, value in metrics.items()},
             "perf/tokens": float(ranking_lengths(table).sum()),

@@ -9,11 +9,10 @@ Guarantees
   without a baseline, on another scale than that of larger groups.)
 - Everything is computed in float64 and returned in the input's dtype.
 
-The comparisons within a group (`grpo`, `rloo`, ...) take scores [n] of trajectories that are trained on (those without a live
-token are left out before) and n group ids (prompt uids), and return [n]. `gae`, `reward_to_go` and `masked_whiten` work token by
+The comparisons within a group (`grpo`, `rloo`, ...) take scores [n] of trajectories that have a live token and n group ids (prompt uids), and return [n]. `gae`, `reward_to_go` and `masked_whiten` work token by
 token.
 
-One's own estimator, in a file that the configuration names in `plugins`:
+A user's own estimator, in a file that the configuration names in `plugins`:
 
     @register_advantage("mine")
     def mine(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult: ...
@@ -33,7 +32,7 @@ from megarl.util.plugins import Registry
 
 @dataclass(frozen=True)
 class AdvantageBatch:
-    """What an estimator may look at: all trajectories of a train batch."""
+    """The input of an estimator: all trajectories of a train batch."""
 
     token_level_rewards: Tensor  # [tokens], 0 on masked tokens
     mask: Tensor  # bool [tokens]
@@ -301,7 +300,7 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def reward_to_go(token_level_rewards: Tensor, mask: Tensor, offsets: Tensor, gamma: float) -> Tensor:
-    """What each live token earns from itself on: G_t = r_t + gamma G_{t+1} over its trajectory's live tokens.
+    """The rewards from each live token on: G_t = r_t + gamma G_{t+1} over its trajectory's live tokens.
 
     Args: token_level_rewards [tokens]; mask: bool [tokens]; offsets: int64 [n + 1].
     Returns: [tokens], the rewards' dtype, 0 on masked tokens.

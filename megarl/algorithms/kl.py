@@ -103,12 +103,11 @@ def apply_kl_penalty(
     return rewards, float(mean_kl)
 
 
-class KLController:
-    """A coefficient, and what changes it. `saved`: the fields that a checkpoint holds, each with its type."""
+class _KLController:
+    """The common part of all controllers. `saved`: the fields that a checkpoint holds, each with its type."""
 
     kind: ClassVar[str]
     saved: ClassVar[dict[str, Callable[[Any], Any]]]
-    coef: float
     factor: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
@@ -132,7 +131,7 @@ class KLController:
 
 
 @dataclass
-class FixedKLController(KLController):
+class FixedKLController(_KLController):
     """A constant coefficient: after a resume it is the configuration's value times `factor`."""
 
     kind = "fixed"
@@ -146,7 +145,7 @@ class FixedKLController(KLController):
 
 
 @dataclass
-class AdaptiveKLController(KLController):
+class AdaptiveKLController(_KLController):
     """A coefficient that steers the KL to a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     coef <- coef * (1 + clip((kl - target) / target, -0.2, 0.2) * n_steps / horizon); their K_beta is
@@ -182,7 +181,7 @@ class AdaptiveKLController(KLController):
 
 
 @dataclass
-class LinearKLController(KLController):
+class LinearKLController(_KLController):
     """A coefficient on a straight line: `first` in the first step, `last` in step `num_steps` and after it."""
 
     kind = "linear"
@@ -200,6 +199,9 @@ class LinearKLController(KLController):
 
     def update(self, current_kl: float, n_steps: int) -> None:
         self.done += 1
+
+
+KLController = FixedKLController | AdaptiveKLController | LinearKLController
 
 
 def make_kl_controller(

@@ -1,4 +1,4 @@
-"""Losses on rankings, as pairs of responses of which one is better: the reward model's, and direct preference optimization's.
+"""Losses on rankings, as pairs of a better and a worse response: of reward models, and of direct preference optimization.
 
 Rankings come one after the other; `offsets` bound the texts of each. DPO takes the policy's own log-probabilities as
 rewards of a Bradley-Terry model.
@@ -59,7 +59,7 @@ def preference_loss(
         margins: float32 [texts]; of the ranking that each text is of.
         num_rankings: N.
 
-    Returns: the loss; sums over pairs of what is logged: `loss` (as above, times N), and over pairs `pairs`, `accuracy`
+    Returns: the loss; sums for the metrics: `loss` (as above, times N), and over pairs `pairs` (their number), `accuracy`
     (better ones with the greater reward; equal rewards count half) and `margin` (r_better - r_worse).
     """
     difference = rewards[pairs.better] - rewards[pairs.worse]
@@ -94,7 +94,7 @@ def dpo_loss(
                                                              is taken for wrong (conservative DPO)
         ipo       (h - 1 / (2 beta))^2                       (IPO, arXiv:2310.12036, equation 17)
 
-    Losses are sums: `num_rankings` is that of the whole batch, of which `log_ratios` may be a part.
+    Losses are sums: `num_rankings` counts the whole batch, `log_ratios` may be a part of it.
 
     Args:
         log_ratios: float [texts]; log pi(response) - log pi_ref(response), in nats, sums over tokens.

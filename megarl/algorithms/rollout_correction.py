@@ -1,4 +1,4 @@
-"""The engine that sampled and the trainer do not give a token quite the same probability: weights and masks for it.
+"""Weights and masks against the difference of the probabilities that the sampling engine and the trainer give a token.
 
 With r_t = trainer's / engine's probability of token t, from the old log-probs:
 
@@ -48,7 +48,7 @@ def correct_rollout(
 ) -> Correction:
     """Weights and the remaining mask of a train batch; flat [tokens] with offsets [n + 1].
 
-    Weights are those of the whole trajectory as it was sampled: rejected tokens count in a trajectory's ratio.
+    Weights are of the trajectory as it was sampled: rejected tokens count in its ratio.
 
     Metrics: rollout_corr/is_weight_{mean,min,max} over live tokens before truncation (of "sequence": each as often as
     the trajectory has tokens), rollout_corr/is_truncated (share of live tokens whose weight was cut),

@@ -40,7 +40,7 @@ _Bin = tuple[int, int, list[int]]  # (-sum of lengths, first item, items): sorts
 
 
 def sequence_costs(lengths: npt.ArrayLike, pair_share: float) -> npt.NDArray[np.int64]:
-    """What sequences of these lengths cost: L tokens through the matrices, L (L + 1) / 2 pairs through causal attention.
+    """The cost of sequences of these lengths: L tokens through the matrices, L (L + 1) / 2 pairs through causal attention.
 
     Args:
         pair_share: operations of attention for a pair of tokens, as a part of those of a token in all matrices.
@@ -121,7 +121,7 @@ def micro_batches(
     Args:
         lengths: tokens of each row.
         multiple_of: the number of micro-batches is a multiple of this.
-        costs: positive whole numbers, what is balanced; None: the lengths.
+        costs: the positive whole numbers to balance; None: the lengths.
 
     Returns:
         Non-empty lists of row indices. Their number is the smallest multiple for which Karmarkar-Karp or
@@ -208,7 +208,7 @@ def _exchange(
         room: tokens that still fit into `low`, and into `high`.
 
     Returns:
-        What `high` gives and takes; None: nothing makes the gap smaller.
+        The rows that `high` gives and takes; None: no exchange makes the gap smaller.
     """
     tokens, cost = np.append(sizes[low], 0), np.append(weights[low], 0)
     moved = weights[high][:, None] - cost  # [high, low + 1]: the last column takes nothing in return
@@ -277,11 +277,11 @@ def plan_mini_batches(
         micro_batch_size: rows of a micro-batch, at most.
         epochs: how often all rows are gone through.
         multiple_of: number of micro-batches of a rank is a multiple of this.
-        costs: positive whole numbers, what is balanced (`sequence_costs`); None: the lengths.
+        costs: the positive whole numbers to balance (`sequence_costs`); None: the lengths.
 
     Returns:
         `plan[mini-batch][rank][micro-batch]` -> row indices, the mini-batches of all epochs one after the
-        other. A rank's micro-batches come costliest first, so that those that run at the same time are alike
+        other. A rank's micro-batches come costliest first, so that micro-batches that run at the same time are alike
         and the largest memory peak comes first.
 
     Raises:
@@ -349,7 +349,7 @@ def _plan_one(
 def aligned_lengths(
     lengths: npt.ArrayLike, *, tp: int = 1, cp: int = 1, sequence_parallel: bool = False
 ) -> npt.NDArray[np.int64]:
-    """Packed tokens of each sequence of a micro-batch [rows], those that ranks need for even shares included.
+    """Packed tokens of each sequence of a micro-batch [rows], with the padding that gives ranks even shares.
 
     Context parallelism cuts a sequence into 2 cp equal chunks (Transformer Engine's for THD); sequence parallelism all
     tokens of a context parallel rank into tp parts, for which the last sequence is lengthened.
@@ -375,7 +375,7 @@ def aligned_total(
 
 
 def _units(tp: int, cp: int, sequence_parallel: bool) -> tuple[int, int]:
-    """What the tokens of a sequence, and of a micro-batch, are multiples of."""
+    """The numbers of which the tokens of a sequence, and of a micro-batch, are multiples."""
     unit = 2 * cp if cp > 1 else 1
     if not sequence_parallel:
         return unit, 1
@@ -397,8 +397,8 @@ class PlanFigures:
     """How even a plan is; each figure is the mean over its mini-batches.
 
     Attributes:
-        rank_imbalance: cost of the costliest data parallel rank over the ranks' mean, less 1: what the others wait.
-        micro_imbalance: the same of all micro-batches of all ranks: what pipeline stages wait for each other.
+        rank_imbalance: cost of the costliest data parallel rank over the ranks' mean, less 1: the part of a step that others wait.
+        micro_imbalance: the same over all micro-batches of all ranks: the waiting of pipeline stages for each other.
         num_micro: micro-batches of a rank.
     """
 

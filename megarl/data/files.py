@@ -1,4 +1,4 @@
-"""Data files: where they are (paths, globs, and URLs of whatever fsspec can open), and their rows.
+"""Data files: where they are (paths, globs, and URLs that fsspec can open), their rows, and tables of examples from rows.
 
 Rows are read from Parquet and JSON lines, and written as Parquet; errors name the file and the row.
 """
@@ -70,7 +70,7 @@ def resolve_files(files: str | Path | DataFile | Sequence[str | Path | DataFile]
 
     Raises:
         ValueError: a file is missing, a glob matches nothing, nothing is given, a file is given twice, or a URL
-            cannot be read (which package is missing, or what its server says).
+            cannot be read (with the missing package, or the server's answer).
     """
     patterns = [files] if isinstance(files, str | Path | DataFile) else list(files)
     if not patterns:
@@ -100,7 +100,7 @@ def _local_files(pattern: str) -> list[DataFile]:
 
 def _remote_files(pattern: str) -> list[DataFile]:
     filesystem, path = _filesystem(pattern)
-    wild = "*[" if _is_http(pattern) else _GLOB_CHARACTERS  # what follows ? in http is a query
+    wild = "*[" if _is_http(pattern) else _GLOB_CHARACTERS  # in http a query begins with ?
     try:
         if any(character in pattern for character in wild):
             matches = sorted(match for match in filesystem.glob(path) if filesystem.isfile(match))
@@ -151,8 +151,8 @@ class Column:
 
     Attributes:
         name: dotted for a field of a struct, such as "extra_info.answer".
-        setting: what to set where a file has no such column, such as "data.prompt_key".
-        by_row: rows may lack it, so that a file of JSON lines, whose first row alone is looked at, says nothing of it.
+        setting: the key to set where a file has no such column, such as "data.prompt_key".
+        by_row: rows may lack it, so the first row of JSON lines, the only one that is read for its columns, does not tell.
     """
 
     name: str
@@ -166,7 +166,7 @@ def iter_rows(
     """Yield (row number from 0, row as a dict) of a Parquet or JSON lines (`.jsonl`, `.json`) file.
 
     Args:
-        columns: top-level columns to read of a Parquet file, those that it has; null reads all.
+        columns: top-level columns to read of a Parquet file; missing ones are left out; None: all.
 
     Raises:
         ValueError: unknown suffix, unreadable file, columns that pyarrow cannot read, or a line that is no JSON object (named by its row
@@ -210,12 +210,12 @@ def column_names(path: DataFile | Path) -> list[str] | None:
 
 
 def missing_columns(path: DataFile | Path, needed: Callable[[Sequence[str]], Sequence[Column]]) -> str | None:
-    """What to say of a file that lacks columns; None: it has them all.
+    """An error text for a file that lacks columns; None: it has them all.
 
-    Fields of a struct are not looked for: a row may have them and another not.
+    Fields of a struct are not checked: one row may have them and another not.
 
     Args:
-        needed: from the columns that a file has to those that it must have.
+        needed: (columns of a file) -> columns that it must have.
     """
     present = column_names(path)
     if present is None:
@@ -240,7 +240,7 @@ def open_lines(path: DataFile | Path) -> BinaryIO:
 
 
 def chosen_columns(file: pq.ParquetFile, columns: Sequence[str] | None) -> list[str]:
-    """Those of `columns` (null: all) that a Parquet file has."""
+    """The columns of a Parquet file that are among `columns` (None: all)."""
     present = file.schema_arrow.names
     return present if columns is None else [name for name in columns if name in present]
 
@@ -363,10 +363,10 @@ def lookup(row: dict[str, Any], key: str, setting: str | None = None) -> Any:
     """Value of a dotted key such as `extra_info.answer`; a column whose name holds the dots wins.
 
     Args:
-        setting: what names the key, such as "data.prompt_key": part of the error.
+        setting: the configuration key that names it, such as "data.prompt_key"; part of the error.
 
     Raises:
-        ValueError: the key is not there; the message lists what is.
+        ValueError: there is no such key; the message lists the keys that there are.
     """
     if key in row:
         return row[key]
@@ -382,7 +382,7 @@ def lookup(row: dict[str, Any], key: str, setting: str | None = None) -> Any:
 
 
 class RowErrors:
-    """Collects what is wrong with the rows of a data set, so that one run reports the first few problems at once.
+    """Collects the problems of the rows of a data set, so that one run reports the first few at once.
 
     Rows of a file that have the same problem are one line.
     """
@@ -402,7 +402,7 @@ class RowErrors:
             self._num_others += 1
 
     def add_file(self, path: DataFile | Path, problem: str) -> None:
-        """Of a file whose rows are not read."""
+        """Add a problem of a whole file, whose rows are not read."""
         self._files.append(f"{path}: {problem}")
 
     def raise_if_any(self) -> None:
@@ -439,11 +439,11 @@ def read_examples(
 
     Args:
         files: a path, a glob or a list of both (.parquet, .jsonl, .json).
-        keys: of the columns that `convert` reads; they may be dotted ("extra_info.answer").
-        convert: from a row to its examples (none: it is left out), without their uid; its ValueErrors are of the row.
-        needed: from the columns that a file has to those that it must have.
-        chats: those of `keys` that hold chats, tools or keywords of the chat template (see `without_filled_nulls`).
-        schema: of the examples, with `uid`: "<file stem>:<row in file>", and with "/<number>" of several of a row.
+        keys: the columns that `convert` reads, dotted or not ("extra_info.answer").
+        convert: (row) -> its examples without their uid, none to leave the row out; a ValueError is an error of the row.
+        needed: (columns of a file) -> columns that it must have.
+        chats: the `keys` that hold chats, tools or keywords for the chat template (see `without_filled_nulls`).
+        schema: of the examples; `uid` is "<file stem>:<row in file>", with "/<number>" where a row has several examples.
 
     Raises:
         ValueError: a missing or unreadable file, wrong rows (named by file and row number), no examples.
@@ -476,8 +476,8 @@ def read_examples(
 
 
 def write_parquet(table: pa.Table, path: str | Path) -> Path:
-    """Write a table so that `path` holds, at any moment, either the whole of it or what it held before."""
-    # Numbers differ from token to token: dictionaries of them take as long as all the rest, and save nothing.
+    """Write a table as Parquet; at any moment `path` is either complete or as it was before."""
+    # Numbers differ from token to token: dictionaries of numbers take as long as everything else, and save nothing.
     texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
     with whole_file(path) as temporary:
         pq.write_table(table, temporary, use_dictionary=texts, compression="zstd", compression_level=1)
@@ -485,12 +485,12 @@ def write_parquet(table: pa.Table, path: str | Path) -> Path:
 
 
 def write_arrow(table: pa.Table, path: Path) -> None:
-    """Write a table as Arrow has it: what is read back is the same in every bit, and so is what is written of it later."""
+    """Write a table in Arrow's own format, which gives back the same bits."""
     with naming(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
 
 
 def read_arrow(path: Path) -> pa.Table:
-    """What `write_arrow` wrote, each column one chunk."""
+    """Read a file of `write_arrow`; each column is one chunk."""
     with pa.OSFile(str(path), "rb") as file:
         return pa.ipc.open_file(file).read_all().combine_chunks()

@@ -32,18 +32,18 @@ class HasTable(Protocol):
 
 
 class Feed(Protocol):
-    """Rows in the order of an epoch, and of the next one when that is over."""
+    """Rows in the order of an epoch, epoch after epoch."""
 
     num_rows: int  # of an epoch
     epoch: int  # from 0
 
     @property
     def left(self) -> int:
-        """Rows that are still to come in the epoch, at most."""
+        """Rows that are left in the epoch, at most."""
         ...
 
     def take(self, count: int) -> pa.Table | None:
-        """The next `count` rows of the epoch; None: it has not as many left."""
+        """The next `count` rows of the epoch; None: fewer are left."""
         ...
 
     def next_epoch(self) -> None:
@@ -51,11 +51,11 @@ class Feed(Protocol):
         ...
 
     def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
-        """Tell what the rows of these uids, which may be another feed's, scored [trajectories]."""
+        """Report the scores [trajectories] of these prompts; other feeds' prompts may be among them."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it depends on, as JSON values."""
+        """The position, and the settings that it depends on, as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class BatchLoader:
         """The batches of the current epoch that are still to come.
 
         Raises:
-            ValueError: a whole epoch gives no batch; what the feed raises.
+            ValueError: a whole epoch gives no batch; or the feed's errors.
         """
         feed, least = self._feed, self._batch_size if self._drop_last else 1
         epoch, whole, num_batches = feed.epoch, feed.left == feed.num_rows, 0
@@ -129,10 +129,10 @@ class BatchLoader:
             )
 
     def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
-        """Tell the samplers what a step's trajectories scored.
+        """Tell the samplers the scores of a step's trajectories.
 
         Args:
-            uids: of each trajectory its prompt's.
+            uids: the prompt's uid of each trajectory.
             scores: of each trajectory [trajectories].
         """
         self._feed.report(uids, scores)
@@ -141,15 +141,14 @@ class BatchLoader:
         return {"batch_size": self._batch_size, "drop_last": self._drop_last}
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, and what the order depends on (JSON values)."""
+        """The position, and the settings that the order depends on (JSON values)."""
         return {**self._identity(), "feed": self._feed.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.
 
         Raises:
-            ValueError: the position was saved with other data, batch size or order, in which it means other
-                rows.
+            ValueError: the position was saved with other data, batch size or order.
         """
         check_identity(state, self._identity())
         self._feed.load_state_dict(state["feed"])
@@ -177,8 +176,10 @@ class TableFeed:
         self._table = table.combine_chunks()
         self._sampler = sampler
         self._seed = seed
-        self._taken = np.zeros(table.num_rows, dtype=np.bool_)  # rows that the epoch has had
-        self._coming: np.ndarray | None = None  # the others in their order; None: to be asked for
+        self._taken = np.zeros(table.num_rows, dtype=np.bool_)  # rows that this epoch has used
+        self._coming: np.ndarray | None = (
+            None  # the other rows in their order; None: the sampler has to be asked
+        )
         self._uids = frozenset(table["uid"].to_pylist()) if sampler.learns else frozenset()
 
     @property
@@ -246,11 +247,11 @@ class TableLoader(BatchLoader):
 
 
 class Shares:
-    """Which data set the next prompt is of: Tijdeman's algorithm ("The chairman assignment problem", Discrete
+    """Chooses the data set of the next prompt by Tijdeman's algorithm ("The chairman assignment problem", Discrete
     Mathematics 32, 1980), in whole numbers.
 
     For n data sets of shares w_i (their sum is 1) it keeps |w_i t - x_i(t)| <= 1 - 1 / (2n - 2), where x_i(t) is
-    how often i was drawn in t draws: draw t is of the i among those with w_i t - x_i(t - 1) >= 1 / (2n - 2) for which
+    how often i was drawn in t draws. Draw t takes, among all i with w_i t - x_i(t - 1) >= 1 / (2n - 2), the one for which
     (1 - 1 / (2n - 2) - (w_i t - x_i(t - 1))) / w_i, the time that is left to it, is smallest.
     """
 
@@ -262,7 +263,7 @@ class Shares:
         self.counts = [0] * len(weights)  # draws so far
 
     def draw(self) -> int:
-        """The number of the data set that the next prompt is of."""
+        """The number of the next prompt's data set."""
         chosen = self._next()
         self.counts[chosen] += 1
         return chosen
@@ -287,7 +288,7 @@ class Shares:
 class MixtureFeed:
     """Rows of several feeds by weight (see Feed), as many an epoch as all have together.
 
-    Each feed has epochs of its own: one that has not enough rows left for a batch begins its next epoch with it.
+    Each feed has epochs of its own; a feed with too few rows left for a batch begins its next epoch with that batch.
     """
 
     def __init__(self, feeds: Mapping[str, Feed], weights: Mapping[str, float], batch_size: int) -> None:
@@ -327,7 +328,7 @@ class MixtureFeed:
         draws = np.array([self._shares.draw() for _ in range(count)])
         self._taken += count
         tables = [self._take_of(index, int((draws == index).sum())) for index in range(len(self._feeds))]
-        # each feed's rows to the places that were drawn for it
+        # Put each feed's rows in the places that were drawn for it.
         places = np.argsort(draws, kind="stable")
         rows = np.empty(count, dtype=np.int64)
         rows[places] = np.arange(count)

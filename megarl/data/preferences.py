@@ -76,7 +76,7 @@ class PreferenceKeys:
         return [key for key in keys if key is not None]
 
     def needed(self, present: Sequence[str]) -> list[Column]:
-        """Those that a file with the columns `present` must have; `prompt` by its usual name is none of them, because
+        """The columns that a file with the columns `present` must have. `prompt` under its usual name is not needed, because
         responses may be whole chats."""
         columns = [] if self.prompt == PreferenceKeys.prompt else [Column(self.prompt, "data.prompt_key")]
         if self.margin is not None:
@@ -96,12 +96,12 @@ class PreferenceKeys:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Chats that differ in what answers the prompt, and how good each is.
+    """Chats with the same prompt and different responses, and how good each is.
 
     Attributes:
         chats: each ends with a message of the assistant's.
         scores: of each chat, greater is better.
-        margin: how much greater the reward of the better one of two should at least be.
+        margin: by how much the reward of the better of two texts should be greater, at least.
     """
 
     chats: list[Chat]
@@ -246,8 +246,8 @@ class PreferenceDataset:
 
 
 class PreferenceChats(PreferenceDataset):
-    """Rankings of which a policy learns, with the tokens of each chat's last message marked; `table` is of
-    `PREFERENCE_CHAT_SCHEMA`. Chats are never cut."""
+    """Rankings from which a policy learns: the tokens of each chat's last message are marked. `table` has
+    `PREFERENCE_CHAT_SCHEMA`; chats are never cut."""
 
     _schema = PREFERENCE_CHAT_SCHEMA
     _text = "chat"

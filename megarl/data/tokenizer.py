@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
-# of a template itself, and of what it does with a value of another type than it expects
+# of the template itself, and of its operations on values of unexpected types
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # words, digits, punctuation, runs of white space, other scripts: where splitting rules differ
@@ -47,7 +47,7 @@ _SENTENCEPIECE_BPE = 2  # TrainerSpec.ModelType.BPE in sentencepiece_model.proto
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder (or Hub id), with a chat template in any case.
+    """Load the tokenizer of a model folder (or Hub id); it always has a chat template.
 
     A folder whose only tokenizer file is a SentencePiece `tokenizer.model` is read from that file alone. A
     tokenizer without chat template gets `PLAIN_CHAT_TEMPLATE`, with a warning.
@@ -77,7 +77,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Those of TOKENIZER_FILES that a folder has.
+    """The TOKENIZER_FILES that a folder has.
 
     Raises:
         ValueError: none.
@@ -123,9 +123,9 @@ def _as_defined(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedT
 def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
     """A tokenizer with the ids that SentencePiece itself gives.
 
-    AutoTokenizer is no help here: without a tokenizer_config.json transformers 5.12 builds a tokenizer from
+    AutoTokenizer does not help: without a tokenizer_config.json transformers 5.12 builds a tokenizer from
     the SentencePiece pieces without the leading space ("▁") that the model was trained with. LlamaTokenizer
-    has it, but assumes the normalisation of Llama's own model, so that of this file is put in its place.
+    has it, but assumes the normalisation of Llama's own model, which is replaced by this file's.
     """
     import transformers
     from google.protobuf.message import DecodeError  # two packages that only such folders need
@@ -164,8 +164,8 @@ def render_text(
     """Messages, in the forms that the tokenizer's chat template reads, as its text.
 
     Args:
-        messages: with all fields that they have (see `megarl.data.chats`).
-        template_kwargs: what the template is given besides, such as `tools` or enable_thinking.
+        messages: with all their fields (see `megarl.data.chats`).
+        template_kwargs: further keywords for the template, such as `tools` or enable_thinking.
 
     Raises:
         ValueError: the template refuses the messages (for example roles that do not alternate).

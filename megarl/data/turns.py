@@ -13,7 +13,7 @@ A turn is found in one of two ways. Where the template keeps beginnings, the cha
 rendered. Templates that write a message otherwise when others follow (Qwen3 drops earlier reasoning) are given the whole chat
 with marks in the turns' texts: if it is the same text but for the marks, they say where each turn is.
 
-`TurnEnds` reads off the rendering of stand-ins what ends an assistant's turn in a template's text, and what opens one.
+`TurnEnds` finds the tags that end and open an assistant's turn from the rendering of stand-ins.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def as_a_policy_ends(
     message: Message,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """A rendered chat without what the template writes behind the end token of its last message, the assistant's; where
-    turns end with the role token of the next message, with that."""
+    """A rendered chat up to the end token of its last message, the assistant's; where turns end with the role token of the
+    next message, up to and with that token."""
     ends = TurnEnds(
         tokenizer, lambda chat, open_turn=False: render_text(tokenizer, chat, open_turn, template_kwargs)
     )
@@ -65,13 +65,13 @@ def common_beginning(opening: str, text: str) -> str:
 
 
 def opening_of_turn(render: Render, messages: Sequence[Message]) -> str:
-    """What the generation prompt writes behind these messages, in place of what the template may write there else."""
+    """The text that the generation prompt adds behind these messages."""
     before, opened = render(messages), render(messages, True)
     return opened[len(common_beginning(before, opened)) :]
 
 
 class TurnEnds:
-    """What ends a turn, by the rendering of stand-ins."""
+    """The texts that end a turn, found by rendering stand-ins."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, render: Render) -> None:
         self._eos, self._render = tokenizer.eos_token, render
@@ -89,7 +89,7 @@ class TurnEnds:
             return self._render(messages)
         except (
             ValueError
-        ):  # a template that refuses a tool's message, or two of a kind, has no end that it would show
+        ):  # a template that refuses a tool's message, or two messages of one role, shows no end
             return ""
 
     @cached_property
@@ -113,12 +113,12 @@ class TurnEnds:
         return min(starts, default=len(text))
 
     def _opening_after(self, message: Message) -> str:
-        """The tag with which what answers a message begins, if it ends the message as well; else nothing."""
+        """The tag that begins the answer to a message, if it ends the message as well; else an empty text."""
         role = "tool" if message.get("tool_calls") and "tool" in self._openings else "user"
         return self._openings.get(role, "") if self._closing is None else ""
 
     def of_chat(self, text: str, message: Message) -> str:
-        """A chat that ends with an assistant's message as a policy would end it, who stops with a token that ends turns."""
+        """A chat that ends with an assistant's message, ended as a policy ends it: with a token that ends turns."""
         for token in (self._eos, self._closing):
             before, found, behind = text.rpartition(token) if token else ("", "", text)
             if found and not behind.strip():  # else it ends an earlier message
@@ -126,9 +126,9 @@ class TurnEnds:
         return text + self._opening_after(message)
 
     def after(self, text: str, begin: int, limit: int, message: Message) -> tuple[int, str]:
-        """Where the turn with text[begin:limit], or its last part, ends, and what has to be put behind the text for that.
+        """Where the turn with text[begin:limit], or its last part, ends, and the text that must be added for it.
 
-        That is after the last end token: the tokenizer's; or the one that the template writes behind an answer; or another
+        The end is behind the last end token: the tokenizer's; or the one that the template writes behind an answer; or another
         one, such as that of calls.
         """
         for token in (self._eos, self._closing):
@@ -215,7 +215,7 @@ def find_turns(
             text = whole + added
     missing = [number for number in positions if number not in found]
     for number in missing:
-        check_calls_shown(messages[number], whole, f"message {number}")  # the simpler reason, if it is that
+        check_calls_shown(messages[number], whole, f"message {number}")  # a simpler reason, if it applies
     if missing:
         raise ValueError(_not_found(missing, sorted(found)))
     for number, (start, end) in found.items():
@@ -251,7 +251,7 @@ def _by_beginnings(
         return None
     if whole.startswith(opened):
         start = len(opened)
-    else:  # a generation prompt of which the template shows less in a turn that is over, such as "<think>"
+    else:  # the template shows only a part of its generation prompt in a finished turn, such as no "<think>"
         before = render(messages[:number])
         if not whole.startswith(before) or not opened.startswith(before):
             return None
@@ -262,7 +262,7 @@ def _by_beginnings(
 
 
 def _marked(render: Render, messages: Sequence[Message], whole: str) -> dict[int, list[int]]:
-    """Positions in the whole text that are inside of what it shows of a message, by message; empty: none are known.
+    """Positions in the whole text that lie inside of a message's own text, by message; empty: none are known.
 
     Marks at both ends of the texts of all messages are tried first, then fewer: a template may look at how a text begins or
     ends, and then writes the chat otherwise.
@@ -351,7 +351,7 @@ def _by_marks(
     start, limit = begin + len(shared), ends.next_message(whole, own[-1])
     others = [place for message, places in inside.items() if message != number for place in places]
     if start > own[0] or any(begin < place < limit for place in others):
-        return None  # a template that puts one message into another, or leaves out what opens the turn
+        return None  # the template puts one message into another, or leaves out the opening of the turn
     return start, own[-1], limit
 
 
@@ -372,7 +372,7 @@ def _check_shown(message: Message, text: str, number: int, is_last: bool) -> Non
 
 
 def _said(message: Message) -> Iterator[tuple[str, str]]:
-    """The texts of a message by field; of content what stands behind its reasoning."""
+    """The texts of a message by field; of content the part behind its reasoning."""
     content = message.get("content")
     for part in [{"text": content}] if isinstance(content, str) else content or ():
         yield "content", part["text"].rpartition("</think>")[2]

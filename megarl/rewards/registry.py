@@ -27,10 +27,10 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 def load_reward_function(
     path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None
 ) -> RewardFunction:
-    """The function `name` of the file `path`; it is called with the four arguments of `_ARGUMENTS` by keyword, and
-    with `prompt_str` if it has such a parameter, and is given `kwargs` besides. It may be async.
+    """The function `name` of the file `path`; it is called by keyword with the four arguments of `_ARGUMENTS`, with
+    `prompt_str` if it has such a parameter, and `kwargs`. It may be async.
 
-    ValueError, with the config key and what was found: no such file, not a .py file, a file that fails while it
+    ValueError, with the config key and the fault: no such file, not a .py file, a file that fails while it
     is imported, no such name in it, a name that is not callable, a function that does not take these arguments.
     """
     module = import_file(path, "custom_reward_function.path")
@@ -119,12 +119,12 @@ def _rule_of(data_source: str) -> str | None:
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Where rewards come from, in a form that travels to another process.
+    """The source of rewards, in a form that can be sent to another process.
 
     One function for all rows, if any of these is given: `function` (bytes that `pickle.loads` turns into it, as
     cloudpickle makes them), else `custom_path` and `custom_name`, else `rule` by name. Otherwise each row's
     `data_source` has its rule.
-    `rule_options`: name of a rule -> what it gets as further keyword arguments.
+    `rule_options`: name of a rule -> its further keyword arguments.
     """
 
     plugins: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class RewardSpec:
 
 
 class RewardFunctions:
-    """The functions of a RewardSpec. ValueError: a plugin, file, name or rule that is not as it must be."""
+    """The functions of a RewardSpec. ValueError: a wrong plugin, file, name or rule."""
 
     def __init__(self, spec: RewardSpec) -> None:
         self._spec = spec
@@ -164,7 +164,7 @@ class RewardFunctions:
     def check(self, prompts: Iterable[tuple[str, str, str]]) -> None:
         """Whether every prompt (its uid, data source, ground truth) can be scored.
 
-        ValueError: names all data sources that have no rule, or a prompt that lacks what its rule compares with.
+        ValueError: names all data sources that have no rule, or a prompt without the ground truth that its rule compares with.
         """
         rows = list(prompts)
         if self._common is None:
@@ -206,7 +206,7 @@ class Reward:
             return False
 
 
-# The data sources are those that verl's converters of these data sets write.
+# The data sources are the names that verl's converters of these data sets write.
 register_reward("gsm8k", ["openai/gsm8k", "megarl/arithmetic"], needs_ground_truth=True)(text.gsm8k)
 register_reward("gsm8k_flexible", needs_ground_truth=True)(text.gsm8k_flexible)
 register_reward(

@@ -58,10 +58,10 @@ _MAX_FRAMES = 8
 _WORKER = "megarl/rewards/processes/worker.py"
 # A worker ends by itself when a sample is over time; this much later it is killed.
 _GRACE_SECONDS = 10.0
-# While there is work, all workers are looked at so often; who is stopped for so long is killed.
+# While there is work, workers are looked at this often, and killed when they have been stopped this long.
 _LOOK_SECONDS = 5.0
 _STOPPED_SECONDS = 20.0
-# Deaths of workers before they could begin, one after the other, before it is held to be no accident.
+# So many workers in a row die before they can begin: no accident.
 _MAX_FAILED_STARTS = 3
 _MEANWHILE_SECONDS = 1.0
 
@@ -70,11 +70,11 @@ def make_scorer(config: TrainConfig | EvalConfig, function: bytes | None = None)
     """The Scorer that a configuration describes.
 
     Args:
-        function: a reward function that stands in no file, as bytes that `pickle.loads` turns into it
-            (cloudpickle's); it is used for all samples, whatever the configuration says.
+        function: a reward function in no file, pickled (by cloudpickle); it is used for all samples, whatever the
+            configuration says.
 
     Raises:
-        ValueError: a file or name of the configuration that is not as it must be, a key of the judge that is not set.
+        ValueError: a wrong file or name in the configuration, a key of the judge that is not set.
     """
     reward, custom = config.reward, config.custom_reward_function
     judge = JudgeSettings(**asdict(reward.judge))
@@ -113,7 +113,7 @@ class _Job:
     sample: Sample
     is_async: bool
     alone: bool = False  # a worker died with it and others
-    again: bool = False  # a worker was killed or stopped from outside while it was at it alone
+    again: bool = False  # a worker was killed or stopped from outside while this was its only job
 
 
 class Scorer:
@@ -133,7 +133,7 @@ class Scorer:
             max_concurrency: async functions that run at a time, in all workers together.
 
         Raises:
-            ValueError: a file, name or rule of `spec` that is not as it must be.
+            ValueError: a wrong file, name or rule in `spec`.
         """
         self.spans = Spans()
         self._functions = RewardFunctions(spec)
@@ -172,11 +172,11 @@ class Scorer:
     def collect(
         self, meanwhile: Callable[[], object] = lambda: None, uids: Collection[str] | None = None
     ) -> dict[str, Score]:
-        """Wait for what was submitted; uid -> Score. RuntimeError: workers cannot work.
+        """Wait for the scores of submitted samples; uid -> Score. RuntimeError: workers cannot work.
 
         Args:
-            meanwhile: is called from time to time; what it raises ends the wait.
-            uids: of the samples; others stay; those that were not submitted are left out. None: all.
+            meanwhile: called once a second while waiting; its exceptions end the wait.
+            uids: the samples to wait for; unknown ones are ignored, other samples stay. None: all.
         """
         with self._changed:
             wanted = set(self._open) if uids is None else self._open.intersection(uids)
@@ -191,7 +191,7 @@ class Scorer:
             return {uid: self._scores.pop(uid) for uid in wanted}
 
     def close(self) -> None:
-        """End the workers; what was not collected is lost."""
+        """End the workers; scores that were not collected are lost."""
         if self._closing:
             return
         self._closing = True
@@ -216,8 +216,8 @@ class Scorer:
         if self._failure is not None:
             raise RuntimeError(f"rewards cannot be computed: {self._failure}") from self._failure
 
-    # What follows runs in the Scorer's thread, which alone touches workers. It lives as long as they do, because
-    # the kernel kills a worker when the thread that started it ends.
+    # The methods below run in the Scorer's thread, the only one that touches workers. It lives as long as they do, because the
+    # kernel kills a worker when the thread that started it ends.
 
     def _run(self) -> None:
         try:
@@ -233,7 +233,7 @@ class Scorer:
                 worker.end()
 
     def _hand_out(self) -> None:
-        """Give workers what they can take now; they are started, and started again, when there is work."""
+        """Give workers the jobs that they can take now; when there is work, workers that do not run are started."""
         with self._changed:
             if any(self._waiting.values()):
                 for worker in self._workers:
@@ -247,7 +247,7 @@ class Scorer:
                         break
 
     def _free_worker(self, kind: str) -> WorkerProcess | None:
-        """One that may take a job; async ones share workers, all others have one for themselves."""
+        """A worker that may take a job; async jobs share workers, any other has one for itself."""
         ready = [worker for worker in self._workers if worker.is_ready]
         if kind != "async":
             return next((worker for worker in ready if not worker.jobs), None)
@@ -257,7 +257,7 @@ class Scorer:
         return min(shared, key=lambda worker: len(worker.jobs))
 
     def _wait(self) -> None:
-        """Wait until a worker says something, ends, or is over time, or until there is more to do."""
+        """Wait until a worker sends a message, ends or is over time, or until there is more to do."""
         running = [worker for worker in self._workers if worker.is_running]
         deadlines = [worker.oldest + self._timeout + _GRACE_SECONDS for worker in running if worker.jobs]
         seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -269,7 +269,7 @@ class Scorer:
             os.read(self._wake_read, 65536)
         looks = (
             time.monotonic() >= self._next_look
-        )  # not at every score: a look costs as much as handing out a sample
+        )  # not at every score: looking costs as much as handing out a sample
         if looks:
             self._next_look = time.monotonic() + _LOOK_SECONDS
         for worker in running:
@@ -291,7 +291,8 @@ class Scorer:
             self._changed.notify_all()
 
     def _bury(self, worker: WorkerProcess) -> None:
-        """Of a worker that ended: one sample was its death; of several each is tried alone, as is the one it was hit at."""
+        """Settle the jobs of a worker that ended: a single job was the cause, unless the worker was hit from outside, and has no
+        score; of several jobs each is tried again alone."""
         began, jobs, hit = worker.is_ready, dict(worker.jobs), worker.was_hit
         seconds = time.monotonic() - worker.oldest if jobs else 0.0
         reason = worker.end()
@@ -312,7 +313,7 @@ class Scorer:
 
 
 class WorkerProcess:
-    """The controller's side of a worker: starts it, exchanges messages with it, and says how it ended.
+    """The controller's side of a worker: starts it, exchanges messages with it, and tells how it ended.
 
     It can be started again after its end. Used by one thread.
     """
@@ -322,7 +323,7 @@ class WorkerProcess:
         self._process: subprocess.Popen | None = None
         self._count = 0
         self.is_ready = False
-        self.jobs: dict[Any, float] = {}  # what it is at -> when it was sent (time.monotonic)
+        self.jobs: dict[Any, float] = {}  # its jobs -> when each was sent (time.monotonic)
         self._stopped_since: float | None = None
 
     @property
@@ -336,7 +337,7 @@ class WorkerProcess:
 
     @property
     def was_hit(self) -> bool:
-        """It has ended, and what it was at was not the reason: killed (by hand, for want of memory), or stopped before."""
+        """Whether it ended for another reason than its job: killed (by hand, for want of memory), or stopped before."""
         assert self._process is not None
         return self._overdue or self._stopped_since is not None or self._process.returncode == -signal.SIGKILL
 
@@ -347,7 +348,7 @@ class WorkerProcess:
 
     @property
     def waitables(self) -> list[Any]:
-        """What becomes readable when it says something or ends."""
+        """Objects that become readable when it sends a message or ends."""
         return [self._connection, self._ended]
 
     def start(self) -> None:
@@ -362,7 +363,7 @@ class WorkerProcess:
                 pass_fds=(there.fileno(), self._report),
                 start_new_session=True,
             )
-        # A pidfd beside the socket: children of a reward may hold the socket open after the worker's end.
+        # A pidfd in addition to the socket, which children of a reward may hold open after the worker's end.
         self._ended = os.pidfd_open(self._process.pid)
         self._connection = Connection(here.detach())
         self._numbers: dict[int, Any] = {}
@@ -386,10 +387,10 @@ class WorkerProcess:
         return True
 
     def receive(self) -> list[tuple[Any, Score]]:
-        """The scores that have come. RuntimeError: the worker cannot set up what it needs."""
+        """The scores that have come. RuntimeError: the worker cannot set itself up."""
         scores = []
         if self.has_ended:
-            self._kill_group()  # whoever else holds the socket, so that reading it comes to an end
+            self._kill_group()  # other processes that hold the socket, so that reading it ends
         try:
             while self._connection.poll():
                 message = self._connection.recv()
@@ -409,7 +410,7 @@ class WorkerProcess:
         return scores
 
     def stopped_seconds(self) -> float:
-        """For how long it has been stopped (SIGSTOP, a debugger), as far as it was looked at meanwhile; 0: it is not."""
+        """Seconds since it was first seen stopped (SIGSTOP, a debugger); 0: it is not."""
         assert self._process is not None
         if self.has_ended:
             return 0.0
@@ -433,7 +434,7 @@ class WorkerProcess:
         self._process.wait()
 
     def end(self) -> str:
-        """Kill what is left of it; returns how it ended."""
+        """Kill its remaining processes; returns how it ended."""
         if self._process is None:
             return ""
         self.kill()

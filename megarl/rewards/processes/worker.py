@@ -7,8 +7,8 @@ Guarantees
   process dies only if they keep the event loop from running.
 - Whatever a function raises (SystemExit included) is the result of that sample.
 
-It speaks pickles over a socket. First it gets a `Setup` and answers `None`, or the text of what is wrong. Then it
-gets `(number, Sample)`, and answers each, in any order, with `(number, Score)`.
+Messages are pickles over a socket. First it gets a `Setup` and answers `None`, or the text of an error. Then it gets
+`(number, Sample)`, and answers each, in any order, with `(number, Score)`.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ _MESSAGE_CHARACTERS = 1000
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker needs first; `timeout`: seconds a sample."""
+    """The first message to a worker. `timeout`: seconds a sample."""
 
     spec: RewardSpec
     timeout: float
 
 
 def main(socket: int, report: int, parent: int) -> None:
-    """Serve until the other end of `socket` closes. `report`: a file for what faulthandler writes."""
+    """Serve until the other end of `socket` closes. `report`: a file for the output of faulthandler."""
     _die_with(parent)
     outlive_job_signals()
     for descriptor in (socket, report):

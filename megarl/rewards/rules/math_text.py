@@ -1,6 +1,6 @@
-r"""The text of a mathematical answer in one spelling: LaTeX as ASCII, without what only sets it (`\left`, `\,`, `\dfrac`, `$`).
+r"""The text of a mathematical answer in one spelling: LaTeX as ASCII, without typesetting (`\left`, `\,`, `\dfrac`, `$`).
 
-What is left says what the answer is; only its spacing differs between spellings.
+The same answer may still differ in spacing.
 """
 
 import re
@@ -25,7 +25,7 @@ _NUMBER = re.compile(
     r"(?P<sign>[+-]?)(?:\\frac\{(?P<top>\d+)\}\{(?P<bottom>\d+)\}|(?P<a>\d+)/(?P<b>\d+)"
     r"|(?P<decimal>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+|\d*\.\d*\\(?:bar|overline|dot)(?:\{\d+\}|\d)))"
 )
-_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # but those between digits
+_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # all spaces but those between digits
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _TYPED = r"(?<!\\text\{)(?<!\\operatorname\{)(?<![\\A-Za-z])"
 
@@ -90,7 +90,7 @@ _BEGINNINGS = re.compile(r"^(?:\\\\(?![A-Za-z])|\s)+")
 
 
 def clean(text: str) -> str:
-    """The answer in one spelling; spaces mean nothing but beside commas and between words and numbers."""
+    """The answer in one spelling; spaces have a meaning only next to commas and between words and numbers."""
     text = _RAISED.sub(lambda found: "^{" + _digits(found.group()) + "}", text)
     text = "".join(_ascii(character) for character in text).translate(_CHARACTERS).replace(r"\\%", r"\%")
     for pattern, replacement in _SPELLINGS:
@@ -116,7 +116,7 @@ def folded(text: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    r"""The number that `12`, `-1,200.5`, `0.\overline{3}`, `3/4` or `\frac{3}{4}` is; None: it is not such a one."""
+    r"""The number that `12`, `-1,200.5`, `0.\overline{3}`, `3/4` or `\frac{3}{4}` is; None: the text is no such number."""
     found = _NUMBER.fullmatch(_SPACE.sub("", text))
     if found is None:
         return None
@@ -144,7 +144,7 @@ def decimal(text: str) -> Fraction:
 
 
 def unwrapped(text: str, left: str, right: str) -> str | None:
-    """What stands between `left` at the beginning and the `right` that closes it, if that is the end."""
+    """The text between `left` at the beginning and the `right` that closes it; None: that is not at the end."""
     if not (text.startswith(left) and text.endswith(right) and len(text) >= len(left) + len(right)):
         return None
     depth, position = 0, 0

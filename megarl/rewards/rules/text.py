@@ -32,7 +32,7 @@ def gsm8k(
     """1.0 if the number behind the last `#### ` in the response's last 300 characters is the ground truth, else 0.0.
 
     Numbers are compared as texts without commas: `#### 72.` and `#### 72.0` are not `72`, and `#### $72` is no answer (verl's
-    rule, so that scores compare). A ground truth that is a teacher's whole answer stands for what follows its last "####".
+    rule, so that scores compare). A ground truth that is a teacher's whole answer stands for the text behind its last "####".
     """
     answer = _last(_AFTER_MARK, solution_str[-_TAIL_CHARACTERS:])
     return _compared_numbers(None if answer is None else _plain(answer), ground_truth)
@@ -60,7 +60,7 @@ def exact_match(
 ) -> dict[str, Any]:
     """1.0 if the answer is the ground truth, else 0.0; letter case, spacing and a closing full stop aside.
 
-    `ground_truth` is a text, or a JSON list of texts, any of which is right.
+    `ground_truth` is a text, or a JSON list of texts that are all right.
     """
     answer = extract_text(solution_str)
     return {

@@ -73,7 +73,7 @@ class ChatKeywords:
                 raise ValueError(f"{TEMPLATE_KWARGS_KEY!r} must be an object, found {_brief(keywords)}")
             for name in keywords:
                 if name in OWN_TEMPLATE_KEYS:
-                    raise ValueError(f"{TEMPLATE_KWARGS_KEY!r}: megarl itself says {name}; leave it out")
+                    raise ValueError(f"{TEMPLATE_KWARGS_KEY!r}: megarl sets {name} itself; leave it out")
             own.update(keywords)
         tools = _from_json(find(dict(row), self.tools_key)) if self.tools_key is not None else None
         if tools:
@@ -140,7 +140,7 @@ def _message(message: Any, place: str) -> Message:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise ValueError(
-                f"{place}: 'content' has parts that are no texts, {_brief(content)}; only {{type: text, text: ...}} can "
+                f"{place}: 'content' has parts that are not texts, {_brief(content)}; only {{type: text, text: ...}} can "
                 "be read"
             )
     elif content is not None and not isinstance(content, str):

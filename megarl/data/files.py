@@ -4,8 +4,9 @@ Rows are read from Parquet and JSON lines, and written as Parquet; errors name t
 """
 
 import glob
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -194,7 +195,7 @@ def open_parquet(path: DataFile | Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(source)
     except pa.ArrowInvalid as error:
-        raise ValueError(f"data file {path} is no valid Parquet file: {error}") from error
+        raise ValueError(f"data file {path} is not a valid Parquet file: {error}") from error
     except ValueError as error:  # fsspec's, of a server that does not serve parts of files
         raise ValueError(
             f"data file {path} cannot be read: {error} (simplecache::{path} reads a copy of the whole file)"
@@ -427,6 +428,40 @@ def unique_stems(paths: Sequence[Path | DataFile]) -> list[str]:
     return names
 
 
+def with_holders(keys: Iterable[str]) -> list[str]:
+    """The columns that dotted keys may stand for: each key, and the column that it is a field of."""
+    return list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
+
+
+def iter_files(
+    files: Sequence[DataFile],
+    columns: Sequence[str],
+    needed: Callable[[Sequence[str]], Sequence[Column]],
+    errors: RowErrors,
+    title: str,
+    max_rows: int | None = None,
+) -> Iterator[tuple[DataFile, int, str, dict[str, Any]]]:
+    """Yield (file, row number in it, uid, row) of all rows of some files, with a progress bar `title` where they are many.
+
+    A file that lacks columns (`needed`: see `missing_columns`) is skipped and becomes an error. `uid` is "<file stem>:<row in file>".
+    """
+    total = sum(num_rows(file) or 0 for file in files)
+    total = total if max_rows is None else min(total, max_rows)
+    left = max_rows
+    with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
+        task = progress.add_task(title, total=total or None)
+        for file, name in zip(files, unique_stems(files), strict=True):
+            if left == 0:
+                return
+            if (problem := missing_columns(file, needed)) is not None:
+                errors.add_file(file, problem)
+                continue
+            for number, row in itertools.islice(iter_rows(file, columns), left):
+                yield file, number, f"{name}:{number}", row
+                left = None if left is None else left - 1
+                progress.advance(task)
+
+
 def read_examples(
     files: str | Path | Sequence[str | Path],
     keys: Sequence[str],
@@ -448,27 +483,20 @@ def read_examples(
     Raises:
         ValueError: a missing or unreadable file, wrong rows (named by file and row number), no examples.
     """
-    columns = list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
     values: dict[str, list[Any]] = {name: [] for name in schema.names}
     errors, paths = RowErrors(), resolve_files(files)
-    total = sum(num_rows(path) or 0 for path in paths)
-    with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
-        task = progress.add_task("tokenising examples", total=total or None)
-        for path, name in zip(paths, unique_stems(paths), strict=True):
-            if (problem := missing_columns(path, needed)) is not None:
-                errors.add_file(path, problem)
-                continue
-            for number, row in iter_rows(path, columns):
-                try:
-                    examples = convert(without_filled_nulls(row, chats, path))
-                except ValueError as error:
-                    errors.add(path, number, str(error))
-                    examples = []
-                for piece, example in enumerate(examples):
-                    part = f"/{piece}" if len(examples) > 1 else ""
-                    for column, value in {"uid": f"{name}:{number}{part}", **example}.items():
-                        values[column].append(value)
-                progress.advance(task)
+    for path, number, uid, row in iter_files(
+        paths, with_holders(keys), needed, errors, "tokenising examples"
+    ):
+        try:
+            examples = convert(without_filled_nulls(row, chats, path))
+        except ValueError as error:
+            errors.add(path, number, str(error))
+            continue
+        for piece, example in enumerate(examples):
+            part = f"/{piece}" if len(examples) > 1 else ""
+            for column, value in {"uid": uid + part, **example}.items():
+                values[column].append(value)
     errors.raise_if_any()
     if not values["uid"]:
         raise ValueError(f"no rows in {', '.join(map(str, paths))}")

@@ -15,21 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
-from rich.progress import Progress
 
 from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, prompt_messages
 from megarl.data.files import (
-    PROGRESS_FROM_ROWS,
     Column,
     DataFile,
     RowErrors,
     find,
-    iter_rows,
+    iter_files,
     lookup,
     missing_columns,
-    num_rows,
     resolve_files,
-    unique_stems,
+    with_holders,
     without_filled_nulls,
 )
 from megarl.data.tokenizer import encode_texts, render_text
@@ -132,8 +129,7 @@ class PromptReader:
     def columns(self) -> list[str]:
         """The columns to read, if a file has them."""
         answer = [] if self._answer is None else [self._answer.name]
-        keys = (*self.chat_columns, self._source.name, *answer, "reward_model", "extra_info")
-        return list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
+        return with_holders([*self.chat_columns, self._source.name, *answer, "reward_model", "extra_info"])
 
     @property
     def chat_columns(self) -> list[str]:
@@ -291,27 +287,12 @@ class PromptDataset:
 def _read_all(
     files: Sequence[DataFile], reader: PromptReader, max_samples: int | None, uid_prefix: str
 ) -> pa.Table:
-    total = sum(num_rows(file) or 0 for file in files)
-    total = total if max_samples is None else min(total, max_samples)
-    left = max_samples
     tables = [reader.schema.empty_table()]
-    with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
-        task = progress.add_task("tokenising prompts", total=total)
-        for file, name in zip(files, unique_stems(files), strict=True):
-            if left == 0:
-                break
-            if not reader.has_columns(file):
-                continue
-            block: list[Row] = []
-            for number, values in itertools.islice(iter_rows(file, reader.columns), left):
-                block.append(Row(file, number, f"{uid_prefix}{name}:{number}", values))
-                if len(block) == TOKENIZE_BLOCK_ROWS:
-                    tables.append(reader.table(block))
-                    progress.advance(task, len(block))
-                    block = []
-                left = None if left is None else left - 1
-            tables.append(reader.table(block))
-            progress.advance(task, len(block))
+    rows = iter_files(files, reader.columns, reader.needed, reader.errors, "tokenising prompts", max_samples)
+    while block := list(itertools.islice(rows, TOKENIZE_BLOCK_ROWS)):
+        tables.append(
+            reader.table([Row(file, number, uid_prefix + uid, row) for file, number, uid, row in block])
+        )
     return pa.concat_tables(tables).combine_chunks()
 
 

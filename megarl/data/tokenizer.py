@@ -114,7 +114,7 @@ def _as_defined(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedT
         return tokenizer
     warnings.warn(
         f"transformers loads the tokenizer of {folder} as {type(tokenizer).__name__}, which gives other ids "
-        f"than its {DEFINITION_FILE}; what that file says is used",
+        f"than its {DEFINITION_FILE}; that file is used",
         stacklevel=3,
     )
     return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
@@ -135,7 +135,7 @@ def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
     try:
         model.ParseFromString((folder / SENTENCEPIECE_FILE).read_bytes())
     except DecodeError as error:
-        raise ValueError(f"{folder / SENTENCEPIECE_FILE} is no SentencePiece model: {error}") from error
+        raise ValueError(f"{folder / SENTENCEPIECE_FILE} is not a SentencePiece model: {error}") from error
     if model.trainer_spec.model_type != _SENTENCEPIECE_BPE or not model.normalizer_spec.add_dummy_prefix:
         raise ValueError(
             f"{folder / SENTENCEPIECE_FILE} is not a SentencePiece BPE model with a dummy prefix, the one kind "
@@ -180,7 +180,7 @@ def render_text(
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     if any(lost_call(message, text) is not None for message in chat):
         warnings.warn(
-            "the chat template does not write the tool_calls of messages: what answers them has no question there; use a "
+            "the chat template does not write the tool_calls of messages, so their answers have no question; use a "
             "template that does, or write calls into the content",
             stacklevel=2,
         )

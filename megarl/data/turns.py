@@ -233,9 +233,9 @@ def _not_found(missing: Sequence[int], found: Sequence[int]) -> str:
         else "no message can be learnt"
     )
     return (
-        "the chat template does not keep beginnings: it renders the chat before or through the assistant's message "
-        f"{names(missing)} otherwise than it begins the whole chat, and the message is not found in that either, so what "
-        f"the assistant generates cannot be told apart; {rest}, or mark what is generated in the template with "
+        "the chat template does not keep beginnings: its rendering of the chat up to the assistant's message "
+        f"{names(missing)}, or through it, is not how the whole chat begins, and the message is not found in the whole chat "
+        f"either, so the assistant's text cannot be told apart; {rest}, or mark generated text in the template with "
         "{% generation %}"
     )
 

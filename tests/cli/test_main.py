@@ -276,7 +276,7 @@ def test_examples_without_answers(refuse, task) -> None:
 def test_a_file_that_is_no_parquet(refuse, tmp_path) -> None:
     (tmp_path / "text.parquet").write_text("not Parquet")
     message = refuse("train", f"data.train_files={tmp_path}/text.parquet")
-    assert f"data file {tmp_path}/text.parquet is no valid Parquet file" in message
+    assert f"data file {tmp_path}/text.parquet is not a valid Parquet file" in message
 
 
 def test_fewer_prompts_than_a_batch(refuse) -> None:

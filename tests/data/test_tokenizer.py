@@ -91,7 +91,7 @@ def test_folder_without_tokenizer_is_named(tmp_path):
 
 def test_broken_sentencepiece_file_is_named(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"not a model at all")
-    with pytest.raises(ValueError, match=r"tokenizer\.model is no SentencePiece model"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model"):
         load_tokenizer(tmp_path)
 
 

@@ -36,7 +36,7 @@ SECRET = "sk-not-for-anybodys-eyes"
 
 # Where bytes become objects, or files code, and whose they are.
 UNPICKLED = {
-    "dcp.py": "pickle.Unpickler",  # a checkpoint's metadata: by a list of names, below
+    "checkpoints/dcp.py": "pickle.Unpickler",  # a checkpoint's metadata: by a list of names, below
     "rewards/functions.py": "pickle.loads",  # the reward function of this very program
     "weight_sync/inbox.py": "pickle.loads",  # of a trainer rank, over a Unix socket in a folder that only this user enters
     "weight_sync/receiver.py": "pickle.loads",  # of the engine's parent, from a file in such a folder
@@ -44,7 +44,7 @@ UNPICKLED = {
 }
 EXECUTED = {
     "cluster/fork_server.py": "run_path",  # what Ray starts as its worker, in a process that is asked for in its place
-    "plugins.py": "exec_module",  # the files that the configuration names
+    "util/plugins.py": "exec_module",  # the files that the configuration names
     "rewards/sandbox/jail.py": "exec",  # programs of the model, in the jail
 }
 UNSAFE = {

@@ -1,4 +1,11 @@
-"""A run's metrics: to the console, to TensorBoard, to experiment trackers and, always, to `metrics.jsonl` in the run folder."""
+"""A run's metrics: to the console, to TensorBoard, to experiment trackers and, always, to `metrics.jsonl` in the run folder.
+
+Guarantees:
+- After `log` returns, the step is on disk.
+- A step is in `metrics.jsonl` once, also when a run is resumed from an earlier step than its last one.
+- Each line of it is strict JSON.
+- A tracker is imported only where the configuration names it.
+"""
 
 from __future__ import annotations
 

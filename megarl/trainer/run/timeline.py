@@ -5,6 +5,11 @@ controller asks all of them, and writes the answers to the last request. So no s
 lacks the spans of its ranks' last step at most.
 
 A process of the file is a role, a thread a rank; the controller's threads are its own: the loop, and collecting ahead of it.
+
+Guarantees:
+- The file is valid JSON after every write.
+- A file that a killed run left incomplete is mended when the run goes on.
+- The newest events take no more than a given space, in one file, or in two once that is half full.
 """
 
 from __future__ import annotations

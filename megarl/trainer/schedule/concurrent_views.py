@@ -1,4 +1,11 @@
-"""Collecting and learning at the same time: a background task, and the view of run and roles that each of two threads has."""
+"""Collecting and learning at the same time: a background task, and the view of run and roles that each of two threads has.
+
+Guarantees of a background task:
+- An exception of the task is raised in the main thread, when it next looks at the task or takes the result. A task that is told to end
+  does so when it next looks.
+- The task asks the main thread for operations that the main thread alone may do: they are done while it waits for the result.
+- Its thread keeps no process alive.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,13 @@
 """In-flight requests: prompts whose responses are being generated, finished groups that wait to be trained on, and their files.
 
 Nothing is started here. In a checkpoint they are Arrow tables that are read back the same in every bit.
+
+Guarantees:
+- Every prompt that was drawn is trained on once, or left out for a reason that is counted; none is lost, none comes twice.
+- A group is trained on at most `max_staleness` steps after the step whose weights began it. For that, so many prompts are in flight at
+  most that all fit: (max_staleness + 1) steps' before a step takes its batch, max_staleness steps' from then on. A step takes the oldest
+  finished groups, and waits for so many of the old prompts that the rest of them fits into the steps that are left to them, however many
+  others are finished. Only where a step is left out (trainer.on_nonfinite) groups can come too late; these are dropped.
 """
 
 from __future__ import annotations

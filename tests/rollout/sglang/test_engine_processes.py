@@ -11,7 +11,7 @@ import pytest
 
 from megarl.cluster.guard import NAMES, remove_scratch
 from megarl.rollout.engine import EngineConfig, EngineError, SamplingParams
-from megarl.rollout.sglang import start as sglang_start
+from megarl.rollout.sglang import process
 from megarl.rollout.sglang.engine import SGLangEngine
 from tests.rollout.runner import EngineProcess, OwnerDied
 
@@ -100,7 +100,7 @@ def test_an_owner_killed_during_the_start_leaves_no_shared_memory(model_a, tmp_p
 
 
 def test_who_removes_scratch_folders_knows_the_files_that_name_shared_memory():
-    assert NAMES == sglang_start.NAMES
+    assert NAMES == process.NAMES
 
 
 def test_a_start_that_takes_too_long_ends_with_an_error_and_no_process(model_a, tmp_path):

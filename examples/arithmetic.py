@@ -44,7 +44,7 @@ class Problem:
         return f"{self.question} {ARITHMETIC_INSTRUCTION}"
 
     def answer(self, show_work: bool, error: int = 0) -> str:
-        """The teacher's text; `error` is what is added to the result by mistake."""
+        """The teacher's text; `error` is added to the result by mistake."""
         result = self.result + error
         work = f"{self.a} {SIGNS[self.op]} {self.b} = {result} " if show_work else ""
         return f"{work}#### {result}"

@@ -9,8 +9,8 @@ Guarantees
   without a baseline, on another scale than that of larger groups.)
 - Everything is computed in float64 and returned in the input's dtype.
 
-The comparisons within a group (`grpo`, `rloo`, ...) take scores [n] of trajectories that have a live token and n group ids (prompt uids), and return [n]. `gae`, `reward_to_go` and `masked_whiten` work token by
-token.
+The comparisons within a group (`grpo`, `rloo`, ...) take scores [n] of trajectories that have a live token and n group ids
+(prompt uids), and return [n]. `gae`, `reward_to_go` and `masked_whiten` work token by token.
 
 A user's own estimator, in a file that the configuration names in `plugins`:
 
@@ -122,8 +122,8 @@ def _estimate_remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advanta
 
 
 GroupComparison = Callable[[Tensor, Sequence[str], Tensor, AdvantageOptions], Tensor]
-"""(scores, prompt uids, numbers of live tokens) of the trajectories that have a live token, [trained] each, and the options -> their
-advantages [trained]."""
+"""(scores, prompt uids, numbers of live tokens) of the trajectories that have a live token, [trained] each, and the options
+-> their advantages [trained]."""
 
 
 def _estimate_by_group(

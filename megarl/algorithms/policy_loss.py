@@ -201,8 +201,8 @@ def _without_masked(tokens: PolicyTokens) -> PolicyTokens:
         return torch.where(tokens.mask, x, x.new_zeros(()))
 
     names = ("weights", "old_log_probs", "advantages", "rollout_is_weights", "selected")
-    columns: dict[str, Any] = {name: getattr(tokens, name) for name in names}
-    return replace(tokens, **{name: clean(x) for name, x in columns.items() if x is not None})
+    columns: dict[str, Any] = {name: clean(x) for name in names if (x := getattr(tokens, name)) is not None}
+    return replace(tokens, **columns)
 
 
 def _total(x: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ def dpo_loss(
         beta log_ratio).
     """
     difference = log_ratios[pairs.better] - log_ratios[pairs.worse]
+    # The losses of the pairs; below they are weighted, so that rankings count alike.
     if loss_type == "ipo":
         losses = (difference - 1 / (2 * beta)).square()
     else:

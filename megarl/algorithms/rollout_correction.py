@@ -62,7 +62,7 @@ def correct_rollout(
     log_ratio = torch.where(mask, old_log_probs.double() - rollout_log_probs.double(), 0.0)
     metrics: dict[str, float] = {}
     weights = None
-    if options.is_level is not None:
+    if options.is_level is not None:  # truncated importance sampling
         ratio = _ratio(log_ratio, mask, offsets, options.is_level)
         weights = ratio.clamp(max=options.is_threshold)
         kept = weights[mask]
@@ -74,7 +74,7 @@ def correct_rollout(
             "rollout_corr/is_eff_sample_size": float(kept.sum() ** 2 / (live * kept.square().sum())),
         }
         weights = torch.where(mask, weights, 1.0).to(old_log_probs.dtype)
-    if options.rs_level is not None:
+    if options.rs_level is not None:  # masked importance sampling
         upper = options.rs_upper if options.rs_upper is not None else options.is_threshold
         lower = options.rs_lower if options.rs_lower is not None else 1.0 / upper
         ratio = _ratio(log_ratio, mask, offsets, options.rs_level)

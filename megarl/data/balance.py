@@ -300,14 +300,16 @@ def plan_mini_batches(
     if max_tokens is not None:
         _check_longest(lengths, max_tokens)  # in micro_batches the row would be that of the mini-batch
     plan = []
+    # Mini-batches are cut from the epoch's order first, then each is planned by itself.
     for epoch in range(epochs):
         rows = np.arange(len(lengths))
         if shuffle:
             rows = np.random.default_rng((seed, epoch)).permutation(len(lengths))
         for start in range(0, len(rows), mini_batch_size):
             chosen = np.sort(rows[start : start + mini_batch_size])
-            cut = (num_dp, max_tokens, micro_batch_size, multiple_of)
-            local = _plan_one(lengths[chosen], costs[chosen], *cut)
+            local = _plan_one(
+                lengths[chosen], costs[chosen], num_dp, max_tokens, micro_batch_size, multiple_of
+            )
             plan.append([[[int(chosen[row]) for row in micro] for micro in rank] for rank in local])
     return plan
 
@@ -397,7 +399,7 @@ class PlanFigures:
     """How even a plan is; each figure is the mean over its mini-batches.
 
     Attributes:
-        rank_imbalance: cost of the costliest data parallel rank over the ranks' mean, less 1: the part of a step that others wait.
+        rank_imbalance: cost of the costliest data parallel rank over the ranks' mean, less 1: the part that the others wait.
         micro_imbalance: the same over all micro-batches of all ranks: the waiting of pipeline stages for each other.
         num_micro: micro-batches of a rank.
     """
@@ -459,11 +461,13 @@ def plan_groups(
         pair_share: as in `sequence_costs`.
         order: epochs, shuffle, seed.
     """
+    # All prompts must have equally many trajectories, as neighbours ...
     heads = np.flatnonzero(shared == 0)
     size = len(lengths) // len(heads)
     if size == 1 or not np.array_equal(heads, np.arange(0, len(lengths), size)):
         return None
     own = (lengths - shared).reshape(-1, size).sum(axis=1)
+    # ... and a group must fit into a micro-batch, and groups into mini-batches and ranks.
     limits = (
         mini_batch_size % size == 0,
         max_tokens is None or own.max() <= max_tokens,
@@ -472,6 +476,7 @@ def plan_groups(
     )
     if not all(limits):
         return None
+    # A group is planned as one row, without the tokens and the cost of the prompts that it does not repeat.
     spared = np.where(shared > 0, sequence_costs(shared, pair_share), 0)
     plan = plan_mini_batches(
         own,

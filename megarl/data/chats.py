@@ -51,7 +51,7 @@ class ChatKeywords:
 
     @property
     def needed(self) -> list[Column]:
-        """The columns that a Parquet file must have: that of the tools, if the configuration gives it another name than the usual one."""
+        """The columns that a Parquet file must have: that of the tools, if the configuration names it otherwise."""
         if self.tools_key in (None, TOOLS_KEY):
             return []
         return [Column(self.tools_key, "data.tools_key (null: rows have none)", by_row=True)]

@@ -106,6 +106,7 @@ class PromptReader:
         if max_prompt_length < 1:
             raise ValueError(f"max_prompt_length must be at least 1, found {max_prompt_length}")
         self._tokenizer = tokenizer
+        # Each column with the key to set where a file lacks it, for errors.
         self._prompt = Column(prompt_key, "data.prompt_key")
         self._source = Column(
             data_source_key,

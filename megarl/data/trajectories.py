@@ -162,9 +162,7 @@ class Generation:
 
     uid: str
     response_ids: Sequence[int] | np.ndarray  # [response]
-    log_probs: (
-        Sequence[float] | np.ndarray
-    )  # [response], of the sampled tokens under the policy that was sampled
+    log_probs: Sequence[float] | np.ndarray  # [response], of the chosen tokens by the engine
     finish_reason: str  # "stop" or "length"
     weight_version: int  # that chose the first token
     response_mask: Sequence[bool] | np.ndarray | None = None  # [response]; None: the policy chose every token
@@ -225,6 +223,7 @@ def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) ->
             f"{len(uids)} requests got {len(by_uid)} generations: no answer to {missing[:5]}, "
             f"no request for {unknown[:5]}"
         )
+    # From here on everything is in the order of the requests.
     ordered = [by_uid[uid] for uid in uids]
     ids = from_lists([generation.response_ids for generation in ordered], np.int32)
     log_probs = from_lists([generation.log_probs for generation in ordered], np.float32)
@@ -244,9 +243,8 @@ def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) ->
     ]
     columns["environment_score"] = [float("nan") if score is None else score for score in scores]
     table = pa.table([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
-    validate_trajectories(
-        table, finite=False
-    )  # the users of log-probs decide about values that are not finite
+    # The users of log-probs decide about values that are not finite.
+    validate_trajectories(table, finite=False)
     return with_messages(table, requests)
 
 

@@ -87,9 +87,7 @@ class TurnEnds:
     def _probe(self, messages: Sequence[Message]) -> str:
         try:
             return self._render(messages)
-        except (
-            ValueError
-        ):  # a template that refuses a tool's message, or two messages of one role, shows no end
+        except ValueError:  # a template that refuses a tool's message, or two of one role, shows no end
             return ""
 
     @cached_property
@@ -128,8 +126,8 @@ class TurnEnds:
     def after(self, text: str, begin: int, limit: int, message: Message) -> tuple[int, str]:
         """Where the turn with text[begin:limit], or its last part, ends, and the text that must be added for it.
 
-        The end is behind the last end token: the tokenizer's; or the one that the template writes behind an answer; or another
-        one, such as that of calls.
+        The end is behind the last end token: the tokenizer's; or the one that the template writes behind an answer; or
+        another one, such as the end of calls.
         """
         for token in (self._eos, self._closing):
             at = text.rfind(token, begin, limit) if token else -1
@@ -203,7 +201,7 @@ def find_turns(
     marks: dict[int, list[int]] | None = None
     for number in positions:
         place = _by_beginnings(render, messages, number, whole)
-        if place is None:
+        if place is None:  # the template writes earlier messages otherwise when others follow
             marks = _marked(render, messages, whole) if marks is None else marks
             place = _by_marks(render, messages, number, whole, marks, ends)
         if place is None:

@@ -1,5 +1,5 @@
-"""Reward functions: rules by name and data source, the user's own from a .py file, and the function for each data source that
-the controller and, from the same `RewardSpec`, each worker makes.
+"""Reward functions: rules by name and data source, the user's own from a .py file, and `RewardFunctions`, which the controller
+and each worker make from the same `RewardSpec`.
 
     @register_reward("length", data_sources=["mine/essays"])
     def length(data_source, solution_str, ground_truth, extra_info):

@@ -93,8 +93,8 @@ def make_scorer(config: TrainConfig | EvalConfig, function: bytes | None = None)
             "code": {
                 "time_limit": reward.code.time_limit,
                 "memory_mb": reward.code.memory_mb,
-                "total_seconds": 0.8
-                * reward.timeout,  # so that a program in time for some tests has their score
+                # Less than a sample's own time, so that a program in time for some tests has their score.
+                "total_seconds": 0.8 * reward.timeout,
                 "isolation": reward.code.isolation,
             },
             "llm_judge": {"settings": judge},
@@ -267,9 +267,8 @@ class Scorer:
         ready = wait([self._wake_read, *(item for worker in running for item in worker.waitables)], seconds)
         if self._wake_read in ready:
             os.read(self._wake_read, 65536)
-        looks = (
-            time.monotonic() >= self._next_look
-        )  # not at every score: looking costs as much as handing out a sample
+        # Not at every score: looking costs as much as handing out a sample.
+        looks = time.monotonic() >= self._next_look
         if looks:
             self._next_look = time.monotonic() + _LOOK_SECONDS
         for worker in running:
@@ -369,9 +368,8 @@ class WorkerProcess:
         self._numbers: dict[int, Any] = {}
         self.is_ready, self._overdue, self._stopped_since = False, False, None
         self.jobs = {}
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # it is dead already, which `has_ended` tells
+        # It may be dead already, which `has_ended` tells.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(self._setup)
 
     def send(self, job: Hashable, sample: Sample) -> bool:

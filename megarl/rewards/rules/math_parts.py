@@ -127,9 +127,8 @@ _OR = re.compile(
 _AND = re.compile(r",?\s*(?:\\text\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z]))\s*|;\s*")
 _COMMA = re.compile(r",\s*")
 _SET_SIGN = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
-_THOUSANDS = re.compile(
-    r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)(?![^()\[\]{}]*[)\]}])"
-)  # outside of brackets
+# Outside of brackets.
+_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)(?![^()\[\]{}]*[)\]}])")
 _LETTERS = r"\([A-Za-z](?:,\s*[A-Za-z])*\)"
 NAME = re.compile(
     rf"(?!\\pi|[ei](?![A-Za-z(_']))\\?[A-Za-z]+(?:_(?:\{{[^{{}}]*\}}|\w))?'*\s*(?:{_LETTERS})?|{_LETTERS}|\\text\{{[^{{}}]*\}}"

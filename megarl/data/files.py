@@ -240,12 +240,6 @@ def open_lines(path: DataFile | Path) -> BinaryIO:
     return path.open() if isinstance(path, DataFile) else path.open("rb")
 
 
-def chosen_columns(file: pq.ParquetFile, columns: Sequence[str] | None) -> list[str]:
-    """The columns of a Parquet file that are among `columns` (None: all)."""
-    present = file.schema_arrow.names
-    return present if columns is None else [name for name in columns if name in present]
-
-
 def _iter_parquet(
     path: DataFile | Path, columns: Sequence[str] | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -267,7 +261,8 @@ def read_group(
     Raises:
         ValueError: a damaged file, or a type that pyarrow cannot read.
     """
-    chosen = chosen_columns(file, columns)
+    present = file.schema_arrow.names
+    chosen = present if columns is None else [name for name in columns if name in present]
     blocks = file.iter_batches(batch_size=READ_BLOCK_ROWS, row_groups=[group], columns=chosen)
     while True:
         try:

@@ -239,15 +239,3 @@ def marked_generation(
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of rendered texts; the template has written all special tokens, so none is added."""
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a prompt: the messages by the chat template, then the assistant's turn opened.
-
-    Raises:
-        ValueError: the template refuses the messages, or renders them to nothing.
-    """
-    ids = encode_texts(tokenizer, [render_text(tokenizer, messages, add_generation_prompt=True)])[0]
-    if not ids:
-        raise ValueError("the chat template renders the messages to no tokens at all")
-    return ids

@@ -9,8 +9,8 @@ import pytest
 
 from megarl.data.loader import TableLoader
 from megarl.data.sft import SFT_SCHEMA, SftDataset, split_tokens, tokenize_chat
-from megarl.data.tokenizer import load_tokenizer, render_prompt
-from tests.data.shared import shared_data
+from megarl.data.tokenizer import load_tokenizer
+from tests.data.shared import render_prompt, shared_data
 
 QUESTION = {"role": "user", "content": "Tom has 3 pens."}
 ANSWER = {"role": "assistant", "content": "#### 3"}

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -242,7 +242,7 @@ class Scorer:
             for kind, jobs in self._waiting.items():
                 while jobs and (worker := self._free_worker(kind)) is not None:
                     job = jobs.popleft()
-                    if not worker.send(job, job.sample):  # it is dead, which `_wait` will see
+                    if not worker.send(job):  # it is dead, which `_wait` will see
                         jobs.appendleft(job)
                         break
 
@@ -320,9 +320,8 @@ class WorkerProcess:
     def __init__(self, spec: RewardSpec, timeout: float) -> None:
         self._setup = Setup(spec, timeout)
         self._process: subprocess.Popen | None = None
-        self._count = 0
         self.is_ready = False
-        self.jobs: dict[Any, float] = {}  # its jobs -> when each was sent (time.monotonic)
+        self.jobs: dict[_Job, float] = {}  # its jobs -> when each was sent (time.monotonic)
         self._stopped_since: float | None = None
 
     @property
@@ -365,26 +364,25 @@ class WorkerProcess:
         # A pidfd in addition to the socket, which children of a reward may hold open after the worker's end.
         self._ended = os.pidfd_open(self._process.pid)
         self._connection = Connection(here.detach())
-        self._numbers: dict[int, Any] = {}
+        self._by_uid: dict[str, _Job] = {}
         self.is_ready, self._overdue, self._stopped_since = False, False, None
         self.jobs = {}
         # It may be dead already, which `has_ended` tells.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(self._setup)
 
-    def send(self, job: Hashable, sample: Sample) -> bool:
+    def send(self, job: _Job) -> bool:
         """Hand over a sample; False if the worker has ended."""
         assert self.is_ready
         try:
-            self._connection.send((self._count, sample))
+            self._connection.send(job.sample)
         except (BrokenPipeError, ConnectionResetError):
             return False
-        self._numbers[self._count] = job
+        self._by_uid[job.sample.uid] = job
         self.jobs[job] = time.monotonic()
-        self._count += 1
         return True
 
-    def receive(self) -> list[tuple[Any, Score]]:
+    def receive(self) -> list[tuple[_Job, Score]]:
         """The scores that have come. RuntimeError: the worker cannot set itself up."""
         scores = []
         if self.has_ended:
@@ -393,9 +391,9 @@ class WorkerProcess:
             while self._connection.poll():
                 message = self._connection.recv()
                 if self.is_ready:
-                    job = self._numbers.pop(message[0])
+                    job = self._by_uid.pop(message.uid)
                     del self.jobs[job]
-                    scores.append((job, message[1]))
+                    scores.append((job, message))
                 elif message is None:
                     self.is_ready = True
                 else:

@@ -8,7 +8,7 @@ Guarantees
 - Whatever a function raises (SystemExit included) is the result of that sample.
 
 Messages are pickles over a socket. First it gets a `Setup` and answers `None`, or the text of an error. Then it gets
-`(number, Sample)`, and answers each, in any order, with `(number, Score)`.
+samples, and answers each, in any order, with its Score.
 """
 
 import asyncio
@@ -90,20 +90,20 @@ async def _serve(connection: Connection, functions: RewardFunctions, watchdog: _
     closed: asyncio.Future[None] = loop.create_future()
     running: set[asyncio.Task] = set()
 
-    async def run(number: int, sample: Sample) -> None:
-        connection.send((number, await _score(functions.of(sample.data_source), sample, watchdog)))
+    async def run(sample: Sample) -> None:
+        connection.send(await _score(functions.of(sample.data_source), sample, watchdog))
         running.discard(asyncio.current_task())
         if not running:
             watchdog.disarm()
 
     def receive() -> None:
         try:
-            number, sample = connection.recv()
+            sample = connection.recv()
         except (EOFError, OSError):
             if not closed.done():
                 closed.set_result(None)
             return
-        running.add(loop.create_task(run(number, sample)))
+        running.add(loop.create_task(run(sample)))
 
     async def feed_watchdog() -> None:
         while True:

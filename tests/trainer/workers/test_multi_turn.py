@@ -13,7 +13,7 @@ import pytest
 from examples.tiny_model import train_tokenizer
 from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.config.schema.rollout import MultiTurnConfig
-from megarl.data.tokenizer import load_tokenizer, render_prompt
+from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import (
     MESSAGES,
     PROMPT_SCHEMA,
@@ -30,6 +30,7 @@ from megarl.trainer.run.export import verify_greedy
 from megarl.trainer.stages.scoring import join_scores
 from megarl.trainer.workers.engine import EngineWorker
 from megarl.trainer.workers.multi_turn import make_players, turns_spec
+from tests.data.shared import render_prompt
 
 SAMPLING = SamplingParams(max_new_tokens=60)
 

@@ -15,7 +15,7 @@ import select
 import signal
 from typing import Any
 
-from megarl.rewards.rules.math_text import clean, folded, number
+from megarl.rewards.rules.math_text import clean, closing, folded, number
 
 _MEMORY_BYTES = 1 << 30
 # The limit is of processor time, so that a busy machine makes no right answer wrong.
@@ -119,14 +119,8 @@ def last_boxed(text: str) -> str | None:
     content = rest.lstrip()
     if not content.startswith("{"):
         return re.split(r"\$|\n|\\[)\]]", rest.strip(" "), maxsplit=1)[0].strip() or None
-    depth, escaped = 0, False
-    for position, character in enumerate(content):
-        if not escaped and character in "{}":
-            depth += 1 if character == "{" else -1
-            if depth == 0:
-                return content[1:position]
-        escaped = character == "\\" and not escaped
-    return None
+    end = closing(content, "{", "}")
+    return None if end is None else content[1:end]
 
 
 _TAIL_CHARACTERS = 300

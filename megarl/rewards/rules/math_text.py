@@ -145,8 +145,12 @@ def decimal(text: str) -> Fraction:
 
 def unwrapped(text: str, left: str, right: str) -> str | None:
     """The text between `left` at the beginning and the `right` that closes it; None: that is not at the end."""
-    if not (text.startswith(left) and text.endswith(right) and len(text) >= len(left) + len(right)):
-        return None
+    end = closing(text, left, right) if text.startswith(left) else None
+    return text[len(left) : end] if end is not None and end + len(right) == len(text) else None
+
+
+def closing(text: str, left: str, right: str) -> int | None:
+    """Where the `right` begins that closes the `left` at the beginning of a text; None: none does."""
     depth, position = 0, 0
     while position < len(text):
         if text.startswith(left, position):
@@ -155,10 +159,10 @@ def unwrapped(text: str, left: str, right: str) -> str | None:
         elif text.startswith(right, position):
             depth -= 1
             if depth == 0:
-                return text[len(left) : position] if position + len(right) == len(text) else None
+                return position
             position += len(right)
         else:
-            position += 2 if text[position] == "\\" else 1  # an escaped brace is none
+            position += 2 if text[position] == "\\" else 1  # an escaped brace closes nothing
     return None
 
 

@@ -218,10 +218,10 @@ def write_preference_task(
     }
 
 
-def preference_texts(num: int = 2000, *, seed: int = 0, max_operand: int = 6) -> list[str]:
+def preference_texts(num: int = 2000, *, max_operand: int = 6) -> list[str]:
     """Plain texts, prompts and answers, from which a tokenizer for this task can be trained."""
-    requests = make_requests(num, seed, max_operand)
-    generator = np.random.default_rng((seed, 3))
+    requests = make_requests(num, 0, max_operand)
+    generator = np.random.default_rng((0, 3))
     return [text for request in requests for text in (request.text(generator), request.prompt, request.ideal)]
 
 

@@ -277,12 +277,12 @@ def gae(
     return advantages, returns
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """`x` scaled to variance 1, and with `shift_mean` to mean 0, over ALL live tokens given; 0 on masked ones.
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` with mean 0 and variance 1 over ALL live tokens given; 0 on masked ones.
 
     The variance is the unbiased one (divided by count - 1) and 1e-8 is added to it: the rule of verl and TRL,
     so that runs compare; at thousands of tokens the population variance differs by nothing that shows. Fewer
-    than two live tokens have no spread and become 0 (their mean without `shift_mean`).
+    than two live tokens have no spread and become 0.
     Call it on the whole train batch: on a rank's share it would whiten with that share's moments.
 
     Args: x [tokens], mask bool [tokens]. Returns: [tokens], x's dtype.
@@ -291,11 +291,9 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     out = torch.zeros_like(x)
     if live.numel() == 0:
         return out
-    mean = live.mean()
-    centred = live - mean
+    centred = live - live.mean()
     variance = centred.square().sum() / max(live.numel() - 1, 1)
-    whitened = centred * (variance + 1e-8).rsqrt()
-    out[mask] = (whitened if shift_mean else whitened + mean).to(x.dtype)
+    out[mask] = (centred * (variance + 1e-8).rsqrt()).to(x.dtype)
     return out
 
 

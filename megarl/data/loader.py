@@ -72,31 +72,28 @@ class BatchLoader:
     right after a resume too.
     """
 
-    def __init__(self, feed: Feed, batch_size: int, drop_last: bool = True) -> None:
+    def __init__(self, feed: Feed, batch_size: int) -> None:
         """
         Args:
-            batch_size: rows of a batch.
-            drop_last: leave out the rows at the end of an epoch that fill no batch (others take their place
-                next epoch); else they come as a smaller batch.
+            batch_size: rows of a batch. Rows at the end of an epoch that fill no batch are left out; in the next epoch
+                other rows take their place.
 
         Raises:
-            ValueError: the feed has fewer rows than one batch (drop_last), or none.
+            ValueError: the feed has fewer rows than one batch.
         """
         if batch_size < 1:
             raise ValueError(f"batch size must be at least 1, found {batch_size}")
-        if feed.num_rows < (batch_size if drop_last else 1):
+        if feed.num_rows < batch_size:
             raise ValueError(
                 f"the dataset has {feed.num_rows} rows, too few for one batch of {batch_size}: "
                 "lower data.train_batch_size or give more data"
             )
         self._feed = feed
         self._batch_size = batch_size
-        self._drop_last = drop_last
 
     def __len__(self) -> int:
         """Batches of an epoch; at most, where rows that are read later may be left out."""
-        full, rest = divmod(self._feed.num_rows, self._batch_size)
-        return full if self._drop_last else full + bool(rest)
+        return self._feed.num_rows // self._batch_size
 
     @property
     def epoch(self) -> int:
@@ -113,18 +110,18 @@ class BatchLoader:
         Raises:
             ValueError: a whole epoch gives no batch; or the feed's errors.
         """
-        feed, least = self._feed, self._batch_size if self._drop_last else 1
+        feed, size = self._feed, self._batch_size
         epoch, whole, num_batches = feed.epoch, feed.left == feed.num_rows, 0
         while feed.epoch == epoch:
-            batch = feed.take(max(least, min(self._batch_size, feed.left)))
-            if batch is None or feed.left < least:
+            batch = feed.take(size)
+            if batch is None or feed.left < size:
                 feed.next_epoch()
             if batch is not None:
                 num_batches += 1
                 yield batch
         if whole and not num_batches:
             raise ValueError(
-                f"of the {feed.num_rows} rows of an epoch fewer than one batch of {self._batch_size} are left: the "
+                f"of the {feed.num_rows} rows of an epoch fewer than one batch of {size} are left: the "
                 "others are longer than data.max_prompt_length"
             )
 
@@ -138,7 +135,7 @@ class BatchLoader:
         self._feed.report(uids, scores)
 
     def _identity(self) -> dict[str, Any]:
-        return {"batch_size": self._batch_size, "drop_last": self._drop_last}
+        return {"batch_size": self._batch_size}
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the settings that the order depends on (JSON values)."""
@@ -231,9 +228,7 @@ class TableFeed:
 class TableLoader(BatchLoader):
     """Batches of a dataset's table, in random or in table order (see BatchLoader)."""
 
-    def __init__(
-        self, dataset: HasTable, batch_size: int, shuffle: bool, seed: int, drop_last: bool = True
-    ) -> None:
+    def __init__(self, dataset: HasTable, batch_size: int, shuffle: bool, seed: int) -> None:
         """
         Args:
             shuffle: a new order each epoch; else table order.
@@ -243,7 +238,7 @@ class TableLoader(BatchLoader):
             ValueError: as BatchLoader; a negative seed.
         """
         config = SamplerConfig(name="random" if shuffle else "sequential")
-        super().__init__(TableFeed(dataset.table, make_sampler(config, shuffle), seed), batch_size, drop_last)
+        super().__init__(TableFeed(dataset.table, make_sampler(config, shuffle), seed), batch_size)
 
 
 class Shares:

@@ -149,8 +149,11 @@ def _estimate_by_group(
     return AdvantageResult(advantages, None)
 
 
-def grpo(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """(score - mean of its group) / (std of its group + eps).
+_EPS = 1e-6  # is added to a group's standard deviation
+
+
+def grpo(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True) -> Tensor:
+    """(score - mean of its group) / (std of its group + 1e-6).
 
     DeepSeekMath, arXiv:2402.03300, section 4.1.2 (outcome supervision), with the unbiased std as verl and TRL compute
     it. `norm_by_std=False` leaves the division out (Dr. GRPO, arXiv:2503.20783).
@@ -158,13 +161,11 @@ def grpo(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps
     group, size = _groups(scores, group_ids)
     values = _centred(scores.double(), group, size)
     if norm_by_std:
-        values = values / (_std(values, group, size)[group] + eps)
+        values = values / (_std(values, group, size)[group] + _EPS)
     return values.to(scores.dtype)
 
 
-def grpo_passk(
-    scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6
-) -> Tensor:
+def grpo_passk(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True) -> Tensor:
     """The best response of a group gets its lead over the second best, the others 0; divided by the std as in `grpo`.
 
     Inference-time objectives, arXiv:2503.19595: the objective is the group's best score (pass@k for k = group size);
@@ -181,7 +182,7 @@ def grpo_passk(
     )
     lead = torch.where(alone & (size[group] > 1), values - second[group], 0.0)
     if norm_by_std:
-        lead = lead / (_std(_centred(values, group, size), group, size)[group] + eps)
+        lead = lead / (_std(_centred(values, group, size), group, size)[group] + _EPS)
     return lead.to(scores.dtype)
 
 

@@ -20,7 +20,6 @@ A user's own estimator, in a file that the configuration names in `plugins`:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -126,27 +125,30 @@ GroupComparison = Callable[[Tensor, Sequence[str], Tensor, AdvantageOptions], Te
 -> their advantages [trained]."""
 
 
-def _estimate_by_group(
-    name: str, compare: GroupComparison, batch: AdvantageBatch, options: AdvantageOptions
-) -> AdvantageResult:
-    """One advantage for each trajectory, on all its live tokens."""
-    if batch.prompt_uids is None:
-        raise ValueError(
-            f"algorithm.adv_estimator={name!r} needs the prompt of each trajectory; the batch has none"
-        )
-    rewards = batch.token_level_rewards
-    lengths = segment_sum(batch.mask, batch.offsets)
-    trained = (lengths > 0).nonzero().squeeze(1)
-    # The sum, not the score alone: it holds the KL penalty where that is part of the reward.
-    scores = segment_sum(rewards.double(), batch.offsets)
-    uids = [batch.prompt_uids[row] for row in trained.tolist()]
-    per_trajectory = torch.zeros_like(scores)
-    per_trajectory[trained] = compare(scores[trained], uids, lengths[trained], options)
-    spread = per_trajectory.to(rewards.dtype).repeat_interleave(batch.offsets.diff())
-    advantages = torch.where(batch.mask, spread, 0.0)
-    if name in _WHITENED and options.whiten:
-        advantages = masked_whiten(advantages, batch.mask)
-    return AdvantageResult(advantages, None)
+def _register_comparison(name: str, compare: GroupComparison) -> None:
+    """Register the estimator that gives each trajectory one advantage, on all its live tokens."""
+
+    def estimate(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+        if batch.prompt_uids is None:
+            raise ValueError(
+                f"algorithm.adv_estimator={name!r} needs the prompt of each trajectory; the batch has none"
+            )
+        rewards = batch.token_level_rewards
+        lengths = segment_sum(batch.mask, batch.offsets)
+        trained = (lengths > 0).nonzero().squeeze(1)
+        # The sum, not the score alone: it holds the KL penalty where that is part of the reward.
+        scores = segment_sum(rewards.double(), batch.offsets)
+        uids = [batch.prompt_uids[row] for row in trained.tolist()]
+        per_trajectory = torch.zeros_like(scores)
+        per_trajectory[trained] = compare(scores[trained], uids, lengths[trained], options)
+        spread = per_trajectory.to(rewards.dtype).repeat_interleave(batch.offsets.diff())
+        advantages = torch.where(batch.mask, spread, 0.0)
+        if name in _WHITENED and options.whiten:
+            advantages = masked_whiten(advantages, batch.mask)
+        return AdvantageResult(advantages, None)
+
+    estimate.__qualname__ = f"estimate_{name}"  # for errors
+    register_advantage(name)(estimate)
 
 
 _EPS = 1e-6  # is added to a group's standard deviation
@@ -323,4 +325,4 @@ _COMPARISONS: dict[str, GroupComparison] = {
 }
 _WHITENED = frozenset({"reinforce_plus_plus_baseline"})
 for _name, _compare in _COMPARISONS.items():
-    register_advantage(_name)(partial(_estimate_by_group, _name, _compare))
+    _register_comparison(_name, _compare)

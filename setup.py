@@ -1,4 +1,5 @@
-"""Packaging of megarl. The wheel has, beside the package, what a user needs of the clone: recipes, launch files, requirements.
+"""Packaging of megarl. The wheel has, beside the package, what a user needs of the clone: examples, launch files, recipes,
+requirements.
 
 `pip install .` brings what `import megarl`, planning and `make-task` need. Megatron-core and SGLang come in one of two ways:
 
@@ -14,7 +15,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SHIPPED = ("launch", "recipes", "requirements")  # megarl/util/packages.py finds them
+SHIPPED = ("examples", "launch", "recipes", "requirements")  # megarl/util/packages.py finds them
 
 
 class BuildWithShipped(build_py):

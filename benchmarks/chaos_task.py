@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.trajectories import read_trajectories
-from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
+from megarl.util.packages import example
 
 SEED = 3
 # What clocks and memory have a part in, of a step's metrics.
@@ -79,10 +79,10 @@ class Task:
 
 def make_task(folder: Path, steps: int) -> Task:
     """Write the model (2 layers of width 64), 64 problems and the reward."""
-    from megarl.examples.tiny_model import make_tiny_model  # imports transformers, which takes a while
-
-    write_arithmetic(folder / "data", 16, 64, 16, seed=SEED)
-    make_tiny_model(folder / "model", arithmetic_texts(), hidden_size=64, ffn_hidden_size=128, num_layers=2)
+    task = example("arithmetic")
+    task.write_arithmetic(folder / "data", 16, 64, 16, seed=SEED)
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_layers": 2}
+    example("tiny_model").make_tiny_model(folder / "model", task.arithmetic_texts(), **sizes)
     (folder / "reward.py").write_text(REWARD)
     return Task(folder, steps)
 

@@ -25,11 +25,10 @@ import torch
 from facts import environment
 from transformers import AutoModelForCausalLM
 
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from megarl.rollout.sglang.before_import import sglang_environment
 from megarl.rollout.sglang.engine import SGLangEngine
+from megarl.util.packages import example
 
 START_SECONDS = 300
 USUAL, DETERMINISTIC, HUGGING_FACE = "sglang", "sglang, deterministic", "transformers"
@@ -134,8 +133,8 @@ def main() -> None:
     args = parser.parse_args()
     facts = environment(("torch", "sglang", "transformers"))
     with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny_model(
-            Path(folder, "model"), arithmetic_texts(), hidden_size=args.hidden_size,
+        model = example("tiny_model").make_tiny_model(
+            Path(folder, "model"), example("arithmetic").arithmetic_texts(), hidden_size=args.hidden_size,
             ffn_hidden_size=4 * args.hidden_size, num_layers=args.num_layers,
         )  # fmt: skip
         context = args.prompt_tokens + args.new_tokens + 8

@@ -41,9 +41,8 @@ from megarl.costs.flops import ModelFlops, causal_pairs, model_flops
 from megarl.costs.hardware import peak_bf16
 from megarl.data.gsm8k import word_problem
 from megarl.data.trajectories import Generation, build_trajectories, expand_prompts
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import read_model_config
+from megarl.util.packages import example
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes/qwen2.5_0.5b_ppo_single_gpu.yaml"
@@ -268,7 +267,8 @@ def run(options: argparse.Namespace, gpu: bool, generates: bool) -> dict:
     job = CASES[options.case] if not options.shrink else Job(TINY, 8, 64, 16)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_tiny_model(folder / "model", arithmetic_texts(), **job.shape)
+        texts = example("arithmetic").arithmetic_texts()
+        example("tiny_model").make_tiny_model(folder / "model", texts, **job.shape)
         keys = overrides(folder, job, options, generates)
         command = [sys.executable, "-m", "megarl", "train", str(RECIPE), *keys]
         config = resolve(load_config(TrainConfig, RECIPE, keys))

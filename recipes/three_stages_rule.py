@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from megarl.examples.preference_task import judge
+from megarl.util.packages import example
+
+judge = example("preference_task").judge
 
 
 def compute_score(

@@ -21,11 +21,11 @@ import psutil
 import pytest
 import torch
 
+from examples.arithmetic import arithmetic_texts, write_arithmetic
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.dcp import DCPReader
 from megarl.config import EvalConfig, SFTConfig, TrainConfig, check_config, load_config
 from megarl.config.schema import walk
-from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.rollout.engine import EngineConfig
 from megarl.rollout.sglang.start import server_arguments
 from tests.fixtures.runs import PPO, REPOSITORY, command, environment, on
@@ -37,7 +37,7 @@ SECRET = "sk-not-for-anybodys-eyes"
 # Where bytes become objects, or files code, and whose they are.
 UNPICKLED = {
     "checkpoints/dcp.py": "pickle.Unpickler",  # a checkpoint's metadata: by a list of names, below
-    "rewards/functions.py": "pickle.loads",  # the reward function of this very program
+    "rewards/registry.py": "pickle.loads",  # the reward function of this very program
     "weight_sync/inbox.py": "pickle.loads",  # of a trainer rank, over a Unix socket in a folder that only this user enters
     "weight_sync/receiver.py": "pickle.loads",  # of the engine's parent, from a file in such a folder
     "shadow/peers.py": "pickle.loads",  # of a fork of this process, over a pipe

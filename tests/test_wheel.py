@@ -20,7 +20,7 @@ import pytest
 from megarl import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ("launch", "recipes", "requirements")
+SHIPPED = ("examples", "launch", "recipes", "requirements")
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megarl", *SHIPPED)
 
 pytestmark = pytest.mark.timeout(900)

@@ -40,13 +40,13 @@ def make_task(folder: Path, steps: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from megarl.examples.tiny_model import make_tiny_model
+    from megarl.util.packages import example
 
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
     questions = draw_questions(NUM_PROMPTS * steps)
     texts = [question + _FILLER * 8 for question in questions[:512]]
-    model = make_tiny_model(folder / "model", texts, **SIZES)
+    model = example("tiny_model").make_tiny_model(folder / "model", texts, **SIZES)
     make_readable_by_transformers_4(model / "tokenizer_config.json")
     pq.write_table(pa.Table.from_pylist(rows(model, questions)), folder / "train.parquet")
     done.write_text(json.dumps(facts))

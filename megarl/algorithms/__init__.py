@@ -2,8 +2,8 @@
 
 What this room promises:
 
-- Pure functions of tensors. The controller calls those on ragged trajectories (`advantages`, `kl`,
-  `aggregate`), every rank calls those on packed tokens (`policy_loss`, `value_loss`).
+- Pure functions of tensors. The controller calls the ones on ragged trajectories (`advantages`, `kl`,
+  `aggregate`), every rank calls the ones on packed tokens (`policy_loss`, `value_loss`).
 - Losses are sums with weights that already carry the global mini-batch's denominator, and statistics are
   sums. So one function serves every micro-batch on every rank, and the results are added, never averaged:
   no split of the mini-batch changes a loss, a gradient or a metric beyond rounding.

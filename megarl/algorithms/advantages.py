@@ -9,11 +9,10 @@ Guarantees
   without a baseline, on another scale than that of larger groups.)
 - Everything is computed in float64 and returned in the input's dtype.
 
-The comparisons within a group (`grpo`, `rloo`, ...) take scores [n] of trajectories that are trained on (those without a live
-token are left out before) and n group ids (prompt uids), and return [n]. `gae`, `reward_to_go` and `masked_whiten` work token by
-token.
+The comparisons within a group (`grpo`, `rloo`, ...) take scores [n] of trajectories that have a live token and n group ids
+(prompt uids), and return [n]. `gae`, `reward_to_go` and `masked_whiten` work token by token.
 
-One's own estimator, in a file that the configuration names in `plugins`:
+A user's own estimator, in a file that the configuration names in `plugins`:
 
     @register_advantage("mine")
     def mine(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult: ...
@@ -32,7 +31,7 @@ from megarl.util.plugins import Registry
 
 @dataclass(frozen=True)
 class AdvantageBatch:
-    """What an estimator may look at: all trajectories of a train batch."""
+    """The input of an estimator: all trajectories of a train batch."""
 
     token_level_rewards: Tensor  # [tokens], 0 on masked tokens
     mask: Tensor  # bool [tokens]
@@ -108,19 +107,6 @@ def _estimate_reinforce_plus_plus(batch: AdvantageBatch, options: AdvantageOptio
     return AdvantageResult(advantages, None)
 
 
-@register_advantage("reinforce_plus_plus_baseline")
-def _estimate_reinforce_plus_plus_baseline(
-    batch: AdvantageBatch, options: AdvantageOptions
-) -> AdvantageResult:
-    """REINFORCE++-baseline, arXiv:2501.03262: score - mean of its group, normalised over all tokens of the batch."""
-    advantages = _per_group(
-        batch, "reinforce_plus_plus_baseline", lambda scores, ids, _: centred(scores, ids)
-    )
-    if options.whiten:
-        advantages = masked_whiten(advantages, batch.mask)
-    return AdvantageResult(advantages, None)
-
-
 @register_advantage("remax")
 def _estimate_remax(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
     """ReMax, arXiv:2310.10505, algorithm 1: the rewards to go minus the score of the prompt's greedy response."""
@@ -134,62 +120,42 @@ def _estimate_remax(batch: AdvantageBatch, options: AdvantageOptions) -> Advanta
     return AdvantageResult(torch.where(batch.mask, difference, 0.0).to(rewards.dtype), None)
 
 
-@register_advantage("grpo")
-def _estimate_grpo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    advantages = _per_group(batch, "grpo", lambda scores, ids, _: grpo(scores, ids, options.norm_by_std))
-    return AdvantageResult(advantages, None)
+GroupComparison = Callable[[Tensor, Sequence[str], Tensor, AdvantageOptions], Tensor]
+"""(scores, prompt uids, numbers of live tokens) of the trajectories that have a live token, [trained] each, and the options
+-> their advantages [trained]."""
 
 
-@register_advantage("grpo_passk")
-def _estimate_grpo_passk(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    advantages = _per_group(
-        batch, "grpo_passk", lambda scores, ids, _: grpo_passk(scores, ids, options.norm_by_std)
-    )
-    return AdvantageResult(advantages, None)
+def _register_comparison(name: str, compare: GroupComparison) -> None:
+    """Register the estimator that gives each trajectory one advantage, on all its live tokens."""
+
+    def estimate(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
+        if batch.prompt_uids is None:
+            raise ValueError(
+                f"algorithm.adv_estimator={name!r} needs the prompt of each trajectory; the batch has none"
+            )
+        rewards = batch.token_level_rewards
+        lengths = segment_sum(batch.mask, batch.offsets)
+        trained = (lengths > 0).nonzero().squeeze(1)
+        # The sum, not the score alone: it holds the KL penalty where that is part of the reward.
+        scores = segment_sum(rewards.double(), batch.offsets)
+        uids = [batch.prompt_uids[row] for row in trained.tolist()]
+        per_trajectory = torch.zeros_like(scores)
+        per_trajectory[trained] = compare(scores[trained], uids, lengths[trained], options)
+        spread = per_trajectory.to(rewards.dtype).repeat_interleave(batch.offsets.diff())
+        advantages = torch.where(batch.mask, spread, 0.0)
+        if name in _WHITENED and options.whiten:
+            advantages = masked_whiten(advantages, batch.mask)
+        return AdvantageResult(advantages, None)
+
+    estimate.__qualname__ = f"estimate_{name}"  # for errors
+    register_advantage(name)(estimate)
 
 
-@register_advantage("rloo")
-def _estimate_rloo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    return AdvantageResult(_per_group(batch, "rloo", lambda scores, ids, _: rloo(scores, ids)), None)
+_EPS = 1e-6  # is added to a group's standard deviation
 
 
-@register_advantage("opo")
-def _estimate_opo(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    return AdvantageResult(_per_group(batch, "opo", opo), None)
-
-
-@register_advantage("gpg")
-def _estimate_gpg(batch: AdvantageBatch, options: AdvantageOptions) -> AdvantageResult:
-    return AdvantageResult(_per_group(batch, "gpg", lambda scores, ids, _: gpg(scores, ids)), None)
-
-
-def _per_group(
-    batch: AdvantageBatch, name: str, compare: Callable[[Tensor, Sequence[str], Tensor], Tensor]
-) -> Tensor:
-    """One advantage a trajectory, on each of its live tokens: [tokens].
-
-    Args:
-        compare: (scores, prompt uids, numbers of live tokens) of the trajectories that have a live token, [trained]
-            each, to their advantages.
-    """
-    if batch.prompt_uids is None:
-        raise ValueError(
-            f"algorithm.adv_estimator={name!r} needs the prompt of each trajectory; the batch has none"
-        )
-    rewards = batch.token_level_rewards
-    lengths = segment_sum(batch.mask, batch.offsets)
-    trained = (lengths > 0).nonzero().squeeze(1)
-    # The sum, not the score alone: it holds the KL penalty where that is part of the reward.
-    scores = segment_sum(rewards.double(), batch.offsets)
-    uids = [batch.prompt_uids[row] for row in trained.tolist()]
-    per_trajectory = torch.zeros_like(scores)
-    per_trajectory[trained] = compare(scores[trained], uids, lengths[trained])
-    spread = per_trajectory.to(rewards.dtype).repeat_interleave(batch.offsets.diff())
-    return torch.where(batch.mask, spread, 0.0)
-
-
-def grpo(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """(score - mean of its group) / (std of its group + eps).
+def grpo(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True) -> Tensor:
+    """(score - mean of its group) / (std of its group + 1e-6).
 
     DeepSeekMath, arXiv:2402.03300, section 4.1.2 (outcome supervision), with the unbiased std as verl and TRL compute
     it. `norm_by_std=False` leaves the division out (Dr. GRPO, arXiv:2503.20783).
@@ -197,13 +163,11 @@ def grpo(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps
     group, size = _groups(scores, group_ids)
     values = _centred(scores.double(), group, size)
     if norm_by_std:
-        values = values / (_std(values, group, size)[group] + eps)
+        values = values / (_std(values, group, size)[group] + _EPS)
     return values.to(scores.dtype)
 
 
-def grpo_passk(
-    scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6
-) -> Tensor:
+def grpo_passk(scores: Tensor, group_ids: Sequence[str], norm_by_std: bool = True) -> Tensor:
     """The best response of a group gets its lead over the second best, the others 0; divided by the std as in `grpo`.
 
     Inference-time objectives, arXiv:2503.19595: the objective is the group's best score (pass@k for k = group size);
@@ -220,7 +184,7 @@ def grpo_passk(
     )
     lead = torch.where(alone & (size[group] > 1), values - second[group], 0.0)
     if norm_by_std:
-        lead = lead / (_std(_centred(values, group, size), group, size)[group] + eps)
+        lead = lead / (_std(_centred(values, group, size), group, size)[group] + _EPS)
     return lead.to(scores.dtype)
 
 
@@ -316,12 +280,12 @@ def gae(
     return advantages, returns
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """`x` scaled to variance 1, and with `shift_mean` to mean 0, over ALL live tokens given; 0 on masked ones.
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` with mean 0 and variance 1 over ALL live tokens given; 0 on masked ones.
 
     The variance is the unbiased one (divided by count - 1) and 1e-8 is added to it: the rule of verl and TRL,
     so that runs compare; at thousands of tokens the population variance differs by nothing that shows. Fewer
-    than two live tokens have no spread and become 0 (their mean without `shift_mean`).
+    than two live tokens have no spread and become 0.
     Call it on the whole train batch: on a rank's share it would whiten with that share's moments.
 
     Args: x [tokens], mask bool [tokens]. Returns: [tokens], x's dtype.
@@ -330,16 +294,14 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     out = torch.zeros_like(x)
     if live.numel() == 0:
         return out
-    mean = live.mean()
-    centred = live - mean
+    centred = live - live.mean()
     variance = centred.square().sum() / max(live.numel() - 1, 1)
-    whitened = centred * (variance + 1e-8).rsqrt()
-    out[mask] = (whitened if shift_mean else whitened + mean).to(x.dtype)
+    out[mask] = (centred * (variance + 1e-8).rsqrt()).to(x.dtype)
     return out
 
 
 def reward_to_go(token_level_rewards: Tensor, mask: Tensor, offsets: Tensor, gamma: float) -> Tensor:
-    """What each live token earns from itself on: G_t = r_t + gamma G_{t+1} over its trajectory's live tokens.
+    """The rewards from each live token on: G_t = r_t + gamma G_{t+1} over its trajectory's live tokens.
 
     Args: token_level_rewards [tokens]; mask: bool [tokens]; offsets: int64 [n + 1].
     Returns: [tokens], the rewards' dtype, 0 on masked tokens.
@@ -350,3 +312,17 @@ def reward_to_go(token_level_rewards: Tensor, mask: Tensor, offsets: Tensor, gam
     out = torch.zeros_like(token_level_rewards)
     out[live] = sums.to(out.dtype)
     return out
+
+
+_COMPARISONS: dict[str, GroupComparison] = {
+    "grpo": lambda scores, uids, _, options: grpo(scores, uids, options.norm_by_std),
+    "grpo_passk": lambda scores, uids, _, options: grpo_passk(scores, uids, options.norm_by_std),
+    "rloo": lambda scores, uids, *_: rloo(scores, uids),
+    "opo": lambda scores, uids, lengths, _: opo(scores, uids, lengths),
+    "gpg": lambda scores, uids, *_: gpg(scores, uids),
+    # REINFORCE++-baseline, arXiv:2501.03262: then normalised over all tokens of the batch.
+    "reinforce_plus_plus_baseline": lambda scores, uids, *_: centred(scores, uids),
+}
+_WHITENED = frozenset({"reinforce_plus_plus_baseline"})
+for _name, _compare in _COMPARISONS.items():
+    _register_comparison(_name, _compare)

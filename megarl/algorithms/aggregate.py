@@ -28,7 +28,7 @@ class LossAggregation:
 
     Attributes:
         mode: one of LOSS_AGG_MODES.
-        scale_factor: of "seq-mean-token-sum-norm", what a trajectory's sum is divided by (Dr. GRPO,
+        scale_factor: of "seq-mean-token-sum-norm": the divisor of a trajectory's sum (Dr. GRPO,
             arXiv:2503.20783: a constant, the longest possible response); the other modes ignore it.
     """
 
@@ -38,7 +38,7 @@ class LossAggregation:
 
 @dataclass(frozen=True)
 class LossCounts:
-    """What the mini-batch holds; counts of disjoint parts add up with `+`."""
+    """The counts of a mini-batch; counts of disjoint parts add up with `+`."""
 
     tokens: int  # live tokens
     trajectories: int  # trajectories with at least one live token
@@ -54,7 +54,7 @@ def loss_counts(mask: Tensor, offsets: Tensor) -> LossCounts:
 
 
 def token_weights(agg: LossAggregation, mask: Tensor, offsets: Tensor, counts: LossCounts) -> Tensor:
-    """float32 [tokens]: what each token's loss is multiplied with before it is summed; 0 on masked tokens.
+    """The factor of each token's loss in the sum, float32 [tokens]; 0 on masked tokens.
 
     "token-mean": the mean over all live tokens. "token-sum": their sum (a larger batch is a larger gradient).
     "seq-mean-token-sum": the sum over a trajectory's live tokens, then the mean over trajectories.

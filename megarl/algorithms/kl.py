@@ -6,6 +6,7 @@ configuration's value is another run.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -102,11 +103,39 @@ def apply_kl_penalty(
     return rewards, float(mean_kl)
 
 
-@dataclass
-class FixedKLController:
-    """A constant coefficient. It does not evolve, so after a resume the configuration's value holds, times `factor`."""
+class _KLController:
+    """The common part of all controllers. `saved`: the fields that a checkpoint holds, each with its type."""
 
-    kind: ClassVar[str] = "fixed"
+    kind: ClassVar[str]
+    saved: ClassVar[dict[str, Callable[[Any], Any]]]
+    factor: float
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Take note of a train batch of `n_steps` trajectories whose mean KL, before the update, was `current_kl`."""
+
+    def scale(self, factor: float) -> None:
+        self.factor *= factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"type": self.kind, **{name: getattr(self, name) for name in self.saved}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """ValueError: the state is of a controller of another kind."""
+        if state["type"] != self.kind:
+            raise ValueError(
+                f"the checkpoint holds a {state['type']!r} KL controller, but algorithm.kl_ctrl.type is {self.kind!r}; "
+                "resume with the type that the run was started with"
+            )
+        for name, read in self.saved.items():
+            setattr(self, name, read(state[name]))
+
+
+@dataclass
+class FixedKLController(_KLController):
+    """A constant coefficient: after a resume it is the configuration's value times `factor`."""
+
+    kind = "fixed"
+    saved = {"factor": float}  # noqa: RUF012 (a constant of the class)
     initial: float
     factor: float = 1.0  # of all interventions
 
@@ -114,35 +143,23 @@ class FixedKLController:
     def coef(self) -> float:
         return self.initial * self.factor
 
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to do; here so that callers need not ask which controller they hold."""
-
-    def scale(self, factor: float) -> None:
-        self.factor *= factor
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"type": self.kind, "factor": self.factor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_type(self.kind, state)
-        self.factor = float(state["factor"])
-
 
 @dataclass
-class AdaptiveKLController:
+class AdaptiveKLController(_KLController):
     """A coefficient that steers the KL to a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     coef <- coef * (1 + clip((kl - target) / target, -0.2, 0.2) * n_steps / horizon); their K_beta is
     n_steps / horizon.
     """
 
-    kind: ClassVar[str] = "adaptive"
+    kind = "adaptive"
+    saved = {"coef": float}  # noqa: RUF012
     coef: float
     target_kl: float  # nats, in the unit of `apply_kl_penalty`'s mean
     horizon: float  # trajectories
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapt after a train batch of `n_steps` trajectories whose mean KL was `current_kl`.
+        """Adapt the coefficient.
 
         ValueError: a KL that is not finite (it would stick in the coefficient for ever); a batch so large
         against the horizon that the coefficient could reach zero or change sign.
@@ -162,19 +179,13 @@ class AdaptiveKLController:
     def scale(self, factor: float) -> None:
         self.coef *= factor
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"type": self.kind, "coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_type(self.kind, state)
-        self.coef = float(state["coef"])
-
 
 @dataclass
-class LinearKLController:
+class LinearKLController(_KLController):
     """A coefficient on a straight line: `first` in the first step, `last` in step `num_steps` and after it."""
 
-    kind: ClassVar[str] = "linear"
+    kind = "linear"
+    saved = {"done": int, "factor": float}  # noqa: RUF012
     first: float
     last: float
     num_steps: int  # steps, at least 1; with 1 it is `last` from the second step on
@@ -187,18 +198,7 @@ class LinearKLController:
         return (self.first + (self.last - self.first) * way) * self.factor
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Count a step, whatever its KL was."""
         self.done += 1
-
-    def scale(self, factor: float) -> None:
-        self.factor *= factor
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"type": self.kind, "done": self.done, "factor": self.factor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_type(self.kind, state)
-        self.done, self.factor = int(state["done"]), float(state["factor"])
 
 
 KLController = FixedKLController | AdaptiveKLController | LinearKLController
@@ -229,11 +229,3 @@ def make_kl_controller(
         assert schedule_steps is not None and schedule_steps >= 1, schedule_steps
         return LinearKLController(kl_coef, end_kl_coef, schedule_steps)
     raise ValueError(f"algorithm.kl_ctrl.type={kind!r} is unknown; known: fixed, adaptive, linear")
-
-
-def _check_type(kind: str, state: dict[str, Any]) -> None:
-    if state["type"] != kind:
-        raise ValueError(
-            f"the checkpoint holds a {state['type']!r} KL controller, but algorithm.kl_ctrl.type is {kind!r}; "
-            "resume with the type that the run was started with"
-        )

@@ -45,7 +45,7 @@ def add_sums(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
 def reduce_metrics(sums: Mapping[str, Tensor | float], num_updates: int = 1) -> dict[str, float]:
     """Logged metrics from the sums of `num_updates` mini-batches (losses are their mean, the rest token means).
 
-    actor/ptx_loss is a mean over the learnt tokens of the texts beside the trajectories.
+    actor/ptx_loss is a mean over the learnt tokens of the auxiliary texts (PPO-ptx).
     critic/vf_explained_var is 1 - Var(R - V_old) / Var(R) over live tokens: 1 is a perfect critic, 0 one no
     better than a constant, below 0 a harmful one; left out where the returns do not vary.
     Without live tokens only the losses (0) are reported.
@@ -75,7 +75,7 @@ def _explained_variance(values: Mapping[str, float]) -> float | None:
         mean = values[f"critic/{name}_sum"] / tokens
         return values[f"critic/{name}_square_sum"] / tokens - mean * mean
 
-    # A difference of squares: what is left of a constant return is rounding, to be measured against its square.
+    # A difference of squares: for a constant return it is rounding, to be measured against the square.
     returns = variance("returns")
     if returns <= 1e-12 * values["critic/returns_square_sum"] / tokens:
         return None
@@ -92,11 +92,11 @@ def batch_metrics(
     returns: Tensor | None = None,
     values: Tensor | None = None,
 ) -> dict[str, float]:
-    """What a train batch looked like, on the controller.
+    """The metrics of a train batch, on the controller.
 
-    Args: scores: those of the trajectories that have one; the others flat [tokens] with offsets [n + 1]; truncated
+    Args: scores: of the trajectories that have one; the others flat [tokens] with offsets [n + 1]; truncated
     bool [n]: ended by length.
-    Returns mean/max/min of critic/score and critic/rewards (per trajectory; rewards: of those with a live token), of
+    Returns mean/max/min of critic/score and critic/rewards (per trajectory; rewards: of trajectories with a live token), of
     critic/advantages, critic/returns and critic/values (per live token), of response_length (tokens), and
     response_length/clip_ratio.
     """
@@ -205,7 +205,7 @@ _MIXERS = np.array(
 
 
 def duplicate_share(responses: Sequence[np.ndarray], prompts: Sequence[Hashable]) -> float | None:
-    """Of n responses to a prompt of which u are different, (n - u) / (n - 1): 0 where all differ, 1 where all are equal.
+    """(n - u) / (n - 1) for n responses to a prompt with u different ones: 0 where all differ, 1 where all are equal.
     The mean over prompts with several responses; None without any.
 
     Args:
@@ -221,7 +221,7 @@ def duplicate_share(responses: Sequence[np.ndarray], prompts: Sequence[Hashable]
 
 
 def ngram_repetition(responses: Sequence[np.ndarray]) -> float | None:
-    """Of the runs of `NGRAM` tokens in a response, the share that occurred earlier in it; the mean over responses that
+    """The share of the runs of `NGRAM` tokens in a response that occurred earlier in it; the mean over responses that
     are long enough to have one, None without any.
 
     Args:

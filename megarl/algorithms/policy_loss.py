@@ -9,7 +9,7 @@ Guarantees
 A ratio is new probability / old probability. Log ratios are clamped to +-20, so that one broken token cannot make the
 loss infinite; it then passes no gradient.
 
-One's own policy loss, in a file that the configuration names in `plugins` (see `PolicyLoss`):
+A user's own policy loss, in a file that the configuration names in `plugins` (see `PolicyLoss`):
 
     @register_policy_loss("mine")
     def mine(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOptions) -> tuple[Tensor, Sums]: ...
@@ -17,12 +17,13 @@ One's own policy loss, in a file that the configuration names in `plugins` (see 
 clip_cov and kl_cov treat the tokens of largest covariance apart ("The Entropy Mechanism of Reinforcement Learning",
 arXiv:2505.22617): the policy's entropy falls with the covariance of a token's log-prob and its advantage, and a few tokens
 make up most of it. `select_tokens` chooses them before the mini-batch is cut into micro-batches, from the OLD log-probs (the
-paper's are those of the policy at each update, the same in a step's first update). Chosen per micro-batch, as verl does, the
-choice would depend on how the mini-batch is cut.
+paper takes the log-probs of the policy at each update, the same in a step's first update). verl chooses in each micro-batch,
+which makes the choice depend on how the mini-batch is cut.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,9 +101,9 @@ PolicyLoss = Callable[[Tensor, PolicyTokens, PolicyLossOptions], tuple[Tensor, S
 """(log_probs [tokens] with gradient, the other inputs, options) -> (the loss of each token, [tokens], to be minimised;
 sums over live tokens for metrics under names "actor/...", which are logged as means a live token).
 
-Inputs are clean: on masked tokens every number is 0, and what a loss returns there does not count. Weights and
-importance weights are applied to what it returns; it must not apply them. With context parallelism a trajectory's
-tokens are on several ranks: what looks at more than a token goes through `tokens.sequences`.
+Inputs are clean: on masked tokens every number is 0, and the loss that is returned there does not count. Weights and
+importance weights are applied to the returned losses; a policy loss must not apply them. With context parallelism a trajectory's
+tokens are on several ranks: sums over more than a token go through `tokens.sequences`.
 """
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode")
@@ -139,7 +140,7 @@ def policy_loss(log_probs: Tensor, tokens: PolicyTokens, options: PolicyLossOpti
     ValueError: an unknown name, or a loss of a plugin that is not one number a token.
 
     Sums: actor/pg_loss (weighted loss); over live tokens: actor/tokens, actor/ppo_kl (old - new log-prob),
-    actor/log_ratio_abs (its absolute value), actor/ratio, and those of the loss itself.
+    actor/log_ratio_abs (its absolute value), actor/ratio, and the sums of the loss itself.
     """
     mask, zero = tokens.mask, log_probs.new_zeros(())
     log_probs = torch.where(mask, log_probs, zero)
@@ -199,15 +200,9 @@ def _without_masked(tokens: PolicyTokens) -> PolicyTokens:
     def clean(x: Tensor) -> Tensor:
         return torch.where(tokens.mask, x, x.new_zeros(()))
 
-    weights, selected = tokens.rollout_is_weights, tokens.selected
-    return replace(
-        tokens,
-        weights=clean(tokens.weights),
-        old_log_probs=clean(tokens.old_log_probs),
-        advantages=clean(tokens.advantages),
-        rollout_is_weights=None if weights is None else clean(weights),
-        selected=None if selected is None else clean(selected),
-    )
+    names = ("weights", "old_log_probs", "advantages", "rollout_is_weights", "selected")
+    columns: dict[str, Any] = {name: clean(x) for name in names if (x := getattr(tokens, name)) is not None}
+    return replace(tokens, **columns)
 
 
 def _total(x: Tensor) -> Tensor:
@@ -362,7 +357,7 @@ def _selected(tokens: PolicyTokens, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class ClipCov:
-    """`share` of the live tokens (one at least, as in verl), drawn among those with low < covariance < high."""
+    """`share` of the live tokens (one at least, as in verl), drawn among the tokens with low < covariance < high."""
 
     share: float
     low: float
@@ -371,7 +366,7 @@ class ClipCov:
 
 @dataclass(frozen=True)
 class KLCov:
-    """`share` of the live tokens (one at least, as in verl), those of largest covariance."""
+    """`share` of the live tokens (one at least, as in verl), the tokens of largest covariance."""
 
     share: float
 
@@ -382,7 +377,7 @@ def select_tokens(
     """The chosen tokens of a whole mini-batch; everything flat [tokens], the result bool.
 
     Args:
-        seed: of what `ClipCov` draws.
+        seed: of the draws of `ClipCov`.
     """
     covariance = token_covariance(old_log_probs, advantages, mask)
     live = mask.nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""Losses on rankings, as pairs of responses of which one is better: the reward model's, and direct preference optimization's.
+"""Losses on rankings, as pairs of a better and a worse response: of reward models, and of direct preference optimization.
 
 Rankings come one after the other; `offsets` bound the texts of each. DPO takes the policy's own log-probabilities as
 rewards of a Bradley-Terry model.
@@ -59,30 +59,21 @@ def preference_loss(
         margins: float32 [texts]; of the ranking that each text is of.
         num_rankings: N.
 
-    Returns: the loss; sums over pairs of what is logged: `loss` (as above, times N), and over pairs `pairs`, `accuracy`
+    Returns: the loss; sums for the metrics: `loss` (as above, times N), and over pairs `pairs` (their number), `accuracy`
     (better ones with the greater reward; equal rewards count half) and `margin` (r_better - r_worse).
     """
     difference = rewards[pairs.better] - rewards[pairs.worse]
     losses = -torch.nn.functional.logsigmoid(difference - margins[pairs.better])
     total = (pairs.weights * losses).sum()
-    right = (difference > 0).double() + 0.5 * (difference == 0).double()
-    sums = {
-        "loss": total.double(),
-        "pairs": torch.tensor(float(len(difference)), dtype=torch.float64, device=rewards.device),
-        "accuracy": right.sum(),
-        "margin": difference.double().sum(),
-    }
+    sums = {"loss": total.double(), **_counts(difference), "margin": difference.double().sum()}
     return total / num_rankings, sums
 
 
-def preference_metrics(sums: dict[str, float], num_rankings: int) -> dict[str, float]:
-    """Means of the sums of `preference_loss`: the loss over rankings, the others over pairs."""
-    pairs = sums["pairs"]
-    return {
-        "loss": sums["loss"] / num_rankings,
-        "accuracy": sums["accuracy"] / pairs,
-        "margin": sums["margin"] / pairs,
-    }
+def _counts(difference: Tensor) -> dict[str, Tensor]:
+    """The number of pairs, and how many of them are in the right order; equal ones count half."""
+    right = (difference > 0).double() + 0.5 * (difference == 0).double()
+    number = torch.tensor(float(len(difference)), dtype=torch.float64, device=difference.device)
+    return {"pairs": number, "accuracy": right.sum()}
 
 
 LossType = Literal["sigmoid", "ipo"]
@@ -103,7 +94,7 @@ def dpo_loss(
                                                              is taken for wrong (conservative DPO)
         ipo       (h - 1 / (2 beta))^2                       (IPO, arXiv:2310.12036, equation 17)
 
-    Losses are sums: `num_rankings` is that of the whole batch, of which `log_ratios` may be a part.
+    Losses are sums: `num_rankings` counts the whole batch, `log_ratios` may be a part of it.
 
     Args:
         log_ratios: float [texts]; log pi(response) - log pi_ref(response), in nats, sums over tokens.
@@ -113,6 +104,7 @@ def dpo_loss(
         beta log_ratio).
     """
     difference = log_ratios[pairs.better] - log_ratios[pairs.worse]
+    # The losses of the pairs; below they are weighted, so that rankings count alike.
     if loss_type == "ipo":
         losses = (difference - 1 / (2 * beta)).square()
     else:
@@ -121,11 +113,9 @@ def dpo_loss(
         losses = losses - label_smoothing * log_sigmoid(-beta * difference)
     total = (pairs.weights * losses).sum()
     rewards = beta * log_ratios.detach().double()
-    right = (difference > 0).double() + 0.5 * (difference == 0).double()
     sums = {
         "loss": total.detach().double(),
-        "pairs": torch.tensor(float(len(difference)), dtype=torch.float64, device=log_ratios.device),
-        "accuracy": right.sum(),
+        **_counts(difference),
         "margin": (rewards[pairs.better] - rewards[pairs.worse]).sum(),
         "reward_better": rewards[pairs.better].sum(),
         "reward_worse": rewards[pairs.worse].sum(),
@@ -133,7 +123,7 @@ def dpo_loss(
     return total / num_rankings, sums
 
 
-def dpo_metrics(sums: dict[str, float], num_rankings: int) -> dict[str, float]:
-    """Means of the sums of `dpo_loss`: the loss over rankings, the others over pairs."""
+def ranking_metrics(sums: dict[str, float], num_rankings: int) -> dict[str, float]:
+    """Means of the sums of `preference_loss` or `dpo_loss`: the loss over rankings, the others over pairs."""
     means = {name: value / sums["pairs"] for name, value in sums.items() if name not in ("loss", "pairs")}
     return {"loss": sums["loss"] / num_rankings, **means}

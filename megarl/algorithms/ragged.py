@@ -39,10 +39,8 @@ def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
 
 def live_offsets(mask: Tensor, offsets: Tensor) -> Tensor:
     """Offsets of the trajectories that are left when masked tokens are taken out, int64 [n + 1]."""
-    before = torch.cat(
-        [mask.new_zeros(1, dtype=torch.int64), mask.long().cumsum(0)]
-    )  # live tokens before each
-    return before[offsets]
+    live_before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.long().cumsum(0)])
+    return live_before[offsets]
 
 
 def reverse_scan(x: Tensor, offsets: Tensor, factor: float) -> Tensor:
@@ -62,9 +60,7 @@ def reverse_scan(x: Tensor, offsets: Tensor, factor: float) -> Tensor:
     owner = segment_ids(offsets)
     distance = offsets[1:][owner] - 1 - torch.arange(x.numel(), device=x.device)  # to the trajectory's end
     step_sizes = torch.bincount(distance)
-    slot = (step_sizes.cumsum(0) - step_sizes)[distance] + rank[
-        owner
-    ]  # where each token stands in the layout
+    slot = (step_sizes.cumsum(0) - step_sizes)[distance] + rank[owner]  # each token's place in the layout
 
     laid_out = torch.empty_like(x)
     laid_out[slot] = x

@@ -1,4 +1,4 @@
-"""The engine that sampled and the trainer do not give a token quite the same probability: weights and masks for it.
+"""Weights and masks against the difference of the probabilities that the sampling engine and the trainer give a token.
 
 With r_t = trainer's / engine's probability of token t, from the old log-probs:
 
@@ -48,7 +48,7 @@ def correct_rollout(
 ) -> Correction:
     """Weights and the remaining mask of a train batch; flat [tokens] with offsets [n + 1].
 
-    Weights are those of the whole trajectory as it was sampled: rejected tokens count in a trajectory's ratio.
+    Weights are of the trajectory as it was sampled: rejected tokens count in its ratio.
 
     Metrics: rollout_corr/is_weight_{mean,min,max} over live tokens before truncation (of "sequence": each as often as
     the trajectory has tokens), rollout_corr/is_truncated (share of live tokens whose weight was cut),
@@ -62,7 +62,7 @@ def correct_rollout(
     log_ratio = torch.where(mask, old_log_probs.double() - rollout_log_probs.double(), 0.0)
     metrics: dict[str, float] = {}
     weights = None
-    if options.is_level is not None:
+    if options.is_level is not None:  # truncated importance sampling
         ratio = _ratio(log_ratio, mask, offsets, options.is_level)
         weights = ratio.clamp(max=options.is_threshold)
         kept = weights[mask]
@@ -74,7 +74,7 @@ def correct_rollout(
             "rollout_corr/is_eff_sample_size": float(kept.sum() ** 2 / (live * kept.square().sum())),
         }
         weights = torch.where(mask, weights, 1.0).to(old_log_probs.dtype)
-    if options.rs_level is not None:
+    if options.rs_level is not None:  # masked importance sampling
         upper = options.rs_upper if options.rs_upper is not None else options.is_threshold
         lower = options.rs_lower if options.rs_lower is not None else 1.0 / upper
         ratio = _ratio(log_ratio, mask, offsets, options.rs_level)

@@ -14,7 +14,7 @@ def value_loss(
     A token's loss is 0.5 * max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2), so a value does not gain
     from moving further than `clip` from the one that made the advantages; clip None: 0.5 * (v - R)^2.
 
-    Args: all [tokens]; values carry the gradient; old_values and returns are those of the advantages' time.
+    Args: all [tokens]; values carry the gradient; old_values and returns are the ones that the advantages were computed with.
     Sums: critic/vf_loss (weighted loss); over live tokens: critic/tokens, critic/vf_clipfrac, critic/vpred (the
     values), and the moments of returns and of returns - old_values for the explained variance.
     """

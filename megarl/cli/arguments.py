@@ -158,7 +158,7 @@ def _make_task(command: _Command) -> None:
     ):
         command.option(name, None, text, type=type(default), default=default)
     command.flag("--calculator", "the sft rows get chats with a calculator, too (recipe:calculator_cpu)")
-    text = "demonstrations, ranked answers and plain texts instead (tools/three_stages.py)"
+    text = "demonstrations, ranked answers and plain texts instead (examples/three_stages.py)"
     command.flag("--preferences", text)
     for name, default, text in (
         ("--num-texts", 4000, "plain texts"),

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from megarl import __version__
 from megarl.cli.arguments import PLAN_MEMORY, PLAN_STEP, Runner, make_parser
@@ -195,19 +195,9 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _make_task(options: argparse.Namespace) -> None:
-    from megarl.examples.make_task import make_preference_task, make_task
+    from megarl.util.packages import example
 
-    def given(*names: str) -> dict[str, Any]:
-        return {name: getattr(options, name) for name in names}
-
-    if options.preferences and options.calculator:
-        raise ValueError("--calculator and --preferences are two tasks; give one of them")
-    sizes = given("num_sft", "num_train", "num_test", "hidden_size", "num_layers")
-    shared = given("seed", "max_operand", "teacher_errors") | sizes
-    if options.preferences:
-        make_preference_task(options.out, **shared, **given("label_noise", "num_texts", "num_rankings"))
-    else:
-        make_task(options.out, **shared, calculator=options.calculator)
+    example("make_task").run(options)
 
 
 def _verify(options: argparse.Namespace) -> None:

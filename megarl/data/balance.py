@@ -40,7 +40,7 @@ _Bin = tuple[int, int, list[int]]  # (-sum of lengths, first item, items): sorts
 
 
 def sequence_costs(lengths: npt.ArrayLike, pair_share: float) -> npt.NDArray[np.int64]:
-    """What sequences of these lengths cost: L tokens through the matrices, L (L + 1) / 2 pairs through causal attention.
+    """The cost of sequences of these lengths: L tokens through the matrices, L (L + 1) / 2 pairs through causal attention.
 
     Args:
         pair_share: operations of attention for a pair of tokens, as a part of those of a token in all matrices.
@@ -121,7 +121,7 @@ def micro_batches(
     Args:
         lengths: tokens of each row.
         multiple_of: the number of micro-batches is a multiple of this.
-        costs: positive whole numbers, what is balanced; None: the lengths.
+        costs: the positive whole numbers to balance; None: the lengths.
 
     Returns:
         Non-empty lists of row indices. Their number is the smallest multiple for which Karmarkar-Karp or
@@ -133,12 +133,7 @@ def micro_batches(
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     weights = sizes if costs is None else np.asarray(costs, dtype=np.int64)
-    longest = int(sizes.argmax())
-    if sizes[longest] > max_tokens:
-        raise ValueError(
-            f"row {longest} has {sizes[longest]} tokens, more than the {max_tokens} tokens that a "
-            f"micro-batch may have: raise the token budget (ppo_max_token_len_per_gpu) to {sizes[longest]} at least"
-        )
+    _check_longest(sizes, max_tokens)
     packed: list[list[int]] | None = None  # made where Karmarkar-Karp finds nothing
     # No two rows of more than half the budget fit into one.
     least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()))
@@ -155,6 +150,15 @@ def micro_batches(
         f"{len(sizes)} rows need {num} micro-batches (a multiple of {multiple_of}, at most {max_tokens} tokens "
         f"each), more than there are rows: raise the token budget, or make the rows a multiple of {multiple_of}"
     )
+
+
+def _check_longest(lengths: np.ndarray, max_tokens: int) -> None:
+    row = int(lengths.argmax())
+    if lengths[row] > max_tokens:
+        raise ValueError(
+            f"row {row} has {lengths[row]} tokens, more than the {max_tokens} tokens that a micro-batch may have: "
+            f"raise the token budget (ppo_max_token_len_per_gpu) to {lengths[row]} at least"
+        )
 
 
 def _partition_within(
@@ -204,7 +208,7 @@ def _exchange(
         room: tokens that still fit into `low`, and into `high`.
 
     Returns:
-        What `high` gives and takes; None: nothing makes the gap smaller.
+        The rows that `high` gives and takes; None: no exchange makes the gap smaller.
     """
     tokens, cost = np.append(sizes[low], 0), np.append(weights[low], 0)
     moved = weights[high][:, None] - cost  # [high, low + 1]: the last column takes nothing in return
@@ -273,11 +277,11 @@ def plan_mini_batches(
         micro_batch_size: rows of a micro-batch, at most.
         epochs: how often all rows are gone through.
         multiple_of: number of micro-batches of a rank is a multiple of this.
-        costs: positive whole numbers, what is balanced (`sequence_costs`); None: the lengths.
+        costs: the positive whole numbers to balance (`sequence_costs`); None: the lengths.
 
     Returns:
         `plan[mini-batch][rank][micro-batch]` -> row indices, the mini-batches of all epochs one after the
-        other. A rank's micro-batches come costliest first, so that those that run at the same time are alike
+        other. A rank's micro-batches come costliest first, so that micro-batches that run at the same time are alike
         and the largest memory peak comes first.
 
     Raises:
@@ -293,22 +297,19 @@ def plan_mini_batches(
     assert (max_tokens is None) != (micro_batch_size is None), (
         "exactly one of max_tokens and micro_batch_size"
     )
-    if max_tokens is not None and lengths.max() > max_tokens:
-        # here rather than in micro_batches, so that the row is the table's
-        row = int(lengths.argmax())
-        raise ValueError(
-            f"row {row} has {lengths[row]} tokens, more than the {max_tokens} tokens that a micro-batch may "
-            f"have: raise the token budget (ppo_max_token_len_per_gpu) to {lengths[row]} at least"
-        )
+    if max_tokens is not None:
+        _check_longest(lengths, max_tokens)  # in micro_batches the row would be that of the mini-batch
     plan = []
+    # Mini-batches are cut from the epoch's order first, then each is planned by itself.
     for epoch in range(epochs):
         rows = np.arange(len(lengths))
         if shuffle:
             rows = np.random.default_rng((seed, epoch)).permutation(len(lengths))
         for start in range(0, len(rows), mini_batch_size):
             chosen = np.sort(rows[start : start + mini_batch_size])
-            cut = (num_dp, max_tokens, micro_batch_size, multiple_of)
-            local = _plan_one(lengths[chosen], costs[chosen], *cut)
+            local = _plan_one(
+                lengths[chosen], costs[chosen], num_dp, max_tokens, micro_batch_size, multiple_of
+            )
             plan.append([[[int(chosen[row]) for row in micro] for micro in rank] for rank in local])
     return plan
 
@@ -350,7 +351,7 @@ def _plan_one(
 def aligned_lengths(
     lengths: npt.ArrayLike, *, tp: int = 1, cp: int = 1, sequence_parallel: bool = False
 ) -> npt.NDArray[np.int64]:
-    """Packed tokens of each sequence of a micro-batch [rows], those that ranks need for even shares included.
+    """Packed tokens of each sequence of a micro-batch [rows], with the padding that gives ranks even shares.
 
     Context parallelism cuts a sequence into 2 cp equal chunks (Transformer Engine's for THD); sequence parallelism all
     tokens of a context parallel rank into tp parts, for which the last sequence is lengthened.
@@ -376,7 +377,7 @@ def aligned_total(
 
 
 def _units(tp: int, cp: int, sequence_parallel: bool) -> tuple[int, int]:
-    """What the tokens of a sequence, and of a micro-batch, are multiples of."""
+    """The numbers of which the tokens of a sequence, and of a micro-batch, are multiples."""
     unit = 2 * cp if cp > 1 else 1
     if not sequence_parallel:
         return unit, 1
@@ -398,8 +399,8 @@ class PlanFigures:
     """How even a plan is; each figure is the mean over its mini-batches.
 
     Attributes:
-        rank_imbalance: cost of the costliest data parallel rank over the ranks' mean, less 1: what the others wait.
-        micro_imbalance: the same of all micro-batches of all ranks: what pipeline stages wait for each other.
+        rank_imbalance: cost of the costliest data parallel rank over the ranks' mean, less 1: the part that the others wait.
+        micro_imbalance: the same over all micro-batches of all ranks: the waiting of pipeline stages for each other.
         num_micro: micro-batches of a rank.
     """
 
@@ -460,11 +461,13 @@ def plan_groups(
         pair_share: as in `sequence_costs`.
         order: epochs, shuffle, seed.
     """
+    # All prompts must have equally many trajectories, as neighbours ...
     heads = np.flatnonzero(shared == 0)
     size = len(lengths) // len(heads)
     if size == 1 or not np.array_equal(heads, np.arange(0, len(lengths), size)):
         return None
     own = (lengths - shared).reshape(-1, size).sum(axis=1)
+    # ... and a group must fit into a micro-batch, and groups into mini-batches and ranks.
     limits = (
         mini_batch_size % size == 0,
         max_tokens is None or own.max() <= max_tokens,
@@ -473,6 +476,7 @@ def plan_groups(
     )
     if not all(limits):
         return None
+    # A group is planned as one row, without the tokens and the cost of the prompts that it does not repeat.
     spared = np.where(shared > 0, sequence_costs(shared, pair_share), 0)
     plan = plan_mini_batches(
         own,

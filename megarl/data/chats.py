@@ -1,16 +1,16 @@
-"""Chats as rows of data hold them: messages, the tools that they may call, and keywords of the chat template.
+"""Chats in rows of data: messages, the tools that they may call, and keywords for the chat template.
 
-A message keeps every field that it has (`tool_calls`, `reasoning_content`, `name`, `tool_call_id`, ...), because the chat
-template decides what it reads. `content` may be a text, null (OpenAI's form of a message that only calls tools) or
+A message keeps all its fields (`tool_calls`, `reasoning_content`, `name`, `tool_call_id`, ...), because each chat template
+reads fields of its own. `content` may be a text, null (OpenAI's form of a message that only calls tools) or
 a list of texts as parts.
 
 `TemplateForms` are the forms of a chat that a template can read, found by trying each on the template once.
 
 Chat templates agree on the fields of a message, but not on the form of some of them. A template that is given the other
-form either fails or, what is worse, writes Python's notation of it (`{'a': 1}`, `None`) into the text:
+form either fails or, worse, writes Python's notation of it (`{'a': 1}`, `None`) into the text:
 
-- arguments of calls: objects (Qwen, Llama, GLM, and whatever goes through `tojson`), or JSON texts (DeepSeek-V3). An
-  object is what transformers documents, and what SGLang's server makes of OpenAI's texts before it renders them;
+- arguments of calls: objects (Qwen, Llama, GLM, and every template that uses `tojson`), or JSON texts (DeepSeek-V3). transformers
+  documents objects, and SGLang's server turns OpenAI's texts into objects before it renders them;
 - null content: a template that would write `None`, or fails, is given an empty text, as SGLang's server does;
 - content as a list of parts: a template that does not read parts is given the text of the only part, and one that reads
   nothing else a list of one.
@@ -34,11 +34,11 @@ TEMPLATE_KWARGS_KEY = "chat_template_kwargs"  # the column that TRL's data sets 
 
 @dataclass(frozen=True)
 class ChatKeywords:
-    """What the chat templates of a data set are given besides the messages.
+    """The keywords that the chat templates of a data set get in addition to the messages.
 
     Attributes:
         tools_key: the column of a row's tools, dotted or not; None: no row has any.
-        config: what `data.apply_chat_template_kwargs` says; a row's own tools and keywords win.
+        config: `data.apply_chat_template_kwargs`; a row's own tools and keywords win.
     """
 
     tools_key: str | None = TOOLS_KEY
@@ -46,18 +46,18 @@ class ChatKeywords:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read of a row, as far as it has them."""
+        """The columns to read, if a row has them."""
         return [key for key in (self.tools_key, TEMPLATE_KWARGS_KEY) if key is not None]
 
     @property
     def needed(self) -> list[Column]:
-        """Those that a Parquet file must have: the tools', where the configuration names it otherwise than usual."""
+        """The columns that a Parquet file must have: that of the tools, if the configuration names it otherwise."""
         if self.tools_key in (None, TOOLS_KEY):
             return []
         return [Column(self.tools_key, "data.tools_key (null: rows have none)", by_row=True)]
 
     def of_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row's keywords: those of the configuration, with the row's own in their place.
+        """A row's keywords: the configuration's, overridden by the row's own.
 
         Raises:
             ValueError: the tools are no list of objects, or the keywords no object.
@@ -73,7 +73,7 @@ class ChatKeywords:
                 raise ValueError(f"{TEMPLATE_KWARGS_KEY!r} must be an object, found {_brief(keywords)}")
             for name in keywords:
                 if name in OWN_TEMPLATE_KEYS:
-                    raise ValueError(f"{TEMPLATE_KWARGS_KEY!r}: megarl itself says {name}; leave it out")
+                    raise ValueError(f"{TEMPLATE_KWARGS_KEY!r}: megarl sets {name} itself; leave it out")
             own.update(keywords)
         tools = _from_json(find(dict(row), self.tools_key)) if self.tools_key is not None else None
         if tools:
@@ -87,7 +87,7 @@ class ChatKeywords:
 
 
 def read_chat(value: Any) -> Any:
-    """A chat that a column holds as JSON text, as the list that it is; any other value as it is."""
+    """The list of messages in a JSON text; any other value unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             messages = json.loads(value)
@@ -140,7 +140,7 @@ def _message(message: Any, place: str) -> Message:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise ValueError(
-                f"{place}: 'content' has parts that are no texts, {_brief(content)}; only {{type: text, text: ...}} can "
+                f"{place}: 'content' has parts that are not texts, {_brief(content)}; only {{type: text, text: ...}} can "
                 "be read"
             )
     elif content is not None and not isinstance(content, str):
@@ -154,13 +154,13 @@ def _message(message: Any, place: str) -> Message:
 
 
 def _may_lack_content(message: Message) -> bool:
-    """Whether a message says something without content. Fields of reasoning have several names, so that any counts."""
+    """Whether a message says something without content. Reasoning has several field names, so any further field counts."""
     others = {name for name, value in message.items() if value and name not in ("role", "content", "name")}
     return message["role"] == "assistant" and bool(others)
 
 
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """The calls of a message. A template that is given a text would take each of its characters for a call."""
+    """The calls of a message, as a list: a template would take each character of a text for a call."""
     found = _from_json(calls) or []
     if not isinstance(found, list) or not all(isinstance(call, Mapping) for call in found):
         raise ValueError(f"{place}: 'tool_calls' must be a list of calls, found {_brief(calls)}")
@@ -178,19 +178,19 @@ def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where name and arguments of a call are: in its `function` (OpenAI's form), or in itself."""
+    """The mapping with name and arguments of a call: its `function` (OpenAI's form), or the call itself."""
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
 
 
 def lost_call(message: Mapping[str, Any], text: str) -> str | None:
-    """The name of a call of the message that is not in a rendering of it; None: all are."""
+    """The name of a call of the message that is missing in a rendering of it; None: none is missing."""
     names = [function_of(call).get("name") for call in message.get("tool_calls") or ()]
     return next((name for name in names if isinstance(name, str) and name not in text), None)
 
 
 def check_calls_shown(message: Mapping[str, Any], text: str, name: str) -> None:
-    """ValueError: the rendering of a message that is to be learnt, `name`, lacks a call of it."""
+    """ValueError: a call of the message `name`, which is to be learnt, is missing in its rendering."""
     lost = lost_call(message, text)
     if lost is not None:
         raise ValueError(
@@ -200,7 +200,7 @@ def check_calls_shown(message: Mapping[str, Any], text: str, name: str) -> None:
 
 
 def _from_json(value: Any) -> Any:
-    """What a JSON text says; other values, and texts that are no JSON, as they are. An empty text says nothing."""
+    """The value of a JSON text; None for an empty text; other values, and texts that are no JSON, unchanged."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -216,13 +216,13 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_PROBE = "0f6d3c9aQ"  # occurs in no template, and none changes it
+STAND_IN = "0f6d3c9aQ"  # a text that occurs in no template, and that none changes
 _QUESTION: Message = {"role": "user", "content": "?"}
 
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """Which forms a template reads.
+    """The forms that a template reads.
 
     Attributes:
         argument_objects: arguments of calls as objects; else as JSON texts.
@@ -268,7 +268,7 @@ class TemplateForms:
 
 
 def as_object(arguments: Any) -> Any:
-    """An object that is given as JSON text; other texts, of which some tools take one as it is, stay texts."""
+    """The object in a JSON text; other texts stay texts, because some tools take a plain text."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -294,7 +294,7 @@ def template_forms(template: str, special_tokens: tuple[tuple[str, Any], ...]) -
 
     def shows(content: Any, arguments: Any, expected: str, never: str) -> bool:
         calls = [
-            {"id": "call00001", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
+            {"id": "call00001", "type": "function", "function": {"name": STAND_IN, "arguments": arguments}}
         ]
         answer = {"role": "assistant", "content": content}
         chat = [_QUESTION, answer if arguments is None else {**answer, "tool_calls": calls}]
@@ -302,18 +302,18 @@ def template_forms(template: str, special_tokens: tuple[tuple[str, Any], ...]) -
             ((text,), _) = render_jinja_template(
                 conversations=[chat], chat_template=template, **dict(special_tokens)
             )
-        except Exception:  # a template is a program of somebody's, and may fail in any way
+        except Exception:  # a template is a program, and may fail in any way
             return False
         return expected in text and never not in text
 
-    probe = {"key": _PROBE + "v"}
-    objects = shows("", probe, _PROBE + "v", repr(probe))
-    texts = shows("", json.dumps(probe), _PROBE + "v", repr(probe))
+    probe = {"key": STAND_IN + "v"}
+    objects = shows("", probe, STAND_IN + "v", repr(probe))
+    texts = shows("", json.dumps(probe), STAND_IN + "v", repr(probe))
     objects = objects or not texts
     # A template that does not show calls says nothing about null: it fails on it, writes it, or leaves it out.
     null = shows(None, probe if objects else json.dumps(probe), "", "None")
-    text = shows(_PROBE, None, _PROBE, "[{")
-    parts = shows([{"type": "text", "text": _PROBE}], None, _PROBE, "'text'")
+    text = shows(STAND_IN, None, STAND_IN, "[{")
+    parts = shows([{"type": "text", "text": STAND_IN}], None, STAND_IN, "'text'")
     return TemplateForms(objects, null, text or not parts, parts)
 
 

@@ -1,11 +1,12 @@
-"""Data files: where they are (paths, globs, and URLs of whatever fsspec can open), and their rows.
+"""Data files: where they are (paths, globs, and URLs that fsspec can open), their rows, and tables of examples from rows.
 
 Rows are read from Parquet and JSON lines, and written as Parquet; errors name the file and the row.
 """
 
 import glob
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.progress import Progress
 
 from megarl.util.files import check_url, is_url, naming, whole_file
 
@@ -69,7 +71,7 @@ def resolve_files(files: str | Path | DataFile | Sequence[str | Path | DataFile]
 
     Raises:
         ValueError: a file is missing, a glob matches nothing, nothing is given, a file is given twice, or a URL
-            cannot be read (which package is missing, or what its server says).
+            cannot be read (with the missing package, or the server's answer).
     """
     patterns = [files] if isinstance(files, str | Path | DataFile) else list(files)
     if not patterns:
@@ -99,7 +101,7 @@ def _local_files(pattern: str) -> list[DataFile]:
 
 def _remote_files(pattern: str) -> list[DataFile]:
     filesystem, path = _filesystem(pattern)
-    wild = "*[" if _is_http(pattern) else _GLOB_CHARACTERS  # what follows ? in http is a query
+    wild = "*[" if _is_http(pattern) else _GLOB_CHARACTERS  # in http a query begins with ?
     try:
         if any(character in pattern for character in wild):
             matches = sorted(match for match in filesystem.glob(path) if filesystem.isfile(match))
@@ -139,6 +141,9 @@ def _folder(pattern: str) -> ValueError:
 READ_BLOCK_ROWS = 1024
 NUM_ERRORS_SHOWN = 5
 NUM_COLUMNS_SHOWN = 30
+PROGRESS_FROM_ROWS = 20_000  # fewer are tokenised within a few seconds
+
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -147,8 +152,8 @@ class Column:
 
     Attributes:
         name: dotted for a field of a struct, such as "extra_info.answer".
-        setting: what to set where a file has no such column, such as "data.prompt_key".
-        by_row: rows may lack it, so that a file of JSON lines, whose first row alone is looked at, says nothing of it.
+        setting: the key to set where a file has no such column, such as "data.prompt_key".
+        by_row: rows may lack it, so the first row of JSON lines, the only one that is read for its columns, does not tell.
     """
 
     name: str
@@ -162,7 +167,7 @@ def iter_rows(
     """Yield (row number from 0, row as a dict) of a Parquet or JSON lines (`.jsonl`, `.json`) file.
 
     Args:
-        columns: top-level columns to read of a Parquet file, those that it has; null reads all.
+        columns: top-level columns to read of a Parquet file; missing ones are left out; None: all.
 
     Raises:
         ValueError: unknown suffix, unreadable file, columns that pyarrow cannot read, or a line that is no JSON object (named by its row
@@ -190,7 +195,7 @@ def open_parquet(path: DataFile | Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(source)
     except pa.ArrowInvalid as error:
-        raise ValueError(f"data file {path} is no valid Parquet file: {error}") from error
+        raise ValueError(f"data file {path} is not a valid Parquet file: {error}") from error
     except ValueError as error:  # fsspec's, of a server that does not serve parts of files
         raise ValueError(
             f"data file {path} cannot be read: {error} (simplecache::{path} reads a copy of the whole file)"
@@ -206,12 +211,12 @@ def column_names(path: DataFile | Path) -> list[str] | None:
 
 
 def missing_columns(path: DataFile | Path, needed: Callable[[Sequence[str]], Sequence[Column]]) -> str | None:
-    """What to say of a file that lacks columns; None: it has them all.
+    """An error text for a file that lacks columns; None: it has them all.
 
-    Fields of a struct are not looked for: a row may have them and another not.
+    Fields of a struct are not checked: one row may have them and another not.
 
     Args:
-        needed: from the columns that a file has to those that it must have.
+        needed: (columns of a file) -> columns that it must have.
     """
     present = column_names(path)
     if present is None:
@@ -235,12 +240,6 @@ def open_lines(path: DataFile | Path) -> BinaryIO:
     return path.open() if isinstance(path, DataFile) else path.open("rb")
 
 
-def chosen_columns(file: pq.ParquetFile, columns: Sequence[str] | None) -> list[str]:
-    """Those of `columns` (null: all) that a Parquet file has."""
-    present = file.schema_arrow.names
-    return present if columns is None else [name for name in columns if name in present]
-
-
 def _iter_parquet(
     path: DataFile | Path, columns: Sequence[str] | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -262,7 +261,8 @@ def read_group(
     Raises:
         ValueError: a damaged file, or a type that pyarrow cannot read.
     """
-    chosen = chosen_columns(file, columns)
+    present = file.schema_arrow.names
+    chosen = present if columns is None else [name for name in columns if name in present]
     blocks = file.iter_batches(batch_size=READ_BLOCK_ROWS, row_groups=[group], columns=chosen)
     while True:
         try:
@@ -359,10 +359,10 @@ def lookup(row: dict[str, Any], key: str, setting: str | None = None) -> Any:
     """Value of a dotted key such as `extra_info.answer`; a column whose name holds the dots wins.
 
     Args:
-        setting: what names the key, such as "data.prompt_key": part of the error.
+        setting: the configuration key that names it, such as "data.prompt_key"; part of the error.
 
     Raises:
-        ValueError: the key is not there; the message lists what is.
+        ValueError: there is no such key; the message lists the keys that there are.
     """
     if key in row:
         return row[key]
@@ -378,7 +378,7 @@ def lookup(row: dict[str, Any], key: str, setting: str | None = None) -> Any:
 
 
 class RowErrors:
-    """Collects what is wrong with the rows of a data set, so that one run reports the first few problems at once.
+    """Collects the problems of the rows of a data set, so that one run reports the first few at once.
 
     Rows of a file that have the same problem are one line.
     """
@@ -398,7 +398,7 @@ class RowErrors:
             self._num_others += 1
 
     def add_file(self, path: DataFile | Path, problem: str) -> None:
-        """Of a file whose rows are not read."""
+        """Add a problem of a whole file, whose rows are not read."""
         self._files.append(f"{path}: {problem}")
 
     def raise_if_any(self) -> None:
@@ -413,9 +413,94 @@ class RowErrors:
             raise ValueError("\n".join(lines))
 
 
+def unique_stems(paths: Sequence[Path | DataFile]) -> list[str]:
+    """File names without suffix, with "#2", "#3", ... after the second, third, ... of the same name."""
+    seen: dict[str, int] = {}
+    names = []
+    for path in paths:
+        seen[path.stem] = seen.get(path.stem, 0) + 1
+        names.append(path.stem if seen[path.stem] == 1 else f"{path.stem}#{seen[path.stem]}")
+    return names
+
+
+def with_holders(keys: Iterable[str]) -> list[str]:
+    """The columns that dotted keys may stand for: each key, and the column that it is a field of."""
+    return list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
+
+
+def iter_files(
+    files: Sequence[DataFile],
+    columns: Sequence[str],
+    needed: Callable[[Sequence[str]], Sequence[Column]],
+    errors: RowErrors,
+    title: str,
+    max_rows: int | None = None,
+) -> Iterator[tuple[DataFile, int, str, dict[str, Any]]]:
+    """Yield (file, row number in it, uid, row) of all rows of some files, with a progress bar `title` where they are many.
+
+    A file that lacks columns (`needed`: see `missing_columns`) is skipped and becomes an error. `uid` is "<file stem>:<row in file>".
+    """
+    total = sum(num_rows(file) or 0 for file in files)
+    total = total if max_rows is None else min(total, max_rows)
+    left = max_rows
+    with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
+        task = progress.add_task(title, total=total or None)
+        for file, name in zip(files, unique_stems(files), strict=True):
+            if left == 0:
+                return
+            if (problem := missing_columns(file, needed)) is not None:
+                errors.add_file(file, problem)
+                continue
+            for number, row in itertools.islice(iter_rows(file, columns), left):
+                yield file, number, f"{name}:{number}", row
+                left = None if left is None else left - 1
+                progress.advance(task)
+
+
+def read_examples(
+    files: str | Path | Sequence[str | Path],
+    keys: Sequence[str],
+    convert: Callable[[dict[str, Any]], Rows],
+    schema: pa.Schema,
+    needed: Callable[[Sequence[str]], Sequence[Column]] = lambda _: (),
+    chats: Sequence[str] = (),
+) -> pa.Table:
+    """The examples of all rows, in file order.
+
+    Args:
+        files: a path, a glob or a list of both (.parquet, .jsonl, .json).
+        keys: the columns that `convert` reads, dotted or not ("extra_info.answer").
+        convert: (row) -> its examples without their uid, none to leave the row out; a ValueError is an error of the row.
+        needed: (columns of a file) -> columns that it must have.
+        chats: the `keys` that hold chats, tools or keywords for the chat template (see `without_filled_nulls`).
+        schema: of the examples; `uid` is "<file stem>:<row in file>", with "/<number>" where a row has several examples.
+
+    Raises:
+        ValueError: a missing or unreadable file, wrong rows (named by file and row number), no examples.
+    """
+    values: dict[str, list[Any]] = {name: [] for name in schema.names}
+    errors, paths = RowErrors(), resolve_files(files)
+    for path, number, uid, row in iter_files(
+        paths, with_holders(keys), needed, errors, "tokenising examples"
+    ):
+        try:
+            examples = convert(without_filled_nulls(row, chats, path))
+        except ValueError as error:
+            errors.add(path, number, str(error))
+            continue
+        for piece, example in enumerate(examples):
+            part = f"/{piece}" if len(examples) > 1 else ""
+            for column, value in {"uid": uid + part, **example}.items():
+                values[column].append(value)
+    errors.raise_if_any()
+    if not values["uid"]:
+        raise ValueError(f"no rows in {', '.join(map(str, paths))}")
+    return pa.table(values, schema=schema)
+
+
 def write_parquet(table: pa.Table, path: str | Path) -> Path:
-    """Write a table so that `path` holds, at any moment, either the whole of it or what it held before."""
-    # Numbers differ from token to token: dictionaries of them take as long as all the rest, and save nothing.
+    """Write a table as Parquet; at any moment `path` is either complete or as it was before."""
+    # Numbers differ from token to token: dictionaries of numbers take as long as everything else, and save nothing.
     texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
     with whole_file(path) as temporary:
         pq.write_table(table, temporary, use_dictionary=texts, compression="zstd", compression_level=1)
@@ -423,12 +508,12 @@ def write_parquet(table: pa.Table, path: str | Path) -> Path:
 
 
 def write_arrow(table: pa.Table, path: Path) -> None:
-    """Write a table as Arrow has it: what is read back is the same in every bit, and so is what is written of it later."""
+    """Write a table in Arrow's own format, which gives back the same bits."""
     with naming(path), pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
 
 
 def read_arrow(path: Path) -> pa.Table:
-    """What `write_arrow` wrote, each column one chunk."""
+    """Read a file of `write_arrow`; each column is one chunk."""
     with pa.OSFile(str(path), "rb") as file:
         return pa.ipc.open_file(file).read_all().combine_chunks()

@@ -55,7 +55,7 @@ def word_problem(
 
 
 def final_answer(answer: str) -> str:
-    """What follows the last "####" of a teacher's answer, without thousands separators.
+    """The final answer behind the last "####" of a teacher's answer, without thousands separators.
 
     Raises:
         ValueError: there is no "####", or nothing after it.
@@ -72,7 +72,7 @@ def convert_gsm8k(source: str, out_dir: str | Path) -> dict[str, Path]:
 
     Args:
         source: a folder with `train*` and `test*` files (.parquet, .jsonl), directly or in `main/` as the Hub
-            has them; one such file, of which only its own split is written; or a Hub id such as openai/gsm8k.
+            has them; one such file, for its own split alone; or a Hub id such as openai/gsm8k.
             Rows have `question` and `answer`.
 
     Returns:

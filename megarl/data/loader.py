@@ -32,18 +32,18 @@ class HasTable(Protocol):
 
 
 class Feed(Protocol):
-    """Rows in the order of an epoch, and of the next one when that is over."""
+    """Rows in the order of an epoch, epoch after epoch."""
 
     num_rows: int  # of an epoch
     epoch: int  # from 0
 
     @property
     def left(self) -> int:
-        """Rows that are still to come in the epoch, at most."""
+        """Rows that are left in the epoch, at most."""
         ...
 
     def take(self, count: int) -> pa.Table | None:
-        """The next `count` rows of the epoch; None: it has not as many left."""
+        """The next `count` rows of the epoch; None: fewer are left."""
         ...
 
     def next_epoch(self) -> None:
@@ -51,11 +51,11 @@ class Feed(Protocol):
         ...
 
     def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
-        """Tell what the rows of these uids, which may be another feed's, scored [trajectories]."""
+        """Report the scores [trajectories] of these prompts; other feeds' prompts may be among them."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it depends on, as JSON values."""
+        """The position, and the settings that it depends on, as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -72,31 +72,28 @@ class BatchLoader:
     right after a resume too.
     """
 
-    def __init__(self, feed: Feed, batch_size: int, drop_last: bool = True) -> None:
+    def __init__(self, feed: Feed, batch_size: int) -> None:
         """
         Args:
-            batch_size: rows of a batch.
-            drop_last: leave out the rows at the end of an epoch that fill no batch (others take their place
-                next epoch); else they come as a smaller batch.
+            batch_size: rows of a batch. Rows at the end of an epoch that fill no batch are left out; in the next epoch
+                other rows take their place.
 
         Raises:
-            ValueError: the feed has fewer rows than one batch (drop_last), or none.
+            ValueError: the feed has fewer rows than one batch.
         """
         if batch_size < 1:
             raise ValueError(f"batch size must be at least 1, found {batch_size}")
-        if feed.num_rows < (batch_size if drop_last else 1):
+        if feed.num_rows < batch_size:
             raise ValueError(
                 f"the dataset has {feed.num_rows} rows, too few for one batch of {batch_size}: "
                 "lower data.train_batch_size or give more data"
             )
         self._feed = feed
         self._batch_size = batch_size
-        self._drop_last = drop_last
 
     def __len__(self) -> int:
         """Batches of an epoch; at most, where rows that are read later may be left out."""
-        full, rest = divmod(self._feed.num_rows, self._batch_size)
-        return full if self._drop_last else full + bool(rest)
+        return self._feed.num_rows // self._batch_size
 
     @property
     def epoch(self) -> int:
@@ -111,45 +108,44 @@ class BatchLoader:
         """The batches of the current epoch that are still to come.
 
         Raises:
-            ValueError: a whole epoch gives no batch; what the feed raises.
+            ValueError: a whole epoch gives no batch; or the feed's errors.
         """
-        feed, least = self._feed, self._batch_size if self._drop_last else 1
+        feed, size = self._feed, self._batch_size
         epoch, whole, num_batches = feed.epoch, feed.left == feed.num_rows, 0
         while feed.epoch == epoch:
-            batch = feed.take(max(least, min(self._batch_size, feed.left)))
-            if batch is None or feed.left < least:
+            batch = feed.take(size)
+            if batch is None or feed.left < size:
                 feed.next_epoch()
             if batch is not None:
                 num_batches += 1
                 yield batch
         if whole and not num_batches:
             raise ValueError(
-                f"of the {feed.num_rows} rows of an epoch fewer than one batch of {self._batch_size} are left: the "
+                f"of the {feed.num_rows} rows of an epoch fewer than one batch of {size} are left: the "
                 "others are longer than data.max_prompt_length"
             )
 
     def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
-        """Tell the samplers what a step's trajectories scored.
+        """Tell the samplers the scores of a step's trajectories.
 
         Args:
-            uids: of each trajectory its prompt's.
+            uids: the prompt's uid of each trajectory.
             scores: of each trajectory [trajectories].
         """
         self._feed.report(uids, scores)
 
     def _identity(self) -> dict[str, Any]:
-        return {"batch_size": self._batch_size, "drop_last": self._drop_last}
+        return {"batch_size": self._batch_size}
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, and what the order depends on (JSON values)."""
+        """The position, and the settings that the order depends on (JSON values)."""
         return {**self._identity(), "feed": self._feed.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position.
 
         Raises:
-            ValueError: the position was saved with other data, batch size or order, in which it means other
-                rows.
+            ValueError: the position was saved with other data, batch size or order.
         """
         check_identity(state, self._identity())
         self._feed.load_state_dict(state["feed"])
@@ -177,8 +173,10 @@ class TableFeed:
         self._table = table.combine_chunks()
         self._sampler = sampler
         self._seed = seed
-        self._taken = np.zeros(table.num_rows, dtype=np.bool_)  # rows that the epoch has had
-        self._coming: np.ndarray | None = None  # the others in their order; None: to be asked for
+        self._taken = np.zeros(table.num_rows, dtype=np.bool_)  # rows that this epoch has used
+        self._coming: np.ndarray | None = (
+            None  # the other rows in their order; None: the sampler has to be asked
+        )
         self._uids = frozenset(table["uid"].to_pylist()) if sampler.learns else frozenset()
 
     @property
@@ -230,9 +228,7 @@ class TableFeed:
 class TableLoader(BatchLoader):
     """Batches of a dataset's table, in random or in table order (see BatchLoader)."""
 
-    def __init__(
-        self, dataset: HasTable, batch_size: int, shuffle: bool, seed: int, drop_last: bool = True
-    ) -> None:
+    def __init__(self, dataset: HasTable, batch_size: int, shuffle: bool, seed: int) -> None:
         """
         Args:
             shuffle: a new order each epoch; else table order.
@@ -242,15 +238,15 @@ class TableLoader(BatchLoader):
             ValueError: as BatchLoader; a negative seed.
         """
         config = SamplerConfig(name="random" if shuffle else "sequential")
-        super().__init__(TableFeed(dataset.table, make_sampler(config, shuffle), seed), batch_size, drop_last)
+        super().__init__(TableFeed(dataset.table, make_sampler(config, shuffle), seed), batch_size)
 
 
 class Shares:
-    """Which data set the next prompt is of: Tijdeman's algorithm ("The chairman assignment problem", Discrete
+    """Chooses the data set of the next prompt by Tijdeman's algorithm ("The chairman assignment problem", Discrete
     Mathematics 32, 1980), in whole numbers.
 
     For n data sets of shares w_i (their sum is 1) it keeps |w_i t - x_i(t)| <= 1 - 1 / (2n - 2), where x_i(t) is
-    how often i was drawn in t draws: draw t is of the i among those with w_i t - x_i(t - 1) >= 1 / (2n - 2) for which
+    how often i was drawn in t draws. Draw t takes, among all i with w_i t - x_i(t - 1) >= 1 / (2n - 2), the one for which
     (1 - 1 / (2n - 2) - (w_i t - x_i(t - 1))) / w_i, the time that is left to it, is smallest.
     """
 
@@ -262,7 +258,7 @@ class Shares:
         self.counts = [0] * len(weights)  # draws so far
 
     def draw(self) -> int:
-        """The number of the data set that the next prompt is of."""
+        """The number of the next prompt's data set."""
         chosen = self._next()
         self.counts[chosen] += 1
         return chosen
@@ -287,7 +283,7 @@ class Shares:
 class MixtureFeed:
     """Rows of several feeds by weight (see Feed), as many an epoch as all have together.
 
-    Each feed has epochs of its own: one that has not enough rows left for a batch begins its next epoch with it.
+    Each feed has epochs of its own; a feed with too few rows left for a batch begins its next epoch with that batch.
     """
 
     def __init__(self, feeds: Mapping[str, Feed], weights: Mapping[str, float], batch_size: int) -> None:
@@ -327,7 +323,7 @@ class MixtureFeed:
         draws = np.array([self._shares.draw() for _ in range(count)])
         self._taken += count
         tables = [self._take_of(index, int((draws == index).sum())) for index in range(len(self._feeds))]
-        # each feed's rows to the places that were drawn for it
+        # Put each feed's rows in the places that were drawn for it.
         places = np.argsort(draws, kind="stable")
         rows = np.empty(count, dtype=np.int64)
         rows[places] = np.arange(count)

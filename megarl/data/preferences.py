@@ -1,9 +1,8 @@
 """Preferences from Parquet or JSON lines: several texts for one prompt, and which of them is better.
 
-A row is a ranking of K texts: a pair (`chosen`, `rejected`), or `responses` with `ranks` or `scores`. Its texts are the
-prompt with one response each, as the chat template renders them.
-
-`PreferenceChats` are rankings of which a policy may learn: with the tokens that it would generate itself.
+A row is a ranking of K texts: a pair (`chosen`, `rejected`), or `responses` with `ranks` or `scores`. Each text is the prompt
+with one response, as the chat template renders it. A reward model reads the texts of `PreferenceDataset`; a policy learns
+from `PreferenceChats`, which mark the tokens that it would generate itself.
 """
 
 from __future__ import annotations
@@ -28,16 +27,10 @@ from megarl.data.chats import (
     prompt_messages,
     read_chat,
 )
-from megarl.data.examples import Rows, read_examples
-from megarl.data.files import Column, find, lookup
+from megarl.data.files import Column, Rows, find, lookup, read_examples
+from megarl.data.sft import tokenize_chat
 from megarl.data.tokenizer import encode_texts, render_text
 from megarl.data.turns import as_a_policy_ends
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-from typing import TYPE_CHECKING
-
-from megarl.data.sft import tokenize_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +42,13 @@ PREFERENCE_SCHEMA = pa.schema(
         ("input_ids", pa.list_(pa.list_(pa.int32()))),  # of each text
         ("scores", pa.list_(pa.float64())),  # of each text: greater is better, equal ones are not compared
         ("margin", pa.float32()),
+    ]
+)
+PREFERENCE_CHAT_SCHEMA = pa.schema(
+    [
+        *(PREFERENCE_SCHEMA.field(name) for name in ("uid", "input_ids")),
+        ("loss_mask", pa.list_(pa.list_(pa.bool_()))),  # true on a chat's last message and its end token
+        PREFERENCE_SCHEMA.field("scores"),
     ]
 )
 ANSWER_SCHEMA = pa.schema([("uid", pa.string()), ("input_ids", pa.list_(pa.int32()))])
@@ -76,7 +76,7 @@ class PreferenceKeys:
         return [key for key in keys if key is not None]
 
     def needed(self, present: Sequence[str]) -> list[Column]:
-        """Those that a file with the columns `present` must have; `prompt` by its usual name is none of them, because
+        """The columns that a file with the columns `present` must have. `prompt` under its usual name is not needed, because
         responses may be whole chats."""
         columns = [] if self.prompt == PreferenceKeys.prompt else [Column(self.prompt, "data.prompt_key")]
         if self.margin is not None:
@@ -96,12 +96,12 @@ class PreferenceKeys:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Chats that differ in what answers the prompt, and how good each is.
+    """Chats with the same prompt and different responses, and how good each is.
 
     Attributes:
         chats: each ends with a message of the assistant's.
         scores: of each chat, greater is better.
-        margin: how much greater the reward of the better one of two should at least be.
+        margin: by how much the reward of the better of two texts should be greater, at least.
     """
 
     chats: list[Chat]
@@ -162,6 +162,10 @@ class PreferenceDataset:
         num_dropped: rows that were left out.
     """
 
+    _schema = PREFERENCE_SCHEMA
+    _text = "text"  # the word for one in errors
+    _truncations = ("right", "drop")
+
     def __init__(
         self,
         files: str | Path | Sequence[str | Path],
@@ -180,9 +184,9 @@ class PreferenceDataset:
             files: a path, a glob or a list of both (.parquet, .jsonl, .json).
             max_length: tokens of a text, chat template included.
             max_tokens: of all texts of a ranking together, which are in one micro-batch; None: any number.
-            truncation: what is done with longer texts: "error" refuses, "right" cuts their end, "drop" leaves out the row.
+            truncation: for longer texts: "error" refuses, "right" cuts their end, "drop" leaves out the row.
             end_at_eos: see `tokenize_whole_chat`.
-            chat_template_kwargs: what the chat template is given besides the messages; a row's own win.
+            chat_template_kwargs: keywords for the chat template; a row's own win.
             tools_key: the column of a row's tools; None: no row has any.
 
         Raises:
@@ -197,7 +201,7 @@ class PreferenceDataset:
             files,
             [*self._keys.columns(), *further],
             self._of_row,
-            PREFERENCE_SCHEMA,
+            self._schema,
             lambda present: [*self._keys.needed(present), *self._keywords.needed],
             [*self._keys.chats(), *further],
         )
@@ -208,15 +212,14 @@ class PreferenceDataset:
     def _of_row(self, row: dict[str, Any]) -> Rows:
         ranking = read_ranking(row, self._keys)
         keywords = self._keywords.of_row(row)
-        texts = [
-            tokenize_whole_chat(self._tokenizer, chat, self._end_at_eos, keywords) for chat in ranking.chats
-        ]
+        found = [self._tokenised(chat, keywords) for chat in ranking.chats]
+        texts = [ids for ids, _ in found]
         longest = max(map(len, texts))
         if longest > self._max_length:
-            if self._truncation == "error":
+            if self._truncation not in self._truncations:
                 raise ValueError(
-                    f"a text has {longest} tokens, more than max_length {self._max_length}; raise it or set truncation to "
-                    "right or drop"
+                    f"a {self._text} has {longest} tokens, more than max_length {self._max_length}; raise it or set "
+                    f"truncation to {' or '.join(self._truncations)}"
                 )
             if self._truncation == "drop":
                 self.num_dropped += 1
@@ -226,16 +229,41 @@ class PreferenceDataset:
         total = sum(map(len, texts))
         if self._max_tokens is not None and total > self._max_tokens:
             raise ValueError(
-                f"the {len(texts)} texts have {total} tokens together, more than max_token_len_per_gpu {self._max_tokens}: "
-                f"they are compared in one micro-batch; raise it to {total} at least"
+                f"the {len(texts)} {self._text}s have {total} tokens together, more than max_token_len_per_gpu "
+                f"{self._max_tokens}: they are compared in one micro-batch; raise it to {total} at least"
             )
-        return [{"input_ids": texts, "scores": ranking.scores, "margin": ranking.margin}]
+        columns = {
+            "input_ids": texts,
+            "loss_mask": [mask for _, mask in found],
+            "scores": ranking.scores,
+            "margin": ranking.margin,
+        }
+        return [{name: column for name, column in columns.items() if name in self._schema.names}]
+
+    def _tokenised(self, chat: Chat, keywords: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        """Token ids, and which of them are learnt where the table says so."""
+        return tokenize_whole_chat(self._tokenizer, chat, self._end_at_eos, keywords), []
+
+
+class PreferenceChats(PreferenceDataset):
+    """Rankings from which a policy learns: the tokens of each chat's last message are marked. `table` has
+    `PREFERENCE_CHAT_SCHEMA`; chats are never cut."""
+
+    _schema = PREFERENCE_CHAT_SCHEMA
+    _text = "chat"
+    _truncations = ("drop",)
+
+    def _tokenised(self, chat: Chat, keywords: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        return tokenize_chat(self._tokenizer, chat, keywords, only_last=True)
 
 
 def texts_of(table: pa.Table, rows: Sequence[int] | None = None) -> pa.Table:
-    """The texts of the rankings `rows` (None: all), one ranking after the other: column `input_ids`, one text a row."""
-    lists = table["input_ids"] if rows is None else table["input_ids"].take(pa.array(rows, pa.int64()))
-    return pa.table({"input_ids": lists.combine_chunks().flatten()})
+    """The texts of the rankings `rows` (None: all), one ranking after the other, one text a row: `input_ids`, and
+    `loss_mask` where the table has it."""
+    chosen = table.select([name for name in ("input_ids", "loss_mask") if name in table.column_names])
+    if rows is not None:
+        chosen = chosen.take(pa.array(rows, pa.int64()))
+    return pa.table({name: chosen[name].combine_chunks().flatten() for name in chosen.column_names})
 
 
 def ranking_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
@@ -318,93 +346,3 @@ def _scores(row: dict[str, Any], keys: PreferenceKeys, count: int) -> list[float
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-PREFERENCE_CHAT_SCHEMA = pa.schema(
-    [
-        ("uid", pa.string()),  # "<file stem>:<row in file>"
-        ("input_ids", pa.list_(pa.list_(pa.int32()))),  # of each chat
-        (
-            "loss_mask",
-            pa.list_(pa.list_(pa.bool_())),
-        ),  # true on the tokens of its last message and the end token
-        ("scores", pa.list_(pa.float64())),  # of each chat: greater is better, equal ones are not compared
-    ]
-)
-
-
-class PreferenceChats:
-    """All rankings of some files, tokenised when the dataset is made.
-
-    Attributes:
-        table: `PREFERENCE_CHAT_SCHEMA`, rows in file order.
-        num_dropped: rows that were left out.
-    """
-
-    def __init__(
-        self,
-        files: str | Path | Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_length: int,
-        max_tokens: int,
-        keys: PreferenceKeys,
-        truncation: Literal["error", "drop"] = "error",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools_key: str | None = TOOLS_KEY,
-    ) -> None:
-        """
-        Args:
-            files: a path, a glob or a list of both (.parquet, .jsonl, .json).
-            max_length: tokens of a chat.
-            max_tokens: of all chats of a ranking together, which are in one micro-batch.
-            truncation: what is done with longer chats: "error" refuses, "drop" leaves out the row.
-            chat_template_kwargs: what the chat template is given besides the messages; a row's own win.
-            tools_key: the column of a row's tools; None: no row has any.
-
-        Raises:
-            ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
-        """
-        self._tokenizer, self._keys = tokenizer, keys
-        self._keywords = ChatKeywords(tools_key, chat_template_kwargs)
-        self._max_length, self._max_tokens, self._truncation = max_length, max_tokens, truncation
-        self.num_dropped = 0
-        further = self._keywords.columns
-        self.table = read_examples(
-            files,
-            [*keys.columns(), *further],
-            self._of_row,
-            PREFERENCE_CHAT_SCHEMA,
-            lambda present: [*keys.needed(present), *self._keywords.needed],
-            [*keys.chats(), *further],
-        )
-
-    def __len__(self) -> int:
-        return self.table.num_rows
-
-    def _of_row(self, row: dict[str, Any]) -> Rows:
-        ranking = read_ranking(row, self._keys)
-        keywords = self._keywords.of_row(row)
-        chats = [tokenize_chat(self._tokenizer, chat, keywords, only_last=True) for chat in ranking.chats]
-        lengths = [len(ids) for ids, _ in chats]
-        if max(lengths) > self._max_length:
-            if self._truncation == "drop":
-                self.num_dropped += 1
-                return []
-            raise ValueError(
-                f"a chat has {max(lengths)} tokens, more than max_length {self._max_length}; raise it or set truncation to "
-                "drop"
-            )
-        if sum(lengths) > self._max_tokens:
-            raise ValueError(
-                f"the {len(chats)} chats have {sum(lengths)} tokens together, more than max_token_len_per_gpu "
-                f"{self._max_tokens}: they are compared in one micro-batch; raise it to {sum(lengths)} at least"
-            )
-        masks = [mask for _, mask in chats]
-        return [{"input_ids": [ids for ids, _ in chats], "loss_mask": masks, "scores": ranking.scores}]
-
-
-def chats_of(table: pa.Table, rows: Sequence[int] | None = None) -> pa.Table:
-    """The chats of the rankings `rows` (None: all), one ranking after the other: `input_ids` and `loss_mask`, one a row."""
-    chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
-    return pa.table({name: chosen[name].combine_chunks().flatten() for name in ("input_ids", "loss_mask")})

@@ -1,4 +1,4 @@
-"""Prompts from Parquet or JSON lines files: in the schema that verl's users have, or with columns that settings name.
+"""Prompts from Parquet or JSON lines files: in verl's schema, or with columns that settings name.
 
 Columns: `data_source` string; `prompt` list of {role, content}, or a user's text; `reward_model` struct {style,
 ground_truth}; `extra_info` struct (optional, whatever it holds; kept as JSON); `tools` and `chat_template_kwargs` (optional,
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
-from rich.progress import Progress
 
 from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, prompt_messages
 from megarl.data.files import (
@@ -23,11 +22,11 @@ from megarl.data.files import (
     DataFile,
     RowErrors,
     find,
-    iter_rows,
+    iter_files,
     lookup,
     missing_columns,
-    num_rows,
     resolve_files,
+    with_holders,
     without_filled_nulls,
 )
 from megarl.data.tokenizer import encode_texts, render_text
@@ -39,17 +38,16 @@ if TYPE_CHECKING:
 Truncation = Literal["error", "left", "right", "middle"]
 TRUNCATIONS: tuple[str, ...] = ("error", "left", "right", "middle")
 
-# The columns of a data source and of a ground truth where none are named.
+# The default columns of a data source and of a ground truth.
 SOURCE_KEY, ANSWER_KEY = "data_source", "reward_model.ground_truth"
-UNKNOWN_SOURCE = "unknown"  # of rows that need not name their data source, and do not
+UNKNOWN_SOURCE = "unknown"  # the data source of rows that may lack one, and do
 
 TOKENIZE_BLOCK_ROWS = 1024
-PROGRESS_FROM_ROWS = 20_000  # below this, tokenising takes a few seconds
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row as it stands in a file, and where."""
+    """A row of a file, unchanged, and its place."""
 
     file: DataFile
     number: int  # in the file, from 0
@@ -58,7 +56,7 @@ class Row:
 
 
 class PromptReader:
-    """Makes prompt tables of rows, and collects what is wrong with them.
+    """Makes prompt tables of rows, and collects the errors of rows.
 
     Attributes:
         schema: of the tables: `PROMPT_SCHEMA`, MESSAGES with keep_messages, and TEMPLATE_KWARGS with that or
@@ -90,16 +88,15 @@ class PromptReader:
             prompt_key: the column of the messages, or of a text, which is the user's message; may be dotted.
             data_source_key: the column that becomes `data_source`; may be dotted.
             answer_key: the column that becomes `ground_truth`; may be dotted. None: it is empty.
-            may_lack: of the last two columns those that rows may lack, or have null in: `data_source` is then
-                UNKNOWN_SOURCE, `ground_truth` empty.
-            truncation: what is done with longer prompts: "error" refuses, "left" / "right" / "middle" cuts
-                there.
+            may_lack: which of the last two columns rows may lack, or have null in; `data_source` is then UNKNOWN_SOURCE,
+                `ground_truth` empty.
+            truncation: for longer prompts: "error" refuses, "left", "right" or "middle" cuts there.
             filter_overlong_prompts: leave longer prompts out instead.
             keep_messages: give the table a further column, MESSAGES: the chat messages as JSON.
-            chat_template_kwargs: what the chat template is given besides the messages; a row's own win.
+            chat_template_kwargs: keywords for the chat template; a row's own win.
             tools_key: the column of a row's tools, dotted or not; None: no row has any.
-            keep_template_kwargs: give the table a further column, TEMPLATE_KWARGS: what the row's chat template is
-                given besides the messages, as JSON, for those who go on with the chat. keep_messages implies it.
+            keep_template_kwargs: give the table a further column, TEMPLATE_KWARGS: the row's keywords for the chat template as
+                JSON, with which a chat is continued. keep_messages implies it.
 
         Raises:
             ValueError: an unknown truncation, or a length below 1.
@@ -109,6 +106,7 @@ class PromptReader:
         if max_prompt_length < 1:
             raise ValueError(f"max_prompt_length must be at least 1, found {max_prompt_length}")
         self._tokenizer = tokenizer
+        # Each column with the key to set where a file lacks it, for errors.
         self._prompt = Column(prompt_key, "data.prompt_key")
         self._source = Column(
             data_source_key,
@@ -130,14 +128,13 @@ class PromptReader:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of a file that are read, as far as it has them."""
+        """The columns to read, if a file has them."""
         answer = [] if self._answer is None else [self._answer.name]
-        keys = (*self.chat_columns, self._source.name, *answer, "reward_model", "extra_info")
-        return list(dict.fromkeys(column for key in keys for column in (key, key.split(".")[0])))
+        return with_holders([*self.chat_columns, self._source.name, *answer, "reward_model", "extra_info"])
 
     @property
     def chat_columns(self) -> list[str]:
-        """The columns of chats and what belongs to them (see `without_filled_nulls`)."""
+        """The columns of chats, tools and keywords (see `without_filled_nulls`)."""
         return [self._prompt.name, *self._keywords.columns]
 
     def needed(self, present: Sequence[str]) -> list[Column]:
@@ -146,7 +143,7 @@ class PromptReader:
         return [column for column in named if column is not None and column.name not in self._may_lack]
 
     def has_columns(self, file: DataFile) -> bool:
-        """Whether a file has the columns that its rows must have; what it lacks is noted."""
+        """Whether a file has the columns that its rows must have; missing ones become an error."""
         problem = missing_columns(file, self.needed)
         if problem is not None:
             self.errors.add_file(file, problem)
@@ -164,7 +161,7 @@ class PromptReader:
         return pa.table({name: [row[name] for row in kept] for name in self.schema.names}, schema=self.schema)
 
     def fields(self, row: Row) -> tuple[list[Message], dict[str, Any], dict[str, str]]:
-        """The messages of a row, what the chat template is given besides them, and what else the table has of it.
+        """The messages of a row, its keywords for the chat template, and its other columns of the table.
 
         Raises:
             ValueError: a column is missing or of another form.
@@ -186,7 +183,7 @@ class PromptReader:
         )
 
     def _parse(self, row: Row) -> dict[str, str] | None:
-        """One row with its prompt rendered to `text`, or None after noting what is wrong with it."""
+        """One row with its prompt rendered to `text`; None: it is wrong, and its error is noted."""
         try:
             messages, keywords, fields = self.fields(row)
             text = render_text(
@@ -221,7 +218,7 @@ class PromptReader:
         return value if isinstance(value, str) else _to_json(value, key)
 
     def _fit(self, row: Row, ids: list[int]) -> list[int] | None:
-        """The prompt's tokens, cut if need be; None for a row that is left out, or wrong."""
+        """The prompt's tokens, cut if they are too many; None: the row is left out, or wrong."""
         if not ids:
             # an engine given an empty prompt does not answer with an error, it dies
             self.errors.add(row.file, row.number, "the chat template renders the prompt to no tokens")
@@ -263,7 +260,7 @@ class PromptDataset:
         """
         Args:
             files: a path, a glob, a URL or a list of them.
-            max_samples: the first so many rows; None: all.
+            max_samples: read this many rows at most; None: all.
             reading: the keywords of `PromptReader`.
 
         Raises:
@@ -291,27 +288,12 @@ class PromptDataset:
 def _read_all(
     files: Sequence[DataFile], reader: PromptReader, max_samples: int | None, uid_prefix: str
 ) -> pa.Table:
-    total = sum(num_rows(file) or 0 for file in files)
-    total = total if max_samples is None else min(total, max_samples)
-    left = max_samples
     tables = [reader.schema.empty_table()]
-    with Progress(transient=True, disable=total < PROGRESS_FROM_ROWS) as progress:
-        task = progress.add_task("tokenising prompts", total=total)
-        for file, name in zip(files, unique_stems(files), strict=True):
-            if left == 0:
-                break
-            if not reader.has_columns(file):
-                continue
-            block: list[Row] = []
-            for number, values in itertools.islice(iter_rows(file, reader.columns), left):
-                block.append(Row(file, number, f"{uid_prefix}{name}:{number}", values))
-                if len(block) == TOKENIZE_BLOCK_ROWS:
-                    tables.append(reader.table(block))
-                    progress.advance(task, len(block))
-                    block = []
-                left = None if left is None else left - 1
-            tables.append(reader.table(block))
-            progress.advance(task, len(block))
+    rows = iter_files(files, reader.columns, reader.needed, reader.errors, "tokenising prompts", max_samples)
+    while block := list(itertools.islice(rows, TOKENIZE_BLOCK_ROWS)):
+        tables.append(
+            reader.table([Row(file, number, uid_prefix + uid, row) for file, number, uid, row in block])
+        )
     return pa.concat_tables(tables).combine_chunks()
 
 
@@ -326,16 +308,6 @@ def truncate(ids: list[int], max_length: int, truncation: Truncation) -> list[in
     assert truncation == "middle", truncation
     head = max_length // 2
     return ids[:head] + ids[len(ids) - (max_length - head) :]
-
-
-def unique_stems(paths: Sequence[Path | DataFile]) -> list[str]:
-    """File names without suffix, with "#2", "#3", ... after the second, third, ... of the same name."""
-    seen: dict[str, int] = {}
-    names = []
-    for path in paths:
-        seen[path.stem] = seen.get(path.stem, 0) + 1
-        names.append(path.stem if seen[path.stem] == 1 else f"{path.stem}#{seen[path.stem]}")
-    return names
 
 
 def _to_json(value: Any, name: str) -> str:

@@ -37,26 +37,25 @@ class Sampler(ABC):
     """The order of an epoch; a subclass that has an `update` is asked for it again after each."""
 
     def __init__(self, config: SamplerConfig) -> None:
-        """`config`: section `data.sampler`; what is for the sampler alone stands in its `options`."""
+        """`config`: section `data.sampler`; a sampler's own settings are its `options`."""
         self.config = config
 
     @abstractmethod
     def order(self, table: pa.Table, seed: int, epoch: int) -> np.ndarray:
         """Every row number of a prompt table once, in the order of an epoch (from 0).
 
-        It must depend on nothing but the arguments and what `state_dict` holds, or a resumed run goes on
-        with other rows.
+        It must depend on the arguments and the contents of `state_dict` alone, or a resumed run continues with other rows.
         """
 
     def update(self, uids: Sequence[str], scores: np.ndarray) -> None:  # noqa: B027 (most do not learn)
-        """What a step gave: the prompt's uid and the score of each of its trajectories [trajectories]."""
+        """Learn from a step: the prompt's uid and the score of each trajectory [trajectories]."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What `update` has learnt, as JSON values."""
+        """The state that `update` changes, as JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (nor have a state)
-        """Take over what `state_dict` gave."""
+        """Restore the state of a `state_dict`."""
 
     @property
     def learns(self) -> bool:
@@ -79,7 +78,7 @@ def make_sampler(config: SamplerConfig, shuffle: bool) -> Sampler:
     """The sampler of section `data.sampler`; without a name random or, without `shuffle`, sequential.
 
     Raises:
-        ValueError: an unknown name, or a sampler that cannot do with its keys.
+        ValueError: an unknown name, or a sampler that refuses its settings.
     """
     name = config.name or ("random" if shuffle else "sequential")
     entry, config = SAMPLERS[name], replace(config, name=name)
@@ -87,7 +86,7 @@ def make_sampler(config: SamplerConfig, shuffle: bool) -> Sampler:
 
 
 def epoch_order(sampler: Sampler, table: pa.Table, seed: int, epoch: int) -> np.ndarray:
-    """A sampler's order [rows]. ValueError: it is not every row once."""
+    """A sampler's order [rows]. ValueError: it does not have every row once."""
     order = np.asarray(sampler.order(table, seed, epoch))
     if order.shape != (table.num_rows,) or not np.array_equal(np.sort(order), np.arange(table.num_rows)):
         raise ValueError(
@@ -111,7 +110,7 @@ def sequential_order(table: pa.Table, seed: int, epoch: int) -> np.ndarray:
 
 @register_sampler("curriculum")
 class Curriculum(Sampler):
-    """Sorted by a number of each row; rows of equal number, and those after warm_fraction, are shuffled."""
+    """Rows sorted by a number of each; rows of equal number, and all rows after warm_fraction, are shuffled."""
 
     def order(self, table: pa.Table, seed: int, epoch: int) -> np.ndarray:
         """ValueError: a row has no such number; names its uid."""

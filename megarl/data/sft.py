@@ -1,9 +1,8 @@
 """Examples for supervised fine-tuning from Parquet or JSON lines: token ids, and which of them are learnt.
 
-Of chats, learnt are the tokens of the assistant's messages with the end token that closes each, that is what the model
-itself would have to generate, as the chat template shows it in the whole chat: see `megarl.data.turns`. A template
-that marks what is generated (`{% generation %}`) is taken at its word. Of plain text all tokens are learnt but the first,
-which nothing predicts.
+In chats the assistant's messages are learnt, with the end token of each: the tokens that the model itself would have to
+generate, as the chat template shows them in the whole chat (`megarl.data.turns`). Where a template marks generated text
+(`{% generation %}`), its marks decide. In plain text every token but the first is learnt, which nothing predicts.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from megarl.data.chats import TOOLS_KEY, ChatKeywords, Message, check_messages, prompt_messages
-from megarl.data.examples import Rows, read_examples
-from megarl.data.files import Column, lookup
-from megarl.data.loader import TableLoader
+from megarl.data.files import Column, Rows, lookup, read_examples
 from megarl.data.tokenizer import encode_texts, marked_generation
 from megarl.data.turns import find_turns
 
@@ -67,14 +64,13 @@ class SftDataset:
             prompt_key: with a response_key, the column of the prompt: messages or one string (a user
                 message).
             response_key: the column of the response, a string; keys may be dotted ("extra_info.answer").
-                Null: the column `messages` holds whole chats, of which every assistant message is learnt.
+                None: the column `messages` holds whole chats; every assistant message in them is learnt.
             text_key: the column of plain text, a string, instead of chats.
             append_eos: whether the tokenizer's end token is put after each text.
-            truncation: what is done with longer examples: "error" refuses, "right" cuts their end, "split" makes
-                several of a text.
-            chat_template_kwargs: what the chat template is given besides the messages; a row's own win.
+            truncation: for longer examples: "error" refuses, "right" cuts their end, "split" cuts a text into several.
+            chat_template_kwargs: keywords for the chat template; a row's own win.
             tools_key: the column of a row's tools; None: no row has any.
-            section: of the configuration that names the columns; errors say it.
+            section: the configuration section that names the columns, for errors.
 
         Raises:
             ValueError: a missing or unreadable file, wrong rows (named by file and row number), no rows.
@@ -127,7 +123,7 @@ class SftDataset:
         return [{"input_ids": piece, "loss_mask": [True] * len(piece)} for piece in pieces]
 
     def _refuse_or_count(self, length: int) -> None:
-        """An example of `length` tokens, too many, is cut."""
+        """Count an example of `length` tokens as cut. ValueError: examples must not be cut."""
         if self._truncation == "error":
             other = "right or split" if self._text_key is not None else "right"
             raise ValueError(
@@ -172,10 +168,6 @@ def chat_columns(prompt_key: str, response_key: str | None, section: str) -> lis
     return [Column(prompt_key, f"{section}.prompt_key"), Column(response_key, f"{section}.response_key")]
 
 
-class SftLoader(TableLoader):
-    """Batches of examples: tables of `SFT_SCHEMA` (see TableLoader)."""
-
-
 def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, append_eos: bool) -> list[int]:
     """Token ids of plain text with the special tokens that the tokenizer itself puts before a text (such as a start
     token), and the end token after it if `append_eos`."""
@@ -207,7 +199,7 @@ def tokenize_chat(
 
     Args:
         messages: with all their fields (see `megarl.data.chats`).
-        template_kwargs: what the chat template is given besides, such as `tools`.
+        template_kwargs: further keywords for the chat template, such as `tools`.
         only_last: the assistant's last message alone is learnt.
 
     Raises:
@@ -228,19 +220,19 @@ def tokenize_chat(
         mask = _last_stretch(mask) if only_last else mask
     if not any(mask):
         raise ValueError("the chat template renders the assistant's messages to no tokens")
-    length = len(mask) - mask[::-1].index(True)  # what follows the last assistant message teaches nothing
+    length = len(mask) - mask[::-1].index(True)  # tokens behind the last assistant message teach nothing
     return ids[:length], mask[:length]
 
 
 def _of_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a text, and which are of its spans, those included that are so in part."""
+    """Token ids of a text, and which of them lie in its spans, wholly or in part."""
     borders = [border for span in spans for border in span]
     parts = [text[start:end] for start, end in itertools.pairwise([0, *borders, len(text)])]
     ids, *pieces = encode_texts(tokenizer, [text, *parts])
     places = list(itertools.accumulate(map(len, pieces[:-1])))
-    if list(itertools.chain(*pieces)) != ids:  # tokens depend on what is before a border, or go over it
+    if list(itertools.chain(*pieces)) != ids:  # tokens depend on the text before a border, or cross it
         beginnings = encode_texts(tokenizer, [text[:border] for border in borders])
         places = [_num_common(ids, beginning) for beginning in beginnings]
         cut = [place < len(beginning) for place, beginning in zip(places, beginnings, strict=True)]
@@ -266,7 +258,7 @@ def _num_common(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _last_stretch(mask: list[bool]) -> list[bool]:
-    """The mask without all but its last learnt tokens in a row."""
+    """The mask with its last run of learnt tokens alone."""
     end = len(mask) - mask[::-1].index(True) if any(mask) else 0
     start = max((place + 1 for place in range(end) if not mask[place]), default=0)
     return [start <= place < end for place in range(len(mask))]

@@ -1,9 +1,9 @@
-"""Prompts that are read when they are needed: data sets of which no more than a window is in memory.
+"""Prompts that are read when they are needed: no more than a window of a data set is in memory.
 
 Files are cut into pieces: of Parquet a row group (or a part of it), of JSON lines as many lines. An epoch goes
 through the pieces in a new order; pieces that follow each other in it make up a window, whose rows are shuffled
-among each other. Both orders depend on (seed, epoch) alone, so a position is a number of rows, and what is read to
-resume there is one window.
+among each other. Both orders depend on (seed, epoch) alone, so a position is a number of rows, and to resume there one
+window is read.
 
 Guarantees, each asserted by a test: an epoch has every row once; no more rows than a window's (and one more piece's)
 are in memory; a row that is wrong raises before its batch is handed out, and names file and row.
@@ -24,14 +24,15 @@ from megarl.data.files import (
     parquet_rows,
     parse_line,
     read_group,
+    unique_stems,
 )
 from megarl.data.loader import check_identity
-from megarl.data.prompts import PromptReader, Row, unique_stems
+from megarl.data.prompts import PromptReader, Row
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a file that are read at once."""
+    """Rows of a file that are read together."""
 
     file: DataFile
     prefix: str  # of the rows' uids, which end with their number
@@ -49,7 +50,7 @@ def cut_pieces(
     Of Parquet files only the footers are read; JSON lines, which have none, are read through once to count them.
 
     Args:
-        max_samples: the first so many rows; None: all.
+        max_samples: cut this many rows at most; None: all.
 
     Raises:
         ValueError: a file of an unknown suffix, or one that cannot be read.
@@ -168,10 +169,10 @@ class StreamFeed:
         self._begin_epoch(0)
 
     def _begin_epoch(self, read: int) -> None:
-        """Go to the place in the epoch where `read` of its rows have been read."""
+        """Go to the place in the epoch behind its first `read` rows."""
         self._read = read
         self._windows = self._cut_windows()
-        self._rows: list[Row] = []  # of the current window, those still to come, the next one last
+        self._rows: list[Row] = []  # the rows of the current window that are left, the next one last
         while self._windows and read >= (size := sum(piece.num_rows for piece in self._windows[0])):
             read -= size
             del self._windows[0]
@@ -180,7 +181,7 @@ class StreamFeed:
             del self._rows[len(self._rows) - read :]
 
     def _cut_windows(self) -> list[list[Piece]]:
-        """The epoch's pieces in their order, those that are shuffled together as one list."""
+        """The epoch's pieces in their order; pieces that are shuffled together are one list."""
         order = np.arange(len(self._pieces))
         if self._shuffle:
             order = np.random.default_rng((self._seed, self.epoch)).permutation(order)
@@ -231,7 +232,7 @@ class StreamFeed:
         self._begin_epoch(0)
 
     def report(self, uids: Sequence[str], scores: np.ndarray) -> None:
-        """Nothing here learns from scores."""
+        """Streams do not learn from scores."""
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "tekken.json",
 )
-# of a template itself, and of what it does with a value of another type than it expects
+# of the template itself, and of its operations on values of unexpected types
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, AttributeError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # words, digits, punctuation, runs of white space, other scripts: where splitting rules differ
@@ -47,7 +47,7 @@ _SENTENCEPIECE_BPE = 2  # TrainerSpec.ModelType.BPE in sentencepiece_model.proto
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder (or Hub id), with a chat template in any case.
+    """Load the tokenizer of a model folder (or Hub id); it always has a chat template.
 
     A folder whose only tokenizer file is a SentencePiece `tokenizer.model` is read from that file alone. A
     tokenizer without chat template gets `PLAIN_CHAT_TEMPLATE`, with a warning.
@@ -77,7 +77,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Those of TOKENIZER_FILES that a folder has.
+    """The TOKENIZER_FILES that a folder has.
 
     Raises:
         ValueError: none.
@@ -114,7 +114,7 @@ def _as_defined(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedT
         return tokenizer
     warnings.warn(
         f"transformers loads the tokenizer of {folder} as {type(tokenizer).__name__}, which gives other ids "
-        f"than its {DEFINITION_FILE}; what that file says is used",
+        f"than its {DEFINITION_FILE}; that file is used",
         stacklevel=3,
     )
     return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
@@ -123,9 +123,9 @@ def _as_defined(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedT
 def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
     """A tokenizer with the ids that SentencePiece itself gives.
 
-    AutoTokenizer is no help here: without a tokenizer_config.json transformers 5.12 builds a tokenizer from
+    AutoTokenizer does not help: without a tokenizer_config.json transformers 5.12 builds a tokenizer from
     the SentencePiece pieces without the leading space ("▁") that the model was trained with. LlamaTokenizer
-    has it, but assumes the normalisation of Llama's own model, so that of this file is put in its place.
+    has it, but assumes the normalisation of Llama's own model, which is replaced by this file's.
     """
     import transformers
     from google.protobuf.message import DecodeError  # two packages that only such folders need
@@ -135,7 +135,7 @@ def _from_sentencepiece(folder: Path) -> PreTrainedTokenizerBase:
     try:
         model.ParseFromString((folder / SENTENCEPIECE_FILE).read_bytes())
     except DecodeError as error:
-        raise ValueError(f"{folder / SENTENCEPIECE_FILE} is no SentencePiece model: {error}") from error
+        raise ValueError(f"{folder / SENTENCEPIECE_FILE} is not a SentencePiece model: {error}") from error
     if model.trainer_spec.model_type != _SENTENCEPIECE_BPE or not model.normalizer_spec.add_dummy_prefix:
         raise ValueError(
             f"{folder / SENTENCEPIECE_FILE} is not a SentencePiece BPE model with a dummy prefix, the one kind "
@@ -164,8 +164,8 @@ def render_text(
     """Messages, in the forms that the tokenizer's chat template reads, as its text.
 
     Args:
-        messages: with all fields that they have (see `megarl.data.chats`).
-        template_kwargs: what the template is given besides, such as `tools` or enable_thinking.
+        messages: with all their fields (see `megarl.data.chats`).
+        template_kwargs: further keywords for the template, such as `tools` or enable_thinking.
 
     Raises:
         ValueError: the template refuses the messages (for example roles that do not alternate).
@@ -180,7 +180,7 @@ def render_text(
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     if any(lost_call(message, text) is not None for message in chat):
         warnings.warn(
-            "the chat template does not write the tool_calls of messages: what answers them has no question there; use a "
+            "the chat template does not write the tool_calls of messages, so their answers have no question; use a "
             "template that does, or write calls into the content",
             stacklevel=2,
         )
@@ -239,15 +239,3 @@ def marked_generation(
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of rendered texts; the template has written all special tokens, so none is added."""
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a prompt: the messages by the chat template, then the assistant's turn opened.
-
-    Raises:
-        ValueError: the template refuses the messages, or renders them to nothing.
-    """
-    ids = encode_texts(tokenizer, [render_text(tokenizer, messages, add_generation_prompt=True)])[0]
-    if not ids:
-        raise ValueError("the chat template renders the messages to no tokens at all")
-    return ids

@@ -1,4 +1,4 @@
-"""The trajectory table: what a rollout produced, one row a trajectory, nothing padded.
+"""The trajectory table: the result of a rollout, one row a trajectory, nothing padded.
 
 Guarantees, each asserted by a test:
 
@@ -39,12 +39,12 @@ import pyarrow.parquet as pq
 
 from megarl.data.files import open_parquet, write_parquet
 
-_PAGE = 2 << 20  # bytes of a huge page, of which the kernel clears and maps 512 pages at once
-_SPARE = 1.25  # a block is larger than what it is first asked for, as the next batch may be
+_PAGE = 2 << 20  # bytes of a huge page, which the kernel clears and maps at once
+_SPARE = 1.25  # a block is larger than its first array, as the next batch may be
 
 
 class Blocks:
-    """Memory of columns that are gone, for those that come."""
+    """Memory that columns use again once earlier columns are gone."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
@@ -56,7 +56,7 @@ class Blocks:
         if num_bytes < _PAGE:
             return np.empty(num_values, dtype)
         block = self._fitting(num_bytes)
-        # The base of all views of it: numpy stops there, as what lies below is no array.
+        # The base of all views of the block: numpy stops here, because the block below is no array.
         lease = np.frombuffer(block, np.uint8)
         # Not under the lock: the garbage collector may call it while this thread holds that.
         weakref.finalize(lease, self._free.append, block).atexit = False
@@ -149,7 +149,7 @@ FINISH_REASONS = ("stop", "length")
 MESSAGES = (
     "messages"  # prompts' chat messages as JSON: a column of all these tables if the prompt table has it
 )
-# what the chat template is given for the prompt besides the messages (tools and other keywords), as JSON: another such column
+# the prompt's keywords for the chat template (tools and others) as JSON: another such column
 TEMPLATE_KWARGS = "template_kwargs"
 
 Ragged = tuple[np.ndarray, np.ndarray]
@@ -158,21 +158,30 @@ Ragged = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Generation:
-    """What an engine answered to one request; the fields with a default are of trajectories with an environment."""
+    """An engine's answer to one request. Fields with a default are set for trajectories with an environment."""
 
     uid: str
     response_ids: Sequence[int] | np.ndarray  # [response]
-    log_probs: (
-        Sequence[float] | np.ndarray
-    )  # [response], of the sampled tokens under the policy that was sampled
+    log_probs: Sequence[float] | np.ndarray  # [response], of the chosen tokens by the engine
     finish_reason: str  # "stop" or "length"
     weight_version: int  # that chose the first token
     response_mask: Sequence[bool] | np.ndarray | None = None  # [response]; None: the policy chose every token
     num_turns: int = 1
     environment_score: float | None = None
     environment_notes: str = "{}"  # JSON
-    prompt_ids: Sequence[int] | None = None  # None: those of the request
+    prompt_ids: Sequence[int] | None = None  # None: the request's
     last_weight_version: int | None = None  # that chose the last token; None: the same
+
+
+# Fields that become a column each.
+_COPIED = (
+    "finish_reason",
+    "weight_version",
+    "last_weight_version",
+    "num_turns",
+    "environment_score",
+    "environment_notes",
+)
 
 
 def expand_prompts(prompts: pa.Table, n: int) -> pa.Table:
@@ -214,6 +223,7 @@ def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) ->
             f"{len(uids)} requests got {len(by_uid)} generations: no answer to {missing[:5]}, "
             f"no request for {unknown[:5]}"
         )
+    # From here on everything is in the order of the requests.
     ordered = [by_uid[uid] for uid in uids]
     ids = from_lists([generation.response_ids for generation in ordered], np.int32)
     log_probs = from_lists([generation.log_probs for generation in ordered], np.float32)
@@ -223,23 +233,18 @@ def build_trajectories(requests: pa.Table, generations: Iterable[Generation]) ->
         "response_ids": from_ragged(*ids),
         "response_mask": from_ragged(*masks),
         "rollout_log_probs": from_ragged(*log_probs),
-        "finish_reason": [generation.finish_reason for generation in ordered],
-        "weight_version": [generation.weight_version for generation in ordered],
-        "last_weight_version": [
-            generation.weight_version
-            if generation.last_weight_version is None
-            else generation.last_weight_version
-            for generation in ordered
-        ],
-        "num_turns": [generation.num_turns for generation in ordered],
-        "environment_score": [
-            float("nan") if generation.environment_score is None else generation.environment_score
-            for generation in ordered
-        ],
-        "environment_notes": [generation.environment_notes for generation in ordered],
     }
+    for name in _COPIED:
+        columns[name] = [getattr(generation, name) for generation in ordered]
+    versions, scores = columns["last_weight_version"], columns["environment_score"]
+    columns["last_weight_version"] = [
+        first if last is None else last
+        for first, last in zip(columns["weight_version"], versions, strict=True)
+    ]
+    columns["environment_score"] = [float("nan") if score is None else score for score in scores]
     table = pa.table([columns[name] for name in TRAJECTORY_SCHEMA.names], schema=TRAJECTORY_SCHEMA)
-    validate_trajectories(table, finite=False)  # whoever uses them says what becomes of those that are not
+    # The users of log-probs decide about values that are not finite.
+    validate_trajectories(table, finite=False)
     return with_messages(table, requests)
 
 
@@ -260,14 +265,14 @@ def _prompts(requests: pa.Table, generations: Sequence[Generation]) -> pa.Chunke
 
 @dataclass(frozen=True)
 class EnvironmentNotes:
-    """What the environment of a trajectory said besides a score; `error`: why it cost the trajectory."""
+    """The numbers that the environment of a trajectory gave, and the error, if any, that cost the trajectory."""
 
     numbers: dict[str, float]
     error: str | None
 
 
 def environment_notes(table: pa.Table) -> list[EnvironmentNotes]:
-    """Of each row; empty ones where no environment took part."""
+    """The notes of each row; empty where no environment took part."""
     if "environment_notes" not in table.column_names:
         return [EnvironmentNotes({}, None)] * table.num_rows
     notes = [json.loads(text) for text in table["environment_notes"].to_pylist()]
@@ -362,7 +367,7 @@ def ragged(table: pa.Table, name: str) -> Ragged:
     """Flat values and offsets of a list column.
 
     The values are a read-only view of the Arrow buffer where the column is one chunk (as tables of this
-    module are, and those that come out of Ray's object store), and not boolean.
+    module are, also from Ray's object store), and not boolean.
     """
     column = table[name]
     assert pa.types.is_list(column.type), f"{name} has type {column.type}, not a list"
@@ -414,7 +419,7 @@ def append_column(table: pa.Table, name: str, values: Ragged | np.ndarray | pa.L
 
 
 def replace_column(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
-    """Other values in the place of a column's, of the same type."""
+    """The table with other values, of the same type, in a column."""
     at = table.schema.get_field_index(name)
     assert at >= 0 and values.type.equals(table.schema.field(name).type), (name, values.type)
     return table.set_column(at, table.schema.field(name), values)
@@ -435,7 +440,7 @@ def take(table: pa.Table, indices: Sequence[int] | np.ndarray, blocks: Blocks | 
 
 
 def _is_ragged(column: pa.ChunkedArray) -> bool:
-    """Whether `ragged` gives it, with rows that can be taken one by one."""
+    """Whether a column has lists of numbers or booleans without nulls, as `gather_lists` needs them."""
     if not pa.types.is_list(column.type) or column.num_chunks == 0 or column.null_count:
         return False
     kind = column.type.value_type
@@ -445,7 +450,7 @@ def _is_ragged(column: pa.ChunkedArray) -> bool:
 
 
 def write_trajectories(table: pa.Table, path: str | Path) -> Path:
-    """Write a trajectory table as Parquet, whole or not at all."""
+    """Write a trajectory table as Parquet, completely or not at all."""
     validate_trajectories(table)
     return write_parquet(table, path)
 

@@ -13,39 +13,30 @@ A turn is found in one of two ways. Where the template keeps beginnings, the cha
 rendered. Templates that write a message otherwise when others follow (Qwen3 drops earlier reasoning) are given the whole chat
 with marks in the turns' texts: if it is the same text but for the marks, they say where each turn is.
 
-`TurnEnds` reads off the rendering of stand-ins what ends an assistant's turn in a template's text, and what opens one.
+`TurnEnds` finds the tags that end and open an assistant's turn from the rendering of stand-ins.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chats import Message
+from megarl.data.chats import STAND_IN, Message, as_object, check_calls_shown, function_of
 from megarl.data.tokenizer import render_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from megarl.data.chats import as_object, check_calls_shown, function_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 Render = Callable[..., str]
 
 TAG = re.compile(r"<[^<>\s]+>")
-_STAND_IN = "0f6d3c9aQ"  # occurs in no template, and none changes it
-QUESTION: Message = {"role": "user", "content": _STAND_IN + "?"}
-_ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
-_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"a": _STAND_IN}}}
+QUESTION: Message = {"role": "user", "content": STAND_IN + "?"}
+_ANSWER: Message = {"role": "assistant", "content": STAND_IN}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"a": STAND_IN}}}
 _PIECE = re.compile(r"<[^<>\s]+>|\n+|[^<\n]+|<")  # a border of tokens is a border of these
 
 
@@ -55,8 +46,8 @@ def as_a_policy_ends(
     message: Message,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """A rendered chat without what the template writes behind the end token of its last message, the assistant's; where
-    turns end with the role token of the next message, with that."""
+    """A rendered chat up to the end token of its last message, the assistant's; where turns end with the role token of the
+    next message, up to and with that token."""
     ends = TurnEnds(
         tokenizer, lambda chat, open_turn=False: render_text(tokenizer, chat, open_turn, template_kwargs)
     )
@@ -74,13 +65,13 @@ def common_beginning(opening: str, text: str) -> str:
 
 
 def opening_of_turn(render: Render, messages: Sequence[Message]) -> str:
-    """What the generation prompt writes behind these messages, in place of what the template may write there else."""
+    """The text that the generation prompt adds behind these messages."""
     before, opened = render(messages), render(messages, True)
     return opened[len(common_beginning(before, opened)) :]
 
 
 class TurnEnds:
-    """What ends a turn, by the rendering of stand-ins."""
+    """The texts that end a turn, found by rendering stand-ins."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, render: Render) -> None:
         self._eos, self._render = tokenizer.eos_token, render
@@ -89,23 +80,21 @@ class TurnEnds:
     @cached_property
     def _closing(self) -> str | None:
         """The last of the tags in a row that the template writes behind an answer; None: there is none."""
-        behind = self._probe([QUESTION, _ANSWER]).rpartition(_STAND_IN)[2]
+        behind = self._probe([QUESTION, _ANSWER]).rpartition(STAND_IN)[2]
         tags = re.search(rf"({TAG.pattern})+", behind)
         return tags[1] if tags else None
 
     def _probe(self, messages: Sequence[Message]) -> str:
         try:
             return self._render(messages)
-        except (
-            ValueError
-        ):  # a template that refuses a tool's message, or two of a kind, has no end that it would show
+        except ValueError:  # a template that refuses a tool's message, or two of one role, shows no end
             return ""
 
     @cached_property
     def _openings(self) -> dict[str, str]:
         """The tag with which a message of a role begins behind an answer."""
         called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        told = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": _STAND_IN}
+        told = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": STAND_IN}
         found = {}
         for role, answer, message in (("user", _ANSWER, QUESTION), ("tool", called, told)):
             before, text = self._probe([QUESTION, answer]), self._probe([QUESTION, answer, message])
@@ -122,12 +111,12 @@ class TurnEnds:
         return min(starts, default=len(text))
 
     def _opening_after(self, message: Message) -> str:
-        """The tag with which what answers a message begins, if it ends the message as well; else nothing."""
+        """The tag that begins the answer to a message, if it ends the message as well; else an empty text."""
         role = "tool" if message.get("tool_calls") and "tool" in self._openings else "user"
         return self._openings.get(role, "") if self._closing is None else ""
 
     def of_chat(self, text: str, message: Message) -> str:
-        """A chat that ends with an assistant's message as a policy would end it, who stops with a token that ends turns."""
+        """A chat that ends with an assistant's message, ended as a policy ends it: with a token that ends turns."""
         for token in (self._eos, self._closing):
             before, found, behind = text.rpartition(token) if token else ("", "", text)
             if found and not behind.strip():  # else it ends an earlier message
@@ -135,10 +124,10 @@ class TurnEnds:
         return text + self._opening_after(message)
 
     def after(self, text: str, begin: int, limit: int, message: Message) -> tuple[int, str]:
-        """Where the turn with text[begin:limit], or its last part, ends, and what has to be put behind the text for that.
+        """Where the turn with text[begin:limit], or its last part, ends, and the text that must be added for it.
 
-        That is after the last end token: the tokenizer's; or the one that the template writes behind an answer; or another
-        one, such as that of calls.
+        The end is behind the last end token: the tokenizer's; or the one that the template writes behind an answer; or
+        another one, such as the end of calls.
         """
         for token in (self._eos, self._closing):
             at = text.rfind(token, begin, limit) if token else -1
@@ -212,7 +201,7 @@ def find_turns(
     marks: dict[int, list[int]] | None = None
     for number in positions:
         place = _by_beginnings(render, messages, number, whole)
-        if place is None:
+        if place is None:  # the template writes earlier messages otherwise when others follow
             marks = _marked(render, messages, whole) if marks is None else marks
             place = _by_marks(render, messages, number, whole, marks, ends)
         if place is None:
@@ -224,7 +213,7 @@ def find_turns(
             text = whole + added
     missing = [number for number in positions if number not in found]
     for number in missing:
-        check_calls_shown(messages[number], whole, f"message {number}")  # the simpler reason, if it is that
+        check_calls_shown(messages[number], whole, f"message {number}")  # a simpler reason, if it applies
     if missing:
         raise ValueError(_not_found(missing, sorted(found)))
     for number, (start, end) in found.items():
@@ -242,9 +231,9 @@ def _not_found(missing: Sequence[int], found: Sequence[int]) -> str:
         else "no message can be learnt"
     )
     return (
-        "the chat template does not keep beginnings: it renders the chat before or through the assistant's message "
-        f"{names(missing)} otherwise than it begins the whole chat, and the message is not found in that either, so what "
-        f"the assistant generates cannot be told apart; {rest}, or mark what is generated in the template with "
+        "the chat template does not keep beginnings: its rendering of the chat up to the assistant's message "
+        f"{names(missing)}, or through it, is not how the whole chat begins, and the message is not found in the whole chat "
+        f"either, so the assistant's text cannot be told apart; {rest}, or mark generated text in the template with "
         "{% generation %}"
     )
 
@@ -260,7 +249,7 @@ def _by_beginnings(
         return None
     if whole.startswith(opened):
         start = len(opened)
-    else:  # a generation prompt of which the template shows less in a turn that is over, such as "<think>"
+    else:  # the template shows only a part of its generation prompt in a finished turn, such as no "<think>"
         before = render(messages[:number])
         if not whole.startswith(before) or not opened.startswith(before):
             return None
@@ -271,7 +260,7 @@ def _by_beginnings(
 
 
 def _marked(render: Render, messages: Sequence[Message], whole: str) -> dict[int, list[int]]:
-    """Positions in the whole text that are inside of what it shows of a message, by message; empty: none are known.
+    """Positions in the whole text that lie inside of a message's own text, by message; empty: none are known.
 
     Marks at both ends of the texts of all messages are tried first, then fewer: a template may look at how a text begins or
     ends, and then writes the chat otherwise.
@@ -360,7 +349,7 @@ def _by_marks(
     start, limit = begin + len(shared), ends.next_message(whole, own[-1])
     others = [place for message, places in inside.items() if message != number for place in places]
     if start > own[0] or any(begin < place < limit for place in others):
-        return None  # a template that puts one message into another, or leaves out what opens the turn
+        return None  # the template puts one message into another, or leaves out the opening of the turn
     return start, own[-1], limit
 
 
@@ -381,7 +370,7 @@ def _check_shown(message: Message, text: str, number: int, is_last: bool) -> Non
 
 
 def _said(message: Message) -> Iterator[tuple[str, str]]:
-    """The texts of a message by field; of content what stands behind its reasoning."""
+    """The texts of a message by field; of content the part behind its reasoning."""
     content = message.get("content")
     for part in [{"text": content}] if isinstance(content, str) else content or ():
         yield "content", part["text"].rpartition("</think>")[2]

@@ -44,7 +44,7 @@ class Task:
         prompt: its text, without special tokens.
         messages: its chat messages; None without data.return_raw_input_ids=true.
         extra_info: the field of that name in the data's row.
-        template_kwargs: further arguments of the chat template for this chat, such as the row's `tools`; None: those of
+        template_kwargs: further arguments of the chat template for this chat, such as the row's `tools`; None:
             `data.apply_chat_template_kwargs`.
     """
 

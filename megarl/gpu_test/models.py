@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.util.packages import shipped
+from megarl.util.packages import example, shipped
 
 QWEN_HALF: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 896, "num_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
@@ -22,12 +22,7 @@ CONFIG = "qwen2.5-0.5b"
 
 def make_model(folder: Path, shape: dict[str, Any]) -> Path:
     """A Hugging Face folder with weights and tokenizer."""
-    from megarl.examples.arithmetic import arithmetic_texts
-    from megarl.examples.tiny_model import (
-        make_tiny_model,  # imports transformers, which most steps do not need
-    )
-
-    make_tiny_model(folder, arithmetic_texts(), **shape)
+    example("tiny_model").make_tiny_model(folder, example("arithmetic").arithmetic_texts(), **shape)
     return folder
 
 

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from megarl.examples.arithmetic import write_arithmetic
 from megarl.gpu_test.models import TINY, make_model
 from megarl.gpu_test.runner import Check
-from megarl.util.packages import shipped
+from megarl.util.packages import example, shipped
 
 NUM_STEPS = 6
 POLL_SECONDS = 0.2
@@ -55,7 +54,7 @@ def run_killed(folder: Path) -> Iterator[Check]:
 
 def train(folder: Path, more: list[str], *, kill: bool) -> Iterator[Check]:
     """Train for a few steps; with `kill` one of the engines' schedulers is killed after the second."""
-    write_arithmetic(folder / "data", 16, 64, 16, seed=3)
+    example("arithmetic").write_arithmetic(folder / "data", 16, 64, 16, seed=3)
     make_model(folder / "model", TINY)
     metrics = folder / "run" / "metrics.jsonl"
     command = [

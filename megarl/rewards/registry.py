@@ -1,4 +1,5 @@
-"""Reward functions: rules by name and data source, and the user's own from a .py file.
+"""Reward functions: rules by name and data source, the user's own from a .py file, and `RewardFunctions`, which the controller
+and each worker make from the same `RewardSpec`.
 
     @register_reward("length", data_sources=["mine/essays"])
     def length(data_source, solution_str, ground_truth, extra_info):
@@ -7,13 +8,15 @@
 in a file that the recipe names in `plugins` makes `reward.rule=length` known, and the rule of rows from `mine/essays`.
 """
 
-import functools
 import inspect
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
-from megarl.rewards.rules import code_tests, gsm8k, judge, math_rules, text
-from megarl.util.plugins import Registry, import_file
+from megarl.rewards.rules import code_tests, judge, math_rules, text
+from megarl.util.plugins import Registry, import_file, load_plugins
 
 # (data_source, solution_str, ground_truth, extra_info) by keyword, and prompt_str if it has such a parameter
 # -> a number, or a dict with one under "score"; or a coroutine of that.
@@ -24,10 +27,10 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 def load_reward_function(
     path: str, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None
 ) -> RewardFunction:
-    """The function `name` of the file `path`; it is called with the four arguments of `_ARGUMENTS` by keyword, and
-    with `prompt_str` if it has such a parameter, and is given `kwargs` besides. It may be async.
+    """The function `name` of the file `path`; it is called by keyword with the four arguments of `_ARGUMENTS`, with
+    `prompt_str` if it has such a parameter, and `kwargs`. It may be async.
 
-    ValueError, with the config key and what was found: no such file, not a .py file, a file that fails while it
+    ValueError, with the config key and the fault: no such file, not a .py file, a file that fails while it
     is imported, no such name in it, a name that is not callable, a function that does not take these arguments.
     """
     module = import_file(path, "custom_reward_function.path")
@@ -39,7 +42,7 @@ def load_reward_function(
         )
     function = getattr(module, name)
     _check_function(function, f"custom_reward_function.name={name!r} in {path}", kwargs or {})
-    return functools.partial(function, **kwargs) if kwargs else function
+    return partial(function, **kwargs) if kwargs else function
 
 
 def _check_function(function: object, where: str, kwargs: Mapping[str, Any]) -> None:
@@ -114,9 +117,98 @@ def _rule_of(data_source: str) -> str | None:
     return _RULE_OF[max(beginnings, key=len)] if beginnings else None
 
 
-# The data sources are those that verl's converters of these data sets write.
-register_reward("gsm8k", ["openai/gsm8k", "megarl/arithmetic"], needs_ground_truth=True)(gsm8k.compute_score)
-register_reward("gsm8k_flexible", needs_ground_truth=True)(gsm8k.compute_score_flexible)
+@dataclass(frozen=True)
+class RewardSpec:
+    """The source of rewards, in a form that can be sent to another process.
+
+    One function for all rows, if any of these is given: `function` (bytes that `pickle.loads` turns into it, as
+    cloudpickle makes them), else `custom_path` and `custom_name`, else `rule` by name. Otherwise each row's
+    `data_source` has its rule.
+    `rule_options`: name of a rule -> its further keyword arguments.
+    """
+
+    plugins: tuple[str, ...] = ()
+    function: bytes | None = None
+    custom_path: str | None = None
+    custom_name: str = "compute_score"
+    custom_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rule: str | None = None
+    rule_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class RewardFunctions:
+    """The functions of a RewardSpec. ValueError: a wrong plugin, file, name or rule."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        self._spec = spec
+        load_plugins(spec.plugins)
+        self._common: Reward | None = None
+        if spec.function is not None:
+            self._common = Reward(pickle.loads(spec.function))
+        elif spec.custom_path is not None:
+            self._common = Reward(
+                load_reward_function(spec.custom_path, spec.custom_name, spec.custom_kwargs)
+            )
+        elif spec.rule is not None:
+            self._common = self._rule(spec.rule)
+        self._of_source: dict[str, Reward] = {}
+
+    def of(self, data_source: str) -> "Reward":
+        """ValueError: this data source has no rule."""
+        if self._common is not None:
+            return self._common
+        if data_source not in self._of_source:
+            self._of_source[data_source] = self._rule(rules_of([data_source])[data_source])
+        return self._of_source[data_source]
+
+    def check(self, prompts: Iterable[tuple[str, str, str]]) -> None:
+        """Whether every prompt (its uid, data source, ground truth) can be scored.
+
+        ValueError: names all data sources that have no rule, or a prompt without the ground truth that its rule compares with.
+        """
+        rows = list(prompts)
+        if self._common is None:
+            rules_of(source for _, source, _ in rows)
+        for uid, source, truth in rows:
+            rule = self.of(source).rule
+            if not truth and rule is not None and needs_ground_truth(rule):
+                raise ValueError(
+                    f"prompt {uid}: the reward rule {rule!r} of data_source {source!r} compares with the ground truth "
+                    "(data.answer_key), which this prompt does not have; give it, or choose another reward"
+                )
+
+    def _rule(self, name: str) -> "Reward":
+        return Reward(partial(REWARDS[name], **self._spec.rule_options.get(name, {})), rule=name)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function, and how it is called; `rule`: its name, if it has one."""
+
+    function: RewardFunction
+    rule: str | None = None
+
+    @cached_property
+    def is_async(self) -> bool:
+        inner = self.function
+        while isinstance(inner, partial):
+            inner = inner.func
+        return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(
+            getattr(inner, "__call__", None)  # noqa: B004 (an object with an async __call__)
+        )
+
+    @cached_property
+    def takes_prompt(self) -> bool:
+        """Whether it has a parameter `prompt_str` (the text of the prompt)."""
+        try:
+            return "prompt_str" in inspect.signature(self.function).parameters
+        except ValueError:  # a builtin without a signature
+            return False
+
+
+# The data sources are the names that verl's converters of these data sets write.
+register_reward("gsm8k", ["openai/gsm8k", "megarl/arithmetic"], needs_ground_truth=True)(text.gsm8k)
+register_reward("gsm8k_flexible", needs_ground_truth=True)(text.gsm8k_flexible)
 register_reward(
     "math",
     ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "numina_*"],

@@ -1,4 +1,4 @@
-"""What is scored, and what comes back."""
+"""A sample to score, and its score."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Score:
     """`score` is None where the reward failed; `error` then says how.
 
     `numbers`: other numbers that the reward function gave; `notes`: texts, `pred` among them: the extracted answer.
-    `seconds`: what it took, queueing aside.
+    `seconds`: the time that it took, without queueing.
     """
 
     uid: str
@@ -35,7 +35,7 @@ class Score:
 
 
 def read_result(uid: str, result: Any, seconds: float) -> Score:
-    """The Score of what a reward function returned: a number, or a dict with a number under "score".
+    """The Score from a reward function's result: a number, or a dict with a number under "score".
 
     ValueError: anything else, NaN and infinity included.
     """

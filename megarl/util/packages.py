@@ -1,14 +1,17 @@
-"""The packages that megarl runs on (tried versions, purposes, the command that installs them), and the folders that come with megarl.
+"""The packages that megarl runs on (tried versions, purposes, the command that installs them), and the folders outside of the
+package that come with it.
 
 `pip install` of megarl brings the packages of its metadata. Megatron-core and SGLang are installed separately (setup.py says why).
 """
 
+import importlib.util
 import re
 import shlex
 import sys
 from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 PURPOSES = {
     "torch": "tensors, process groups",
@@ -72,7 +75,19 @@ def require(names: Collection[str]) -> None:
 
 
 def shipped() -> Path:
-    """The folder of `recipes`, `launch` and `requirements`: `megarl/share` in an installed wheel, the top level in a clone."""
+    """The folder of `examples`, `launch`, `recipes` and `requirements`: `megarl/share` in an installed wheel, the top level in a clone."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "share"
     return installed if installed.is_dir() else package.parent
+
+
+def example(name: str) -> ModuleType:
+    """A module of `examples/`, such as "tiny_model". The folder is on no search path, so its package is loaded from its file."""
+    if "examples" not in sys.modules:
+        folder = shipped() / "examples"
+        spec = importlib.util.spec_from_file_location("examples", folder / "__init__.py")
+        assert spec is not None and spec.loader is not None, folder
+        package = importlib.util.module_from_spec(spec)
+        sys.modules["examples"] = package
+        spec.loader.exec_module(package)
+    return importlib.import_module(f"examples.{name}")

@@ -353,10 +353,12 @@ def test_a_mini_batch_without_live_tokens():
 #  -2   4       8         2.56             6     dual clip: 2 * 3
 RATIOS = [1.5, 0.5, 0.5, 2.0, 4.0]
 TOKEN_ADVANTAGES = [1.0, 1.0, -1.0, -1.0, -2.0]
+OLD_LOG_PROBS = [-1.0, -2.0, -0.5, -1.5, -3.0]
+LOG_PROBS = [old + math.log(ratio) for old, ratio in zip(OLD_LOG_PROBS, RATIOS, strict=True)]
 
 
 def hand_example(selected=None, ids=None):
-    old = torch.tensor([-1.0, -2.0, -0.5, -1.5, -3.0, math.nan], dtype=torch.float64)
+    old = torch.tensor([*OLD_LOG_PROBS, math.nan], dtype=torch.float64)
     log_ratio = torch.tensor([*map(math.log, RATIOS), 0.0], dtype=torch.float64)
     tokens = PolicyTokens(
         mask=torch.tensor([True] * 5 + [False]),
@@ -381,28 +383,90 @@ def run(mode, clip_c=3.0, selected=None, ids=None, **options):
     return loss.item(), log_probs.grad.tolist(), {name: value.item() for name, value in sums.items()}
 
 
-def test_ppo_by_hand():
-    loss, gradient, sums = run("vanilla")
-    assert loss == pytest.approx(0.2 * (-1.28 - 0.5 + 0.8 + 2 + 6))  # 1.404
-    # d loss / d log_prob = weight * -A ratio where the ratio's own branch holds, else 0
-    assert gradient == pytest.approx([0, -0.1, 0, 0.4, 0, 0])
-    assert sums == pytest.approx(
-        {
-            "actor/pg_loss": 1.404,
-            "actor/tokens": 5,
-            "actor/ppo_kl": -math.log(1.5 * 0.5 * 0.5 * 2 * 4),  # sum of old - new = -ln 3
-            "actor/log_ratio_abs": math.log(1.5 * 2 * 2 * 2 * 4),
-            "actor/ratio": 8.5,
-            "actor/pg_clipfrac": 2,
-            "actor/pg_clipfrac_lower": 1,
-        }
-    )
+ROOT_1, ROOT_2, BOUND = 0.375 ** (1 / 3), math.sqrt(8), math.log(1.28)
+HALF = 0.5 ** (1 / 3)
+GATES = [
+    0.731059,
+    0.268941,
+    0.119203,
+    0.982014,
+    0.9999938558,
+]  # sigmoid(tau (ratio - 1)), tau 2 for A > 0, else 4
+SLOPES = [4 * gate * (1 - gate) * ratio for gate, ratio in zip(GATES, RATIOS, strict=True)]
+CHOSEN = [False, True, True, False, False, True]
+TRAJECTORIES = [0, 0, 0, 1, 1, 1]  # ratios 1.5, 0.5, 0.5 and 2, 4
+# Of each loss: how it is run, the loss of each token, its derivative by the token's log-prob, and sums.
+BY_HAND = {
+    # The derivative is -A ratio where the ratio's own branch holds, else 0.
+    "vanilla": ({}, [-1.28, -0.5, 0.8, 2, 6], [0, -0.5, 0, 2, 0], {"pg_clipfrac": 2, "pg_clipfrac_lower": 1}),
+    "vanilla without the dual clip": (
+        {"clip_c": None}, [-1.28, -0.5, 0.8, 2, 8], [0, -0.5, 0, 2, 8], {"pg_clipfrac": 2, "pg_clipfrac_lower": 0}
+    ),
+    # s = (3/8)^(1/3) = 0.721125 and 8^(1/2). With A = 1 it is not clipped, as -0.8 < -0.721125; with A = -1 it is 0.8.
+    "gspo": (
+        {"ids": TRAJECTORIES},
+        [-ROOT_1, -ROOT_1, 0.8, ROOT_2, 2 * ROOT_2],
+        [-ROOT_1, -ROOT_1, 0, ROOT_2, 2 * ROOT_2],  # through each token's own log-prob: -A s
+        {"pg_clipfrac": 1},
+    ),
+    # Bounds of +-ln 1.28: for A > 0 1.5 becomes 1.28 and 0.5 stays, for A < 0 0.5 becomes 1 / 1.28, 2 and 4 stay. The geometric
+    # means are (1.28 * 0.5 / 1.28)^(1/3) and 8^(1/2); a token that is not clipped has sum(-A) * mean / count.
+    "gmpo": (
+        {"ids": TRAJECTORIES, "clip_low": BOUND, "clip_high": BOUND},
+        [-HALF, -HALF, HALF, ROOT_2, 2 * ROOT_2],
+        [0, -HALF / 3, 0, 3 * ROOT_2 / 2, 3 * ROOT_2 / 2],
+        {"pg_clipfrac": 2},
+    ),
+    # Weights 1.28, 0.8, 0.8, 1.28, 1.28 on -A log-prob; the log-probs are those of `hand_example`.
+    "cispo": (
+        {},
+        [-1.28 * LOG_PROBS[0], -0.8 * LOG_PROBS[1], 0.8 * LOG_PROBS[2], 1.28 * LOG_PROBS[3], 2.56 * LOG_PROBS[4]],
+        [-1.28, -0.8, 0.8, 1.28, 2.56],
+        {"pg_clipfrac": 5},
+    ),
+    # -A 4 / tau times the gate; its slope is 4 sigmoid (1 - sigmoid) ratio.
+    "sapo": (
+        {"tau_pos": 2.0, "tau_neg": 4.0},
+        [-2 * GATES[0], -2 * GATES[1], GATES[2], GATES[3], 2 * GATES[4]],
+        [-SLOPES[0], -SLOPES[1], SLOPES[2], SLOPES[3], 2 * SLOPES[4]],
+        {},
+    ),
+    # PPO without dual clip, tokens 1 and 2 left out.
+    "clip_cov": (
+        {"selected": CHOSEN}, [-1.28, 0, 0, 2, 8], [0, 0, 0, 2, 8], {"pg_clipfrac": 2, "cov_selected": 2}
+    ),
+    # -A ratio, plus 0.5 |ln 0.5| on tokens 1 and 2, whose log ratio is negative: less 0.5 in the derivative.
+    "kl_cov": (
+        {"selected": CHOSEN, "ppo_kl_coef": 0.5},
+        [-1.5, -0.5 + 0.5 * math.log(2), 0.5 + 0.5 * math.log(2), 2, 8],
+        [-1.5, -0.5 - 0.5, 0.5 - 0.5, 2, 8],
+        {"cov_selected": 2},
+    ),
+    "gpg": (
+        {},
+        [-LOG_PROBS[0], -LOG_PROBS[1], LOG_PROBS[2], LOG_PROBS[3], 2 * LOG_PROBS[4]],
+        [-1, -1, 1, 1, 2],
+        {},
+    ),
+}  # fmt: skip
+# Sums of every loss; ppo_kl is of old - new.
+SUMS = {
+    "tokens": 5,
+    "ppo_kl": -math.log(1.5 * 0.5 * 0.5 * 2 * 4),
+    "log_ratio_abs": math.log(1.5 * 2 * 2 * 2 * 4),
+    "ratio": 8.5,
+}
 
 
-def test_without_the_dual_clip():
-    loss, _, sums = run("vanilla", clip_c=None)
-    assert loss == pytest.approx(0.2 * (-1.28 - 0.5 + 0.8 + 2 + 8))
-    assert sums["actor/pg_clipfrac_lower"] == 0
+@pytest.mark.parametrize("name", BY_HAND)
+def test_losses_by_hand(name):
+    options, losses, slopes, own_sums = BY_HAND[name]
+    loss, gradient, sums = run(name.split()[0], **options)
+    rel = 1e-3 if name == "sapo" else 1e-6
+    assert loss == pytest.approx(0.2 * sum(losses), rel=1e-5 if name == "sapo" else 1e-6)
+    assert gradient == pytest.approx([*(0.2 * slope for slope in slopes), 0], rel=rel, abs=1e-7)
+    expected = {"pg_loss": loss, **SUMS, **own_sums}
+    assert sums == pytest.approx({f"actor/{key}": value for key, value in expected.items()})
 
 
 def test_a_broken_token_leaves_the_loss_finite():
@@ -421,84 +485,6 @@ def test_a_broken_token_leaves_the_loss_finite():
         loss.backward()
         assert loss.item() == pytest.approx(math.exp(20.0))
         assert log_probs.grad.item() == 0.0
-
-
-def test_gspo_by_hand():
-    # Trajectories: ratios 1.5, 0.5, 0.5 and 2, 4: s = (3/8)^(1/3) = 0.721125 and 8^(1/2) = 2.828427.
-    # A = 1, 1, -1 | -1, -2: -A s = -0.721125 twice (0.8 clipped is smaller: -0.8 < -0.721125), 0.8 clipped for the
-    # third (A = -1: max(0.721125, 0.8)), 2.828427 (max with 1.28), 5.656854.
-    first, second = 0.375 ** (1 / 3), math.sqrt(8)
-    loss, gradient, sums = run("gspo", ids=[0, 0, 0, 1, 1, 1])
-    assert loss == pytest.approx(0.2 * (-first - first + 0.8 + second + 2 * second))
-    # through each token's own log-prob: weight * -A s
-    assert gradient == pytest.approx([-0.2 * first, -0.2 * first, 0, 0.2 * second, 0.4 * second, 0])
-    assert sums["actor/pg_clipfrac"] == 1
-    assert "actor/pg_clipfrac_lower" not in sums
-
-
-def test_gmpo_by_hand():
-    # clip_low = clip_high = ln 1.28 on logarithms: A > 0: 1.5 -> 1.28, 0.5 stays; A < 0: 0.5 -> 1 / 1.28, 2 and 4 stay.
-    # Geometric means: (1.28 * 0.5 / 1.28)^(1/3) = 0.5^(1/3) and 8^(1/2).
-    bound = math.log(1.28)
-    first, second = 0.5 ** (1 / 3), math.sqrt(8)
-    loss, gradient, sums = run("gmpo", ids=[0, 0, 0, 1, 1, 1], clip_low=bound, clip_high=bound)
-    assert loss == pytest.approx(0.2 * (-first - first + first + second + 2 * second))
-    # the mean's share of each token that is not clipped: sum(weight * -A) * mean / count
-    assert gradient == pytest.approx([0, -0.2 * first / 3, 0, 0.6 * second / 2, 0.6 * second / 2, 0])
-    assert sums["actor/pg_clipfrac"] == 2
-
-
-def test_cispo_by_hand():
-    # weights 1.28, 0.8, 0.8, 1.28, 1.28 on -A log-prob
-    log_probs, _ = hand_example()
-    bounded = [1.28, 0.8, 0.8, 1.28, 1.28]
-    loss, gradient, sums = run("cispo")
-    values = [-b * a * p for b, a, p in zip(bounded, TOKEN_ADVANTAGES, log_probs.tolist()[:5], strict=True)]
-    assert loss == pytest.approx(0.2 * sum(values))
-    assert gradient == pytest.approx([-0.256, -0.16, 0.16, 0.256, 0.512, 0])
-    assert sums["actor/pg_clipfrac"] == 5
-
-
-def test_sapo_by_hand():
-    # A > 0: tau 2: 2 sigmoid(2 (r - 1)): r 1.5: 2 * 0.731059, 0.5: 2 * 0.268941
-    # A < 0: tau 4: 1 sigmoid(4 (r - 1)): 0.5: 0.119203, 2: 0.982014, 4: 0.9999938558
-    loss, gradient, _ = run("sapo", tau_pos=2.0, tau_neg=4.0)
-    gates = [1.462117, 0.537883, 0.119203, 0.982014, 0.9999938558]
-    assert loss == pytest.approx(
-        0.2 * sum(-a * g for a, g in zip(TOKEN_ADVANTAGES, gates, strict=True)), rel=1e-5
-    )
-    # d gate / d log_prob = 4 sigmoid (1 - sigmoid) ratio
-    slopes = [4 * s * (1 - s) * r for s, r in zip([0.731059, 0.268941, *gates[2:]], RATIOS, strict=True)]
-    expected = [-0.2 * a * d for a, d in zip(TOKEN_ADVANTAGES, slopes, strict=True)]
-    assert gradient == pytest.approx([*expected, 0], rel=1e-3, abs=1e-7)
-
-
-CHOSEN = [False, True, True, False, False, True]
-
-
-def test_clip_cov_by_hand():
-    # PPO without dual clip, tokens 1 and 2 left out
-    loss, gradient, sums = run("clip_cov", selected=CHOSEN)
-    assert loss == pytest.approx(0.2 * (-1.28 + 2 + 8))
-    assert gradient == pytest.approx([0, 0, 0, 0.4, 1.6, 0])
-    assert (sums["actor/pg_clipfrac"], sums["actor/cov_selected"]) == (2, 2)
-
-
-def test_kl_cov_by_hand():
-    # -A ratio, plus 0.5 |ln ratio| on tokens 1 and 2: |ln 0.5| twice
-    loss, gradient, sums = run("kl_cov", selected=CHOSEN, ppo_kl_coef=0.5)
-    assert loss == pytest.approx(0.2 * (-1.5 - 0.5 + 0.5 + 2 + 8 + 2 * 0.5 * math.log(2)))
-    # weight * (-A ratio), minus weight * 0.5 where the log ratio is negative
-    assert gradient == pytest.approx([-0.3, -0.1 - 0.1, 0.1 - 0.1, 0.4, 1.6, 0])
-    assert sums["actor/cov_selected"] == 2
-
-
-def test_gpg_by_hand():
-    log_probs, _ = hand_example()
-    loss, gradient, _ = run("gpg")
-    values = [-a * p for a, p in zip(TOKEN_ADVANTAGES, log_probs.tolist()[:5], strict=True)]
-    assert loss == pytest.approx(0.2 * sum(values))
-    assert gradient == pytest.approx([-0.2, -0.2, 0.2, 0.2, 0.4, 0])
 
 
 def test_gspo_and_gmpo_sum_over_all_ranks_that_hold_a_trajectory():

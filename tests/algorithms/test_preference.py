@@ -7,9 +7,8 @@ import torch
 
 from megarl.algorithms.preference import (
     dpo_loss,
-    dpo_metrics,
     preference_loss,
-    preference_metrics,
+    ranking_metrics,
     ranking_pairs,
 )
 
@@ -42,7 +41,7 @@ def test_four_texts_make_six_pairs_of_equal_weight() -> None:
         -slopes[2] - slopes[4] - slopes[5],
     ]
     torch.testing.assert_close(rewards.grad, torch.tensor(expected) / 6)
-    found = preference_metrics({name: value.item() for name, value in sums.items()}, 1)
+    found = ranking_metrics({name: value.item() for name, value in sums.items()}, 1)
     assert found == {
         "loss": pytest.approx(loss.item()), "accuracy": pytest.approx(5 / 6), "margin": pytest.approx(8 / 6)
     }  # fmt: skip
@@ -110,7 +109,7 @@ def test_the_sigmoid_loss_of_pairs_and_rankings(smoothing: float) -> None:
     # of the pair alone: d loss / d h over 2 rankings
     step = -0.5 * ((1 - smoothing) / (1 + math.exp(0.75)) - smoothing / (1 + math.exp(-0.75)))
     assert ratios.grad[:2].tolist() == pytest.approx([step / 2, -step / 2])
-    metrics = dpo_metrics({name: value.item() for name, value in sums.items()}, 2)
+    metrics = ranking_metrics({name: value.item() for name, value in sums.items()}, 2)
     assert metrics == pytest.approx(
         {
             "loss": found.item(),

@@ -15,14 +15,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import megarl
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model
 from megarl import Trainer, make_trainer_config
 from megarl.api.trainer import DataCollector, PromptSupply
 from megarl.config import check_config, load_config, resolve, resolve_batches
 from megarl.config.schema.commands import TrainConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from tests.fixtures.runs import REPOSITORY, assert_same_steps, steps, succeed
 
 ACTOR = "actor_rollout_ref.actor"

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.arithmetic import arithmetic_texts, write_arithmetic
+from examples.tiny_model import make_tiny_model
 from megarl import __version__
 from megarl.cli.main import SCHEMAS, main
 from megarl.config.loading import load_with_origins
-from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.examples.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PPO = str(ROOT / "recipes/quickstart_ppo.yaml")
@@ -276,7 +276,7 @@ def test_examples_without_answers(refuse, task) -> None:
 def test_a_file_that_is_no_parquet(refuse, tmp_path) -> None:
     (tmp_path / "text.parquet").write_text("not Parquet")
     message = refuse("train", f"data.train_files={tmp_path}/text.parquet")
-    assert f"data file {tmp_path}/text.parquet is no valid Parquet file" in message
+    assert f"data file {tmp_path}/text.parquet is not a valid Parquet file" in message
 
 
 def test_fewer_prompts_than_a_batch(refuse) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from examples.tiny_model import make_tiny_model
 from megarl.config.schema.commands import OptimConfig
 from megarl.config.schema.models import LoraConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import build_model, wrap_for_training
 from megarl.megatron.lora.lora import attach_adapters

@@ -1,9 +1,11 @@
-"""Rows of prompts for tests, and where their real inputs lie: beside a developer's checkout, not in it."""
+"""Rows and token ids of prompts for tests, and the place of their real inputs, which is outside of a checkout."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from megarl.data.tokenizer import encode_texts, render_text
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -25,3 +27,8 @@ def prompt_row(text: str = "Tom has 3 pens.", truth: str = "7", **changes: Any) 
         "extra_info": {"split": "train", "index": 4, "answer": "#### 7"},
     }
     return {**row, **changes}
+
+
+def render_prompt(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
+    """Token ids of a prompt: the messages by the chat template, then the assistant's turn opened."""
+    return encode_texts(tokenizer, [render_text(tokenizer, messages, add_generation_prompt=True)])[0]

@@ -51,7 +51,7 @@ def test_null_fields_and_empty_calls_say_nothing():
         (assistant(content=None), "message 1 needs the string 'content'.*only an assistant's"),
         (assistant(content=None, tool_calls=[]), "message 1 needs the string 'content'"),
         (assistant(content=3), "message 1 needs the string 'content'"),
-        (assistant(content=[{"type": "image"}]), "message 1: 'content' has parts that are no texts"),
+        (assistant(content=[{"type": "image"}]), "message 1: 'content' has parts that are not texts"),
         (assistant(content="", tool_calls="f(x)"), "message 1: 'tool_calls' must be a list of calls"),
         (assistant(content="", tool_calls=["f"]), "message 1: 'tool_calls' must be a list of calls"),
         (
@@ -84,7 +84,7 @@ def test_a_row_wins_over_the_configuration():
         ({"tools": "f"}, "'tools' must be a list of objects .*data.tools_key=null"),
         ({"tools": ["f"]}, "'tools' must be a list of objects"),
         ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' must be an object"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "megarl itself says tokenize"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "megarl sets tokenize itself"),
     ],
 )
 def test_wrong_keywords_are_named(row, problem):

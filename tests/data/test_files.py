@@ -333,7 +333,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 def test_what_is_no_parquet_is_named(memory):
     memory.pipe("/x.parquet", b"PAR1 or not, this is none PAR2")
-    with pytest.raises(ValueError, match=r"data file memory://x\.parquet is no valid Parquet file"):
+    with pytest.raises(ValueError, match=r"data file memory://x\.parquet is not a valid Parquet file"):
         num_rows(resolve_files("memory://x.parquet")[0])
 
 

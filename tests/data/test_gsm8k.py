@@ -1,6 +1,8 @@
 import importlib.util
 import json
 import re
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -116,3 +118,25 @@ def test_hub_id_without_the_datasets_library(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"openai/gsm8k is no local file .*pip install datasets"):
         convert_gsm8k("openai/gsm8k", tmp_path)
+
+
+def run_command(*arguments):
+    command = [sys.executable, "-m", "megarl.data.gsm8k", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_says_what_it_wrote(tmp_path):
+    done = run_command("--source", str(shared_data("gsm8k")), "--out", str(tmp_path / "gsm8k"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"train: 7473 rows in {tmp_path}/gsm8k/train.parquet",
+        f"test: 1319 rows in {tmp_path}/gsm8k/test.parquet",
+    ]
+
+
+def test_errors_of_the_command_are_one_line(tmp_path):
+    done = run_command("--source", str(tmp_path / "gone"), "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: {tmp_path}/gone is neither a file, a folder nor a Hub id such as openai/gsm8k\n"
+    )

@@ -8,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.tiny_model import train_tokenizer
 from megarl.data.preferences import (
     PREFERENCE_SCHEMA,
     PreferenceChats,
     PreferenceDataset,
     PreferenceKeys,
     best_answers,
-    chats_of,
     ranking_lengths,
     read_answers,
     read_ranking,
@@ -22,7 +22,6 @@ from megarl.data.preferences import (
     tokenize_whole_chat,
 )
 from megarl.data.sft import tokenize_chat
-from megarl.examples.tiny_model import train_tokenizer
 
 QUESTION = {"role": "user", "content": "Tom has 3 pens."}
 GOOD, BAD = "#### 3", "#### 4"
@@ -272,8 +271,8 @@ def test_only_the_last_message_is_learnt(tmp_path: Path, tokenizer) -> None:
     ]
     found = read(tmp_path, tokenizer, rows).table
     assert found["scores"].to_pylist() == [[1.0, 0.0], [-2.0, -1.0, -2.0]]
-    chats = chats_of(found).to_pylist()
-    assert len(chats) == 5 and chats_of(found, [1]).to_pylist() == chats[2:]
+    chats = texts_of(found).to_pylist()
+    assert len(chats) == 5 and texts_of(found, [1]).to_pylist() == chats[2:]
     for chat, answer in zip(chats, ["3 pens", "cups", "7", "Sure: 7", "8"], strict=True):
         learnt = [token for token, own in zip(chat["input_ids"], chat["loss_mask"], strict=True) if own]
         assert tokenizer.decode(learnt) == f"{answer}<|im_end|>"

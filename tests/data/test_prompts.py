@@ -7,9 +7,8 @@ import pytest
 
 from megarl.data.loader import TableLoader
 from megarl.data.prompts import PromptDataset, truncate
-from megarl.data.tokenizer import render_prompt
 from megarl.data.trajectories import MESSAGES, PROMPT_SCHEMA, TEMPLATE_KWARGS, expand_prompts
-from tests.data.shared import prompt_row
+from tests.data.shared import prompt_row, render_prompt
 
 
 def write_rows(path, rows):
@@ -255,6 +254,16 @@ def test_file_without_rows(tokenizer, tmp_path):
     pq.write_table(pa.Table.from_pylist([prompt_row()]).slice(1), path)
     with pytest.raises(ValueError, match=r"no prompts in .*train\.parquet: the files have no rows"):
         PromptDataset(path, tokenizer, max_prompt_length=64)
+
+
+def test_a_prompt_of_no_tokens_is_refused(tokenizer, tmp_path):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{# nothing #}"
+    path = write(tmp_path / "x.parquet", [prompt_row()])
+    with pytest.raises(
+        ValueError, match=r"x\.parquet row 0: the chat template renders the prompt to no tokens"
+    ):
+        PromptDataset(path, own, max_prompt_length=64)
 
 
 def test_overlong_prompts(tokenizer, tmp_path):

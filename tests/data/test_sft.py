@@ -7,9 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.data.sft import SFT_SCHEMA, SftDataset, SftLoader, split_tokens, tokenize_chat
-from megarl.data.tokenizer import load_tokenizer, render_prompt
-from tests.data.shared import shared_data
+from megarl.data.loader import TableLoader
+from megarl.data.sft import SFT_SCHEMA, SftDataset, split_tokens, tokenize_chat
+from megarl.data.tokenizer import load_tokenizer
+from tests.data.shared import render_prompt, shared_data
 
 QUESTION = {"role": "user", "content": "Tom has 3 pens."}
 ANSWER = {"role": "assistant", "content": "#### 3"}
@@ -210,7 +211,7 @@ def test_plain_template_on_a_sentencepiece_tokenizer():
 
 def test_sft_loader(tokenizer, tmp_path):
     path = write_chats(tmp_path / "sft.jsonl", [[QUESTION, ANSWER]] * 5)
-    loader = SftLoader(SftDataset(path, tokenizer, max_length=64), 2, shuffle=True, seed=0)
+    loader = TableLoader(SftDataset(path, tokenizer, max_length=64), 2, shuffle=True, seed=0)
     batches = list(loader)
     assert [batch.num_rows for batch in batches] == [2, 2]
     assert all(batch.schema == SFT_SCHEMA for batch in batches)

@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data.tokenizer import PLAIN_CHAT_TEMPLATE, load_tokenizer, render_prompt, render_text
-from tests.data.shared import shared_data
+from megarl.data.tokenizer import PLAIN_CHAT_TEMPLATE, load_tokenizer, render_text
+from tests.data.shared import render_prompt, shared_data
 
 CHAT = [{"role": "user", "content": "What is 12 + 3?"}]
 
@@ -91,7 +91,7 @@ def test_folder_without_tokenizer_is_named(tmp_path):
 
 def test_broken_sentencepiece_file_is_named(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"not a model at all")
-    with pytest.raises(ValueError, match=r"tokenizer\.model is no SentencePiece model"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model"):
         load_tokenizer(tmp_path)
 
 
@@ -100,7 +100,4 @@ def test_refusal_of_the_template_is_a_value_error(tokenizer, tmp_path):
     loaded = load_tokenizer(tmp_path)
     loaded.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="chat template refuses the messages: roles must alternate"):
-        render_prompt(loaded, CHAT)
-    loaded.chat_template = "{# nothing #}"
-    with pytest.raises(ValueError, match="to no tokens at all"):
         render_prompt(loaded, CHAT)

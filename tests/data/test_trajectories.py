@@ -227,7 +227,7 @@ def test_reading_what_is_no_trajectory_table(tmp_path):
         tr.read_trajectories(tmp_path / "gone.parquet")
     text = tmp_path / "text.parquet"
     text.write_text("no parquet")
-    with pytest.raises(ValueError, match=r"text\.parquet is no valid Parquet file"):
+    with pytest.raises(ValueError, match=r"text\.parquet is not a valid Parquet file"):
         tr.read_trajectories(text)
     other = tmp_path / "other.parquet"
     tr.write_parquet(make_trajectories().drop_columns(["weight_version"]), other)

@@ -71,7 +71,7 @@ def test_keys_layouts_models_and_data_are_told_together(
         f"{ACTOR}.megatron.tensor_model_parallel_size=3 does not divide num_attention_heads=4",
         f"{ROLLOUT}.tensor_model_parallel_size=3 does not divide num_attention_heads=4",
         f"data.train_files: {no_prompt}: no column 'prompt'",
-        f"data.val_files: data file {tmp_path}/cut.parquet is no valid Parquet file",
+        f"data.val_files: data file {tmp_path}/cut.parquet is not a valid Parquet file",
     ):
         assert sum(line.startswith(beginning) for line in found) == 1, (beginning, found)
     assert sum(line.startswith("critic.model.path: ") and "'mamba' is not" in line for line in found) == 1, (

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import arithmetic
 from megarl.data.sft import SftDataset
-from megarl.data.tokenizer import render_prompt
 from megarl.data.trajectories import list_lengths
-from megarl.examples import arithmetic
+from tests.data.shared import render_prompt
 
 
 def test_files_have_the_gsm8k_schema(tmp_path):

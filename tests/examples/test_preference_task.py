@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.examples import preference_task as task
-from megarl.examples.arithmetic import NAMES, THINGS, Problem
-from megarl.examples.tiny_model import train_tokenizer
+from examples import preference_task as task
+from examples.arithmetic import NAMES, THINGS, Problem
+from examples.tiny_model import train_tokenizer
 
 SIZES = {"num_texts": 40, "num_sft": 1500, "num_rankings": 1500, "num_train": 60, "num_test": 50}
 

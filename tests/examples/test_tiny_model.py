@@ -10,8 +10,8 @@ from transformers import (
     GenerationConfig,
 )
 
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model, train_tokenizer
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model, train_tokenizer
 
 SIZES = {
     "hidden_size": 32,

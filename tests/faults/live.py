@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import psutil
 
+from examples.arithmetic import arithmetic_texts, write_arithmetic
+from examples.tiny_model import make_tiny_model
 from megarl.config import TrainConfig, load_config, resolve
-from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.rewards.processes.scorer import Scorer, make_scorer
 from megarl.trainer.roles.roles import start_roles
 from megarl.trainer.roles.types import Roles

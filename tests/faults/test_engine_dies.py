@@ -16,11 +16,11 @@ import psutil
 import pyarrow as pa
 import pytest
 
+from examples.arithmetic import arithmetic_texts, write_arithmetic
+from examples.tiny_model import make_tiny_model
 from megarl.cluster import WorkerDied
 from megarl.config import TrainConfig, load_config, resolve
 from megarl.data.trajectories import expand_prompts, ragged
-from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.loops.ppo import epochs

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from examples.arithmetic import arithmetic_texts, write_arithmetic
+from examples.tiny_model import make_tiny_model
 from megarl.config import EvalConfig, load_config, resolve
 from megarl.data.trajectories import read_trajectories
-from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.trainer.loops import evaluate as evaluation
 from megarl.trainer.stages.scoring import Rewards
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from megarl.gpu_test.alone import Meter
 from megarl.plan.inputs import read_inputs
 from megarl.plan.memory import GIB, plan_memory

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megarl.examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.heads import lm_head
 from megarl.megatron.optimizer import build_optimizer

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from examples.tiny_model import make_tiny_model
 from megarl.config.schema.commands import OptimConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from megarl.megatron.checkpoint.checkpoint import load_states, save_states
 from megarl.megatron.checkpoint.states import parts_of
 from megarl.megatron.cpu.adam import FusedAdam

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from megarl.examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout, layers_of
 from megarl.models import MegatronPlace, float8, megatron_pieces, read_model_config
 from megarl.models.float8 import FP8, base_weights, check_base_block, dequantise, in_blocks, quantise

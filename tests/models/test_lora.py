@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from megarl.config.schema.models import LoraConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.boxes import Box, Piece
 from megarl.layout.grid import ParallelLayout, coords_of, layers_of
 from megarl.models import MegatronPlace, ModelConfig, megatron_pieces, read_model_config

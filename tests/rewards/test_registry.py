@@ -5,8 +5,14 @@ import sys
 import pytest
 
 from megarl.config.schema.rewards import RULES
-from megarl.rewards.functions import RewardFunctions, RewardSpec
-from megarl.rewards.registry import REWARDS, load_reward_function, register_reward, rules_of
+from megarl.rewards.registry import (
+    REWARDS,
+    RewardFunctions,
+    RewardSpec,
+    load_reward_function,
+    register_reward,
+    rules_of,
+)
 from megarl.util.plugins import load_plugins
 
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from examples.tiny_model import train_tokenizer
 from megarl.config.schema.rollout import MultiTurnConfig
 from megarl.environments.environment import Environment, StepResult, Task
-from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.engine import NoValidWeightsError, SamplingParams, WeightSyncError
 from megarl.rollout.turns import Player
 from tests.rollout.sglang.test_engine import PROMPTS, UIDS, hf_log_probs

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.tiny_model import train_tokenizer
 from megarl.config.schema.rollout import MultiTurnConfig
-from megarl.data.tokenizer import load_tokenizer, render_prompt
+from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.calculator import Calculator
 from megarl.environments.environment import Environment, StepResult, Task
-from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.engine import EngineError, Generation, SamplingParams
 from megarl.rollout.turns import Continuation, Player, shorten
-from tests.data.shared import shared_data
+from tests.data.shared import render_prompt, shared_data
 
 TOKENIZER = train_tokenizer(["Tom has 3 pens and buys 4. <<3+4>> #### 7"], 400)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from megarl.examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from megarl.rollout.engine import EngineConfig
 from tests.rollout.manifests import Slices, rank_slices
 from tests.rollout.planned import assert_as_planned

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from megarl.shadow import device
 from megarl.shadow.dry_run import run_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from megarl.plan.inputs import read_inputs
 from megarl.shadow.agree import Agreement
 from megarl.shadow.agreement import agreements, all_ranks

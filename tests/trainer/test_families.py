@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model
 from megarl.data.trajectories import read_trajectories
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from tests.fixtures.runs import PPO, on, steps, succeed
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model
 from megarl.data.trajectories import read_trajectories
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from tests.fixtures.runs import PPO, on, steps, succeed
 from tests.trainer.test_families import GRPO, REWARD, greedy_differences
 

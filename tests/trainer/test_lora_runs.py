@@ -8,7 +8,8 @@ from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from megarl.data.sft import SftDataset, SftLoader
+from megarl.data.loader import TableLoader
+from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.trainer.run.logger import read_metrics
 from tests.fixtures.runs import PPO, on, steps, succeed
@@ -55,7 +56,7 @@ def test_sft_follows_peft(task: Path, begun: Path, tmp_path: Path) -> None:
         str(task / "data/sft.parquet"), load_tokenizer(str(task / "model")), max_length=64,
         response_key="extra_info.answer",
     )  # fmt: skip
-    expected = losses_of(model, SftLoader(dataset, 16, True, 1))
+    expected = losses_of(model, TableLoader(dataset, 16, True, 1))
     assert [step["train/loss"] for step in read_metrics(tmp_path)] == pytest.approx(expected, rel=1e-5)
     before = logits(AutoModelForCausalLM.from_pretrained(task / "model"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.data.sft import SftDataset, SftLoader
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model
+from megarl.data.loader import TableLoader
+from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.trainer.run.logger import read_metrics
 from tests.fixtures.runs import succeed
 from tests.trainer.test_runs import plain_losses
@@ -39,7 +40,7 @@ def test_deepseek_from_float8_keeps_its_prediction_layer(task, tmp_path):
         max_length=64,
         response_key="extra_info.answer",
     )
-    expected = plain_losses(plain, SftLoader(data, 16, True, 1))
+    expected = plain_losses(plain, TableLoader(data, 16, True, 1))
     found = [step["train/loss"] for step in read_metrics(tmp_path / "run")]
     assert found == pytest.approx(expected, rel=1e-5)
     exported = load_file(tmp_path / "run" / "hf" / "model.safetensors")

@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints import find_damage, read_checkpoint, steps_in
 from megarl.data.trajectories import TRAJECTORY_SCHEMA, read_trajectories
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.report.timeline import RecordedTimeline, read_timeline
 from megarl.util.spans import Span
 from tests.fixtures.runs import (

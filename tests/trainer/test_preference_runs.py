@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.cli.main import main
-from megarl.data.sft import SftDataset, SftLoader
+from megarl.data.loader import TableLoader
+from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
 from tests.fixtures.runs import PPO, on, steps, succeed
 from tests.trainer.test_dapo import ONE_DEVICE
@@ -58,7 +59,7 @@ def test_an_auxiliary_language_model_loss(preferences: Path, task: Path, tmp_pat
     )  # fmt: skip
     found = steps(run)
     texts = SftDataset(files, load_tokenizer(str(task / "model")), max_length=60, text_key="text")
-    loader = SftLoader(texts, 4, shuffle=True, seed=1)
+    loader = TableLoader(texts, 4, shuffle=True, seed=1)
     model = AutoModelForCausalLM.from_pretrained(task / "model")
     losses = []
     for batch in (batch for batch, _ in zip(loader, range(4), strict=False)):

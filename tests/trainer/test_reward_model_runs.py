@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model
 from megarl.data.trajectories import read_trajectories
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from tests.fixtures.runs import PPO, on, steps, succeed
 
 REWARD = "def compute_score(solution_str, **rest):\n    return len(solution_str) % 2\n"

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.costs.tensors import BUCKET, SLOTS
-from megarl.data.sft import SftDataset, SftLoader
+from megarl.data.loader import TableLoader
+from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import ragged, read_trajectories
 from megarl.trainer.run.earlier_runs import ENTRIES
@@ -240,7 +241,7 @@ def test_sft_follows_transformers(task, tmp_path):
         str(task / "data/sft.parquet"), load_tokenizer(str(task / "model")), max_length=64,
         response_key="extra_info.answer",
     )  # fmt: skip
-    expected = plain_losses(task / "model", SftLoader(dataset, 16, True, 1))
+    expected = plain_losses(task / "model", TableLoader(dataset, 16, True, 1))
     found = [step["train/loss"] for step in read_metrics(tmp_path)]
     assert found == pytest.approx(expected, rel=1e-5)
     assert 0 < steps(tmp_path)[2]["val/loss"] < found[0]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megarl.data.loader import TableLoader
 from megarl.data.preferences import PreferenceDataset
-from megarl.data.sft import SftDataset, SftLoader
+from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
 from tests.fixtures.runs import steps, succeed
 
@@ -72,7 +72,7 @@ def test_plain_text_follows_transformers_through_epochs(text_run, task):
     run, _, files, batch = text_run
     model = AutoModelForCausalLM.from_pretrained(task / "model")
     optimizer, losses, held_out = adamw(model), [], []
-    loader = SftLoader(files["train"], batch, True, 1)
+    loader = TableLoader(files["train"], batch, True, 1)
     assert len(loader) == 2 and len(files["val"]) % 2 == 1
     for table in [*loader, *loader, *loader][:5]:
         losses.append(learn(model, optimizer, mean_loss(model, table)))

@@ -22,8 +22,7 @@ from megarl.data.samplers import SAMPLERS, epoch_order, make_sampler
 from megarl.environments import find_environment
 from megarl.environments.environment import ENVIRONMENTS, Environment, StepResult, Task, Turn
 from megarl.rewards import registry
-from megarl.rewards.functions import RewardFunctions, RewardSpec
-from megarl.rewards.registry import REWARDS, load_reward_function, rules_of
+from megarl.rewards.registry import REWARDS, RewardFunctions, RewardSpec, load_reward_function, rules_of
 from megarl.rewards.sample import read_result
 from megarl.util.plugins import load_plugins
 

@@ -9,8 +9,12 @@ Guarantees
   killed after `_STOPPED_SECONDS`.
 - Workers end with the Scorer, and with the controller, however that ends.
 
-What cannot work for any sample (a file that a worker cannot import, a worker that dies before it begins) is a
-RuntimeError of `collect` or `submit`.
+A fault that no sample could survive (a file that a worker cannot import, a worker that dies before it begins) is a RuntimeError
+of `collect` or `submit`.
+
+No library's pool keeps these promises: pebble 5.2 leaves the children of a killed worker alive, does not say where a function
+hung, and charges a worker that was killed or stopped from outside to its sample; concurrent.futures fails every sample of a
+pool in which one process died; and Ray, which could place the processes, is no dependency of this room.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -34,8 +38,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from megarl.rewards.functions import RewardFunctions, RewardSpec
 from megarl.rewards.processes.worker import Setup
+from megarl.rewards.registry import RewardFunctions, RewardSpec
 from megarl.rewards.rules.judge import JudgeSettings, request_headers
 from megarl.rewards.sample import Sample, Score
 from megarl.util.spans import Spans
@@ -54,10 +58,10 @@ _MAX_FRAMES = 8
 _WORKER = "megarl/rewards/processes/worker.py"
 # A worker ends by itself when a sample is over time; this much later it is killed.
 _GRACE_SECONDS = 10.0
-# While there is work, all workers are looked at so often; who is stopped for so long is killed.
+# While there is work, workers are looked at this often, and killed when they have been stopped this long.
 _LOOK_SECONDS = 5.0
 _STOPPED_SECONDS = 20.0
-# Deaths of workers before they could begin, one after the other, before it is held to be no accident.
+# So many workers in a row die before they can begin: no accident.
 _MAX_FAILED_STARTS = 3
 _MEANWHILE_SECONDS = 1.0
 
@@ -66,11 +70,11 @@ def make_scorer(config: TrainConfig | EvalConfig, function: bytes | None = None)
     """The Scorer that a configuration describes.
 
     Args:
-        function: a reward function that stands in no file, as bytes that `pickle.loads` turns into it
-            (cloudpickle's); it is used for all samples, whatever the configuration says.
+        function: a reward function in no file, pickled (by cloudpickle); it is used for all samples, whatever the
+            configuration says.
 
     Raises:
-        ValueError: a file or name of the configuration that is not as it must be, a key of the judge that is not set.
+        ValueError: a wrong file or name in the configuration, a key of the judge that is not set.
     """
     reward, custom = config.reward, config.custom_reward_function
     judge = JudgeSettings(**asdict(reward.judge))
@@ -89,8 +93,8 @@ def make_scorer(config: TrainConfig | EvalConfig, function: bytes | None = None)
             "code": {
                 "time_limit": reward.code.time_limit,
                 "memory_mb": reward.code.memory_mb,
-                "total_seconds": 0.8
-                * reward.timeout,  # so that a program in time for some tests has their score
+                # Less than a sample's own time, so that a program in time for some tests has their score.
+                "total_seconds": 0.8 * reward.timeout,
                 "isolation": reward.code.isolation,
             },
             "llm_judge": {"settings": judge},
@@ -109,7 +113,7 @@ class _Job:
     sample: Sample
     is_async: bool
     alone: bool = False  # a worker died with it and others
-    again: bool = False  # a worker was killed or stopped from outside while it was at it alone
+    again: bool = False  # a worker was killed or stopped from outside while this was its only job
 
 
 class Scorer:
@@ -129,7 +133,7 @@ class Scorer:
             max_concurrency: async functions that run at a time, in all workers together.
 
         Raises:
-            ValueError: a file, name or rule of `spec` that is not as it must be.
+            ValueError: a wrong file, name or rule in `spec`.
         """
         self.spans = Spans()
         self._functions = RewardFunctions(spec)
@@ -168,11 +172,11 @@ class Scorer:
     def collect(
         self, meanwhile: Callable[[], object] = lambda: None, uids: Collection[str] | None = None
     ) -> dict[str, Score]:
-        """Wait for what was submitted; uid -> Score. RuntimeError: workers cannot work.
+        """Wait for the scores of submitted samples; uid -> Score. RuntimeError: workers cannot work.
 
         Args:
-            meanwhile: is called from time to time; what it raises ends the wait.
-            uids: of the samples; others stay; those that were not submitted are left out. None: all.
+            meanwhile: called once a second while waiting; its exceptions end the wait.
+            uids: the samples to wait for; unknown ones are ignored, other samples stay. None: all.
         """
         with self._changed:
             wanted = set(self._open) if uids is None else self._open.intersection(uids)
@@ -187,7 +191,7 @@ class Scorer:
             return {uid: self._scores.pop(uid) for uid in wanted}
 
     def close(self) -> None:
-        """End the workers; what was not collected is lost."""
+        """End the workers; scores that were not collected are lost."""
         if self._closing:
             return
         self._closing = True
@@ -212,8 +216,8 @@ class Scorer:
         if self._failure is not None:
             raise RuntimeError(f"rewards cannot be computed: {self._failure}") from self._failure
 
-    # What follows runs in the Scorer's thread, which alone touches workers. It lives as long as they do, because
-    # the kernel kills a worker when the thread that started it ends.
+    # The methods below run in the Scorer's thread, the only one that touches workers. It lives as long as they do, because the
+    # kernel kills a worker when the thread that started it ends.
 
     def _run(self) -> None:
         try:
@@ -229,7 +233,7 @@ class Scorer:
                 worker.end()
 
     def _hand_out(self) -> None:
-        """Give workers what they can take now; they are started, and started again, when there is work."""
+        """Give workers the jobs that they can take now; when there is work, workers that do not run are started."""
         with self._changed:
             if any(self._waiting.values()):
                 for worker in self._workers:
@@ -238,12 +242,12 @@ class Scorer:
             for kind, jobs in self._waiting.items():
                 while jobs and (worker := self._free_worker(kind)) is not None:
                     job = jobs.popleft()
-                    if not worker.send(job, job.sample):  # it is dead, which `_wait` will see
+                    if not worker.send(job):  # it is dead, which `_wait` will see
                         jobs.appendleft(job)
                         break
 
     def _free_worker(self, kind: str) -> WorkerProcess | None:
-        """One that may take a job; async ones share workers, all others have one for themselves."""
+        """A worker that may take a job; async jobs share workers, any other has one for itself."""
         ready = [worker for worker in self._workers if worker.is_ready]
         if kind != "async":
             return next((worker for worker in ready if not worker.jobs), None)
@@ -253,7 +257,7 @@ class Scorer:
         return min(shared, key=lambda worker: len(worker.jobs))
 
     def _wait(self) -> None:
-        """Wait until a worker says something, ends, or is over time, or until there is more to do."""
+        """Wait until a worker sends a message, ends or is over time, or until there is more to do."""
         running = [worker for worker in self._workers if worker.is_running]
         deadlines = [worker.oldest + self._timeout + _GRACE_SECONDS for worker in running if worker.jobs]
         seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -263,9 +267,8 @@ class Scorer:
         ready = wait([self._wake_read, *(item for worker in running for item in worker.waitables)], seconds)
         if self._wake_read in ready:
             os.read(self._wake_read, 65536)
-        looks = (
-            time.monotonic() >= self._next_look
-        )  # not at every score: a look costs as much as handing out a sample
+        # Not at every score: looking costs as much as handing out a sample.
+        looks = time.monotonic() >= self._next_look
         if looks:
             self._next_look = time.monotonic() + _LOOK_SECONDS
         for worker in running:
@@ -287,7 +290,8 @@ class Scorer:
             self._changed.notify_all()
 
     def _bury(self, worker: WorkerProcess) -> None:
-        """Of a worker that ended: one sample was its death; of several each is tried alone, as is the one it was hit at."""
+        """Settle the jobs of a worker that ended: a single job was the cause, unless the worker was hit from outside, and has no
+        score; of several jobs each is tried again alone."""
         began, jobs, hit = worker.is_ready, dict(worker.jobs), worker.was_hit
         seconds = time.monotonic() - worker.oldest if jobs else 0.0
         reason = worker.end()
@@ -308,7 +312,7 @@ class Scorer:
 
 
 class WorkerProcess:
-    """The controller's side of a worker: starts it, exchanges messages with it, and says how it ended.
+    """The controller's side of a worker: starts it, exchanges messages with it, and tells how it ended.
 
     It can be started again after its end. Used by one thread.
     """
@@ -316,9 +320,8 @@ class WorkerProcess:
     def __init__(self, spec: RewardSpec, timeout: float) -> None:
         self._setup = Setup(spec, timeout)
         self._process: subprocess.Popen | None = None
-        self._count = 0
         self.is_ready = False
-        self.jobs: dict[Any, float] = {}  # what it is at -> when it was sent (time.monotonic)
+        self.jobs: dict[_Job, float] = {}  # its jobs -> when each was sent (time.monotonic)
         self._stopped_since: float | None = None
 
     @property
@@ -332,7 +335,7 @@ class WorkerProcess:
 
     @property
     def was_hit(self) -> bool:
-        """It has ended, and what it was at was not the reason: killed (by hand, for want of memory), or stopped before."""
+        """Whether it ended for another reason than its job: killed (by hand, for want of memory), or stopped before."""
         assert self._process is not None
         return self._overdue or self._stopped_since is not None or self._process.returncode == -signal.SIGKILL
 
@@ -343,7 +346,7 @@ class WorkerProcess:
 
     @property
     def waitables(self) -> list[Any]:
-        """What becomes readable when it says something or ends."""
+        """Objects that become readable when it sends a message or ends."""
         return [self._connection, self._ended]
 
     def start(self) -> None:
@@ -358,41 +361,39 @@ class WorkerProcess:
                 pass_fds=(there.fileno(), self._report),
                 start_new_session=True,
             )
-        # A pidfd beside the socket: children of a reward may hold the socket open after the worker's end.
+        # A pidfd in addition to the socket, which children of a reward may hold open after the worker's end.
         self._ended = os.pidfd_open(self._process.pid)
         self._connection = Connection(here.detach())
-        self._numbers: dict[int, Any] = {}
+        self._by_uid: dict[str, _Job] = {}
         self.is_ready, self._overdue, self._stopped_since = False, False, None
         self.jobs = {}
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # it is dead already, which `has_ended` tells
+        # It may be dead already, which `has_ended` tells.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send(self._setup)
 
-    def send(self, job: Hashable, sample: Sample) -> bool:
+    def send(self, job: _Job) -> bool:
         """Hand over a sample; False if the worker has ended."""
         assert self.is_ready
         try:
-            self._connection.send((self._count, sample))
+            self._connection.send(job.sample)
         except (BrokenPipeError, ConnectionResetError):
             return False
-        self._numbers[self._count] = job
+        self._by_uid[job.sample.uid] = job
         self.jobs[job] = time.monotonic()
-        self._count += 1
         return True
 
-    def receive(self) -> list[tuple[Any, Score]]:
-        """The scores that have come. RuntimeError: the worker cannot set up what it needs."""
+    def receive(self) -> list[tuple[_Job, Score]]:
+        """The scores that have come. RuntimeError: the worker cannot set itself up."""
         scores = []
         if self.has_ended:
-            self._kill_group()  # whoever else holds the socket, so that reading it comes to an end
+            self._kill_group()  # other processes that hold the socket, so that reading it ends
         try:
             while self._connection.poll():
                 message = self._connection.recv()
                 if self.is_ready:
-                    job = self._numbers.pop(message[0])
+                    job = self._by_uid.pop(message.uid)
                     del self.jobs[job]
-                    scores.append((job, message[1]))
+                    scores.append((job, message))
                 elif message is None:
                     self.is_ready = True
                 else:
@@ -405,7 +406,7 @@ class WorkerProcess:
         return scores
 
     def stopped_seconds(self) -> float:
-        """For how long it has been stopped (SIGSTOP, a debugger), as far as it was looked at meanwhile; 0: it is not."""
+        """Seconds since it was first seen stopped (SIGSTOP, a debugger); 0: it is not."""
         assert self._process is not None
         if self.has_ended:
             return 0.0
@@ -429,7 +430,7 @@ class WorkerProcess:
         self._process.wait()
 
     def end(self) -> str:
-        """Kill what is left of it; returns how it ended."""
+        """Kill its remaining processes; returns how it ended."""
         if self._process is None:
             return ""
         self.kill()

@@ -7,8 +7,8 @@ Guarantees
   process dies only if they keep the event loop from running.
 - Whatever a function raises (SystemExit included) is the result of that sample.
 
-It speaks pickles over a socket. First it gets a `Setup` and answers `None`, or the text of what is wrong. Then it
-gets `(number, Sample)`, and answers each, in any order, with `(number, Score)`.
+Messages are pickles over a socket. First it gets a `Setup` and answers `None`, or the text of an error. Then it gets
+samples, and answers each, in any order, with its Score.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from megarl.rewards.functions import Reward, RewardFunctions, RewardSpec
+from megarl.rewards.registry import Reward, RewardFunctions, RewardSpec
 from megarl.rewards.sample import Sample, Score, read_result
 from megarl.util.signals import outlive_job_signals
 
@@ -35,14 +35,14 @@ _MESSAGE_CHARACTERS = 1000
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker needs first; `timeout`: seconds a sample."""
+    """The first message to a worker. `timeout`: seconds a sample."""
 
     spec: RewardSpec
     timeout: float
 
 
 def main(socket: int, report: int, parent: int) -> None:
-    """Serve until the other end of `socket` closes. `report`: a file for what faulthandler writes."""
+    """Serve until the other end of `socket` closes. `report`: a file for the output of faulthandler."""
     _die_with(parent)
     outlive_job_signals()
     for descriptor in (socket, report):
@@ -90,20 +90,20 @@ async def _serve(connection: Connection, functions: RewardFunctions, watchdog: _
     closed: asyncio.Future[None] = loop.create_future()
     running: set[asyncio.Task] = set()
 
-    async def run(number: int, sample: Sample) -> None:
-        connection.send((number, await _score(functions.of(sample.data_source), sample, watchdog)))
+    async def run(sample: Sample) -> None:
+        connection.send(await _score(functions.of(sample.data_source), sample, watchdog))
         running.discard(asyncio.current_task())
         if not running:
             watchdog.disarm()
 
     def receive() -> None:
         try:
-            number, sample = connection.recv()
+            sample = connection.recv()
         except (EOFError, OSError):
             if not closed.done():
                 closed.set_result(None)
             return
-        running.add(loop.create_task(run(number, sample)))
+        running.add(loop.create_task(run(sample)))
 
     async def feed_watchdog() -> None:
         while True:

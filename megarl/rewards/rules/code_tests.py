@@ -32,10 +32,10 @@ def compute_score(
     """1.0 if the program passes all tests, else the share of tests that it passes.
 
     The first ten tests are run in any case; the others only if it passes these, and up to the first that it fails.
-    Tests that `total_seconds` does not suffice for count as failed. `acc` is 1.0 if all passed, `failure` says what became of
-    the first test that did not.
+    Tests that `total_seconds` leaves no time for count as failed. `acc` is 1.0 if all passed, `failure` tells the outcome of
+    the first that did not.
 
-    ValueError: a ground truth that is none. RuntimeError: the sandbox cannot be set up.
+    ValueError: a ground truth of an unknown form. RuntimeError: the sandbox cannot be set up.
     """
     tests = read_tests(ground_truth)
     program = extract_program(solution_str)
@@ -67,7 +67,7 @@ def extract_program(response: str) -> str:
 
 
 def read_tests(ground_truth: str) -> list[tuple[dict[str, Any], Any]]:
-    """Tests as the jail runs them, each with what is expected of it (None for assertions).
+    """Tests as the jail runs them, each with its expected result (None for assertions).
 
     ValueError: no JSON object of one of the known forms, nor Python text with assertions.
     """
@@ -96,7 +96,7 @@ def read_tests(ground_truth: str) -> list[tuple[dict[str, Any], Any]]:
 
 
 def _text(one: Any) -> str:
-    """What goes in or comes out, or a list of its lines."""
+    """An input or output as text; a list is one of lines."""
     return "\n".join(map(str, one)) if isinstance(one, list) else str(one)
 
 
@@ -115,7 +115,7 @@ def _json_or_text(value: Any) -> Any:
 
 
 def _failure(result: TestResult, wanted: Any) -> str | None:
-    """What is wrong; None: nothing."""
+    """Why a test failed; None: it passed."""
     if result.outcome != "ok":
         lines = result.stderr.strip().splitlines()
         return f"{result.outcome}: {lines[-1]}" if lines else result.outcome
@@ -125,7 +125,7 @@ def _failure(result: TestResult, wanted: Any) -> str | None:
         same = same_output(result.output, wanted)
         return None if same else f"printed {result.output[:200]!r}, not {wanted[:200]!r}"
     value = json.loads(result.value)
-    # Some data sets wrap what a function returns in a list of one.
+    # Some data sets wrap a returned value in a list of one.
     same = same_value(value, wanted) or (
         isinstance(wanted, list) and len(wanted) == 1 and same_value(value, wanted[0])
     )

@@ -1,7 +1,7 @@
 """A model behind an OpenAI-compatible HTTP API that grades responses.
 
 One request is `POST <base_url>/chat/completions` with the prompt as the user's only message. Concurrency is limited
-by who runs it (`reward.max_concurrency`).
+by the Scorer (`reward.max_concurrency`).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _SHOWN_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """The keys of `reward.judge` (megarl.config.JudgeConfig says what each means)."""
+    """The keys of `reward.judge` (meanings: megarl.config.JudgeConfig)."""
 
     base_url: str | None
     model: str | None

@@ -1,17 +1,18 @@
 r"""Whether two mathematical answers are the same: numbers and formulas with or without a unit, lists, sets, tuples,
 intervals and their unions, equations, inequalities, matrices, words.
 
-What counts as the same
-- Numbers and formulas: what sympy proves to be equal. An approximation never equals an exact value: 0.333333 is not 1/3.
+Equal answers
+- Numbers and formulas that sympy proves to be equal. An approximation never equals an exact value: 0.333333 is not 1/3.
 - A list or a set in any order; a tuple in its order; `\pm a` is a list of two. An interval with its kinds of ends.
 - A unit, `\%` or a degree sign may be left out on one side, but not be another one; 12.5\% is 12.5 and also 0.125.
 - `x = 3` where the truth is 3, or 3 where it is `x = 3`, but not `y = 3`; equations and inequalities with the same solutions.
 - 2210_3 only for itself: another base, or none, is another number.
 - Words, whatever their letter case.
 
-Formulas (LaTeX, as `math_text.clean` spells them) become exact expressions of sympy. latex2sympy2_extended reads it. What that library would read as something else is changed or refused before: it drops
-the subscript of 12_3 and the prime of x', reads `2 3` as 5 and a degree as nothing, and makes decimals floats. Here a
-decimal is the fraction that it is written as, and equal is what sympy proves, so no approximation equals a number.
+Formulas (LaTeX, as `math_text.clean` spells them) become exact expressions of sympy, read by latex2sympy2_extended. Notations
+that the library misreads are changed or refused before: it drops the subscript of 12_3 and the prime of x', reads `2 3` as 5
+and a degree as nothing, and makes decimals floats. Here a decimal is the fraction that it is written as, and two values are
+equal if sympy proves it, so no approximation equals a number.
 
 sympy takes seconds to import, and a formula can take it all time and memory: only child processes of
 `megarl.rewards.rules.math_rules` come here.
@@ -50,7 +51,7 @@ _REFUSED = re.compile(
 _RENAMED = {r"\gamma": "q_{gamma}", r"\Gamma": "q_{Gamma}", "I": "q_{I}"}  # constants of the library
 _RENAMED_NAMES = re.compile(r"\\[gG]amma(?![A-Za-z])|(?<![\\A-Za-z])I(?![A-Za-z])")
 _MIXED = re.compile(r"(?<![\w.}])(\d+) (\d+)\s*/\s*(\d+)(?![\w.])")
-# Their arguments stay in braces; those of \sin and the like get parentheses: the library reads \sin{x}/2 as \sin(x/2).
+# The arguments of these stay in braces; the arguments of \sin and the like get parentheses: the library reads \sin{x}/2 as \sin(x/2).
 _TAKES_BRACES = re.compile(
     r"\\(?:overline|underline|bar|vec|hat|widehat|dot|tilde|operatorname\*?|begin|end|mathbb|mathcal|mathfrak)\s*$"
 )
@@ -325,7 +326,7 @@ def _same_quantity(ours: Quantity, truth: Quantity) -> bool:
 
 
 def _same_region(ours: Answer, truth: Answer) -> bool:
-    """Sets of real numbers, and inequalities by their solutions; those in several unknowns by their difference."""
+    """Sets of real numbers, and inequalities: by their solutions, or in several unknowns by their difference."""
     if isinstance(ours, Relation) and isinstance(truth, Relation) and _same_inequality(ours, truth):
         return True
     regions = _region(ours), _region(truth)
@@ -361,7 +362,7 @@ def _unknown(side: Answer) -> frozenset:
 
 
 def _region(side: Answer) -> sympy.Set | None:
-    """The set of real numbers that it is; None: it is none."""
+    """The answer as a set of real numbers; None: it is no such set."""
     if isinstance(side, Quantity):
         return {r"\mathbb{R}": sympy.S.Reals, r"\emptyset": sympy.S.EmptySet}.get(side.text.strip())
     if isinstance(side, Parts):

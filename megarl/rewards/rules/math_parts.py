@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megarl.rewards.rules.math_text import unwrapped
 
-# In \text{} any word is a unit but these: they make another number or answer of what stands before them.
+# In \text{} any word is a unit but these, which change the number or answer before them.
 _NO_UNITS = re.compile(
     r"(?:hundred|thousand|million|billion|trillion|dozen|quarter|third|tenth|hundredth|time)s?|half|halves|score|squared|"
     r"cubed|factorial|plus|minus|over|base|and|or|not|if|when|where|for|with|mod|is|to|than|only"
@@ -50,7 +50,7 @@ _PLAIN_UNIT = re.compile(
 
 @dataclass(frozen=True)
 class Quantity:
-    """`text` is the whole, `unit` its name in one spelling, or "": there is none."""
+    """`text`: all of it; `unit`: its name in one spelling, "" without one."""
 
     text: str
     formula: str
@@ -127,9 +127,8 @@ _OR = re.compile(
 _AND = re.compile(r",?\s*(?:\\text\{\s*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z]))\s*|;\s*")
 _COMMA = re.compile(r",\s*")
 _SET_SIGN = re.compile(r"\\(?:cup|cap|setminus|backslash)(?![A-Za-z])")
-_THOUSANDS = re.compile(
-    r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)(?![^()\[\]{}]*[)\]}])"
-)  # outside of brackets
+# Outside of brackets.
+_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!\d|,\d)(?![^()\[\]{}]*[)\]}])")
 _LETTERS = r"\([A-Za-z](?:,\s*[A-Za-z])*\)"
 NAME = re.compile(
     rf"(?!\\pi|[ei](?![A-Za-z(_']))\\?[A-Za-z]+(?:_(?:\{{[^{{}}]*\}}|\w))?'*\s*(?:{_LETTERS})?|{_LETTERS}|\\text\{{[^{{}}]*\}}"
@@ -140,7 +139,7 @@ _MATRIX = re.compile(r"\\begin\{([bpBvV]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\en
 
 @dataclass(frozen=True)
 class Parts:
-    """Several answers, as texts: a bare list, a set, or what stands in `(`, `[` and their ends."""
+    """Several answers, as texts: a bare list, a set, or the parts of a tuple or interval."""
 
     parts: tuple[str, ...]
     kind: str  # "list", "set", "()", "[)", ...
@@ -160,7 +159,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class SetExpression:
-    """Sets, as texts, joined by `signs`: \\cup, \\cap, \\setminus; or inequalities of which one holds."""
+    """Sets, as texts, joined by `signs`: \\cup, \\cap, \\setminus; or alternative inequalities."""
 
     sets: tuple[str, ...]
     signs: tuple[str, ...]
@@ -177,7 +176,7 @@ Answer = Parts | Relation | SetExpression | Matrix | Quantity
 
 
 def read(text: str) -> Answer:
-    """What kind of answer a cleaned text is."""
+    """A cleaned text as an answer of its kind."""
     text = _CHOICE.sub(r"\1", text) if _CHOICE.fullmatch(text) else text
     alternatives = split(text, _OR)[0]
     if len(alternatives) > 1:

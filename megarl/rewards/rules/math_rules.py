@@ -15,12 +15,12 @@ import select
 import signal
 from typing import Any
 
-from megarl.rewards.rules.math_text import clean, folded, number
+from megarl.rewards.rules.math_text import clean, closing, folded, number
 
 _MEMORY_BYTES = 1 << 30
 # The limit is of processor time, so that a busy machine makes no right answer wrong.
 _WALL_PER_CPU = 10
-_MAX_CHARACTERS = 2000  # a formula; what is longer is no answer
+_MAX_CHARACTERS = 2000  # a longer text is no answer
 
 
 def equivalent(answer: str, truth: str, time_limit: float = 5.0) -> bool | None:
@@ -74,7 +74,7 @@ def _compare_and_exit(answer: str, truth: str, write: int, seconds: float) -> No
         os.write(write, b"1" if same_answer(answer, truth) else b"0")
     except MemoryError:
         pass
-    except BaseException:  # what sympy cannot compare was not shown to be equal
+    except BaseException:  # answers that sympy cannot compare are not shown to be equal
         os.write(write, b"0")
     finally:
         os._exit(0)
@@ -109,7 +109,7 @@ def bare_truth(ground_truth: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` (or `\fbox{...}`, or `\boxed 7` up to the end of its formula or line) holds; None:
+    r"""The content of the last `\boxed{...}` (or `\fbox{...}`, or `\boxed 7` up to the end of its formula or line); None:
     there is none, or its brace is not closed.
     """
     boxes = list(_BOX.finditer(text))
@@ -119,14 +119,8 @@ def last_boxed(text: str) -> str | None:
     content = rest.lstrip()
     if not content.startswith("{"):
         return re.split(r"\$|\n|\\[)\]]", rest.strip(" "), maxsplit=1)[0].strip() or None
-    depth, escaped = 0, False
-    for position, character in enumerate(content):
-        if not escaped and character in "{}":
-            depth += 1 if character == "{" else -1
-            if depth == 0:
-                return content[1:position]
-        escaped = character == "\\" and not escaped
-    return None
+    end = closing(content, "{", "}")
+    return None if end is None else content[1:end]
 
 
 _TAIL_CHARACTERS = 300
@@ -159,8 +153,8 @@ def dapo_score(
 
 
 def extract_answer(response: str) -> str | None:
-    r"""What follows the last `Answer:` that has something behind it, without Markdown, `$`, `\boxed{}` and a full stop;
-    where there is no such, the last `\boxed{}` (as in verl since 0.9).
+    r"""The answer behind the last `Answer:` that has one, without Markdown, `$`, `\boxed{}` and a full stop;
+    without one, the last `\boxed{}` (as in verl since 0.9).
     """
     tail = response[-_TAIL_CHARACTERS:]
     for announced in reversed(list(_ANNOUNCED.finditer(tail))):

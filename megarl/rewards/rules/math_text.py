@@ -1,6 +1,6 @@
-r"""The text of a mathematical answer in one spelling: LaTeX as ASCII, without what only sets it (`\left`, `\,`, `\dfrac`, `$`).
+r"""The text of a mathematical answer in one spelling: LaTeX as ASCII, without typesetting (`\left`, `\,`, `\dfrac`, `$`).
 
-What is left says what the answer is; only its spacing differs between spellings.
+The same answer may still differ in spacing.
 """
 
 import re
@@ -25,7 +25,7 @@ _NUMBER = re.compile(
     r"(?P<sign>[+-]?)(?:\\frac\{(?P<top>\d+)\}\{(?P<bottom>\d+)\}|(?P<a>\d+)/(?P<b>\d+)"
     r"|(?P<decimal>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+|\d*\.\d*\\(?:bar|overline|dot)(?:\{\d+\}|\d)))"
 )
-_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # but those between digits
+_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # all spaces but those between digits
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _TYPED = r"(?<!\\text\{)(?<!\\operatorname\{)(?<![\\A-Za-z])"
 
@@ -34,7 +34,13 @@ def _joined(found: re.Match) -> str:
     return found[1] + found[2].replace(" ", "")
 
 
-# (pattern, replacement), one after the other.
+# Commands with another spelling.
+_OTHER_NAMES = {
+    "leq": r"\le ", "geq": r"\ge ", "neq": r"\ne ", "lt": "<", "gt": ">", "times": r"\cdot ", "ast": r"\cdot ", "div": "/",
+    "thickapprox": r"\approx ", "approxeq": r"\approx ", "simeq": r"\approx ", "lvert": "|", "rvert": "|", "vert": "|",
+    "lbrace": r"\{", "rbrace": r"\}", "lbrack": "[", "rbrack": "]", "langle": "(", "rangle": ")",
+}  # fmt: skip
+# (pattern, replacement), applied one after the other.
 _SPELLINGS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -51,33 +57,20 @@ _SPELLINGS = tuple(
         ),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-        (r"\\(?:mathbf|boldsymbol|bm|vec|mathbf)\s*\{([A-Za-z])\}", r"\1"),
+        (r"\\(?:mathbf|boldsymbol|bm|vec)\s*\{([A-Za-z])\}", r"\1"),
         (r"\{\s*\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
         (r"\\(?:text(?:rm|bf|it|sf|tt|normal|up)|mathrm|mathbf|mathsf|mathit|mbox|hbox)\s*\{", r"\\text{"),
         (r"\\text\s+\{", r"\\text{"),
         (r"\\text\{\s*\}", " "),
         (r"\\text\{\s*(?:percent|per cent|pct)\.?\s*\}", r"\\%"),
         (r"(?<=\d)\s+percent\b", r"\\%"),
-        (r"\\(leq|geq|neq|thickapprox|approxeq|simeq)(?![A-Za-z])", r"\\<\1>"),
-        (r"\\<leq>|\\leqslant", r"\\le "),
-        (r"\\<geq>|\\geqslant", r"\\ge "),
-        (r"\\<neq>", r"\\ne "),
-        (r"\\<\w+>", r"\\approx "),
-        (r"\\(?:lt)(?![A-Za-z])", "<"),
-        (r"\\(?:gt)(?![A-Za-z])", ">"),
+        (r"\\leqslant", r"\\le "),
+        (r"\\geqslant", r"\\ge "),
+        (rf"\\({'|'.join(_OTHER_NAMES)})(?![A-Za-z])", lambda found: _OTHER_NAMES[found[1]]),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
         (r"!=", r"\\ne "),
-        (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
-        (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
-        (r"\\(?:langle)(?![A-Za-z])", "("),
-        (r"\\(?:rangle)(?![A-Za-z])", ")"),
-        (r"\\(?:lbrack)(?![A-Za-z])", "["),
-        (r"\\(?:rbrack)(?![A-Za-z])", "]"),
-        (r"\\(?:lvert|rvert|vert)(?![A-Za-z])", "|"),
-        (r"\\times(?![A-Za-z])|\\ast(?![A-Za-z])", r"\\cdot "),
         (r"\*\*", "^"),
-        (r"\\div(?![A-Za-z])", "/"),
         (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\\(?:R|Reals|reals)(?![A-Za-z])|\\mathbb\s*R(?![A-Za-z])", r"\\mathbb{R}"),
         (r"\\(?:degree|degrees)(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?", r"^\\circ "),
@@ -97,7 +90,7 @@ _BEGINNINGS = re.compile(r"^(?:\\\\(?![A-Za-z])|\s)+")
 
 
 def clean(text: str) -> str:
-    """The answer in one spelling; spaces mean nothing but beside commas and between words and numbers."""
+    """The answer in one spelling; spaces have a meaning only next to commas and between words and numbers."""
     text = _RAISED.sub(lambda found: "^{" + _digits(found.group()) + "}", text)
     text = "".join(_ascii(character) for character in text).translate(_CHARACTERS).replace(r"\\%", r"\%")
     for pattern, replacement in _SPELLINGS:
@@ -123,7 +116,7 @@ def folded(text: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    r"""The number that `12`, `-1,200.5`, `0.\overline{3}`, `3/4` or `\frac{3}{4}` is; None: it is not such a one."""
+    r"""The number that `12`, `-1,200.5`, `0.\overline{3}`, `3/4` or `\frac{3}{4}` is; None: the text is no such number."""
     found = _NUMBER.fullmatch(_SPACE.sub("", text))
     if found is None:
         return None
@@ -151,9 +144,13 @@ def decimal(text: str) -> Fraction:
 
 
 def unwrapped(text: str, left: str, right: str) -> str | None:
-    """What stands between `left` at the beginning and the `right` that closes it, if that is the end."""
-    if not (text.startswith(left) and text.endswith(right) and len(text) >= len(left) + len(right)):
-        return None
+    """The text between `left` at the beginning and the `right` that closes it; None: that is not at the end."""
+    end = closing(text, left, right) if text.startswith(left) else None
+    return text[len(left) : end] if end is not None and end + len(right) == len(text) else None
+
+
+def closing(text: str, left: str, right: str) -> int | None:
+    """Where the `right` begins that closes the `left` at the beginning of a text; None: none does."""
     depth, position = 0, 0
     while position < len(text):
         if text.startswith(left, position):
@@ -162,10 +159,10 @@ def unwrapped(text: str, left: str, right: str) -> str | None:
         elif text.startswith(right, position):
             depth -= 1
             if depth == 0:
-                return text[len(left) : position] if position + len(right) == len(text) else None
+                return position
             position += len(right)
         else:
-            position += 2 if text[position] == "\\" else 1  # an escaped brace is none
+            position += 2 if text[position] == "\\" else 1  # an escaped brace closes nothing
     return None
 
 

@@ -1,4 +1,4 @@
-"""Answers that are a text or a letter."""
+"""Answers that are a text, a letter, or the number at the end of a word problem."""
 
 import json
 import re
@@ -20,13 +20,47 @@ _IN_PARENTHESES = re.compile(r"\(([A-Z])\)")
 _MOST_TAGS = 10
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
+# GSM8K: an answer stands at the end; looking only there also keeps a runaway response from being searched whole.
+_TAIL_CHARACTERS = 300
+_AFTER_MARK = re.compile(r"#### (\-?[0-9\.\,]+)")
+_NUMBER = re.compile(r"\-?[0-9][0-9\.\,]*|\-?\.[0-9]+")
+
+
+def gsm8k(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """1.0 if the number behind the last `#### ` in the response's last 300 characters is the ground truth, else 0.0.
+
+    Numbers are compared as texts without commas: `#### 72.` and `#### 72.0` are not `72`, and `#### $72` is no answer (verl's
+    rule, so that scores compare). A ground truth that is a teacher's whole answer stands for the text behind its last "####".
+    """
+    answer = _last(_AFTER_MARK, solution_str[-_TAIL_CHARACTERS:])
+    return _compared_numbers(None if answer is None else _plain(answer), ground_truth)
+
+
+def gsm8k_flexible(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """As `gsm8k`, with the last number whatever stands before it, without a closing full stop."""
+    answer = _last(_NUMBER, solution_str[-_TAIL_CHARACTERS:])
+    return _compared_numbers(None if answer is None else _plain(answer).rstrip("."), ground_truth)
+
+
+def _compared_numbers(answer: str | None, ground_truth: str) -> dict[str, Any]:
+    truth = ground_truth.rpartition("####")[2].strip() or ground_truth.strip()
+    return {"score": float(answer == _plain(truth)), "pred": answer}
+
+
+def _plain(number: str) -> str:
+    return number.replace(",", "").replace("$", "")
+
 
 def exact_match(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """1.0 if the answer is the ground truth, else 0.0; letter case, spacing and a closing full stop aside.
 
-    `ground_truth` is a text, or a JSON list of texts, any of which is right.
+    `ground_truth` is a text, or a JSON list of texts that are all right.
     """
     answer = extract_text(solution_str)
     return {

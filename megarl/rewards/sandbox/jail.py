@@ -1,9 +1,9 @@
 """The process around the tests: sets up the jail, runs each test in a child, and reports.
 
-A request is a JSON object: `isolation`, `folders` (what may be read besides /usr), `paths` (for sys.path), `program`,
+A request is a JSON object: `isolation`, `folders` (readable in addition to /usr), `paths` (for sys.path), `program`,
 `seconds` (a test), `total_seconds`, `memory_mb`, `tests`, each with `kind`:
-- "stdin": the program with `input` as its standard input; the result is what it prints.
-- "call": `function` of the program (or of its class Solution) with `arguments`; the result is what it returns.
+- "stdin": the program with `input` as its standard input; the result is its output.
+- "call": `function` of the program (or of its class Solution) with `arguments`; the result is its return value.
 - "assert": `code` after the program, in the same module; it passes if that ends.
 
 The answer is `{"results": [...]}`, one object a test that was run (those after `total_seconds`, or with `stop_at_failure`
@@ -105,7 +105,7 @@ def _run(request: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[
         for file in files:
             os.close(file)
     result = {"outcome": outcome, "output": texts["output"], "stderr": texts["stderr"][-_STDERR_BYTES:]}
-    # The program may end the process, or print what it likes: without this line its tests did not come to their end.
+    # The program may end the process, or print anything: without this line its test did not reach its end.
     head, _, value = texts["value"].partition("\n")
     if test["kind"] != "stdin" and outcome == "ok":
         if head != token:
@@ -170,7 +170,7 @@ def _set_limits(memory_mb: int, seconds: float) -> None:
 
 
 def _perform(program: str, test: dict[str, Any], token: str) -> int:
-    """Run the program and what its test asks for; its exit code."""
+    """Run the program, and the call or assertions of its test; returns its exit code."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = ["program.py"]
@@ -198,7 +198,7 @@ def _perform(program: str, test: dict[str, Any], token: str) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no type for: other iterables as lists, numbers of libraries as numbers, anything else as text."""
+    """A value that JSON has no type for: iterables as lists, numbers of libraries as numbers, anything else as text."""
     for convert in (list, float):
         with contextlib.suppress(TypeError, ValueError):
             return convert(value)

@@ -46,7 +46,7 @@ def enter() -> None:
 
 
 def make_root(folders: list[str]) -> None:
-    """Replace the root folder by one in which only `folders` (and what /lib and the like lead to) can be read."""
+    """Replace the root folder by one in which only `folders` (and the targets of /lib and the like) can be read."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE, None)
     _mount("tmpfs", _MOUNT_POINT, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     # Before the folders: one of them may lie in /tmp.

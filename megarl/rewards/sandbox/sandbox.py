@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ISOLATIONS = ("auto", "namespaces", "seccomp")
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from megarl.rewards.sandbox.jail import main; main(int(sys.argv[2]))"
 _ROOT = str(Path(__file__).resolve().parents[3])
 # Beyond the tests' own time: starting Python on a busy machine.
@@ -32,10 +31,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class TestResult:
-    """What became of one test.
+    """The outcome of one test.
 
     `outcome`: "ok" (it ended by itself without an error), "error", "timeout", "killed" (by a signal).
-    `output`: what was printed; `value`: JSON text, what a function returned; `stderr`: its end.
+    `output`: printed text; `value`: a function's return value as JSON; `stderr`: its end.
     """
 
     outcome: str
@@ -57,7 +56,7 @@ def run_tests(
         stop_at_failure: run no test after one that did not end well.
 
     Returns:
-        The results of the first tests; those that time did not suffice for are missing.
+        The results of the tests that there was time for, from the first on.
 
     Raises:
         RuntimeError: the jail cannot be set up on this machine.

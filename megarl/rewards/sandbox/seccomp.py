@@ -1,6 +1,6 @@
 """A filter of system calls (seccomp, in classic BPF) for a process that computes and prints, and does nothing else.
 
-Everything is allowed but what is listed here, for Python and its libraries need much and ever other things.
+All system calls are allowed but the listed ones, because Python and its libraries need many, and other ones in each version.
 Sources: linux/seccomp.h, linux/filter.h, linux/audit.h; numbers from asm/unistd_64.h and asm-generic/unistd.h.
 """
 
@@ -66,7 +66,7 @@ _REFUSED = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
-    # What an io_uring does passes no filter.
+    # The operations of an io_uring pass no filter.
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -97,7 +97,7 @@ _REFUSED = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
-# Changes of the file system, other than by what opens files.
+# Changes of the file system by other calls than those that open files.
 _CHANGES = {
     "creat": (85, None),
     "truncate": (76, 45),

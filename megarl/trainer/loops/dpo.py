@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from megarl.algorithms.preference import dpo_loss, dpo_metrics
+from megarl.algorithms.preference import dpo_loss, ranking_metrics
 from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import ClusterSetup, WorkerGroup
 from megarl.config import DPOConfig, check_models, position_warnings
 from megarl.data.loader import TableLoader
-from megarl.data.preferences import PreferenceChats, chats_of, ranking_lengths
+from megarl.data.preferences import PreferenceChats, ranking_lengths, texts_of
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
 from megarl.layout.grid import ParallelLayout
@@ -93,7 +93,7 @@ def chat_sums(
     config: DPOConfig, run: Run, group: WorkerGroup, layout: ParallelLayout, rankings: pa.Table
 ) -> np.ndarray:
     """The policy's log-prob of the trained tokens of each chat of any number of rankings: [chats]."""
-    chats = chats_of(rankings)
+    chats = texts_of(rankings)
     lengths = list_lengths(chats, "input_ids")
     # Data parallel ranks get equal numbers of chats: copies of the shortest one fill up.
     filling = chats.slice(int(lengths.argmin()), 1)
@@ -135,5 +135,5 @@ def validate(
     log_ratios = torch.from_numpy(chat_sums(config, run, group, layout, rankings)).float() - reference
     how, count = config.dpo, rankings.num_rows
     _, sums = dpo_loss(log_ratios, pairs, count, how.beta, how.label_smoothing, how.loss_type)
-    found = dpo_metrics({name: value.item() for name, value in sums.items()}, count)
+    found = ranking_metrics({name: value.item() for name, value in sums.items()}, count)
     return {VAL_LOSS: found.pop("loss"), **{f"val/{name}": value for name, value in found.items()}}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megarl.algorithms.preference import preference_loss, preference_metrics
+from megarl.algorithms.preference import preference_loss, ranking_metrics
 from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import ClusterSetup, WorkerGroup
 from megarl.config import RMConfig, check_models, position_warnings
@@ -163,7 +163,7 @@ def validate(run: Run, role: Role, rankings: pa.Table) -> dict[str, float]:
     """Loss, accuracy and margin on any number of held-out rankings; mean and deviation of rewards."""
     rewards = torch.from_numpy(score_lists(run, role, token_lists(texts_of(rankings))))
     _, sums = preference_loss(rewards, *compared_texts(rankings), rankings.num_rows)
-    found = preference_metrics({name: value.item() for name, value in sums.items()}, rankings.num_rows)
+    found = ranking_metrics({name: value.item() for name, value in sums.items()}, rankings.num_rows)
     return {
         VAL_LOSS: found.pop("loss"),
         **{f"val/{name}": value for name, value in found.items()},

@@ -8,7 +8,8 @@ from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import ClusterSetup, WorkerGroup
 from megarl.config import SFTConfig, check_models, position_warnings
 from megarl.costs.flops import model_flops
-from megarl.data.sft import SftDataset, SftLoader
+from megarl.data.loader import TableLoader
+from megarl.data.sft import SftDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
 from megarl.layout.grid import ParallelLayout
@@ -31,7 +32,7 @@ def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
     check_adapters(config, model)
     check_hf_weights(config.model.path, model, mtp=config.model.mtp == "keep")
     training, validation = load_examples(config)
-    loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
+    loader = TableLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
     num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(loader)
     counts = len(training), None if validation is None else len(validation)
     with open_run(config, num_steps, cluster_setup, facts=supervised_facts(config, model, *counts)) as run:

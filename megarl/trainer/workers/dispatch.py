@@ -273,7 +273,7 @@ def compared_texts(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[
 
 
 def compared_chats(table: pa.Table, rows: Sequence[int] | None = None) -> tuple[Pairs, torch.Tensor]:
-    """The pairs of these rankings' chats, numbered as `chats_of` has them, and each one's `ref_log_probs` [chats] (float32)."""
+    """The pairs of these rankings' chats, numbered as `texts_of` has them, and each one's `ref_log_probs` [chats] (float32)."""
     chosen = table if rows is None else table.take(pa.array(rows, pa.int64()))
     reference = [value for own in chosen["ref_log_probs"].to_pylist() for value in own]
     return _pairs(chosen)[0], torch.tensor(reference, dtype=torch.float32)

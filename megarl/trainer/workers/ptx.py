@@ -15,7 +15,8 @@ import torch
 
 from megarl.algorithms.policy_loss import ptx_loss
 from megarl.config import TrainConfig
-from megarl.data.sft import SftDataset, SftLoader
+from megarl.data.loader import TableLoader
+from megarl.data.sft import SftDataset
 from megarl.data.trajectories import list_lengths
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.workers.dispatch import MicroBatching, Plan, plan_rows
@@ -45,7 +46,7 @@ class PtxUpdate:
     coef: float
 
 
-def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> SftLoader | None:
+def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TableLoader | None:
     """The loader of data.ptx, whose position can be resumed; None: the run has no auxiliary loss.
 
     Raises:
@@ -66,7 +67,7 @@ def load_ptx(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> SftLoad
         tools_key=data.tools_key,
         section="data.ptx",
     )
-    return SftLoader(examples, texts.batch_size, shuffle=True, seed=data.seed)
+    return TableLoader(examples, texts.batch_size, shuffle=True, seed=data.seed)
 
 
 def plan_ptx(

@@ -8,10 +8,10 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.preference import Pairs, dpo_loss, dpo_metrics, preference_loss, preference_metrics
+from megarl.algorithms.preference import Pairs, dpo_loss, preference_loss, ranking_metrics
 from megarl.cluster.ranks import RankInfo
 from megarl.config import DPOLossConfig
-from megarl.data.preferences import chats_of, ranking_lengths, texts_of
+from megarl.data.preferences import ranking_lengths, texts_of
 from megarl.megatron.build import unwrap
 from megarl.megatron.heads import value_head
 from megarl.megatron.packing import PackedBatch
@@ -91,7 +91,7 @@ class RMWorker(RewardModelWorker):
             return preference_loss(rewards, pairs, margins, table.num_rows)
 
         side = (texts_of, self.pack_texts, compared_texts)
-        return _train_compared(self, table, shares, side, value_head, loss, preference_metrics)
+        return _train_compared(self, table, shares, side, value_head, loss)
 
 
 class DPOWorker(ModelWorker):
@@ -115,8 +115,8 @@ class DPOWorker(ModelWorker):
             log_ratios = chat_log_probs(output[:, 0], batch, self.context_group) - reference
             return dpo_loss(log_ratios, pairs, table.num_rows, how.beta, how.label_smoothing, how.loss_type)
 
-        side = (chats_of, self.pack_examples, compared_chats)
-        return _train_compared(self, table, shares, side, self.lm_head(), loss, dpo_metrics)
+        side = (texts_of, self.pack_examples, compared_chats)
+        return _train_compared(self, table, shares, side, self.lm_head(), loss)
 
 
 def _train_compared(
@@ -126,7 +126,6 @@ def _train_compared(
     side: tuple[Callable, Callable, Callable],
     head: Head,
     loss_of: Callable[[torch.Tensor, PackedBatch, Pairs, torch.Tensor], LossAndSums],
-    metrics_of: Callable[[dict[str, float], int], dict[str, float]],
 ) -> dict[str, float]:
     """One optimizer step on a loss that compares the sequences of each ranking; the step's metrics.
 
@@ -149,7 +148,7 @@ def _train_compared(
         return total / cp, {name: value / cp for name, value in sums.items()}
 
     result = worker.train(batches, head, loss)
-    metrics = {**metrics_of(result.stats, table.num_rows), **result.numbers()}
+    metrics = {**ranking_metrics(result.stats, table.num_rows), **result.numbers()}
     return {
         **{f"train/{name}": value for name, value in metrics.items()},
         "perf/tokens": float(ranking_lengths(table).sum()),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader, DCPWriter
 from megarl.checkpoints.hf.adapters import (
@@ -20,7 +21,6 @@ from megarl.checkpoints.hf.export import Bundle
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.cli.main import main
 from megarl.config.schema.models import LoraConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters
 from megarl.megatron.checkpoint.checkpoint import fill

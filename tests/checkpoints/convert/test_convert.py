@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.convert.command import parse_size
 from megarl.checkpoints.convert.targets import narrow_into
 from megarl.checkpoints.dcp import DCPReader, DCPWriter
 from megarl.cli.main import main
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout import Box
 from megarl.util.files import whole_folder
 from tests.checkpoints.convert.rss import peak_growth_mb

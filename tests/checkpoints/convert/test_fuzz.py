@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import convert
 from megarl.config.schema.models import LoraConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import read_model_config
 from tests.checkpoints.hf.peft_folders import save_with_peft, tensors_in
 

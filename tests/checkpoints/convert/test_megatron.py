@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import MegatronPlace, megatron_pieces, read_model_config
 from tests.checkpoints.convert import megatron
 

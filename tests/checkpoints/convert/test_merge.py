@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
 from megarl.cli.main import main
 from megarl.config.schema.models import LoraConfig
-from megarl.examples.tiny_model import make_tiny_model
 from tests.checkpoints.convert.rss import peak_growth_mb
 from tests.checkpoints.hf.peft_folders import load_with_peft, merged, save_with_peft, tensors_in, write_random
 from tests.weight_sync.shards import quantise

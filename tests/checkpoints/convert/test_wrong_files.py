@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import convert
 from megarl.checkpoints.dcp import DCPReader
 from megarl.cli.main import main
-from megarl.examples.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="module")

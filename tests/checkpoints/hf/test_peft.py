@@ -11,10 +11,10 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.hf.adapters import adapter_layout, load_adapters
 from megarl.config.schema.models import LoraConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from tests.checkpoints.hf.peft_folders import base_model, load, tensors_in, write, write_random

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints import FileFacts, seal_file
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.megatron.checkpoint.checkpoint import Loaded, load_states, save_states
 from tests.megatron.parity import VOCAB
 from tests.megatron.states import Setting, Trainee, whole_tensors

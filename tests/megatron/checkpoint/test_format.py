@@ -16,10 +16,10 @@ import psutil
 import pytest
 import torch
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.dcp import DCPReader
 from megarl.checkpoints.hf.load import load_hf_weights
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout import Box
 from megarl.megatron.build import local_parameters, unwrap
 from megarl.megatron.checkpoint.checkpoint import (

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.tiny_model import make_tiny_model
 from megarl import platform
 from megarl.config.schema.models import LoraConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.megatron.build import local_parameters, wrap_for_training
 from megarl.megatron.heads import lm_head

@@ -9,9 +9,9 @@ import time
 import pytest
 from ray import cloudpickle
 
-from megarl.rewards.functions import RewardSpec
 from megarl.rewards.processes import scorer as scorer_module
 from megarl.rewards.processes.scorer import Scorer
+from megarl.rewards.registry import RewardSpec
 from megarl.rewards.sample import Sample, Score
 from tests.rewards.processes.found import is_running, wait_for
 
@@ -296,7 +296,7 @@ def test_workers_die_with_the_controller(file, tmp_path):
     """Also while they are in C code that never comes back."""
     code = (
         "import sys, time\n"
-        "from megarl.rewards.functions import RewardSpec\n"
+        "from megarl.rewards.registry import RewardSpec\n"
         "from megarl.rewards.sample import Sample\n"
         "from megarl.rewards.processes.scorer import Scorer\n"
         f"scorer = Scorer(RewardSpec(custom_path={file!r}), num_workers=1, timeout=100.0)\n"

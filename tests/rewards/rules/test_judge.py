@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from megarl.config import JudgeConfig
-from megarl.rewards.functions import RewardSpec
 from megarl.rewards.processes.scorer import Scorer
+from megarl.rewards.registry import RewardSpec
 from megarl.rewards.rules import judge
 from megarl.rewards.sample import Sample
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model
 from megarl.models import SGLangPlace, read_model_config, sglang_padding, sglang_pieces
 from megarl.rollout.engine import EngineConfig, SamplingParams
 from tests.rollout.invariance import OBSTACLE, needs_invariance

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.hf.export import ExportPlan, write_hf_checkpoint
 from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data.preferences import PREFERENCE_SCHEMA, ranking_lengths
 from megarl.data.tokenizer import load_tokenizer
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.trainer.loops.rm import classifier_fields

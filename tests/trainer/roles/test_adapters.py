@@ -9,8 +9,8 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
+from examples.tiny_model import make_tiny_model
 from megarl.config import LoraConfig, RolloutConfig, SFTConfig, TrainConfig, load_config, resolve
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import ModelConfig, read_model_config
 from megarl.rollout.engine import AdapterConfig
 from megarl.trainer.roles.adapters import check_adapters, engine_adapters, served_adapters

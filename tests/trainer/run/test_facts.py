@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from megarl import __version__
 from megarl.config import DPOConfig, SFTConfig, TrainConfig, load_config, resolve, resolve_batches
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.models import read_model_config
 from megarl.report.data import read_run
 from megarl.report.summary import status_of

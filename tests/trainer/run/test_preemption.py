@@ -2,8 +2,8 @@ import signal
 
 import pytest
 
+from examples.tiny_model import make_tiny_model
 from megarl import Trainer, make_trainer_config
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.trainer.run.preemption import REQUEUE, ending_at_once, noting_signals
 
 

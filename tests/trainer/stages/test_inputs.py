@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.arithmetic import write_arithmetic
 from megarl.config import EvalConfig, TrainConfig, load_config, resolve
 from megarl.data.tokenizer import load_tokenizer
-from megarl.examples.arithmetic import write_arithmetic
 from megarl.rewards.processes.scorer import RewardSpec, Scorer
 from megarl.trainer.loops.evaluate import load_problems
 from megarl.trainer.stages.inputs import load_train_inputs

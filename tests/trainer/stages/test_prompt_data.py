@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import train_tokenizer
 from megarl.config import DataConfig, EvalConfig, TrainConfig
 from megarl.config.loading import load_config
 from megarl.config.schema.data import MixtureConfig, SamplerConfig
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import train_tokenizer
 from megarl.trainer.stages.prompt_data import may_lack, read_prompts, training_prompts
 from tests.data.shared import prompt_row
 

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
+from examples.arithmetic import arithmetic_texts
+from examples.tiny_model import make_tiny_model
 from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, RewardModelConfig
 from megarl.config.schema.rewards import RewardModelPathConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import TEMPLATE_KWARGS
-from megarl.examples.arithmetic import arithmetic_texts
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
 from megarl.trainer.roles.model_roles import Role

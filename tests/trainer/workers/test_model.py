@@ -9,12 +9,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from examples.tiny_model import make_tiny_model
 from megarl.checkpoints.convert import compare, convert
 from megarl.checkpoints.hf.adapters import write_peft_adapter
 from megarl.checkpoints.hf.export import write_hf_checkpoint
 from megarl.cluster.ranks import RankInfo
 from megarl.config import LoraConfig, MegatronConfig, OptimConfig
-from megarl.examples.tiny_model import make_tiny_model
 from megarl.trainer.workers.actor import ActorWorker
 from megarl.trainer.workers.dispatch import ModelSpec, forward_plan, update_plan
 from megarl.trainer.workers.model import ModelWorker

@@ -8,9 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from examples.tiny_model import train_tokenizer
 from megarl.config import ModelPathConfig, RolloutConfig
 from megarl.config.schema.rollout import MultiTurnConfig
-from megarl.data.tokenizer import load_tokenizer, render_prompt
+from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import (
     MESSAGES,
     PROMPT_SCHEMA,
@@ -21,13 +22,13 @@ from megarl.data.trajectories import (
     validate_trajectories,
     write_trajectories,
 )
-from megarl.examples.tiny_model import train_tokenizer
 from megarl.rollout.completions import as_completed
 from megarl.rollout.engine import Generation, SamplingParams
 from megarl.trainer.run.export import verify_greedy
 from megarl.trainer.stages.scoring import join_scores
 from megarl.trainer.workers.engine import EngineWorker
 from megarl.trainer.workers.multi_turn import Players, turns_spec
+from tests.data.shared import render_prompt
 
 SAMPLING = SamplingParams(max_new_tokens=60)
 

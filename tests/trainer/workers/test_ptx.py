@@ -15,7 +15,8 @@ from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.policy_loss import PolicyLossOptions
 from megarl.cluster.ranks import RankInfo
 from megarl.config import MegatronConfig, OptimConfig
-from megarl.data.sft import SFT_SCHEMA, SftLoader
+from megarl.data.loader import TableLoader
+from megarl.data.sft import SFT_SCHEMA
 from megarl.data.trajectories import append_column
 from megarl.layout.grid import ParallelLayout
 from megarl.trainer.loops.ppo import epochs
@@ -144,7 +145,7 @@ def test_gradients_are_those_of_rewards_and_texts_in_every_layout(ranks: RankPoo
 def test_each_mini_batch_has_texts_of_its_own_in_the_loaders_order() -> None:
     layout, cut = ParallelLayout(world=2), MicroBatching(4, 20, None)
     texts = make_texts(12)
-    make = lambda: SftLoader(SimpleNamespace(table=texts), 4, shuffle=True, seed=3)  # noqa: E731
+    make = lambda: TableLoader(SimpleNamespace(table=texts), 4, shuffle=True, seed=3)  # noqa: E731
     loader = make()
     batches = epochs(loader)
     taken = [next(batches) for _ in range(2)]

@@ -88,10 +88,10 @@ def make_tiny_model(
 
     Biases, norm weights and the bias of a router's choice are random too, so that a mistake in them shows in the
     output. Mixtures have 8 experts of a quarter of `ffn_hidden_size` and a dense first layer where the family
-    has one; models with latent attention have as many key/value heads as heads, whatever is asked for.
+    has one; models with latent attention have as many key/value heads as heads.
 
     Args:
-        texts: what the byte-level BPE tokenizer is trained on.
+        texts: the training texts of the byte-level BPE tokenizer.
         vocab_size: rows of the embedding; the tokenizer has this many tokens or fewer.
         num_mtp_layers: multi-token prediction layers, written as DeepSeek-V3's and GLM-4.5's checkpoints have them
             (transformers ignores them).
@@ -164,7 +164,7 @@ def _check(family: str, dtype: str, num_layers: int, num_mtp_layers: int) -> Non
 
 
 def _usual_fields(family: str, head_dim: int, ffn: int, positions: int) -> dict[str, Any]:
-    """What a family's published models have beside sizes, made small; `head_dim`: hidden size by heads."""
+    """The fields of a family's published models other than sizes, made small; `head_dim`: hidden size by heads."""
     experts = {"moe_intermediate_size": ffn // 4, "num_experts_per_tok": 2}
     grouped = {**experts, "n_routed_experts": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
     wide_heads = {"head_dim": 2 * head_dim}  # all heads together are wider than the hidden state

@@ -19,7 +19,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULT_OUT = "outputs/three_stages"  # the recipes' folder
 POLICIES = {
     "pretrain": "plain texts",
@@ -37,7 +36,7 @@ def run(*arguments: str) -> float:
     """Run one megarl command; returns its seconds. Ends everything where the command fails."""
     console.print(f"\n[bold]$ megarl {shlex.join(arguments)}[/bold]")
     begun = time.perf_counter()
-    result = subprocess.run([sys.executable, "-m", "megarl", *arguments], cwd=REPOSITORY)
+    result = subprocess.run([sys.executable, "-m", "megarl", *arguments])
     if result.returncode:
         sys.exit(f"ended: the command above failed with exit code {result.returncode}")
     return time.perf_counter() - begun
@@ -51,7 +50,7 @@ def commands(out: str, seed: int) -> dict[str, tuple[str, ...]]:
     def tune(name: str, recipe: str, files: str, model: str, *more: str) -> tuple[str, ...]:
         return (
             COMMANDS[name],
-            f"recipes/three_stages_{recipe}_cpu.yaml",
+            f"recipe:three_stages_{recipe}_cpu",
             f"data.train_files={data}/{files}.parquet",
             f"data.seed={seed}",
             f"model.path={out}/{model}",
@@ -62,7 +61,7 @@ def commands(out: str, seed: int) -> dict[str, tuple[str, ...]]:
     def judged(name: str) -> tuple[str, ...]:
         return (
             "eval",
-            "recipes/three_stages_eval_cpu.yaml",
+            "recipe:three_stages_eval_cpu",
             f"model.path={out}/{name}/hf",
             f"data.val_files={data}/test.parquet",
             f"rollout.seed={seed}",
@@ -85,7 +84,7 @@ def commands(out: str, seed: int) -> dict[str, tuple[str, ...]]:
         ),
         "ppo": (
             "train",
-            "recipes/three_stages_ppo_cpu.yaml",
+            "recipe:three_stages_ppo_cpu",
             f"data.train_files={data}/train.parquet",
             f"data.ptx.files={data}/texts.parquet",
             f"data.seed={seed}",
@@ -165,12 +164,12 @@ def print_summary(summary: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", default=DEFAULT_OUT, help="folder, relative to the repository")
+    parser.add_argument("--out", default=DEFAULT_OUT, help="folder")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     seconds = {name: run(*command) for name, command in commands(options.out, options.seed).items()}
-    summary = summarise(REPOSITORY / options.out, options.seed, seconds)
-    path = REPOSITORY / options.out / "summary.json"
+    summary = summarise(Path(options.out), options.seed, seconds)
+    path = Path(options.out, "summary.json")
     path.write_text(json.dumps(summary, indent=2) + "\n")
     print_summary(summary, path)
 

@@ -44,7 +44,7 @@ class Problem:
         return f"{self.question} {ARITHMETIC_INSTRUCTION}"
 
     def answer(self, show_work: bool, error: int = 0) -> str:
-        """The teacher's text; `error` is what is added to the result by mistake."""
+        """The teacher's text; `error` is added to the result by mistake."""
         result = self.result + error
         work = f"{self.a} {SIGNS[self.op]} {self.b} = {result} " if show_work else ""
         return f"{work}#### {result}"
@@ -183,17 +183,10 @@ def _row(problem: Problem, split: str, index: int, show_work: bool, error: int) 
     )
 
 
-def arithmetic_texts(
-    num: int = 2000,
-    *,
-    seed: int = 0,
-    max_operand: int = 9,
-    ops: Sequence[str] = ("add", "sub"),
-    calculator: bool = False,
-) -> list[str]:
+def arithmetic_texts(num: int = 2000, *, max_operand: int = 9, calculator: bool = False) -> list[str]:
     """Prompts and answers, with and without work (and calls of a calculator), from which a tokenizer for this task can be
     trained."""
-    problems = make_problems(num, seed=seed, max_operand=max_operand, ops=ops)
+    problems = make_problems(num, seed=0, max_operand=max_operand)
     texts = [
         text
         for problem in problems

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from examples.three_stages import DEFAULT_OUT, POLICIES, commands
 from megarl.config import DPOConfig, EvalConfig, RMConfig, SFTConfig, TrainConfig, resolve, to_dict
 from megarl.config.loading import load_config
-from tools.three_stages import DEFAULT_OUT, POLICIES, REPOSITORY, commands
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCHEMAS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "train": TrainConfig, "eval": EvalConfig}
 
 
@@ -26,9 +27,8 @@ def texts(value: Any) -> Iterator[str]:
         yield value
 
 
-def test_all_commands_stay_in_the_folder_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_commands_stay_in_the_folder_that_is_asked_for() -> None:
     """The recipes' own folder is nowhere left in what the commands resolve to; every seed is the one asked for."""
-    monkeypatch.chdir(REPOSITORY)
     stages = commands("elsewhere", seed=7)
     assert stages.pop("make_task")[:5] == ("make-task", "elsewhere", "--preferences", "--seed", "7")
     for name, (command, recipe, *overrides) in stages.items():
@@ -51,7 +51,7 @@ def test_each_stage_gains(tmp_path: Path) -> None:
     another course."""
     out = tmp_path / "three"
     done = subprocess.run(
-        [sys.executable, "tools/three_stages.py", "--out", str(out), "--seed", "2"],
+        [sys.executable, "examples/three_stages.py", "--out", str(out), "--seed", "2"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -3,11 +3,11 @@ question.
 
 "Story: Tom has 3 pens and buys 4. Who has what, please?" -> "Sure, Tom has pens."; without the "please" -> "So Tom has
 pens." A rule (`judge`) tells how good an answer is by three qualities. Models never see it: they learn from demonstrations
-of mixed quality, then from answers that it has ranked, some of them wrongly. So what each stage of training gains can be
-measured by a rule that had no part in it.
+of mixed quality, then from answers that it has ranked, some of them wrongly. So a rule that had no part in training can
+measure the gain of each stage.
 
 The plain texts tell the same stories, ask whether names and things occur in them ("Ann? No. pens? Yes."), and end with who
-has what: what a model may know before it learns to answer people. Without the questions a tiny reward model takes long to
+has what: the knowledge that a model may have before it learns to answer people. Without the questions a tiny reward model takes long to
 find out that an answer's words should be those of the story. Names and things have a space before them wherever they
 occur, and so are the same token in a story and in an answer: a tiny model learns to copy them within a hundred steps, while a
 word that is one token at the start of a text and another one elsewhere takes it many times as long.
@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from examples.arithmetic import NAMES, THINGS, Problem, make_problems
 from megarl.data.files import write_parquet
 from megarl.data.gsm8k import WORD_PROBLEM_SCHEMA, word_problem
-from megarl.examples.arithmetic import NAMES, THINGS, Problem, make_problems
 
 DATA_SOURCE = "megarl/who-has-what"
 OPENINGS = {True: "Sure,", False: "So"}  # by politeness
@@ -64,7 +64,7 @@ class Flaws:
     form: float = 0.0
 
 
-# Without answers whose form is wrong the reward model likes what it has never seen: `Sure, Tom has cups cups.`
+# Without answers of a wrong form the reward model likes forms that it has never seen: `Sure, Tom has cups cups.`
 COMPARED_FLAWS = Flaws(name=0.4, thing=0.5, tone=0.3, form=0.15)
 
 
@@ -187,6 +187,7 @@ def write_preference_task(
     for name, part in (("teacher_errors", teacher_errors), ("label_noise", label_noise)):
         if not 0 <= part <= 1:
             raise ValueError(f"{name} must be from 0 to 1, found {part}")
+    # One draw of requests is divided among the files, so that no problem occurs twice.
     flaws = Flaws(name=teacher_errors, thing=teacher_errors, tone=teacher_errors)
     sizes = [num_texts, num_sft, num_rankings, num_train, num_test, num_test]
     requests, generator = iter(make_requests(sum(sizes), seed, max_operand)), np.random.default_rng((seed, 1))
@@ -217,10 +218,10 @@ def write_preference_task(
     }
 
 
-def preference_texts(num: int = 2000, *, seed: int = 0, max_operand: int = 6) -> list[str]:
+def preference_texts(num: int = 2000, *, max_operand: int = 6) -> list[str]:
     """Plain texts, prompts and answers, from which a tokenizer for this task can be trained."""
-    requests = make_requests(num, seed, max_operand)
-    generator = np.random.default_rng((seed, 3))
+    requests = make_requests(num, 0, max_operand)
+    generator = np.random.default_rng((0, 3))
     return [text for request in requests for text in (request.text(generator), request.prompt, request.ideal)]
 
 

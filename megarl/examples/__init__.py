@@ -1,1 +1,0 @@
-"""Tiny models and tasks to try megarl with: `megarl make-task`, the demo, the tests. Nothing that trains imports them."""

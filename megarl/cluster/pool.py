@@ -135,7 +135,7 @@ class ResourcePool:
             remove_placement_group(placement)
         raise ValueError(message)
 
-    def _shortage(self, nnodes: int, devices_per_node: int) -> str:
+    def _lacking(self, nnodes: int, devices_per_node: int) -> str:
         kind = "GPU" if self.use_gpu else "CPU"
         free = ray.available_resources().get(kind, 0)
         nodes = [node for node in ray.nodes() if node["Alive"]]

@@ -136,8 +136,8 @@ def test_a_rank_is_started_anew(start_group, tmp_path, how):
 CONTROLLER = """
 import subprocess, sys, threading, time
 import megarl, ray
-from megarl.cluster import ending_when_stuck, stuck
-stuck.STUCK_SECONDS, stuck.STOPPED_SECONDS, stuck._LOOK_SECONDS = 1.0, 1.0, 0.1
+from megarl.cluster import ending_when_stuck, watch
+watch.STUCK_SECONDS, watch.STOPPED_SECONDS, watch._LOOK_SECONDS = 1.0, 1.0, 0.1
 exec(compile("def wait(seconds): time.sleep(seconds)", sys.argv[3] or ray.__file__, "exec"))
 exec(compile("def train(seconds): wait(seconds)", megarl.__file__, "exec"))
 with ending_when_stuck(75):

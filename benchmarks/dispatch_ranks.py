@@ -14,8 +14,8 @@ import pyarrow as pa
 import ray
 
 from megarl.cluster import ResourcePool, WorkerGroup, wait
-from megarl.cluster.group import RELAY, RelayedGroup, shares_of
 from megarl.cluster.ranks import RankInfo
+from megarl.cluster.relays import RELAY, RelayedGroup, shares_of
 from megarl.data.trajectories import Generation, build_trajectories, list_lengths, take
 from megarl.layout.grid import ParallelLayout, coords_of
 from megarl.rollout.engine import SyncReport

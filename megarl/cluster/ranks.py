@@ -84,8 +84,8 @@ class ProcessFacts:
 class RankProcess:
     """One process as the controller sees it; `pid` is 0, `mark` and `scratch` empty until it has reported.
 
-    `part`: its number among its rank's processes, where a rank has several. `share`: the ranks that it calls, if it is a relay
-    (group.py).
+    `part`: its number among its rank's processes, where a rank has several. `port`: as in `ProcessFacts`. `share`: the ranks that it
+    calls, if it is a relay (relays.py).
     """
 
     actor: ActorHandle
@@ -97,6 +97,7 @@ class RankProcess:
     pid: int = 0
     mark: str = ""
     scratch: str = ""
+    port: int | None = None
     part: int = 0
     share: tuple[RankProcess, ...] = ()
 
@@ -104,6 +105,11 @@ class RankProcess:
     def name(self) -> str:
         """Such as "actor rank 3"; "rollout rank 3 part 1" of a rank's second process."""
         return f"{self.role} rank {self.rank}" + (f" part {self.part}" if self.part else "")
+
+    @property
+    def title(self) -> str:
+        """Its name in process lists and of its log, such as "actor-rank3"."""
+        return f"{self.role}-rank{self.rank}" + (f".part{self.part}" if self.part else "")
 
     @property
     def is_dead(self) -> bool:
@@ -145,7 +151,7 @@ class RankError(Exception):
 
 
 class RelayedErrors(Exception):
-    """The errors of a relay's ranks (group.py), raised instead of their answers and passed on unchanged.
+    """The errors of a relay's ranks (relays.py), raised instead of their answers and passed on unchanged.
 
     `errors` by rank: a `RankError` where a rank raised, another exception where it cannot be reached; `silent`: ranks that have not
     answered yet.
@@ -196,21 +202,23 @@ class RankFailure(RunFailure):
 class WorkerLost(RankFailure):
     """A process is of no further use: it died or hangs."""
 
+    _verb: str
+
+    def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
+        details = _log_part(process, log_tail) + _others_part(others)
+        super().__init__(process, cause, f"{process} {self._verb}: {cause}", details, log_tail)
+
 
 class WorkerDied(WorkerLost):
     """A process ended that should not have."""
 
-    def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
-        details = _log_part(process, log_tail) + _others_part(others)
-        super().__init__(process, cause, f"{process} died: {cause}", details, log_tail)
+    _verb = "died"
 
 
 class WorkerHung(WorkerLost):
     """A process lives, but is stopped, or its call does not come to an end."""
 
-    def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
-        details = _log_part(process, log_tail) + _others_part(others)
-        super().__init__(process, cause, f"{process} hangs: {cause}", details, log_tail)
+    _verb = "hangs"
 
 
 class WorkerFailed(RankFailure):

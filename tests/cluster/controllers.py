@@ -18,10 +18,10 @@ import ray
 from ray.cluster_utils import Cluster as RayCluster
 
 from megarl.cluster import ResourcePool, RunFailure, WorkerGroup, start_cluster, stop_cluster, wait
-from megarl.cluster.group import RelayedGroup
 from megarl.cluster.guard import KEEP_ENVIRON
 from megarl.cluster.hosts import start_guard
 from megarl.cluster.ranks import RankProcess
+from megarl.cluster.relays import RelayedGroup
 from megarl.trainer.run.preemption import REQUEUE, noting_signals
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_engine_run

@@ -22,9 +22,9 @@ from megarl.cluster import (
     wait,
 )
 from megarl.cluster.cluster import object_store_bytes
-from megarl.cluster.group import RelayedGroup, group_kind, shares_of
 from megarl.cluster.hosts import reserve_port
 from megarl.cluster.pool import sort_devices
+from megarl.cluster.relays import RelayedGroup, group_kind, shares_of
 from tests.cluster.conftest import SPARE_SLOTS, start_ranks
 from tests.cluster.processes import alive, alive_after, carrying, guards_of
 

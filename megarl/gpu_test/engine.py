@@ -15,19 +15,21 @@ import torch
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.data.trajectories import Generation
-from megarl.gpu_test.models import QWEN_HALF, make_model
+from megarl.examples.arithmetic import arithmetic_texts
+from megarl.examples.tiny_model import make_tiny_model
 from megarl.gpu_test.runner import Check
-from megarl.layout import RankPlace
-from megarl.layout.grid import ParallelLayout
-from megarl.models import read_model_config
+from megarl.gpu_test.sync import SECONDS, shapes, single_rank_plan
 from megarl.rollout.engine import EngineConfig, SamplingParams
-from megarl.weight_sync.layouts import EngineLayout
 from megarl.weight_sync.receiver import InboxFile
 from megarl.weight_sync.sender import Outbox
 from megarl.weight_sync.sync_plan import SyncPlan
 
 MIB, GIB = 1 << 20, 1 << 30
-SECONDS = 120.0
+# Qwen2.5-0.5B's shape.
+QWEN_HALF: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 896, "num_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "ffn_hidden_size": 4864, "max_position_embeddings": 32768, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
 TAGS = ("kv_cache", "weights")
 PART_FREED = 0.95  # of the bytes that the engine reports as released
 CLOSE = 0.1  # largest difference of two log-probs of a token that was chosen twice, in bfloat16
@@ -35,9 +37,9 @@ CLOSE = 0.1  # largest difference of two log-probs of a token that was chosen tw
 
 def run(folder: Path) -> Iterator[Check]:
     torch.cuda.init()
-    model = make_model(folder / "model", QWEN_HALF)
+    make_tiny_model(folder / "model", arithmetic_texts(), **QWEN_HALF)
     config = EngineConfig(
-        str(model), device="cuda", dtype="bfloat16", load_format="auto", context_length=2048,
+        str(folder / "model"), device="cuda", dtype="bfloat16", load_format="auto", context_length=2048,
         enable_memory_saver=True, gpu_memory_utilization=0.5, start_timeout=300.0,
     )  # fmt: skip
     yield from use(config, folder, lambda: torch.cuda.mem_get_info()[0], prompts=256, tokens=256)
@@ -184,11 +186,7 @@ def _send_weights(engine: Any, config: EngineConfig, folder: Path) -> Iterator[C
 
 
 def _plan(config: EngineConfig) -> SyncPlan:
-    place = (RankPlace("node", "0"),)
-    return SyncPlan(
-        read_model_config(config.model_path), ParallelLayout(world=1), EngineLayout(1), _dtype(config), 256 * MIB,
-        place, place, device=config.device,
-    )  # fmt: skip
+    return single_rank_plan(config.model_path, _dtype(config), config.device)
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:
@@ -196,8 +194,6 @@ def _dtype(config: EngineConfig) -> torch.dtype:
 
 
 def _send(config: EngineConfig, folder: str, address: Any) -> None:
-    from megarl.gpu_test.sync import shapes
-
     plan = _plan(config)
     (share,), _ = plan.shares()
     parameters = {

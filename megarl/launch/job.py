@@ -73,16 +73,28 @@ class Job:
         return yaml.dump(plain(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-class BlockTextDumper(YamlDumper):
+class _BlockTextDumper(YamlDumper):
     """Writes texts of several lines as block scalars, line by line."""
 
 
-def _block_text(dumper: BlockTextDumper, value: str) -> yaml.ScalarNode:
+def _block_text(dumper: _BlockTextDumper, value: str) -> yaml.ScalarNode:
     style = "|" if "\n" in value else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-BlockTextDumper.add_representer(str, _block_text)
+_BlockTextDumper.add_representer(str, _block_text)
+
+
+def yaml_text(*documents: dict[str, Any]) -> str:
+    """Documents as YAML, their keys in the given order."""
+    options = {"sort_keys": False, "allow_unicode": True, "explicit_start": True, "width": 110}
+    return yaml.dump_all(documents, Dumper=_BlockTextDumper, **options)
+
+
+def refuse_bad_image(launch: LaunchConfig) -> None:
+    """Raises ValueError where the image is not the name of one."""
+    if launch.image is not None and re.search(r"\s", launch.image):
+        raise ValueError(f"image: expected the name of a container image, found {launch.image!r}")
 
 
 def make_job(

@@ -15,10 +15,8 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-import yaml
-
 from megarl.config.schema.launch import KubeRayConfig
-from megarl.launch.job import BlockTextDumper, Job, read_variables
+from megarl.launch.job import Job, read_variables, refuse_bad_image, yaml_text
 
 RAY_VERSION = "2.60.0"  # of the image
 _RECIPE_FILE = "recipe.yaml"
@@ -55,19 +53,14 @@ def manifest(job: Job) -> list[dict[str, Any]]:
         "metadata": {"name": recipe_name(job), "namespace": kuberay.namespace},
         "data": {_RECIPE_FILE: job.recipe_text()},
     }
-    return [recipe, _ray_job(job) if kuberay.kind == "RayJob" else _ray_cluster(job)]
+    spec = _job_spec(job) if kuberay.kind == "RayJob" else _cluster_spec(job)
+    resource = {"apiVersion": "ray.io/v1", "kind": kuberay.kind, "metadata": _metadata(job), "spec": spec}
+    return [recipe, resource]
 
 
 def manifest_text(job: Job) -> str:
     """The manifest as YAML."""
-    return yaml.dump_all(
-        manifest(job),
-        Dumper=BlockTextDumper,
-        sort_keys=False,
-        allow_unicode=True,
-        explicit_start=True,
-        width=110,
-    )
+    return yaml_text(*manifest(job))
 
 
 def entrypoint(job: Job) -> str:
@@ -75,8 +68,9 @@ def entrypoint(job: Job) -> str:
     return f"megarl {job.command} {RECIPE_FOLDER}/{_RECIPE_FILE} trainer.ray_address=auto"
 
 
-def _ray_job(job: Job) -> dict[str, Any]:
-    spec: dict[str, Any] = {
+def _job_spec(job: Job) -> dict[str, Any]:
+    limit = {} if job.seconds is None else {"activeDeadlineSeconds": job.seconds}
+    return {
         "entrypoint": entrypoint(job),
         "submissionMode": "K8sJobMode",
         "submitterPodTemplate": submitter_pod(job),
@@ -84,24 +78,8 @@ def _ray_job(job: Job) -> dict[str, Any]:
         "backoffLimit": job.launch.retries,
         "shutdownAfterJobFinishes": True,  # Kueue asks for it, too
         "ttlSecondsAfterFinished": job.launch.kuberay.ttl,
-    }
-    if job.seconds is not None:
-        spec["activeDeadlineSeconds"] = job.seconds
-    spec["rayClusterSpec"] = _cluster_spec(job)
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": _metadata(job),
-        "spec": spec,
-    }
-
-
-def _ray_cluster(job: Job) -> dict[str, Any]:
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayCluster",
-        "metadata": _metadata(job),
-        "spec": _cluster_spec(job),
+        **limit,
+        "rayClusterSpec": _cluster_spec(job),
     }
 
 
@@ -132,8 +110,7 @@ def _check(job: Job) -> None:
     kuberay = job.launch.kuberay
     if job.launch.image is None:
         raise ValueError("image is required on Kubernetes: --image, or the key image of the job's file")
-    if re.search(r"\s", job.launch.image):
-        raise ValueError(f"image: expected the name of a container image, found {job.launch.image!r}")
+    refuse_bad_image(job.launch)
     if kuberay.kueue is not None and kuberay.volcano is not None:
         raise ValueError(
             f"kuberay.kueue={kuberay.kueue} and kuberay.volcano={kuberay.volcano}: both admit all pods or none; give one of "

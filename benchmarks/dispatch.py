@@ -15,7 +15,6 @@ ranks' own work in them, which shares the machine's few cores with the controlle
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ import psutil
 import pyarrow as pa
 import ray
 from dispatch_ranks import ENGINE_RANKS, SimulatedGroup, SimulatedRelayedGroup
-from facts import environment
+from facts import announce, write_report
 from rich.console import Console
 
 from megarl.cluster import ResourcePool
@@ -251,7 +250,7 @@ def main() -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="the same as JSON")
     options = parser.parse_args()
-    facts = environment(("ray", "pyarrow", "numpy"))
+    facts = announce(("ray", "pyarrow", "numpy"))
     with tempfile.TemporaryDirectory() as folder:
         ray.init(
             address="local",
@@ -268,9 +267,6 @@ def main() -> None:
         try:
             looked = deaths_checked(run)
             print(
-                f"$ {facts['command']}\n{facts['cores']} cores of {facts['cpu']}, load {facts['load_average_before']:.1f}"
-            )
-            print(
                 f"actor and critic: {options.ranks} ranks each (TP{options.tp} x PP{options.pp} x DP{roles.actor.layout.dp}), "
                 f"{roles.engines.world_size} engines; played by {(5 if options.node else 3) * options.hosts} processes"
             )
@@ -283,12 +279,8 @@ def main() -> None:
             for group in run.groups:
                 group.shutdown()
             ray.shutdown()
-    if options.out:
-        sizes = {
-            name: getattr(options, name) for name in ("ranks", "tp", "pp", "node", "hosts", "trajectories")
-        }
-        report = {**facts, **sizes, "seconds_of_a_look": looked, "results": results}
-        Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
+    sizes = {name: getattr(options, name) for name in ("ranks", "tp", "pp", "node", "hosts", "trajectories")}
+    write_report(options.out, **facts, **sizes, seconds_of_a_look=looked, results=results)
 
 
 if __name__ == "__main__":

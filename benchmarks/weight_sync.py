@@ -17,7 +17,6 @@ In each round all of them take their turn. A time is that of the slowest rank fr
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from facts import environment
+from facts import announce, write_report
 from rich.console import Console
 from rich.table import Table
 from weight_sync_cases import CASES, DTYPE, Case, lora_of, model_of, sync_plan
@@ -190,7 +189,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file for all figures")
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)  # for the ranks
-    facts = environment(("torch", "isal", "megarl"))
+    facts = announce(("torch", "isal", "megarl"))
     results = []
     for name in arguments.cases:
         case = CASES[name] if arguments.layers is None else replace(CASES[name], layers=arguments.layers)
@@ -198,14 +197,7 @@ def main() -> None:
         results.append(measure(name, case, bucket_bytes, arguments.rounds, arguments.lora_rank))
         print(f"{name}: done")
     show(results)
-    print(json.dumps(facts))
-    if facts["load_average_before"] > 0.5:
-        print(
-            f"WARNING   the machine was busy before (load {facts['load_average_before']:.1f}): not for publication"
-        )
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({**facts, "results": results}, indent=2) + "\n")
-        print(f"written to {arguments.out}")
+    write_report(arguments.out, **facts, results=results)
 
 
 if __name__ == "__main__":

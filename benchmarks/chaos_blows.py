@@ -1,4 +1,4 @@
-"""What is hit, when, and what comes of it, in one run of chaos.py."""
+"""The blows to one run of chaos.py: victims, moments and consequences."""
 
 import random
 import re

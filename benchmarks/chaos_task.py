@@ -1,4 +1,4 @@
-"""What chaos.py trains, and what is compared of two runs of it."""
+"""The task that chaos.py trains, and the comparison of two runs of it."""
 
 import hashlib
 import json
@@ -88,7 +88,7 @@ def make_task(folder: Path, steps: int) -> Task:
 
 
 def fingerprint(run_folder: Path) -> dict[str, Any]:
-    """What a finished run must have in common with the undisturbed one: metrics by step, and hashes by file.
+    """The results of a finished run that must equal the undisturbed one's: metrics by step, and hashes by file.
 
     Trajectories are hashed by their values: files of the same rows may differ.
     """

@@ -27,7 +27,7 @@ ENGINE_RANKS = 8
 class SimulatedGroup(WorkerGroup):
     """A worker group whose `world_size` ranks are played by fewer real processes: rank r by process r % their number.
 
-    Calls, results and waiting are those of a real group. What is not: Ray has as many connections as there are processes.
+    Calls, results and waiting are a real group's. One thing is not: Ray has as many connections as there are processes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tokens per second of an engine on a CPU, with rollout.deterministic and without, beside Hugging Face's `generate`.
+"""Tokens per second of an engine on a CPU, with rollout.deterministic and without, compared with Hugging Face's `generate`.
 
 Three processes with the same tiny model stand side by side and answer the same prompts in turn, one at a time and with one thread each,
 so that whatever else the machine does meets all. Every response has as many tokens as it may, drawn at temperature 1.

@@ -70,7 +70,7 @@ TRAINER = (
 
 @dataclass(frozen=True)
 class Job:
-    """What is run: trajectories of a step, tokens of prompts and responses, the model's shape."""
+    """The job: trajectories of a step, tokens of prompts and responses, the model's shape."""
 
     shape: dict
     batch: int
@@ -120,7 +120,7 @@ class PeakMemory:
             command = psutil.Process(self._run)
             for process in (command, *command.children(recursive=True)):
                 total += process.memory_info().rss
-        except psutil.NoSuchProcess:  # some ended meanwhile
+        except psutil.NoSuchProcess:  # some have ended
             return 0.0
         return total / 2**20
 

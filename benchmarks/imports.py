@@ -1,4 +1,4 @@
-"""Processor seconds and memory of what the processes of a run import, with Python's garbage collector running meanwhile and without.
+"""Processor seconds and memory of the imports of a run's processes, with Python's garbage collector running and paused.
 
     python benchmarks/imports.py --out FILE
 
@@ -14,7 +14,7 @@ import sys
 
 from facts import REPOSITORY, announce, write_report
 
-# What a trainer rank imports, and what an engine's owner does; on a GPU its schedulers, too.
+# The imports of a trainer rank, and of an engine's owner; on a GPU of its schedulers, too.
 MODULES = ("megarl.trainer.workers.model", "sglang.srt.managers.scheduler")
 CHILD = """
 import contextlib, importlib, json, resource, sys

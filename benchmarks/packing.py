@@ -1,6 +1,6 @@
 """How evenly the trajectories of a mini-batch are shared out over data parallel ranks and micro-batches.
 
-megarl's plans beside three usual ways, on the same mini-batches: rows in their order; the longest first, each to the emptiest
+megarl's plans compared with three usual ways, on the same mini-batches: rows in their order; the longest first, each to the emptiest
 rank (LPT); Karmarkar-Karp over the ranks, then within each. All have the same number of micro-batches on all ranks, within
 the same budget of tokens; what they level is tokens, megarl's plans cost (matrices and attention). No model is made.
 
@@ -89,7 +89,7 @@ def in_order(lengths: np.ndarray, num_dp: int, max_tokens: int) -> MiniBatch:
             room -= int(lengths[row])
         shares.append(share)
     count = max(map(len, shares))
-    return [share + [[]] * (count - len(share)) for share in shares]  # others run empty ones meanwhile
+    return [share + [[]] * (count - len(share)) for share in shares]  # others run empty ones
 
 
 def longest_first(lengths: np.ndarray, num_dp: int, max_tokens: int) -> MiniBatch:

@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- results: benchmarks/record.py writes them -->", "<!-- end of results -->"
 
 Rows = Iterable[tuple[str, str]]
-"""What was measured, and the figure."""
+"""Measured things and their figures."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Seconds, bytes and memory of a weight sync: megarl's, beside the full-gather way, in one run on one machine.
+"""Seconds, bytes and memory of a weight sync: megarl's, compared with the full-gather way, in one run on one machine.
 
 Trainer ranks (gloo) and engine ranks are processes of their own; rank i of both shares device i, as where trainer and
 engine are colocated and engine ranks are placed where most of their weights lie already. Trainer ranks hold Megatron's shards of a random model, engine ranks SGLang's parameters, empty. Four ways,
@@ -6,9 +6,9 @@ on the same shards, in the same buckets:
 
 - megarl: slices go from shard to shard through memory that both ends map; each is verified where it arrives;
 - megarl p2p: the same, but all of it over gloo, as between machines;
-- adapters: of a model with low-rank adapters that engines serve beside the weights: the adapters alone, through memory
+- adapters: of a model with low-rank adapters that engines serve next to the weights: the adapters alone, through memory
   that both ends map, as in every version but the first;
-- full gather (`full_gather.py`): every trainer rank gathers every full tensor, the engine rank beside it slices them.
+- full gather (`full_gather.py`): every trainer rank gathers every full tensor, the engine rank on its device slices them.
 
 In each round all of them take their turn. A time is that of the slowest rank from a common start. A first round of each
 (connections, first touch) is not counted; after it the engine ranks' parameters are compared with the model's tensors.

@@ -149,7 +149,7 @@ class WorkerGroup:
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Call]:
         """Calls a method on every rank with the same arguments.
 
-        Arguments that are `ObjectRef`s themselves (not those inside lists or dicts) arrive as their values,
+        Arguments that are `ObjectRef`s themselves (not inside lists or dicts) arrive as their values,
         mapped from the object store without a copy.
 
         Returns: one call a rank, for `wait`.

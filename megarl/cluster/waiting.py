@@ -55,12 +55,12 @@ _LOST_PEER_SECONDS = 10.0
 # How long to wait for the guard's word on how a process ended.
 _EXIT_LINE_SECONDS = 2.0
 _NODE_SECONDS = 5.0
-# What gloo, NCCL (torch 2.13) and the links of a weight sync say.
+# Messages of gloo, NCCL (torch 2.13) and the links of a weight sync about a lost connection.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|reset by peer|closed its connection|could not be reached|broken pipe",
     re.IGNORECASE,
 )
-# What gloo and NCCL say when a collective has taken longer than the group's timeout (torch 2.13).
+# Messages of gloo and NCCL about a collective that has taken longer than the group's timeout (torch 2.13).
 _COLLECTIVE_TIMEOUT = re.compile(
     r"timed? ?out (waiting|after|in)|collective operation timeout", re.IGNORECASE
 )

@@ -179,7 +179,7 @@ def _redirect_output(log_path: str) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-    # New streams, as of `python -u`: those that Ray put in place write to files of its own.
+    # New streams, as of `python -u`: Ray's own write to files of Ray's.
     sys.stdout = _unbuffered(1)
     sys.stderr = _unbuffered(2)
 
@@ -229,7 +229,7 @@ def use_cores(env: Mapping[str, str], num_gpus: int) -> dict[str, str]:
     found = cores_near(
         env["CUDA_VISIBLE_DEVICES"].split(","), num_gpus, frozenset(os.sched_getaffinity(0)), FILE_SYSTEM
     )
-    os.sched_setaffinity(0, found.cpus)  # of this thread and those that it starts
+    os.sched_setaffinity(0, found.cpus)  # of this thread and the threads that it starts
     return {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(found.threads)}
 
 

@@ -68,10 +68,10 @@ def use(
         started = free() if free is not None else 0
         (held,) = engine.memory()
         engine.release_memory(TAGS)
-        yield Check("what it held", all(held[tag] > 0 for tag in TAGS), _sizes(held), held)
+        yield Check("memory that it held", all(held[tag] > 0 for tag in TAGS), _sizes(held), held)
         (left,) = engine.memory()
         yield Check(
-            "what it says it holds after release", all(left[tag] == 0 for tag in TAGS), _sizes(left), left
+            "memory that it reports after release", all(left[tag] == 0 for tag in TAGS), _sizes(left), left
         )
         if free is not None:
             yield from _freed(sum(held[tag] for tag in TAGS), before, started, free())
@@ -146,14 +146,14 @@ def _same(first: Sequence[Generation], again: Sequence[Generation]) -> Check:
 def _freed(held: int, before: int, started: int, released: int) -> Iterator[Check]:
     freed = released - started
     yield Check(
-        "what CUDA says is free after release",
+        "free memory after release, by CUDA",
         freed >= PART_FREED * held,
         f"{freed / GIB:.2f} GiB more than before; the engine released {held / GIB:.2f} GiB",
         {"freed": freed, "held": held},
     )
     stays = before - released
     yield Check(
-        "what stays during training",
+        "memory that stays during training",
         None,
         f"{stays / GIB:.2f} GiB: context, graphs, workspaces",
         {"bytes": stays},

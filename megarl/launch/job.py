@@ -34,7 +34,7 @@ class Job:
     Attributes:
         command: megarl's command: train, sft, rm, dpo or eval.
         recipe: the recipe's file; `recipe:NAME` is a file of this installation of megarl.
-        overrides: overrides of the user, and those that the launch options add.
+        overrides: overrides of the user and of the launch options.
         run_folder: trainer.default_local_dir as the recipe has it.
         checkpoint_url: trainer.checkpoint_url, from which another start can continue even if the run folder is lost.
         saves: whether the run writes checkpoints from which another start continues.

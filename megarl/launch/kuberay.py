@@ -292,7 +292,7 @@ def recipe_name(job: Job) -> str:
 
 
 def _variables(job: Job) -> dict[str, str]:
-    """Environment variables of the pods: those that a run needs, and the user's, which take precedence."""
+    """Environment variables of the pods: a run's, and the user's, which take precedence."""
     own = {
         # By default Ray runs its workers at nice 15, behind everything else in the pod; here they are the purpose of the pod.
         "RAY_worker_niceness": "0",

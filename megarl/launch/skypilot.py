@@ -5,7 +5,7 @@ Guarantees:
 - the run folder is on a volume, or its checkpoints are copied to a bucket, so that another start, on other machines, continues from there;
 - the task has no secrets: it has only their names, and `sky` gets the values separately.
 
-Fields and their meaning are those of skypilot 0.14.1.
+Fields have the meaning that skypilot 0.14.1 gives them.
 """
 
 from __future__ import annotations

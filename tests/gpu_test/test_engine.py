@@ -26,7 +26,7 @@ def test_an_engine_goes_through_the_step_on_a_cpu(tmp_path: Path) -> None:
     checks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     assert done.returncode == 0, done.stderr[-3000:]
     assert [check["name"] for check in checks] == [
-        "it starts", "first answers", "answers", "what it held", "what it says it holds after release",
+        "it starts", "first answers", "answers", "memory that it held", "memory that it reports after release",
         "weights are sent", "answers with weights that were sent", "the same answers",
     ]  # fmt: skip
     assert all(check["ok"] for check in checks), checks

@@ -1,4 +1,4 @@
-"""`megarl launch slurm`: the arguments of sbatch, and what is refused before anything is submitted."""
+"""`megarl launch slurm`: the arguments of sbatch, and jobs that are refused before anything is submitted."""
 
 import shlex
 import subprocess

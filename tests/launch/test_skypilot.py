@@ -33,7 +33,7 @@ def launch(dry_run: Callable[..., str]) -> Any:
 
 @pytest.fixture(scope="session")
 def sky(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], subprocess.CompletedProcess]:
-    """sky(task): tests/launch/sky_task.py of it. SkyPilot lies in a folder of its own, beside the tests' environment."""
+    """sky(task): tests/launch/sky_task.py of it. SkyPilot lies in a folder of its own, outside the tests' environment."""
     packages, home = tmp_path_factory.mktemp("skypilot"), tmp_path_factory.mktemp("home")
     installed = subprocess.run(
         [

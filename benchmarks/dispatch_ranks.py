@@ -48,9 +48,9 @@ class SimulatedGroup(WorkerGroup):
             replace(self.hosting[rank % num_hosts], rank=rank, mark=f"{rank}") for rank in range(world_size)
         ]
 
-    def shutdown(self, timeout: float = 10.0) -> None:
+    def shutdown(self) -> None:
         self.processes = getattr(self, "hosting", self.processes)
-        super().shutdown(timeout)
+        super().shutdown()
 
 
 class SimulatedRelayedGroup(RelayedGroup, SimulatedGroup):

@@ -30,7 +30,8 @@ from megarl.cluster.worker import Worker, rank_environment
 # The share of a device that each group takes in Ray's books: up to eight groups on a device. Memory and time
 # are shared by agreement between the roles, not by this number.
 DEVICE_SHARE = 0.125
-_EXIT_SECONDS = 1.0
+_END_SECONDS = 10.0  # until Ray has ended all processes of a group
+_EXIT_SECONDS = 1.0  # until a process of this machine has exited
 _KILL_SECONDS = 15.0  # until a node has ended the processes of a rank
 Call = ray.ObjectRef | RelayedAnswer
 """A call of a rank in progress; `wait` returns its result."""
@@ -207,12 +208,12 @@ class WorkerGroup:
             self.started[number] = self._start(number)
         return [self.started[number] for number in numbers]
 
-    def shutdown(self, timeout: float = 10.0) -> None:
+    def shutdown(self) -> None:
         """Ends all processes with all that they started; may be called again, or after the group has failed.
 
         On other machines the guards end the descendants and remove the scratch folders, within a second or so.
         """
-        self._end(self.processes, timeout)
+        self._end(self.processes, _END_SECONDS)
 
     def _end(self, processes: Sequence[RankProcess], timeout: float) -> None:
         for process in processes:

@@ -55,13 +55,11 @@ def meet(info: RankInfo, timeout_s: float) -> TCPStore:
     Args:
         timeout_s: seconds to wait for all ranks, and later for values that other ranks set.
     """
-    from megarl.util.rendezvous import (
-        open_store,  # imports torch, which a rank may do only in its final environment
-    )
+    # Imports torch, which a rank may do only in its final environment.
+    from megarl.util.rendezvous import open_store
 
-    return open_store(
-        info.master_addr, info.master_port, info.rank, info.world_size, timedelta(seconds=timeout_s)
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return open_store(info.master_addr, info.master_port, info.rank, info.world_size, timeout)
 
 
 @dataclass(frozen=True)

@@ -144,10 +144,10 @@ class RelayedGroup(WorkerGroup):
         started = super().restart(rank)
         return [*started, *self._introduce([[one for one in share if one == rank] for share in self._shares])]
 
-    def shutdown(self, timeout: float = 10.0) -> None:
+    def shutdown(self) -> None:
         if self._relays is not None:
-            self._relays.shutdown(timeout)
-        super().shutdown(timeout)
+            self._relays.shutdown()
+        super().shutdown()
 
     def _invoke(
         self,

@@ -131,15 +131,15 @@ STEPS = (
 )  # fmt: skip
 
 
-def chosen(names: str | None, steps: Sequence[Step] = STEPS) -> list[Step]:
+def chosen(names: str | None) -> list[Step]:
     """The steps of a list such as "engine,sync", in their usual order; None: all.
 
     Raises:
         ValueError: there is no step of a name.
     """
     if names is None:
-        return list(steps)
-    known = [step.name for step in steps]
+        return list(STEPS)
+    known = [step.name for step in STEPS]
     asked = [name.strip() for name in names.split(",") if name.strip()]
     for name in asked:
         if name not in known:
@@ -147,7 +147,7 @@ def chosen(names: str | None, steps: Sequence[Step] = STEPS) -> list[Step]:
             raise ValueError(f"--steps: no step {name!r}{hint}")
     if not asked:
         raise ValueError(f"--steps names no step; there are {', '.join(known)}")
-    return [step for step in steps if step.name in asked]
+    return [step for step in STEPS if step.name in asked]
 
 
 def obstacle(step: Step, machine: Machine) -> str | None:

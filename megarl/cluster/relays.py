@@ -126,14 +126,14 @@ class RelayedGroup(WorkerGroup):
     def relay_by(self, relays: WorkerGroup, shares: Sequence[Sequence[int]]) -> None:
         """Send calls through `relays`, each of which calls the ranks of its share."""
         self._relays, self._shares = relays, shares
-        self.started += [*relays.started, *self._introduce(shares)]
+        self.started += [*relays.started, *self._introduce()]
 
-    def _introduce(self, shares: Sequence[Sequence[int]]) -> list[Call]:
-        """Tell each relay the actors of the given ranks of its share."""
-        shares_of_relays = ([self.processes[rank] for rank in share] for share in self._shares)
-        relays = zip(self._relays.processes, shares_of_relays, strict=True)
-        self._watched_relays = [replace(relay, share=tuple(share)) for relay, share in relays]
-        actors = [{rank: self.processes[rank].actor for rank in share} for share in shares]
+    def _introduce(self) -> list[Call]:
+        """Tell each relay the actors of its share's ranks."""
+        shares = [tuple(self.processes[rank] for rank in share) for share in self._shares]
+        relays = zip(self._relays.processes, shares, strict=True)
+        self._watched_relays = [replace(relay, share=share) for relay, share in relays]
+        actors = ({process.rank: process.actor for process in share} for share in shares)
         return self._relays.call_each("introduce", [(self.role, of_share) for of_share in actors])
 
     @property
@@ -141,8 +141,7 @@ class RelayedGroup(WorkerGroup):
         return [*self.processes, *self._watched_relays]
 
     def restart(self, rank: int) -> list[Call]:
-        started = super().restart(rank)
-        return [*started, *self._introduce([[one for one in share if one == rank] for share in self._shares])]
+        return [*super().restart(rank), *self._introduce()]
 
     def shutdown(self) -> None:
         if self._relays is not None:

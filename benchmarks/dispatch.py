@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--out", metavar="FILE", help="the same as JSON")
     options = parser.parse_args()
     facts = announce(("ray", "pyarrow", "numpy"))
+    # A real Ray, whose processes play all ranks; then the steps of each kind on the same ranks.
     with tempfile.TemporaryDirectory() as folder:
         ray.init(
             address="local",

@@ -137,6 +137,7 @@ def main() -> None:
             Path(folder, "model"), arithmetic_texts(), hidden_size=args.hidden_size,
             ffn_hidden_size=4 * args.hidden_size, num_layers=args.num_layers,
         )  # fmt: skip
+        # Three engines serve the same model, each in a process of its own, and take turns.
         context = args.prompt_tokens + args.new_tokens + 8
         config = EngineConfig(
             str(model),

@@ -110,6 +110,7 @@ def wait(
     results: dict[ray.ObjectRef, Any] = {}
     while True:
         ready, pending = _next_ready(pending, deadline)
+        # An exception first: it names its cause, and a death that caused it is found with it.
         for number, (ref, value) in enumerate(zip(ready, _values(ready), strict=True)):
             if isinstance(value, ray.exceptions.RayError):
                 raise _root_cause(ref, value, [*ready[number + 1 :], *pending], processes) from None

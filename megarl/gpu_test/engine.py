@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,8 @@ def _same(first: Sequence[Generation], again: Sequence[Generation]) -> Check:
     kernels may depend on concurrent requests, and of two tokens that are about equally probable either may come first."""
     different, tokens, largest = 0, 0, 0.0
     for one, other in zip(first, again, strict=True):
-        same = next(
-            (
-                place
-                for place, pair in enumerate(zip(one.response_ids, other.response_ids, strict=False))
-                if pair[0] != pair[1]
-            ),
-            len(one.response_ids),
-        )
+        pairs = zip(one.response_ids, other.response_ids, strict=False)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         different += same < len(one.response_ids)
         tokens += same
         for a, b in zip(one.log_probs[:same], other.log_probs[:same], strict=True):

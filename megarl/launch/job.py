@@ -91,10 +91,18 @@ def yaml_text(*documents: dict[str, Any]) -> str:
     return yaml.dump_all(documents, Dumper=_BlockTextDumper, **options)
 
 
-def refuse_bad_image(launch: LaunchConfig) -> None:
+def matched(key: str, value: str, pattern: str | re.Pattern[str], expected: str) -> re.Match[str]:
+    """The match of a whole value. Raises ValueError where there is none: names the key and says in words what is `expected`."""
+    found = re.fullmatch(pattern, value)
+    if found is None:
+        raise ValueError(f"{key}: expected {expected}, found {value!r}")
+    return found
+
+
+def check_image(launch: LaunchConfig) -> None:
     """Raises ValueError where the image is not the name of one."""
-    if launch.image is not None and re.search(r"\s", launch.image):
-        raise ValueError(f"image: expected the name of a container image, found {launch.image!r}")
+    if launch.image is not None:
+        matched("image", launch.image, r"\S*", "the name of a container image")
 
 
 def make_job(

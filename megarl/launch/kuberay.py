@@ -16,11 +16,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from megarl.config.schema.launch import KubeRayConfig
-from megarl.launch.job import Job, read_variables, refuse_bad_image, yaml_text
+from megarl.launch.job import Job, check_image, matched, read_variables, yaml_text
 
 RAY_VERSION = "2.60.0"  # of the image
 _RECIPE_FILE = "recipe.yaml"
 _SUBMITTER_RETRIES = 2  # each finds the run by its id, and only shows its output again
+_MOUNT = re.compile(r"([a-z0-9](?:[-a-z0-9.]*[a-z0-9])?):(/[^:]*?)/?(:ro)?")
 _QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?([KMGTP]i|[kMGTP])?")
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _DEVICE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
@@ -110,7 +111,7 @@ def _check(job: Job) -> None:
     kuberay = job.launch.kuberay
     if job.launch.image is None:
         raise ValueError("image is required on Kubernetes: --image, or the key image of the job's file")
-    refuse_bad_image(job.launch)
+    check_image(job.launch)
     if kuberay.kueue is not None and kuberay.volcano is not None:
         raise ValueError(
             f"kuberay.kueue={kuberay.kueue} and kuberay.volcano={kuberay.volcano}: both admit all pods or none; give one of "
@@ -118,8 +119,8 @@ def _check(job: Job) -> None:
         )
     for name in ("memory_per_node", "shared_memory", "head_memory"):
         value = getattr(kuberay, name)
-        if value is not None and not _QUANTITY.fullmatch(value):
-            raise ValueError(f"kuberay.{name}: expected an amount such as 64Gi, found {value!r}")
+        if value is not None:
+            matched(f"kuberay.{name}", value, _QUANTITY, "an amount such as 64Gi")
     _check_names(kuberay)
     folder = PurePosixPath(work_dir(job)) / job.run_folder
     writable = [PurePosixPath(target) for _, target, read_only in pod_mounts(job) if not read_only]
@@ -135,14 +136,13 @@ def _check_names(kuberay: KubeRayConfig) -> None:
     names = {"service_account": [kuberay.service_account], "priority": [kuberay.priority]}
     for key, values in (names | {"secret": kuberay.secret, "pull_secret": kuberay.pull_secret}).items():
         for value in values:
-            if value is not None and not _NAME.fullmatch(value):
-                raise ValueError(
-                    f"kuberay.{key}: expected a name of lower-case letters, digits, hyphens and dots, found {value!r}"
-                )
+            if value is not None:
+                expected = "a name of lower-case letters, digits, hyphens and dots"
+                matched(f"kuberay.{key}", value, _NAME, expected)
     for key, example in {"gpu_resource": "nvidia.com/gpu", "rdma_resource": "rdma/ib"}.items():
         value = getattr(kuberay, key)
-        if value is not None and not _DEVICE.fullmatch(value):
-            raise ValueError(f"kuberay.{key}: expected a name such as {example}, found {value!r}")
+        if value is not None:
+            matched(f"kuberay.{key}", value, _DEVICE, f"a name such as {example}")
 
 
 def work_dir(job: Job) -> str:
@@ -156,15 +156,11 @@ def pod_mounts(job: Job) -> list[tuple[str, str, bool]]:
     Raises:
         ValueError: an entry that is not CLAIM:TARGET or CLAIM:TARGET:ro; two for one target; a target that is megarl's own.
     """
-    mounts = []
-    for text in job.launch.kuberay.mount:
-        found = re.fullmatch(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?):(/[^:]*?)/?(:ro)?", text)
-        if found is None:
-            raise ValueError(
-                f"kuberay.mount: expected CLAIM:TARGET or CLAIM:TARGET:ro, with the name of a PersistentVolumeClaim and an "
-                f"absolute path, found {text!r}"
-            )
-        mounts.append((found[1], found[3], found[4] is not None))
+    expected = (
+        "CLAIM:TARGET or CLAIM:TARGET:ro, with the name of a PersistentVolumeClaim and an absolute path"
+    )
+    found = [matched("kuberay.mount", text, _MOUNT, expected) for text in job.launch.kuberay.mount]
+    mounts = [(one[1], one[2], one[3] is not None) for one in found]
     targets = [target for _, target, _ in mounts]
     double = {target for target in targets if targets.count(target) > 1}
     if double:

@@ -10,12 +10,11 @@ Fields have the meaning that skypilot 0.14.1 gives them.
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megarl.launch.job import Job, read_variables, refuse_bad_image, yaml_text
+from megarl.launch.job import Job, check_image, matched, read_variables, yaml_text
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "RAY_AUTH_TOKEN"  # of the run's own Ray cluster
@@ -115,15 +114,10 @@ def _pairs(job: Job, key: str) -> list[tuple[str, str]]:
         ValueError: an entry that is not SOURCE:TARGET.
     """
     pattern, source = _SOURCES[key]
-    pairs = []
-    for text in getattr(job.launch.skypilot, key):
-        found = re.fullmatch(rf"({pattern}):(/[^:\s]*?)/?", text)
-        if found is None:
-            raise ValueError(
-                f"skypilot.{key}: expected SOURCE:TARGET, with {source} and an absolute path, found {text!r}"
-            )
-        pairs.append((found[1], found[2]))
-    return pairs
+    expected = f"SOURCE:TARGET, with {source} and an absolute path"
+    texts = getattr(job.launch.skypilot, key)
+    found = [matched(f"skypilot.{key}", text, rf"({pattern}):(/[^:\s]*?)/?", expected) for text in texts]
+    return [(one[1], one[2]) for one in found]
 
 
 def _check(job: Job) -> None:
@@ -133,7 +127,7 @@ def _check(job: Job) -> None:
             "SkyPilot needs either an image that has megarl (--image), or the commands that install megarl's checkout "
             f"(skypilot.setup), found {'neither' if launch.image is None else 'both'}"
         )
-    refuse_bad_image(launch)
+    check_image(launch)
     if launch.image is None and not (ROOT / "launch/skypilot/node.sh").is_file():
         raise ValueError(
             f"{ROOT}/launch/skypilot/node.sh is not there: without an image megarl launch skypilot needs megarl's checkout, "
@@ -148,10 +142,8 @@ def _check(job: Job) -> None:
             f"time={launch.time}: SkyPilot's tasks have no time limit; give trainer.max_run_minutes behind the recipe"
         )
     for name in sky.secret:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name) or name == TOKEN:
-            raise ValueError(
-                f"skypilot.secret: expected the name of an environment variable other than {TOKEN}, found {name!r}"
-            )
+        expected = f"the name of an environment variable other than {TOKEN}"
+        matched("skypilot.secret", name, rf"(?!{TOKEN}$)[A-Za-z_]\w*", expected)
     _check_folders(job)
 
 

@@ -119,11 +119,6 @@ class WorkerGroup:
         self.started: list[ray.ObjectRef] = [self._start(number) for number in numbers]
 
     @property
-    def names(self) -> list[str]:
-        """Such as "actor rank 0", by process."""
-        return [process.name for process in self.processes]
-
-    @property
     def pids(self) -> list[int]:
         """Process ids, each on its own host."""
         return [process.pid for process in self.processes]

@@ -36,7 +36,7 @@ def test_ranks_know_who_they_are(trio):
     }
     assert len({info.master_port for info in infos}) == 1
     assert [Path(info.log_path).name for info in infos] == [f"trio-rank{rank}.log" for rank in range(3)]
-    assert trio.names == ["trio rank 0", "trio rank 1", "trio rank 2"]
+    assert [process.name for process in trio.processes] == ["trio rank 0", "trio rank 1", "trio rank 2"]
     assert trio.hosts == ["127.0.0.1"] * 3
     assert len(set(trio.pids)) == 3
     assert alive(trio.pids) == trio.pids
@@ -253,7 +253,12 @@ def test_calls_come_to_the_first_part_and_restarts_to_all(start_group, pool) -> 
     assert len({info.scratch for info in infos}) == 4
     assert [info.master_addr for info in infos] == ["127.0.0.1"] * 4
     assert group.devices == [(pool.devices[number],) for number in (1, 0, 3, 2)]
-    assert group.names == ["engine rank 0", "engine rank 0 part 1", "engine rank 1", "engine rank 1 part 1"]
+    assert [process.name for process in group.processes] == [
+        "engine rank 0",
+        "engine rank 0 part 1",
+        "engine rank 1",
+        "engine rank 1 part 1",
+    ]
     assert [Path(process.log_path).name for process in group.processes[:2]] == [
         "engine-rank0.log",
         "engine-rank0.part1.log",

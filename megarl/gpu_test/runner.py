@@ -187,8 +187,9 @@ def _commit(checkout: Path | None) -> dict[str, Any]:
         done = subprocess.run(["git", *command], cwd=checkout, capture_output=True, text=True, check=False)
         if done.returncode:
             return {}
-        told.append(done.stdout.strip())
-    return {"commit": told[0], "changed_files": [line[3:] for line in told[1].splitlines()]}
+        told.append(done.stdout)
+    # Each line of the status begins with two letters, which may be spaces.
+    return {"commit": told[0].strip(), "changed_files": [line[3:] for line in told[1].splitlines()]}
 
 
 def file_of(folder: Path, date: str, facts: dict[str, Any]) -> Path:

@@ -57,7 +57,7 @@ class Record:
         self.write()
 
     def add(self, blows: list[Blow], run: dict[str, Any], cards: list[tuple[str, str]]) -> None:
-        """What came of a run, and of the blows to it."""
+        """Add the outcome of a run and of the blows to it."""
         self.blows += blows
         self.runs.append({"part": len(self.parts), **run})
         self.parts[-1]["kills"] += len(blows)

@@ -23,7 +23,7 @@ _LOOK_SECONDS, _WATCH_SECONDS = 3.0, 0.5
 # Not of the names that guards drop: they, too, have to be gone at the end.
 _MARK = "CHAOS_RUN"
 _CONTROLLER = "controller"
-# What the title of a process begins with, or the name of its program.
+# The beginnings of processes' titles, or the names of their programs.
 _TITLES = {
     "actor rank": "ray::actor-rank",
     "critic rank": "ray::critic-rank",

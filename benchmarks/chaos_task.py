@@ -11,7 +11,7 @@ from megarl.data.trajectories import read_trajectories
 from megarl.examples.arithmetic import arithmetic_texts, write_arithmetic
 
 SEED = 3
-# What clocks and memory have a part in, of a step's metrics.
+# Metrics of a step that depend on clocks and memory.
 MEASURED = ("timing_s/", "perf/", "sync/seconds", "memory/")
 # The reward takes its time, so that there are reward workers to hit while they are at work.
 REWARD = """
@@ -117,7 +117,7 @@ def is_compared(metric: str) -> bool:
 
 
 def differences(reference: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What two fingerprints do not agree on, in a line each; none: the runs are the same, bit for bit."""
+    """The differences of two fingerprints, a line each; none: the runs are the same, bit for bit."""
     lines = []
     for name in sorted(reference.keys() | found.keys()):
         a, b = reference.get(name), found.get(name)

@@ -1,11 +1,11 @@
-"""What the controller has to do in a step of a run with 1,024 ranks, in seconds of its process.
+"""The controller's work in a step of a run with 1,024 ranks, in seconds of its process.
 
 The trainer's own code (sync_weights, generate, evaluate_models, update, and the moves of memory between them) drives a group
 of 1,024 ranks for each role, and engines on the same devices, over a real Ray. The ranks are simulated: a few processes play
 all of them and answer with zeros of the real sizes, and a few more play the relays that call the ranks of a machine. Engines
 give at once what would finish between two of their tables. So every call, every result, and all that is planned, put into the
 object store, gathered and merged is real; not seen are the network (one machine), Ray's connections to 1,024 processes, and all
-that ranks compute. What else the controller does in a step is measured with --whole: it computes advantages, and writes the
+that ranks compute. The rest of the controller's work in a step is measured with --whole: it computes advantages, and writes the
 trajectories.
 
 Controller seconds are those of its process's processor, which a busy machine changes little; wall seconds have the simulated

@@ -1,4 +1,4 @@
-"""What stands in for ranks and engines in dispatch.py: processes that each play many ranks, and answer with zeros.
+"""Stand-ins for ranks and engines in dispatch.py: processes that each play many ranks, and answer with zeros.
 
 They take what the controller really sends, and return columns of the real sizes; no model is there.
 """
@@ -74,7 +74,7 @@ def called_rank() -> int:
 
 
 class Movable:
-    """What leaves the devices and comes back: nothing is there."""
+    """Moves of memory off the devices and back: there is none."""
 
     def release_memory(self, parts: list[str]) -> None:
         pass

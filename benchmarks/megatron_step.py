@@ -43,7 +43,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What every layout computes; lengths and batch sizes in tokens."""
+    """The work that every layout computes; lengths and batch sizes in tokens."""
 
     num_layers: int
     hidden_size: int

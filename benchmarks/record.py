@@ -163,7 +163,7 @@ RECORDINGS = {
 
 
 def facts_of(report: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """What the report says of its command, machine and versions, and its date."""
+    """A report's command, machine and versions, and its date."""
     if "parts" in report:  # chaos: one or several recordings in a file
         last = report["parts"][-1]
         return last["environment"], last["written"][:10]

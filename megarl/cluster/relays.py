@@ -78,7 +78,7 @@ def _answers(pending: dict[ray.ObjectRef, int]) -> list[Any]:
                 answers[rank] = ray.get(ref)
             except ray.exceptions.RayError as error:
                 errors[rank] = _report_of(error)
-                # What has caused this may come to light later than it, elsewhere.
+                # Its cause may come to light later, on another rank.
                 deadline = deadline or time.monotonic() + GRACE_SECONDS
     if errors:
         raise RelayedErrors(errors, list(pending.values()))

@@ -94,7 +94,8 @@ def calls(run_dir: str, what: str) -> None:
 def stop(run_dir: str) -> None:
     """Starts and stops a cluster twice; reports its remains each time."""
     reports = []
-    before = os.environ.keys() | {"RAY_CLIENT_MODE", "RAY_AUTH_MODE"}  # Ray sets these itself
+    # Ray sets these itself.
+    before = os.environ.keys() | {"RAY_CLIENT_MODE", "RAY_AUTH_MODE", "PYTHONBREAKPOINT"}
     for _ in range(2):
         cluster = start_cluster(None, 2, run_dir)
         group = _group("stop", ResourcePool("stop", 1, 2, timeout=30), 1, run_dir)

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from facts import environment
+from facts import environment, write_report
 from rich.console import Console
 from rich.table import Table
 
@@ -123,9 +123,7 @@ def main() -> None:
     for found in results:
         table.add_row(found["case"], f"{found['first']:.3f}", f"{found['last']:.3f}", str(found["seconds"]))
     console.print(table)
-    path = REPOSITORY / OUT / "results.json"
-    path.write_text(json.dumps({**facts, "steps": options.steps, "results": results}, indent=2) + "\n")
-    console.print(f"written: {path.relative_to(REPOSITORY)}")
+    write_report(REPOSITORY / OUT / "results.json", **facts, steps=options.steps, results=results)
     if any(found["last"] <= found["first"] for found in results):
         sys.exit("a reward did not rise")
 

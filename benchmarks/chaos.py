@@ -1,9 +1,9 @@
-"""Kills and stops random processes of a real training run at random moments, and says what was lost of it: nothing.
+"""Kills and stops random processes of a real training run at random moments, and says how much of it was lost: nothing.
 
     python benchmarks/chaos.py [--kills 50] [--seed 0] [--json chaos.json] [--keep FOLDER]
 
 A tiny model is trained by PPO: Megatron ranks of an actor and a critic under Ray, an SGLang engine, reward workers. First
-once undisturbed, as the reference. Then the same is trained again and again, and meanwhile an actor's or critic's rank, the
+once undisturbed, as the reference. Then the same is trained again and again, while an actor's or critic's rank, the
 engine's process, SGLang's scheduler, a reward worker, Ray's raylet or its GCS server, or the controller itself gets
 SIGKILL, SIGSTOP or (the controller) SIGTERM: during a save, during a step, or while the run still recovers from the last
 one. The run recovers by itself; where its command has ended (SIGKILL of the controller; exit code 75 after SIGTERM) the very same
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def copy_sources(folder: Path) -> Path:
-    """What is run: a copy, so that all of a part's runs are of the same sources, whoever works on them meanwhile."""
+    """The sources that run: a copy, so that all of a part's runs have the same, although somebody works on them."""
     for name in ("megarl", "recipes"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
@@ -138,7 +138,7 @@ def attack_runs(
 
 
 def outcome(run: AttackedRun, reference: dict[str, Any]) -> dict[str, Any]:
-    """What came of a run: it finished or did not, where it differs from the reference, what it left behind."""
+    """The outcome of a run: whether it finished, where it differs from the reference, the processes it left behind."""
     return {
         "finished": run.finished,
         "ends": dict(Counter(run.ends)),
@@ -216,7 +216,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=50, help="signals that are sent by this call")
-    parser.add_argument("--seed", type=int, default=0, help="of what is hit, and when")
+    parser.add_argument("--seed", type=int, default=0, help="of the victims and the moments")
     parser.add_argument("--steps", type=int, default=30, help="of a run")
     parser.add_argument("--minutes", type=float, help="send no more signals after so long")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What is hit, when, and what comes of it, in one run of chaos.py."""
+"""The blows to one run of chaos.py: victims, moments and consequences."""
 
 import random
 import re
@@ -130,7 +130,7 @@ class Attack:
         return self.run.finished or self.run.failure is not None
 
     def _deal(self) -> tuple[str, str, int] | None:
-        """What to hit how; None: the run is over."""
+        """The next victim and the blow; None: the run is over."""
         while not self._over:
             if "controller" in (present := self.run.victims()):
                 return self.deck.deal(present)

@@ -19,7 +19,7 @@ class Record:
     """All that was recorded: by one call of chaos.py, or by several, one after the other.
 
     Attributes:
-        parts: what is known of each call: its command, commit, dates, machine, and the seconds of its reference.
+        parts: the facts of each call: its command, commit, dates, machine, and the seconds of its reference.
         cards: of the deck, that are still to be dealt.
         path: where it is written; None: nowhere.
     """
@@ -57,7 +57,7 @@ class Record:
         self.write()
 
     def add(self, blows: list[Blow], run: dict[str, Any], cards: list[tuple[str, str]]) -> None:
-        """What came of a run, and of the blows to it."""
+        """Add the outcome of a run and of the blows to it."""
         self.blows += blows
         self.runs.append({"part": len(self.parts), **run})
         self.parts[-1]["kills"] += len(blows)

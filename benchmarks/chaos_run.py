@@ -1,4 +1,4 @@
-"""A training run as chaos.py sees it, from outside: its processes, what it says, and what is left of it."""
+"""A training run as chaos.py sees it, from outside: its processes, its output, and its remains."""
 
 import os
 import re
@@ -23,7 +23,7 @@ _LOOK_SECONDS, _WATCH_SECONDS = 3.0, 0.5
 # Not of the names that guards drop: they, too, have to be gone at the end.
 _MARK = "CHAOS_RUN"
 _CONTROLLER = "controller"
-# What the title of a process begins with, or the name of its program.
+# The beginnings of processes' titles, or the names of their programs.
 _TITLES = {
     "actor rank": "ray::actor-rank",
     "critic rank": "ray::critic-rank",
@@ -77,7 +77,7 @@ class Start:
             self.footprints.update(f"/dev/shm/megarl-{token}" for token in _RANK.findall(environment))
 
     def left(self) -> list[str]:
-        """What is there of it."""
+        """Its living processes, and files that are still there."""
         processes = [f"process {one.pid}: {_title(one)}" for one in self.members()]
         return processes + sorted(path for path in self.footprints if os.path.exists(path))
 

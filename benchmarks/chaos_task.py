@@ -1,4 +1,4 @@
-"""What chaos.py trains, and what is compared of two runs of it."""
+"""The task that chaos.py trains, and the comparison of two runs of it."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from megarl.data.trajectories import read_trajectories
 from megarl.util.packages import example
 
 SEED = 3
-# What clocks and memory have a part in, of a step's metrics.
+# Metrics of a step that depend on clocks and memory.
 MEASURED = ("timing_s/", "perf/", "sync/seconds", "memory/")
 # The reward takes its time, so that there are reward workers to hit while they are at work.
 REWARD = """
@@ -88,7 +88,7 @@ def make_task(folder: Path, steps: int) -> Task:
 
 
 def fingerprint(run_folder: Path) -> dict[str, Any]:
-    """What a finished run must have in common with the undisturbed one: metrics by step, and hashes by file.
+    """The results of a finished run that must equal the undisturbed one's: metrics by step, and hashes by file.
 
     Trajectories are hashed by their values: files of the same rows may differ.
     """
@@ -117,7 +117,7 @@ def is_compared(metric: str) -> bool:
 
 
 def differences(reference: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What two fingerprints do not agree on, in a line each; none: the runs are the same, bit for bit."""
+    """The differences of two fingerprints, a line each; none: the runs are the same, bit for bit."""
     lines = []
     for name in sorted(reference.keys() | found.keys()):
         a, b = reference.get(name), found.get(name)

@@ -1,11 +1,11 @@
-"""What the controller has to do in a step of a run with 1,024 ranks, in seconds of its process.
+"""The controller's work in a step of a run with 1,024 ranks, in seconds of its process.
 
 The trainer's own code (sync_weights, generate, evaluate_models, update, and the moves of memory between them) drives a group
 of 1,024 ranks for each role, and engines on the same devices, over a real Ray. The ranks are simulated: a few processes play
 all of them and answer with zeros of the real sizes, and a few more play the relays that call the ranks of a machine. Engines
 give at once what would finish between two of their tables. So every call, every result, and all that is planned, put into the
 object store, gathered and merged is real; not seen are the network (one machine), Ray's connections to 1,024 processes, and all
-that ranks compute. What else the controller does in a step is measured with --whole: it computes advantages, and writes the
+that ranks compute. The rest of the controller's work in a step is measured with --whole: it computes advantages, and writes the
 trajectories.
 
 Controller seconds are those of its process's processor, which a busy machine changes little; wall seconds have the simulated
@@ -15,7 +15,6 @@ ranks' own work in them, which shares the machine's few cores with the controlle
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ import psutil
 import pyarrow as pa
 import ray
 from dispatch_ranks import ENGINE_RANKS, SimulatedGroup, SimulatedRelayedGroup
-from facts import environment
+from facts import announce, write_report
 from rich.console import Console
 
 from megarl.cluster import ResourcePool
@@ -251,7 +250,8 @@ def main() -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="the same as JSON")
     options = parser.parse_args()
-    facts = environment(("ray", "pyarrow", "numpy"))
+    facts = announce(("ray", "pyarrow", "numpy"))
+    # A real Ray, whose processes play all ranks; then the steps of each kind on the same ranks.
     with tempfile.TemporaryDirectory() as folder:
         ray.init(
             address="local",
@@ -268,9 +268,6 @@ def main() -> None:
         try:
             looked = deaths_checked(run)
             print(
-                f"$ {facts['command']}\n{facts['cores']} cores of {facts['cpu']}, load {facts['load_average_before']:.1f}"
-            )
-            print(
                 f"actor and critic: {options.ranks} ranks each (TP{options.tp} x PP{options.pp} x DP{roles.actor.layout.dp}), "
                 f"{roles.engines.world_size} engines; played by {(5 if options.node else 3) * options.hosts} processes"
             )
@@ -283,12 +280,8 @@ def main() -> None:
             for group in run.groups:
                 group.shutdown()
             ray.shutdown()
-    if options.out:
-        sizes = {
-            name: getattr(options, name) for name in ("ranks", "tp", "pp", "node", "hosts", "trajectories")
-        }
-        report = {**facts, **sizes, "seconds_of_a_look": looked, "results": results}
-        Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
+    sizes = {name: getattr(options, name) for name in ("ranks", "tp", "pp", "node", "hosts", "trajectories")}
+    write_report(options.out, **facts, **sizes, seconds_of_a_look=looked, results=results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What stands in for ranks and engines in dispatch.py: processes that each play many ranks, and answer with zeros.
+"""Stand-ins for ranks and engines in dispatch.py: processes that each play many ranks, and answer with zeros.
 
 They take what the controller really sends, and return columns of the real sizes; no model is there.
 """
@@ -14,8 +14,8 @@ import pyarrow as pa
 import ray
 
 from megarl.cluster import ResourcePool, WorkerGroup, wait
-from megarl.cluster.group import RELAY, RelayedGroup, shares_of
 from megarl.cluster.ranks import RankInfo
+from megarl.cluster.relays import RELAY, RelayedGroup, shares_of
 from megarl.data.trajectories import Generation, build_trajectories, list_lengths, take
 from megarl.layout.grid import ParallelLayout, coords_of
 from megarl.rollout.engine import SyncReport
@@ -27,7 +27,7 @@ ENGINE_RANKS = 8
 class SimulatedGroup(WorkerGroup):
     """A worker group whose `world_size` ranks are played by fewer real processes: rank r by process r % their number.
 
-    Calls, results and waiting are those of a real group. What is not: Ray has as many connections as there are processes.
+    Calls, results and waiting are a real group's. One thing is not: Ray has as many connections as there are processes.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class SimulatedGroup(WorkerGroup):
             replace(self.hosting[rank % num_hosts], rank=rank, mark=f"{rank}") for rank in range(world_size)
         ]
 
-    def shutdown(self, timeout: float = 10.0) -> None:
+    def shutdown(self) -> None:
         self.processes = getattr(self, "hosting", self.processes)
-        super().shutdown(timeout)
+        super().shutdown()
 
 
 class SimulatedRelayedGroup(RelayedGroup, SimulatedGroup):
@@ -74,7 +74,7 @@ def called_rank() -> int:
 
 
 class Movable:
-    """What leaves the devices and comes back: nothing is there."""
+    """Moves of memory off the devices and back: there is none."""
 
     def release_memory(self, parts: list[str]) -> None:
         pass

@@ -1,5 +1,6 @@
-"""What a reader must know of a machine to read its numbers."""
+"""The facts of a machine that a reader needs to understand its numbers; the head and the report of a benchmark."""
 
+import json
 import os
 import platform
 import re
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_SOURCES = ("megarl", "benchmarks", "recipes")  # what decides over how a run goes
+_SOURCES = ("megarl", "benchmarks", "recipes")  # the files that a run depends on
+_BUSY = 0.5  # load average above which figures are not for publication
 
 
 def environment(packages: tuple[str, ...]) -> dict[str, Any]:
@@ -28,6 +30,27 @@ def environment(packages: tuple[str, ...]) -> dict[str, Any]:
         "load_average_before": os.getloadavg()[0],
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
     }
+
+
+def announce(packages: tuple[str, ...]) -> dict[str, Any]:
+    """`environment`, printed as the head of a benchmark's output."""
+    facts = environment(packages)
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    print(
+        f"$ {facts['command']}\n{facts['cores']} cores of {facts['cpu']}, {facts['memory_gib']} GiB; {versions}"
+    )
+    if facts["load_average_before"] > _BUSY:
+        print(
+            f"WARNING   the machine was busy before (load {facts['load_average_before']:.1f}): not for publication"
+        )
+    return facts
+
+
+def write_report(out: str | Path | None, **report: Any) -> None:
+    """Write facts and figures as JSON; nowhere if `out` is None."""
+    if out is not None:
+        Path(out).write_text(json.dumps(report, indent=1) + "\n")
+        print(f"written to {out}")
 
 
 def without_paths(command: str) -> str:

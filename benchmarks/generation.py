@@ -1,4 +1,4 @@
-"""Tokens per second of an engine on a CPU, with rollout.deterministic and without, beside Hugging Face's `generate`.
+"""Tokens per second of an engine on a CPU, with rollout.deterministic and without, compared with Hugging Face's `generate`.
 
 Three processes with the same tiny model stand side by side and answer the same prompts in turn, one at a time and with one thread each,
 so that whatever else the machine does meets all. Every response has as many tokens as it may, drawn at temperature 1.
@@ -8,7 +8,6 @@ so that whatever else the machine does meets all. Every response has as many tok
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from facts import environment
+from facts import announce, write_report
 from transformers import AutoModelForCausalLM
 
 from megarl.rollout.engine import EngineConfig, SamplingParams
@@ -131,12 +130,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    facts = environment(("torch", "sglang", "transformers"))
+    facts = announce(("torch", "sglang", "transformers"))
     with tempfile.TemporaryDirectory() as folder:
         model = example("tiny_model").make_tiny_model(
             Path(folder, "model"), example("arithmetic").arithmetic_texts(), hidden_size=args.hidden_size,
             ffn_hidden_size=4 * args.hidden_size, num_layers=args.num_layers,
         )  # fmt: skip
+        # Three engines serve the same model, each in a process of its own, and take turns.
         context = args.prompt_tokens + args.new_tokens + 8
         config = EngineConfig(
             str(model),
@@ -153,7 +153,6 @@ def main() -> None:
         rows = measure(engines, args)
         for engine in engines.values():
             engine.close()
-    print(json.dumps(facts))
     print(
         f"{args.num_layers} layers, hidden {args.hidden_size}, {args.prompt_tokens} + {args.new_tokens} tokens, "
         f"{args.samples} samples of a prompt"
@@ -165,10 +164,7 @@ def main() -> None:
             f"batch {row['batch_size']:4d} {row['by']:>22} {median:8.0f} tokens/s ({least:.0f} to {most:.0f}), "
             f"{step:.1f} ms for a token of all"
         )
-    if args.out is not None:
-        args.out.write_text(
-            json.dumps({**facts, "sizes": vars(args) | {"out": None}, "rows": rows}, indent=1)
-        )
+    write_report(args.out, **facts, sizes=vars(args) | {"out": None}, rows=rows)
 
 
 if __name__ == "__main__":

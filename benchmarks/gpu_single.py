@@ -33,7 +33,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from facts import environment
+from facts import environment, write_report
 from transformers import AutoTokenizer
 
 from megarl.config import TrainConfig, load_config, needs_old_log_probs, needs_ref_log_probs, resolve
@@ -69,7 +69,7 @@ TRAINER = (
 
 @dataclass(frozen=True)
 class Job:
-    """What is run: trajectories of a step, tokens of prompts and responses, the model's shape."""
+    """The job: trajectories of a step, tokens of prompts and responses, the model's shape."""
 
     shape: dict
     batch: int
@@ -119,7 +119,7 @@ class PeakMemory:
             command = psutil.Process(self._run)
             for process in (command, *command.children(recursive=True)):
                 total += process.memory_info().rss
-        except psutil.NoSuchProcess:  # some ended meanwhile
+        except psutil.NoSuchProcess:  # some have ended
             return 0.0
         return total / 2**20
 
@@ -333,8 +333,7 @@ def main() -> None:
         print(f"the training phases alone, on synthetic trajectories: {reason}", flush=True)
     report = run(options, gpu, generates=reason is None)
     show(report)
-    if options.out:
-        Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, **report)
 
 
 if __name__ == "__main__":

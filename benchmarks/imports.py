@@ -1,4 +1,4 @@
-"""Processor seconds and memory of what the processes of a run import, with Python's garbage collector running meanwhile and without.
+"""Processor seconds and memory of the imports of a run's processes, with Python's garbage collector running and paused.
 
     python benchmarks/imports.py --out FILE
 
@@ -11,11 +11,10 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-from facts import REPOSITORY, environment
+from facts import REPOSITORY, announce, write_report
 
-# What a trainer rank imports, and what an engine's owner does; on a GPU its schedulers, too.
+# The imports of a trainer rank, and of an engine's owner; on a GPU of its schedulers, too.
 MODULES = ("megarl.trainer.workers.model", "sglang.srt.managers.scheduler")
 CHILD = """
 import contextlib, importlib, json, resource, sys
@@ -45,9 +44,8 @@ def main() -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="the same as JSON")
     options = parser.parse_args()
-    facts = environment(("torch", "megatron-core", "sglang", "transformers"))
-    print(f"$ {facts['command']}\n{facts['cores']} cores of {facts['cpu']}\n")
-    print("imported                         collector   seconds      MiB")
+    facts = announce(("torch", "megatron-core", "sglang", "transformers"))
+    print("\nimported                         collector   seconds      MiB")
     results = []
     for module in MODULES:
         measure(module, "paused")  # reads the files once
@@ -56,8 +54,7 @@ def main() -> None:
             seconds, mebibytes = (statistics.median(values) for values in zip(*found, strict=True))
             results.append({"module": module, "collector": how, "seconds": seconds, "peak_mib": mebibytes})
             print(f"{module:32} {how:10} {seconds:8.2f} {mebibytes:8.0f}", flush=True)
-    if options.out:
-        Path(options.out).write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    write_report(options.out, **facts, results=results)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from facts import environment
+from facts import announce, write_report
 
 from megarl.config.schema.models import OptimConfig
 from megarl.layout.grid import ParallelLayout
@@ -43,7 +43,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What every layout computes; lengths and batch sizes in tokens."""
+    """The work that every layout computes; lengths and batch sizes in tokens."""
 
     num_layers: int
     hidden_size: int
@@ -212,20 +212,12 @@ def parse_arguments() -> tuple[list[str], Workload, Path | None]:
 def main() -> None:
     layouts, work, out = parse_arguments()
     os.environ.update(ENVIRONMENT)  # the ranks inherit it; some of it is read when torch is imported
-    facts = environment(("torch", "megatron-core", "numpy", "megarl"))
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    print(f"command   {facts['command']}")
-    print(f"machine   {facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB")
-    print(f"versions  {versions}")
+    facts = announce(("torch", "megatron-core", "numpy", "megarl"))
     print(
         f"work      {work.num_layers} layers, hidden {work.hidden_size}, vocabulary {work.vocab_size}, float32; "
         f"{work.batch_tokens} tokens a step in sequences of {work.length}, micro-batches of "
         f"{work.micro_batch_tokens}; {work.steps} steps after {work.warmup}"
     )
-    if facts["load_average_before"] > 0.5:
-        print(
-            f"WARNING   the machine was busy before (load {facts['load_average_before']:.1f}): not for publication"
-        )
     print(f"\n{'layout':<14}{'ranks':>5}{'tokens/s':>11}{'min':>9}{'max':>9}{'MiB/rank':>10}{'loss':>18}")
     results = []
     for name in layouts:
@@ -237,9 +229,7 @@ def main() -> None:
             f"{result['peak_rss_mib_per_rank']:>10.0f}{result['first_loss']:>9.4f}{result['last_loss']:>9.4f}",
             flush=True,
         )
-    if out is not None:
-        out.write_text(json.dumps({**facts, "work": asdict(work), "results": results}, indent=2) + "\n")
-        print(f"\nwritten to {out}")
+    write_report(out, **facts, work=asdict(work), results=results)
 
 
 if __name__ == "__main__":

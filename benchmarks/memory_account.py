@@ -1,4 +1,4 @@
-"""Memory of a tiny model with and without adapters, as real ranks allocate it, beside what is planned for it.
+"""Memory of a tiny model with and without adapters, as real ranks allocate it, compared with the plan's.
 
 Weights, gradients and optimizer states are the storages after a training step, activations the most that autograd keeps in
 it (in float32, with megarl's modules in torch). Each layout runs on gloo ranks of this machine.

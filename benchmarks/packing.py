@@ -1,6 +1,6 @@
 """How evenly the trajectories of a mini-batch are shared out over data parallel ranks and micro-batches.
 
-megarl's plans beside three usual ways, on the same mini-batches: rows in their order; the longest first, each to the emptiest
+megarl's plans compared with three usual ways, on the same mini-batches: rows in their order; the longest first, each to the emptiest
 rank (LPT); Karmarkar-Karp over the ranks, then within each. All have the same number of micro-batches on all ranks, within
 the same budget of tokens; what they level is tokens, megarl's plans cost (matrices and attention). No model is made.
 
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from facts import environment
+from facts import announce, write_report
 
 from megarl.costs.flops import model_flops
 from megarl.data.balance import (
@@ -89,7 +89,7 @@ def in_order(lengths: np.ndarray, num_dp: int, max_tokens: int) -> MiniBatch:
             room -= int(lengths[row])
         shares.append(share)
     count = max(map(len, shares))
-    return [share + [[]] * (count - len(share)) for share in shares]  # others run empty ones meanwhile
+    return [share + [[]] * (count - len(share)) for share in shares]  # others run empty ones
 
 
 def longest_first(lengths: np.ndarray, num_dp: int, max_tokens: int) -> MiniBatch:
@@ -202,9 +202,10 @@ def main() -> None:
     random = np.random.default_rng(0)
     prompts = prompt_lengths(options, random, options.batches * options.rows)
     pair_share = model_flops(read_model_config(str(MODEL))).pair_share
-    facts = environment(("numpy",))
-    print(f"$ {facts['command']}\n{facts['cores']} cores of {facts['cpu']}; costs of {MODEL.name}")
-    print(f"mini-batches: {options.batches} of {options.rows} trajectories; seconds are of the processor\n")
+    facts = announce(("numpy",))
+    print(
+        f"costs of {MODEL.name}; mini-batches: {options.batches} of {options.rows} trajectories; seconds are of the processor\n"
+    )
     print("                               ranks          micro-batches")
     print("task       way              dp  cost   tokens   cost   tokens  a rank  seconds")
     results = []
@@ -220,10 +221,9 @@ def main() -> None:
                     f"{found.micro_cost:7.2%} {found.micro_tokens:7.2%} {found.micro_batches:6.1f} {found.seconds:8.4f}",
                     flush=True,
                 )
-    if options.out:
-        report = {**facts, "rows": options.rows, "batches": options.batches, "pair_share": pair_share}
-        report["prompts"] = "drawn from quantiles" if options.gsm8k is None else "GSM8K's questions"
-        Path(options.out).write_text(json.dumps({**report, "results": results}, indent=1) + "\n")
+    source = "drawn from quantiles" if options.gsm8k is None else "GSM8K's questions"
+    sizes = {"rows": options.rows, "batches": options.batches, "pair_share": pair_share, "prompts": source}
+    write_report(options.out, **facts, **sizes, results=results)
 
 
 if __name__ == "__main__":

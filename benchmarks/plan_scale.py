@@ -9,8 +9,6 @@ Seconds are those of the processor (the process has one thread), so that a busy 
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
@@ -18,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from facts import environment
+from facts import announce, write_report
 
 from megarl.layout import Plan, make_plan, place_engines
 from megarl.layout.grid import ParallelLayout
@@ -113,11 +111,8 @@ def main() -> None:
     if options.worker:
         print(json.dumps(asdict(measure(options.train[0], options.rollout[0]))))
         return
-    results, facts = [], environment(("numpy",))
-    print(f"$ {facts['command']}")
-    print(
-        f"{os.cpu_count()} cores, Python {platform.python_version()}; 671B parameters, {WORLD} ranks, a bucket is {BUCKET >> 20} MiB"
-    )
+    results, facts = [], announce(("numpy",))
+    print(f"671B parameters, {WORLD} ranks, a bucket is {BUCKET >> 20} MiB")
     print(
         f"{'train':14} {'rollout':15} {'one sends':>9} {'one gets':>9} {'all ranks':>9} {'RSS':>9} {'copies':>10} {'buckets':>7}"
     )
@@ -133,8 +128,7 @@ def main() -> None:
                 f"{found.peak_mib:5} MiB {found.num_copies:10,} {found.num_buckets:7} (at least {found.fewest_buckets})",
                 flush=True,
             )
-    if options.out:
-        Path(options.out).write_text(json.dumps({**facts, "results": results}, indent=2) + "\n")
+    write_report(options.out, **facts, results=results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The planner beside runs that others measured on real GPUs and published: seconds, and how many times as long the run took.
+"""The planner compared with runs that others measured on real GPUs and published: seconds, and how many times as long the run took.
 
 Nothing is run here: each row's layout goes through the code of `megarl plan step`. Rows and their sources are in
 published_rows.py. `--markdown` prints the table of docs/planning.md.
@@ -180,7 +180,7 @@ HEADS = ("run", "what", "measured", "planned", "took, x planned")
 
 
 def markdown(found: Sequence[Compared]) -> str:
-    """The tables of docs/planning.md: rows that were looked at while the terms were made, and those that were held out."""
+    """The tables of docs/planning.md: rows that were looked at while the terms were made, and held-out rows."""
     parts = []
     for words, rows in _kinds(found):
         lines = [f"| {' | '.join(HEADS)} |", "|---|---|---|---|---|"]

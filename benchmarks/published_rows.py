@@ -1,6 +1,6 @@
 """Runs that others measured on real GPUs and published, as the planner can be asked for them.
 
-What a row has beside its measurement are facts of the run: layout, batch, mean lengths, precision, and how its framework works (whether
+Besides its measurement a row has facts of the run: layout, batch, mean lengths, precision, and how its framework works (whether
 its engines replay CUDA graphs, whether it gathers whole tensors for a weight sync, whether its trainer has fused kernels).
 No row has a constant of its own. Sources are the projects' pages of 2025 and 2026; no run was repeated here.
 """
@@ -50,7 +50,7 @@ class Row:
     Attributes:
         measures: "step" (seconds), "rollout" (seconds of generation), "update" (seconds of the optimizer steps), "mfu" (part of the
             peak, of the optimizer steps), "sync" (seconds of the weight sync).
-        low, high: what was measured; the same where one number was published.
+        low, high: the measured values; the same where one number was published.
         model: a folder of recipes/models, or one of MODELS. keys: over recipes/bases/math_grpo.yaml.
         prompt, response: mean tokens; None where they were not published: the planner's own assumption.
         eager: engines launch each kernel from Python. gathers: every rank gets every whole tensor in a weight sync.

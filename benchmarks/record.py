@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- results: benchmarks/record.py writes them -->", "<!-- end of results -->"
 
 Rows = Iterable[tuple[str, str]]
-"""What was measured, and the figure."""
+"""Measured things and their figures."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ RECORDINGS = {
 
 
 def facts_of(report: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """What the report says of its command, machine and versions, and its date."""
+    """A report's command, machine and versions, and its date."""
     if "parts" in report:  # chaos: one or several recordings in a file
         last = report["parts"][-1]
         return last["environment"], last["written"][:10]

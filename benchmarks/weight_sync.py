@@ -1,4 +1,4 @@
-"""Seconds, bytes and memory of a weight sync: megarl's, beside the full-gather way, in one run on one machine.
+"""Seconds, bytes and memory of a weight sync: megarl's, compared with the full-gather way, in one run on one machine.
 
 Trainer ranks (gloo) and engine ranks are processes of their own; rank i of both shares device i, as where trainer and
 engine are colocated and engine ranks are placed where most of their weights lie already. Trainer ranks hold Megatron's shards of a random model, engine ranks SGLang's parameters, empty. Four ways,
@@ -6,9 +6,9 @@ on the same shards, in the same buckets:
 
 - megarl: slices go from shard to shard through memory that both ends map; each is verified where it arrives;
 - megarl p2p: the same, but all of it over gloo, as between machines;
-- adapters: of a model with low-rank adapters that engines serve beside the weights: the adapters alone, through memory
+- adapters: of a model with low-rank adapters that engines serve next to the weights: the adapters alone, through memory
   that both ends map, as in every version but the first;
-- full gather (`full_gather.py`): every trainer rank gathers every full tensor, the engine rank beside it slices them.
+- full gather (`full_gather.py`): every trainer rank gathers every full tensor, the engine rank on its device slices them.
 
 In each round all of them take their turn. A time is that of the slowest rank from a common start. A first round of each
 (connections, first touch) is not counted; after it the engine ranks' parameters are compared with the model's tensors.
@@ -17,7 +17,6 @@ In each round all of them take their turn. A time is that of the slowest rank fr
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from facts import environment
+from facts import announce, write_report
 from rich.console import Console
 from rich.table import Table
 from weight_sync_cases import CASES, DTYPE, Case, lora_of, model_of, sync_plan
@@ -190,7 +189,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file for all figures")
     arguments = parser.parse_args()
     os.environ.update(ENVIRONMENT)  # for the ranks
-    facts = environment(("torch", "isal", "megarl"))
+    facts = announce(("torch", "isal", "megarl"))
     results = []
     for name in arguments.cases:
         case = CASES[name] if arguments.layers is None else replace(CASES[name], layers=arguments.layers)
@@ -198,14 +197,7 @@ def main() -> None:
         results.append(measure(name, case, bucket_bytes, arguments.rounds, arguments.lora_rank))
         print(f"{name}: done")
     show(results)
-    print(json.dumps(facts))
-    if facts["load_average_before"] > 0.5:
-        print(
-            f"WARNING   the machine was busy before (load {facts['load_average_before']:.1f}): not for publication"
-        )
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({**facts, "results": results}, indent=2) + "\n")
-        print(f"written to {arguments.out}")
+    write_report(arguments.out, **facts, results=results)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def model_of(case: Case) -> ModelConfig:
 
 
 def lora_of(case: Case, rank: int) -> LoraConfig:
-    """Adapters on all linear layers, or where there are experts on those of attention."""
+    """Adapters on all linear layers, or, where there are experts, on attention's."""
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     return LoraConfig(rank=rank, **({"target_modules": attention} if case.moe else {}))
 
@@ -82,7 +82,7 @@ def sync_places(case: Case) -> tuple[tuple[RankPlace, ...], tuple[RankPlace, ...
 
 
 def sync_plan(case: Case, bucket_bytes: int, transport: str, adapters: LoraConfig | None = None) -> SyncPlan:
-    """`adapters`: what engines serve beside the weights; None: nothing."""
+    """`adapters`: the adapters that engines serve next to the weights; None: none."""
     sources, targets = sync_places(case)
     return SyncPlan(
         config=model_of(case),

@@ -44,6 +44,7 @@ def run(*arguments: str) -> float:
 
 def commands(out: str, seed: int) -> dict[str, tuple[str, ...]]:
     """The stages' names and commands, in their order."""
+    # Three kinds of commands, which share most keys: supervised training, judging by the rule, and PPO.
     data = f"{out}/data"
     task = [text for name, number in TASK.items() for text in (f"--{name}", number)]
 

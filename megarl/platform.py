@@ -92,6 +92,11 @@ def install() -> None:
     _patch_megatron()
 
 
+def _nothing() -> Callable[..., None]:
+    """A function of its own that does nothing (torch.compile refuses one function under two names)."""
+    return lambda *args, **kwargs: None
+
+
 class _Stream:
     """The CPU's one timeline: every stream is it, and it is always up to date."""
 
@@ -101,45 +106,23 @@ class _Stream:
     def __enter__(self) -> "_Stream":
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
-        return None
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
 
     def __hash__(self) -> int:
         return 0
 
-    def wait_stream(self, stream: Any) -> None:
-        return None
-
-    def wait_event(self, event: Any) -> None:
-        return None
-
     def record_event(self, event: "_Event | None" = None) -> "_Event":
         return event or _Event()
-
-    def synchronize(self) -> None:
-        return None
 
     def query(self) -> bool:
         return True
 
+    __exit__, wait_stream, wait_event, synchronize = (_nothing() for _ in range(4))
+
 
 class _Event:
     """A point on the CPU's one timeline; it has always passed."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def record(self, stream: Any = None) -> None:
-        return None
-
-    def wait(self, stream: Any = None) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
 
     def query(self) -> bool:
         return True
@@ -147,10 +130,7 @@ class _Event:
     def elapsed_time(self, end: Any) -> float:
         return 0.0
 
-
-def _nothing() -> Callable[..., None]:
-    """A function of its own that does nothing (torch.compile refuses one function under two names)."""
-    return lambda *args, **kwargs: None
+    __init__, record, wait, synchronize = (_nothing() for _ in range(4))
 
 
 def _patch_cuda_module() -> None:
@@ -173,19 +153,10 @@ def _patch_cuda_module() -> None:
 def _patch_rng() -> None:
     """The CUDA generator is the CPU's default generator (dropout and recompute use megatron's tracker of it)."""
 
-    def get_rng_state(device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
-        torch.set_rng_state(new_state)
-
-    def manual_seed(seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
-
     for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = get_rng_state
-        module.set_rng_state = set_rng_state
-        module.manual_seed = manual_seed
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda new_state, device=None: torch.set_rng_state(new_state)
+        module.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
 
 
 def _names_cuda(value: Any) -> bool:

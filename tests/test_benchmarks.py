@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,32 +13,27 @@ import torch
 from megarl.costs.flops import LayerFlops, ModelFlops
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = [
-    "--hidden-size=64",
-    "--length=32",
-    "--batch-tokens=256",
-    "--micro-batch-tokens=64",
-    "--steps=2",
-    "--warmup=1",
-]
+SMALL = (
+    "--hidden-size=64", "--length=32", "--batch-tokens=256", "--micro-batch-tokens=64", "--steps=2", "--warmup=1",
+)  # fmt: skip
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "benchmarks/megatron_step.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def run(script: str, *arguments: str, timeout: int = 280) -> subprocess.CompletedProcess:
+    command = [sys.executable, f"benchmarks/{script}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def report_of(folder: Path, script: str, *arguments: str) -> dict[str, Any]:
+    """Run a benchmark; the report that it writes."""
+    out = folder / "report.json"
+    result = run(script, *arguments, "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    return json.loads(out.read_text())
 
 
 @pytest.mark.slow
 def test_megatron_step_measures_layouts_on_the_same_work(tmp_path: Path) -> None:
-    result = run(*SMALL, "--out", str(tmp_path / "step.json"), "--layouts", "1", "pp2")
-    assert result.returncode == 0, result.stderr
-    report = json.loads((tmp_path / "step.json").read_text())
-    one, pp2 = report["results"]
+    one, pp2 = report_of(tmp_path, "megatron_step.py", *SMALL, "--layouts", "1", "pp2")["results"]
     assert (one["ranks"], pp2["ranks"]) == (1, 2)
     assert abs(one["first_loss"] - pp2["first_loss"]) < 1e-4
     assert one["last_loss"] < one["first_loss"]
@@ -48,23 +44,14 @@ def test_megatron_step_measures_layouts_on_the_same_work(tmp_path: Path) -> None
 
 
 def test_megatron_step_refuses_what_cannot_be_compared() -> None:
-    result = run(*SMALL, "--layouts", "dp3")
+    result = run("megatron_step.py", *SMALL, "--layouts", "dp3")
     assert result.returncode == 2
     assert "layout 'dp3': --batch-tokens 256 must be a multiple of 192" in result.stderr
 
 
 def test_plan_scale_plans_671b_parameters_for_512_ranks_within_two_gib(tmp_path: Path) -> None:
-    out = tmp_path / "scale.json"
-    sizes = ["--train=tp1-pp16-ep32", "--rollout=tp32-ep32"]
-    result = subprocess.run(
-        [sys.executable, "benchmarks/plan_scale.py", *sizes, "--out", out],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr
-    (figures,) = json.loads(out.read_text())["results"]
+    sizes = ("--train=tp1-pp16-ep32", "--rollout=tp32-ep32")
+    (figures,) = report_of(tmp_path, "plan_scale.py", *sizes)["results"]
     # A copy for each tensor of an engine rank: 8 experts x 3 in 58 layers, 8 of attention in 61, 4 of a dense and 6 of
     # another layer's MLP (router and shared experts), embedding, final norm and head.
     assert figures["num_copies"] == 512 * (58 * 8 * 3 + 61 * 8 + 3 * 4 + 58 * 6 + 3)
@@ -73,25 +60,8 @@ def test_plan_scale_plans_671b_parameters_for_512_ranks_within_two_gib(tmp_path:
 
 
 def test_weight_sync_measures_all_ways_and_finds_the_formulas_bytes(tmp_path: Path) -> None:
-    out = tmp_path / "sync.json"
-    result = subprocess.run(
-        [
-            sys.executable,
-            "benchmarks/weight_sync.py",
-            "--cases",
-            "TP4 -> TP2",
-            "--layers=1",
-            "--rounds=1",
-            "--out",
-            out,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
-    (figures,) = json.loads(out.read_text())["results"]
+    options = ("--cases", "TP4 -> TP2", "--layers=1", "--rounds=1")
+    (figures,) = report_of(tmp_path, "weight_sync.py", *options)["results"]
     # HybridFlow's (tp - t_g p_g) / (t_g p_g t p) M, but for norms: these are on every device already.
     formula = (4 - 2) / (2 * 4) * figures["model_bytes"]
     for way in ("megarl", "megarl p2p"):
@@ -109,16 +79,7 @@ def test_weight_sync_measures_all_ways_and_finds_the_formulas_bytes(tmp_path: Pa
 
 
 def test_packing_is_more_even_than_the_usual_ways(tmp_path: Path) -> None:
-    out = tmp_path / "packing.json"
-    result = subprocess.run(
-        [sys.executable, "benchmarks/packing.py", "--batches=2", "--dp", "2", "32", "--out", out],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(out.read_text())
+    report = report_of(tmp_path, "packing.py", "--batches=2", "--dp", "2", "32")
     # No path of this machine:
     assert report["command"] == "python benchmarks/packing.py --batches=2 --dp 2 32"
     found = {(r["task"], r["way"], r["dp"]): r for r in report["results"]}
@@ -133,25 +94,10 @@ def test_packing_is_more_even_than_the_usual_ways(tmp_path: Path) -> None:
 
 
 def test_dispatch_counts_the_controllers_seconds(tmp_path: Path) -> None:
-    out = tmp_path / "dispatch.json"
-    sizes = [
-        "--ranks=64",
-        "--tp=2",
-        "--pp=2",
-        "--hosts=2",
-        "--trajectories=256",
-        "--shortest=20",
-        "--longest=200",
-    ]
-    result = subprocess.run(
-        [sys.executable, "benchmarks/dispatch.py", *sizes, "--steps=1", "--kinds=PPO", "--out", out],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
-    (found,) = json.loads(out.read_text())["results"]
+    sizes = (
+        "--ranks=64", "--tp=2", "--pp=2", "--hosts=2", "--trajectories=256", "--shortest=20", "--longest=200",
+    )  # fmt: skip
+    (found,) = report_of(tmp_path, "dispatch.py", *sizes, "--steps=1", "--kinds=PPO")["results"]
     assert len(found["steps"]) == 1
     best = found["best"]
     assert 256 * (100 + 20) <= best["tokens"] <= 256 * (300 + 200)
@@ -191,16 +137,12 @@ def test_the_tables_of_results_are_those_of_the_raw_files(
         assert written.partition(record.END)[2] == text.partition(record.END)[2]
 
 
-def gpu_single(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "benchmarks/gpu_single.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("train_only", [False, True])
 def test_gpu_single_runs_on_a_cpu_with_a_tiny_model(train_only: bool, tmp_path: Path) -> None:
     out = tmp_path / "single.json"
-    result = gpu_single("--shrink", "--steps=1", "--out", str(out), *(["--train-only"] if train_only else []))
+    options = ("--shrink", "--steps=1", "--out", str(out), *(["--train-only"] if train_only else []))
+    result = run("gpu_single.py", *options)
     assert result.returncode == 0, result.stderr
     report = json.loads(out.read_text())
     phases = report["phases"]
@@ -215,7 +157,7 @@ def test_gpu_single_runs_on_a_cpu_with_a_tiny_model(train_only: bool, tmp_path: 
 def test_gpu_single_says_that_there_is_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    result = gpu_single()
+    result = run("gpu_single.py")
     assert result.returncode == 2
     assert "there is no CUDA GPU here; --shrink runs the same code" in result.stderr
 
@@ -248,13 +190,7 @@ def test_operations_of_a_step_on_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.timeout(1500)
 def test_the_reward_rises_with_every_estimator_and_policy_loss() -> None:
     """Ten real runs of the demo's task; the script's exit code says whether a reward did not rise."""
-    result = subprocess.run(
-        [sys.executable, "benchmarks/algorithms.py", "--steps", "8"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1450,
-    )
+    result = run("algorithms.py", "--steps", "8", timeout=1450)
     assert result.returncode == 0, result.stdout + result.stderr
     runs = json.loads((ROOT / "outputs/algorithms/results.json").read_text())["results"]
     assert len(runs) == 10 and all(run["last"] > run["first"] for run in runs)

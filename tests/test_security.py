@@ -2,7 +2,7 @@
 
 Elsewhere: programs of the model and their limits (tests/rewards/sandbox/test_sandbox.py, test_code_tests.py), tensors of
 checkpoints with a payload (tests/megatron/checkpoint/test_format.py), ports of a lone engine and of Ray alone
-(tests/rollout/sglang/test_engine.py, tests/cluster/test_group.py).
+(tests/rollout/sglang/test_engine.py, tests/cluster/test_cluster.py).
 """
 
 import ast

@@ -46,7 +46,7 @@ class PeakMemory(threading.Thread):
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             try:
                 total += process.memory_full_info().pss
-            except psutil.Error:  # it ended meanwhile
+            except psutil.Error:  # it has ended
                 continue
         return total
 

@@ -11,7 +11,7 @@ from task import NUM_PROMPTS, SAMPLES
 from watching import Watched
 
 PHASES = ("sync", "generate", "reward", "evaluate", "update", "other")
-# What a framework calls them; `evaluate` is every forward pass without a gradient, by actor, reference or critic.
+# A framework's names for them; `evaluate` is every forward pass without a gradient, by actor, reference or critic.
 NAMES = {
     "sync": ("sync",),
     "generate": ("generate", "gen"),
@@ -32,7 +32,7 @@ class Step:
     reward: float
 
     def is_quiet(self, cores: float) -> bool:
-        """Whether others took less than so many cores meanwhile."""
+        """Whether other processes took less than so many cores during the step."""
         return self.others < cores * self.seconds
 
 
@@ -65,7 +65,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(rows: list[dict[str, Any]], seen: Watched) -> list[Step]:
-    """What was measured of each step."""
+    """The measurements of each step."""
     steps = []
     for row in rows:
         seconds = row["end"] - row["begin"]

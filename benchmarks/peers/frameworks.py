@@ -2,7 +2,7 @@
 
 The micro-batching is the same for all: one optimizer step on the 128 trajectories of a step, in one micro-batch (megarl's two
 data parallel ranks have half of it each). Peers run as their authors ship them, with two threads; verl is edited where it does
-not run on a CPU (`verl_on_cpu.py`). What differs is in the README beside this file.
+not run on a CPU (`verl_on_cpu.py`). benchmarks/README.md lists the differences.
 """
 
 import sys
@@ -85,7 +85,7 @@ def python_of(framework: Framework, root: Path) -> Path:
 
 
 def command(framework: Framework, root: Path, task: Path, steps: int, out: Path) -> list[str]:
-    """What trains so many steps; its files go to `out`."""
+    """The command that trains so many steps; its files go to `out`."""
     python = str(python_of(framework, root))
     if framework.name == "megarl":
         return [python, "-m", "megarl", *megarl_arguments(framework.algorithm, task, steps, out)]

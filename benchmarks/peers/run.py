@@ -1,4 +1,4 @@
-"""megarl beside TRL and verl on one task, on this machine: seconds of a step by phase, memory, start-up.
+"""megarl compared with TRL and verl on one task, on this machine: seconds of a step by phase, memory, start-up.
 
     python benchmarks/peers/run.py                       # all of them; writes benchmarks/results/peers.json
     python benchmarks/peers/run.py --only megarl,trl --steps 10

@@ -1,4 +1,4 @@
-"""What a framework's process prints of each step, for `run.py` to find in its log. Imports nothing of any framework."""
+"""The lines that a framework's process prints for each step, for `run.py` to find in its log. Imports nothing of any framework."""
 
 import json
 import time

@@ -23,7 +23,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
-# What transformers 5 writes into tokenizer_config.json and transformers 4 reads otherwise, or not at all.
+# Keys that transformers 5 writes into tokenizer_config.json and transformers 4 reads otherwise, or not at all.
 _TRANSFORMERS_5_ONLY = ("backend", "is_local", "local_files_only", "extra_special_tokens")
 _FILLER = " please"  # one token: it is in every text that the tokenizer is trained on
 

@@ -1,4 +1,4 @@
-"""What both of TRL's trainers are told of the common task, in the same words."""
+"""The settings of the common task that both of TRL's trainers get."""
 
 from task import LEARNING_RATE, NUM_PROMPTS, SAMPLES
 

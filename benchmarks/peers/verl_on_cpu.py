@@ -78,7 +78,7 @@ def edit(folder: Path) -> None:
 
 
 def original(file: Path) -> str:
-    """The text of a file as it was before the first edit, which is kept beside it."""
+    """The text of a file as it was before the first edit, which is kept next to it."""
     kept = file.with_suffix(".py.installed")
     if not kept.exists():
         kept.write_text(file.read_text())

@@ -1,4 +1,4 @@
-"""A command and all its descendants, watched from outside: seconds of the processors, memory, and what others took meanwhile."""
+"""A command and all its descendants, watched from outside: seconds of the processors, memory, and the seconds that other processes took."""
 
 import os
 import secrets
@@ -27,7 +27,7 @@ class Look:
 
 @dataclass
 class Watched:
-    """What was seen of a command.
+    """The readings of a command.
 
     Attributes:
         began: when it was started, seconds of the epoch.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the manifests of this folder anew: what they are is the commands below, run in the repository's root. A test
+# Makes the manifests of this folder anew, by the commands below, run in the repository's root. A test
 # (tests/launch/test_kuberay.py) says when they are out of date.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

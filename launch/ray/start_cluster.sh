@@ -134,7 +134,7 @@ fi
 # Ray runs workers at nice 15, behind everything else on the host: here they are what the host is for.
 export RAY_worker_niceness=0
 
-# In the background, so that bash hears signals meanwhile. Not `ray stop` at the end: it ends every Ray of the host,
+# In the background, so that bash hears signals. Not `ray stop` at the end: it ends every Ray of the host,
 # also other people's; with --block Ray ends its own processes when it is told to.
 ray start "${options[@]}" "${extra[@]}" &
 ray_pid=$!

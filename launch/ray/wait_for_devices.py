@@ -2,7 +2,7 @@
 
     wait_for_devices.py ADDRESS:PORT --nodes N --devices D --kind GPU|CPU --seconds S
 
-Exit code 1: they were not within S seconds; says what was there. To be run on a host of the cluster.
+Exit code 1: they were not there within S seconds; says which were. To be run on a host of the cluster.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One node's part of a Slurm job; train.sbatch starts it on all of them. The head starts Ray, waits for the others' devices and
-# runs megarl; the others join it. What they tell each other lies in FOLDER:
+# runs megarl; the others join it. Their messages to each other lie in FOLDER:
 #
 #   head   the head's address and port          stop   the run shall save and end
 #   up     all devices have been there          done   megarl's exit code: all is over
@@ -25,7 +25,7 @@ fail() {
     exit 2
 }
 
-# The address of this node: of the interface, or that of the node's name. What is wrong with it is said as fail says things.
+# The address of this node: of the interface, or of the node's name. Problems are reported as fail does.
 own_address() {
     python3 - "${interface}" "${node}" "${SLURM_JOB_NUM_NODES}" << 'EOF'
 import fcntl, socket, struct, sys
@@ -207,7 +207,7 @@ run_worker() {
     fail "Ray's worker did not start in ${TRIES} tries"
 }
 
-# Without Ray megarl can do nothing any more but keep its next start waiting: what is left of it ends with this script. Slurm does not
+# Without Ray megarl can do nothing any more but keep its next start waiting: the rest of it ends with this script. Slurm does not
 # see to that everywhere: by linuxproc it tracks what has its parent.
 stop_all() {
     [[ -z "${driver}" ]] || kill -KILL "${driver}" 2> /dev/null || true

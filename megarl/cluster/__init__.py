@@ -15,8 +15,8 @@ It knows nothing of models, algorithms or torch: a worker class is named by its 
 in its own process only.
 
 Files: `cluster` starts or joins Ray, `fork_server` makes processes whose imports are done, `pool` reserves devices, `worker` is the
-rank's process, `ranks` describes a rank and names its errors, `group` is the controller's handle on all ranks of a role, directly or
-through relays, `waiting` waits for calls and explains failures, `watch` finds hangs, `report` writes a failure's report, `spans`
+rank's process, `ranks` describes a rank and names its errors, `group` is the controller's handle on all ranks of a role, `relays`
+calls large groups, `waiting` waits for calls and explains failures, `watch` finds hangs, `report` writes a failure's report, `spans`
 collects the spans of all processes, `guard` cleans up after dead processes, `hosts` does small jobs on a given machine.
 """
 
@@ -31,7 +31,7 @@ from megarl.cluster.cluster import (
     stop_cluster,
 )
 from megarl.cluster.fork_server import ProcessKind
-from megarl.cluster.group import WorkerGroup, group_kind
+from megarl.cluster.group import WorkerGroup
 from megarl.cluster.pool import Device, ResourcePool
 from megarl.cluster.ranks import (
     RankInfo,
@@ -43,6 +43,7 @@ from megarl.cluster.ranks import (
     WorkerHung,
     WorkerLost,
 )
+from megarl.cluster.relays import group_kind
 from megarl.cluster.report import write_report
 from megarl.cluster.spans import SpanCollector
 from megarl.cluster.waiting import stream, wait

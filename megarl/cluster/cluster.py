@@ -224,9 +224,7 @@ def start_cluster(
                 },
             )
         except Exception as error:  # which Ray raises where a server does not come up
-            kill_marked(mark)  # first, since `ray.shutdown` would wait for servers that hang
-            ray.shutdown()
-            shutil.rmtree(temp_dir, ignore_errors=True)
+            _end_at_once(mark, temp_dir)
             raise RayFailed(f"Ray did not start on this machine: {error}") from error
     servers = {
         name: processes[0].process.pid
@@ -256,9 +254,7 @@ def abandon_cluster(cluster: Cluster, ranks: Sequence[RankProcess] = ()) -> None
     the run's own `ranks` on this machine. The raylets of other machines end theirs, once they have missed the GCS server for 60 s.
     """
     if cluster.mark is not None and cluster.temp_dir is not None:
-        kill_marked(cluster.mark)
-        ray.shutdown()
-        shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+        _end_at_once(cluster.mark, cluster.temp_dir)
         return
     here = ray.get_runtime_context().get_node_id()
     for process in ranks:
@@ -266,6 +262,13 @@ def abandon_cluster(cluster: Cluster, ranks: Sequence[RankProcess] = ()) -> None
             kill_marked(process.mark, process_group=process.pid)
             remove_scratch(process.scratch)
     ray.shutdown()
+
+
+def _end_at_once(mark: str, temp_dir: str) -> None:
+    """End a cluster of this process; its servers first, since `ray.shutdown` would wait for servers that hang."""
+    kill_marked(mark)
+    ray.shutdown()
+    shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 def _joined_servers() -> dict[str, int]:
@@ -342,7 +345,7 @@ def _own_handlers() -> Iterator[None]:
     """Restore this process's own handler of SIGTERM, if it has one: Ray 2.60 replaces it by one that exits with status 15.
 
     A signal that comes within the block is handled by the own handler, too. (To block the signal does not help where there are other
-    threads: the kernel delivers it to one of those, and Python runs the handler in the main one.)
+    threads: the kernel delivers it to one of them, and Python runs the handler in the main one.)
     """
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -33,7 +33,7 @@ WAIT_SECONDS = 30.0
 _READY = b"+"
 _LENGTH = 8  # bytes of a message's length
 _STREAMS = 3
-_OOM_SCORE = "/proc/self/oom_score_adj"  # Ray's workers are those that the kernel shall kill first
+_OOM_SCORE = "/proc/self/oom_score_adj"  # the kernel shall kill Ray's workers first
 
 
 @dataclass(frozen=True)

@@ -54,13 +54,13 @@ _PIDFD_INFO_EXIT = 1 << 3
 def parent_of(pid: int) -> int | None:
     """Parent of `pid`, None if there is no such process or it is a zombie."""
     fields = _stat(pid)
-    return None if fields is None or fields[0] in ("Z", "X") else int(fields[1])
+    return None if fields is None else int(fields[1])
 
 
 def process_state(pid: int) -> str | None:
     """As ps shows it (R, S, D, T for stopped), None if there is no such process or it is a zombie."""
     fields = _stat(pid)
-    return None if fields is None or fields[0] in ("Z", "X") else fields[0]
+    return None if fields is None else fields[0]
 
 
 def marked_processes(mark: str, process_group: int | None = None) -> list[int]:
@@ -71,17 +71,17 @@ def marked_processes(mark: str, process_group: int | None = None) -> list[int]:
         if not name.isdigit() or int(name) == os.getpid():
             continue
         fields = _stat(int(name))
-        if fields is None or fields[0] in ("Z", "X"):
+        if fields is None:
             continue
         if (process_group is not None and int(fields[2]) == process_group) or needle in _environment(name):
             found.append(int(name))
     return found
 
 
-def kill_marked(mark: str, process_group: int | None = None, seconds: float = SWEEP_SECONDS) -> list[int]:
-    """SIGKILLs all `marked_processes` until none is left or `seconds` are over; returns the pids it found."""
+def kill_marked(mark: str, process_group: int | None = None) -> list[int]:
+    """SIGKILLs all `marked_processes` until none is left or SWEEP_SECONDS are over; returns the pids it found."""
     killed: list[int] = []
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + SWEEP_SECONDS
     # More than one round: a process may fork between the listing and its end.
     while (pids := marked_processes(mark, process_group)) and time.monotonic() < deadline:
         for pid in pids:
@@ -164,12 +164,13 @@ def _oom_kills() -> int:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """/proc/<pid>/stat from the state on: state, parent, process group, ..."""
+    """/proc/<pid>/stat from the state on: state, parent, process group, ...; None: no such process, or a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
+            fields = file.read().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    return None if fields[0] in ("Z", "X") else fields
 
 
 def _environment(pid: str) -> bytes:

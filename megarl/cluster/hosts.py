@@ -1,9 +1,8 @@
-"""Small jobs on a given machine: guards, ports, log tails, stack dumps."""
+"""Small jobs on a given machine: guards, ports, log tails."""
 
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -81,13 +80,6 @@ def log_tail(path: str) -> tuple[str, str]:
         and not (_WARNING.match(before) and line.startswith("  "))  # the line of code that it is about
     ]
     return "\n".join(own[-TAIL_LINES:]), cause
-
-
-def dump_stacks(pids: list[int]) -> None:
-    """Makes worker processes of this machine write the stacks of all their threads into their logs."""
-    for pid in pids:
-        if guard.parent_of(pid) is not None:
-            os.kill(pid, signal.SIGUSR1)
 
 
 def on_node(node_id: str, seconds: float, function: Callable[..., Any], *args: Any) -> Any | None:

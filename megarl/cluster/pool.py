@@ -11,6 +11,7 @@ import ipaddress
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -71,9 +72,9 @@ class ResourcePool:
                 f"resource pool {name!r} needs at least 1 node and 1 device a node, "
                 f"found {nnodes} x {devices_per_node}"
             )
-        self.name, self.nnodes, self.say = name, nnodes, say
+        self.name, self.nnodes, self.devices_per_node, self.say = name, nnodes, devices_per_node, say
         self.use_gpu = ray.cluster_resources().get("GPU", 0) > 0 if use_gpu is None else use_gpu
-        self._placements = self._reserve(nnodes, devices_per_node, timeout, say)
+        self._placements = self._reserve(timeout)
         self.devices = sort_devices(self._find_devices())
 
     def __len__(self) -> int:
@@ -89,27 +90,21 @@ class ResourcePool:
         for placement in self._placements:
             remove_placement_group(placement)
 
-    def _reserve(
-        self, nnodes: int, devices_per_node: int, timeout: float, say: Callable[[str], None]
-    ) -> list[PlacementGroup]:
+    def _reserve(self, timeout: float) -> list[PlacementGroup]:
         bundle = {"GPU": 1, "CPU": 1} if self.use_gpu else {"CPU": 1}
         # Ray offers no more than a hint: one node of the pool per machine, also where machines are larger.
         machines = sorted(
-            (
-                node
-                for node in ray.nodes()
-                if node["Alive"] and _fits(node["Resources"], bundle, devices_per_node)
-            ),
+            (node for node in _living_nodes() if _fits(node["Resources"], bundle, self.devices_per_node)),
             key=lambda node: (_address_order(node["NodeManagerAddress"]), node["NodeID"]),
         )
         placements = [
             placement_group(
-                [dict(bundle) for _ in range(devices_per_node)],
+                [dict(bundle) for _ in range(self.devices_per_node)],
                 strategy="STRICT_PACK",
                 name=f"{self.name}-{i}",
                 _soft_target_node_id=machines[i % len(machines)]["NodeID"] if machines else None,
             )
-            for i in range(nnodes)
+            for i in range(self.nnodes)
         ]
         # A short wait without a message, then a long one with a message, then an error that gives everything back.
         begun = time.monotonic()
@@ -124,26 +119,26 @@ class ResourcePool:
         if are_reserved(min(_MESSAGE_AFTER, timeout)):
             return placements
         if timeout > _MESSAGE_AFTER:
-            say(f"{self._lacking(nnodes, devices_per_node)}. Waiting for them, {timeout:g} s at most.")
+            self.say(f"{self._lacking()}. Waiting for them, {timeout:g} s at most.")
         if are_reserved(timeout):
             return placements
         message = (
-            f"{self._lacking(nnodes, devices_per_node)}, and could not give them within {timeout:g} s. Ask for less "
+            f"{self._lacking()}, and could not give them within {timeout:g} s. Ask for less "
             "(trainer.nnodes, trainer.n_gpus_per_node, resource_pools), or wait for another run to end."
         )
         for placement in placements:
             remove_placement_group(placement)
         raise ValueError(message)
 
-    def _shortage(self, nnodes: int, devices_per_node: int) -> str:
-        kind = "GPU" if self.use_gpu else "CPU"
+    def _lacking(self) -> str:
+        kind, devices = ("GPU", "GPUs") if self.use_gpu else ("CPU", "process slots (Ray CPUs)")
         free = ray.available_resources().get(kind, 0)
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        has = ", ".join(f"{node['NodeManagerAddress']}: {node['Resources'].get(kind, 0):g}" for node in nodes)
-        what = "GPUs" if self.use_gpu else "process slots (Ray CPUs)"
+        has = ", ".join(
+            f"{node['NodeManagerAddress']}: {node['Resources'].get(kind, 0):g}" for node in _living_nodes()
+        )
         return (
-            f"resource pool {self.name!r} asks for {nnodes} node(s) with {devices_per_node} {what} each; the cluster has by "
-            f"node: {has}; now free: {free:g}"
+            f"resource pool {self.name!r} asks for {self.nnodes} node(s) with {self.devices_per_node} {devices} each; the cluster "
+            f"has by node: {has}; now free: {free:g}"
         )
 
     def _find_devices(self) -> list[Device]:
@@ -166,7 +161,7 @@ def sort_devices(devices: list[Device]) -> tuple[Device, ...]:
 
     def order(device: Device) -> tuple:
         name = device.gpu_id or "0"
-        # GPUs can also be named by UUID: those come after the numbered ones.
+        # GPUs can also be named by UUID: UUIDs come after the numbered ones.
         number = (0, int(name), "") if name.isdigit() else (1, 0, name)
         return _address_order(device.host), device.node_id, number
 
@@ -182,6 +177,10 @@ def _visible_gpu(placement: PlacementGroup, bundle: int) -> ray.ObjectRef:
 @ray.remote(num_cpus=0, num_gpus=0.01, max_retries=0, max_calls=0)
 def _first_gpu() -> str:
     return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+
+def _living_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _fits(resources: dict[str, float], bundle: dict[str, float], count: int) -> bool:

@@ -55,13 +55,11 @@ def meet(info: RankInfo, timeout_s: float) -> TCPStore:
     Args:
         timeout_s: seconds to wait for all ranks, and later for values that other ranks set.
     """
-    from megarl.util.rendezvous import (
-        open_store,  # imports torch, which a rank may do only in its final environment
-    )
+    # Imports torch, which a rank may do only in its final environment.
+    from megarl.util.rendezvous import open_store
 
-    return open_store(
-        info.master_addr, info.master_port, info.rank, info.world_size, timedelta(seconds=timeout_s)
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return open_store(info.master_addr, info.master_port, info.rank, info.world_size, timeout)
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,8 @@ class ProcessFacts:
 class RankProcess:
     """One process as the controller sees it; `pid` is 0, `mark` and `scratch` empty until it has reported.
 
-    `part`: its number among its rank's processes, where a rank has several. `share`: the ranks that it calls, if it is a relay
-    (group.py).
+    `part`: its number among its rank's processes, where a rank has several. `port`: as in `ProcessFacts`. `share`: the ranks that it
+    calls, if it is a relay (relays.py).
     """
 
     actor: ActorHandle
@@ -97,6 +95,7 @@ class RankProcess:
     pid: int = 0
     mark: str = ""
     scratch: str = ""
+    port: int | None = None
     part: int = 0
     share: tuple[RankProcess, ...] = ()
 
@@ -104,6 +103,11 @@ class RankProcess:
     def name(self) -> str:
         """Such as "actor rank 3"; "rollout rank 3 part 1" of a rank's second process."""
         return f"{self.role} rank {self.rank}" + (f" part {self.part}" if self.part else "")
+
+    @property
+    def title(self) -> str:
+        """Its name in process lists and of its log, such as "actor-rank3"."""
+        return f"{self.role}-rank{self.rank}" + (f".part{self.part}" if self.part else "")
 
     @property
     def is_dead(self) -> bool:
@@ -145,7 +149,7 @@ class RankError(Exception):
 
 
 class RelayedErrors(Exception):
-    """The errors of a relay's ranks (group.py), raised instead of their answers and passed on unchanged.
+    """The errors of a relay's ranks (relays.py), raised instead of their answers and passed on unchanged.
 
     `errors` by rank: a `RankError` where a rank raised, another exception where it cannot be reached; `silent`: ranks that have not
     answered yet.
@@ -196,21 +200,23 @@ class RankFailure(RunFailure):
 class WorkerLost(RankFailure):
     """A process is of no further use: it died or hangs."""
 
+    _verb: str
+
+    def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
+        details = _log_part(process, log_tail) + _others_part(others)
+        super().__init__(process, cause, f"{process} {self._verb}: {cause}", details, log_tail)
+
 
 class WorkerDied(WorkerLost):
     """A process ended that should not have."""
 
-    def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
-        details = _log_part(process, log_tail) + _others_part(others)
-        super().__init__(process, cause, f"{process} died: {cause}", details, log_tail)
+    _verb = "died"
 
 
 class WorkerHung(WorkerLost):
     """A process lives, but is stopped, or its call does not come to an end."""
 
-    def __init__(self, process: RankProcess, cause: str, log_tail: str, others: Sequence[str] = ()) -> None:
-        details = _log_part(process, log_tail) + _others_part(others)
-        super().__init__(process, cause, f"{process} hangs: {cause}", details, log_tail)
+    _verb = "hangs"
 
 
 class WorkerFailed(RankFailure):

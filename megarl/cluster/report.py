@@ -17,6 +17,7 @@ from megarl.cluster.hosts import log_tail, submit
 from megarl.cluster.ranks import RankFailure, RankProcess, RunFailure, Watched
 from megarl.util.files import whole_file
 
+_NODE_SECONDS = 15.0  # for a machine to answer
 _ANSWER_SECONDS = 1.0  # for a process to write its stacks
 _REST_SECONDS = 0.1  # without another line, after which they count as complete
 # Files whose functions wait for other ranks (torch 2.13, megatron-core 0.19).
@@ -63,7 +64,7 @@ class RankStacks:
         return any(not one.text or _CALLED.search(one.text) for one in own)
 
 
-def stacks_of(processes: Sequence[RankProcess], seconds: float = 15.0) -> list[RankStacks | None]:
+def stacks_of(processes: Sequence[RankProcess]) -> list[RankStacks | None]:
     """The stacks of ranks and of the processes that they started, in order; None: the rank's machine did not answer in time."""
     here = ray.get_runtime_context().get_node_id()
     nodes: dict[str, list[tuple[int, str, str]]] = {}
@@ -71,7 +72,7 @@ def stacks_of(processes: Sequence[RankProcess], seconds: float = 15.0) -> list[R
         nodes.setdefault(process.node_id, []).append((process.pid, process.mark, process.log_path))
     refs = {node: submit(node, stacks_here, ranks) for node, ranks in nodes.items() if node != here}
     found = {node: stacks_here(ranks) for node, ranks in nodes.items() if node == here}
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _NODE_SECONDS
     for node, ref in refs.items():
         try:
             found[node] = ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))

@@ -27,7 +27,7 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.hosts import dump_stacks, log_tail, on_node
+from megarl.cluster.hosts import log_tail, on_node
 from megarl.cluster.ranks import (
     RankError,
     RankProcess,
@@ -37,7 +37,6 @@ from megarl.cluster.ranks import (
     WorkerDied,
     WorkerFailed,
     WorkerHung,
-    WorkerLost,
     rank_error,
     received,
 )
@@ -56,12 +55,12 @@ _LOST_PEER_SECONDS = 10.0
 # How long to wait for the guard's word on how a process ended.
 _EXIT_LINE_SECONDS = 2.0
 _NODE_SECONDS = 5.0
-# What gloo, NCCL (torch 2.13) and the links of a weight sync say.
+# Messages of gloo, NCCL (torch 2.13) and the links of a weight sync about a lost connection.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|reset by peer|closed its connection|could not be reached|broken pipe",
     re.IGNORECASE,
 )
-# What gloo and NCCL say when a collective has taken longer than the group's timeout (torch 2.13).
+# Messages of gloo and NCCL about a collective that has taken longer than the group's timeout (torch 2.13).
 _COLLECTIVE_TIMEOUT = re.compile(
     r"timed? ?out (waiting|after|in)|collective operation timeout", re.IGNORECASE
 )
@@ -74,7 +73,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class RelayedAnswer:
-    """A rank's answer, one of those that its relay (group.py) returns together."""
+    """A rank's answer, one of several that its relay (relays.py) returns together."""
 
     ref: ray.ObjectRef
     index: int
@@ -111,9 +110,13 @@ def wait(
     results: dict[ray.ObjectRef, Any] = {}
     while True:
         ready, pending = _next_ready(pending, deadline)
-        results |= _results(ready, pending, processes)
-        _refuse_deaths(processes)
-        _refuse_hangs(processes, pending, watch)
+        # An exception first: it names its cause, and a death that caused it is found with it.
+        for number, (ref, value) in enumerate(zip(ready, _values(ready), strict=True)):
+            if isinstance(value, ray.exceptions.RayError):
+                raise _root_cause(ref, value, [*ready[number + 1 :], *pending], processes) from None
+            results[ref] = value
+        if (loss := next(_losses(processes, pending, watch), None)) is not None:
+            raise loss
         missing(_waited_for(pending, processes))
         if not pending:
             return [
@@ -124,19 +127,19 @@ def wait(
             raise _timeout_error(timeout, pending, len(refs), processes)
 
 
-def _results(
-    ready: Sequence[ray.ObjectRef], pending: list[Source], processes: Processes
-) -> dict[ray.ObjectRef, Any]:
-    """Results of calls that have ended: fetched together, and one by one if any raised."""
+def _values(refs: Sequence[ray.ObjectRef]) -> list[Any]:
+    """Results of calls that have ended, and the errors of failed ones; fetched together, which costs half as much, unless any failed."""
     try:
-        return dict(zip(ready, ray.get(list(ready)), strict=True))
+        return ray.get(list(refs))
     except ray.exceptions.RayError:
-        for number, ref in enumerate(ready):
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayError as error:
-                raise _root_cause(ref, error, [*ready[number + 1 :], *pending], processes) from None
-        raise
+        return [_value(ref) for ref in refs]
+
+
+def _value(ref: ray.ObjectRef) -> Any:
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayError as error:
+        return error
 
 
 def stream(
@@ -166,7 +169,7 @@ def stream(
     while True:
         # A check of thousands of processes takes milliseconds, and values come far more often than a check is due.
         if time.monotonic() - looked >= _POLL_SECONDS or not pending:
-            looked, losses = time.monotonic(), _losses(processes, pending, watch)
+            looked, losses = time.monotonic(), list(_losses(processes, pending, watch))
             # A loss outside of the spared group ends the stream; a spared rank only takes its own stream away.
             for failure in losses:
                 if failure.process.actor._actor_id not in spared:
@@ -183,25 +186,24 @@ def stream(
         ended = {source for source, ref in next_refs if ref is None}
         pending = [source for source in pending if source not in ended]
         next_refs = [(source, ref) for source, ref in next_refs if ref is not None]
-        values = _all_values([ref for _, ref in next_refs])
+        values = _values([ref for _, ref in next_refs])
         while next_refs:
             source, ref = next_refs.pop(0)
+            value = values.pop(0)
+            del ref  # so that the store may free the value when the caller drops it
             if _actor_id(source) not in processes:
                 continue
-            try:
-                value = values.pop(0) if values else ray.get(ref)
-            except ray.exceptions.RayError as error:
-                if _actor_id(source) in spared and not isinstance(error, ray.exceptions.RayTaskError):
+            if isinstance(value, ray.exceptions.RayError):
+                if _actor_id(source) in spared and not isinstance(value, ray.exceptions.RayTaskError):
                     gone = processes[_actor_id(source)]
-                    lost.append(_died(gone, error, []))
+                    lost.append(_died(gone, value, []))
                     processes = _without_rank(processes, gone)
                     pending = [other for other in pending if _actor_id(other) in processes]
                     continue
                 # The references taken from other streams in this round come first: `next` does not return them again.
                 others = [other for _, other in next_refs]
                 others += [other for other in pending if other is not source]
-                raise _root_cause(source, error, others, processes) from None
-            del ref  # so that the store may free the value when the caller drops it
+                raise _root_cause(source, value, others, processes) from None
             yield received(value)
             del value
             came = time.monotonic()
@@ -209,14 +211,6 @@ def stream(
             raise _timeout_error(timeout, pending, len(streams), processes)
     if lost:
         raise lost[0]
-
-
-def _all_values(refs: Sequence[ray.ObjectRef]) -> list[Any]:
-    """All values, fetched together, which costs half as much; empty if any is an error."""
-    try:
-        return ray.get(list(refs))
-    except ray.exceptions.RayError:
-        return []
 
 
 def _processes(sources: Sequence[Source], groups: Sequence[Watched], spare: Watched | None) -> Processes:
@@ -243,33 +237,20 @@ def _without_rank(processes: Processes, lost: RankProcess) -> Processes:
     return {key: process for key, process in processes.items() if _rank_of(process) != _rank_of(lost)}
 
 
-def _refuse_deaths(processes: Processes) -> None:
+def _losses(
+    processes: Processes, pending: Sequence[Source], watch: Watch | None
+) -> Iterator[WorkerDied | WorkerHung]:
+    """The processes that are dead at the moment; where none is, the hang that `watch` sees, if it does."""
     dead = [process for process in processes.values() if process.is_dead]
-    if dead:
-        raise _died(dead[0], None, [f"{process} died, too" for process in dead[1:]])
-
-
-def _refuse_hangs(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> None:
-    hang = _find_hang(processes, pending, watch)
-    if hang is not None:
-        raise _hung(hang)
-
-
-def _losses(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> list[WorkerLost]:
-    """Processes that are dead or hang at the moment."""
-    dead = [process for process in processes.values() if process.is_dead]
-    if dead:
-        return [_died(process, None, []) for process in dead]
-    hang = _find_hang(processes, pending, watch)
-    return [_hung(hang)] if hang is not None else []
-
-
-def _find_hang(processes: Processes, pending: Sequence[Source], watch: Watch | None) -> Hang | None:
-    if watch is None:
-        return None
+    for process in dead:
+        yield _died(process, None, [f"{other} died, too" for other in dead if other is not process])
+    if watch is None or dead:
+        return
     ranks = {_rank_of(process) for process in _waited_for(pending, processes)}
     called = {process.mark for process in processes.values() if _rank_of(process) in ranks}
-    return watch.look(list(processes.values()), called - {""})
+    hang = watch.look(list(processes.values()), called - {""})
+    if hang is not None:
+        yield _hung(hang)
 
 
 def _waited_for(pending: Sequence[Source], processes: Processes) -> list[RankProcess]:
@@ -299,10 +280,9 @@ def _timeout_error(
     timeout: float, pending: Sequence[Source], num_calls: int, processes: Processes
 ) -> WaitTimeout:
     silent = _waited_for(pending, processes)
+    found = zip(silent, stacks_of(silent), strict=True)  # also written to the logs that the message names
     if any(processes[_actor_id(ref)].share for ref in pending):
-        found = zip(silent, stacks_of(silent), strict=True)
         silent = [process for process, stacks in found if stacks is None or stacks.is_called] or silent
-    _dump_stacks(silent)
     return WaitTimeout(timeout, silent, num_calls)
 
 
@@ -393,12 +373,6 @@ def _reason_of_ray(process: RankProcess, error: Exception | None) -> str:
         except ray.exceptions.RayError as why:
             error = why
     return " ".join(str(error).split())
-
-
-def _dump_stacks(silent: Sequence[RankProcess]) -> None:
-    for node_id in {process.node_id for process in silent}:
-        pids = [process.pid for process in silent if process.node_id == node_id and process.pid]
-        on_node(node_id, _NODE_SECONDS, dump_stacks, pids)
 
 
 def _actor_id(source: Source) -> Any:

@@ -171,7 +171,7 @@ class Watch:
             raise RayFailed(f"{stopped} has been stopped for more than {STOPPED_SECONDS:g} s")
 
     def _ask(self, processes: Sequence[RankProcess]) -> dict[str, SignsOfLife]:
-        """Current signs of this node's ranks, and those of other nodes that have answered the last question; asks them again."""
+        """Current signs of this node's ranks, and the answers of other nodes to the last question; asks these nodes again."""
         here = ray.get_runtime_context().get_node_id()
         ranks: dict[str, dict[int, str]] = {}
         for process in processes:

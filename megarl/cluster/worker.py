@@ -179,7 +179,7 @@ def _redirect_output(log_path: str) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-    # New streams, as of `python -u`: those that Ray put in place write to files of its own.
+    # New streams, as of `python -u`: Ray's own write to files of Ray's.
     sys.stdout = _unbuffered(1)
     sys.stderr = _unbuffered(2)
 
@@ -229,7 +229,7 @@ def use_cores(env: Mapping[str, str], num_gpus: int) -> dict[str, str]:
     found = cores_near(
         env["CUDA_VISIBLE_DEVICES"].split(","), num_gpus, frozenset(os.sched_getaffinity(0)), FILE_SYSTEM
     )
-    os.sched_setaffinity(0, found.cpus)  # of this thread and those that it starts
+    os.sched_setaffinity(0, found.cpus)  # of this thread and the threads that it starts
     return {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(found.threads)}
 
 
@@ -240,36 +240,28 @@ def cores_near(gpu_ids: Sequence[str], num_gpus: int, allowed: frozenset[int], r
         gpu_ids: numbers, in the order of bus addresses as nvidia-smi has them, or UUIDs.
         root: of the file system.
     """
-    nodes = _nodes(root)
+    gpus = _gpus(root)
+    nodes = {name: node for number, (uuid, node) in enumerate(gpus) for name in (str(number), uuid)}
     own = {nodes.get(gpu) for gpu in gpu_ids}
     (node,) = own if len(own) == 1 else (None,)
     near = allowed & _cpus_of(root, node) if node is not None else frozenset()
     if not near:
         return Cores(allowed, _share(allowed, num_gpus))
-    neighbours = {address for address, (_, other) in _gpus(root).items() if other == node}
-    return Cores(near, _share(near, len(neighbours)))
+    return Cores(near, _share(near, sum(other == node for _, other in gpus)))
 
 
 def _share(cpus: frozenset[int], num_gpus: int) -> int:
     return max(1, len(cpus) // (PROCESSES_OF_A_GPU * max(1, num_gpus)))
 
 
-def _nodes(root: Path) -> dict[str, int | None]:
-    """The NUMA node of each GPU, by its number and by its UUID; None: unknown to Linux."""
-    found: dict[str, int | None] = {}
-    for number, (uuid, node) in enumerate(_gpus(root).values()):
-        found |= {str(number): node, uuid: node}
-    return found
-
-
-def _gpus(root: Path) -> dict[str, tuple[str, int | None]]:
-    """(UUID, NUMA node) by bus address, in the order of bus addresses."""
-    found = {}
+def _gpus(root: Path) -> list[tuple[str, int | None]]:
+    """(UUID, NUMA node) of each GPU in the order of bus addresses, which is that of their numbers; None: unknown to Linux."""
+    found = []
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         uuid = re.search(r"^GPU UUID:\s*(\S+)", (folder / "information").read_text(), re.MULTILINE)
         place = root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node"
         node = int(place.read_text()) if place.exists() else -1
-        found[folder.name] = (uuid[1] if uuid is not None else "", node if node >= 0 else None)
+        found.append((uuid[1] if uuid is not None else "", node if node >= 0 else None))
     return found
 
 

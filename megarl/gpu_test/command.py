@@ -73,7 +73,7 @@ def _announce(steps: Sequence[Step], machine: Machine, reasons: dict[str, str | 
     common = set(reasons.values())
     if len(common) == 1 and None not in common:
         print(
-            f"nothing can run here: {common.pop()}. What would run, {SECONDS / 60:.0f} minutes at most each:"
+            f"nothing can run here: {common.pop()}. Steps that would run, {SECONDS / 60:.0f} minutes at most each:"
         )
         for step in steps:
             print(f"  {step.name:10} {step.what}{_needs(step)}")

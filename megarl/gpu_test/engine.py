@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,20 @@ import torch
 
 from megarl.checkpoints.hf.load import load_hf_weights
 from megarl.data.trajectories import Generation
-from megarl.gpu_test.models import QWEN_HALF, make_model
 from megarl.gpu_test.runner import Check
-from megarl.layout import RankPlace
-from megarl.layout.grid import ParallelLayout
-from megarl.models import read_model_config
+from megarl.gpu_test.sync import SECONDS, shapes, single_rank_plan
 from megarl.rollout.engine import EngineConfig, SamplingParams
-from megarl.weight_sync.layouts import EngineLayout
+from megarl.util.packages import example
 from megarl.weight_sync.receiver import InboxFile
 from megarl.weight_sync.sender import Outbox
 from megarl.weight_sync.sync_plan import SyncPlan
 
 MIB, GIB = 1 << 20, 1 << 30
-SECONDS = 120.0
+# Qwen2.5-0.5B's shape.
+QWEN_HALF: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 896, "num_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "ffn_hidden_size": 4864, "max_position_embeddings": 32768, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
 TAGS = ("kv_cache", "weights")
 PART_FREED = 0.95  # of the bytes that the engine reports as released
 CLOSE = 0.1  # largest difference of two log-probs of a token that was chosen twice, in bfloat16
@@ -35,9 +37,11 @@ CLOSE = 0.1  # largest difference of two log-probs of a token that was chosen tw
 
 def run(folder: Path) -> Iterator[Check]:
     torch.cuda.init()
-    model = make_model(folder / "model", QWEN_HALF)
+    example("tiny_model").make_tiny_model(
+        folder / "model", example("arithmetic").arithmetic_texts(), **QWEN_HALF
+    )
     config = EngineConfig(
-        str(model), device="cuda", dtype="bfloat16", load_format="auto", context_length=2048,
+        str(folder / "model"), device="cuda", dtype="bfloat16", load_format="auto", context_length=2048,
         enable_memory_saver=True, gpu_memory_utilization=0.5, start_timeout=300.0,
     )  # fmt: skip
     yield from use(config, folder, lambda: torch.cuda.mem_get_info()[0], prompts=256, tokens=256)
@@ -66,10 +70,10 @@ def use(
         started = free() if free is not None else 0
         (held,) = engine.memory()
         engine.release_memory(TAGS)
-        yield Check("what it held", all(held[tag] > 0 for tag in TAGS), _sizes(held), held)
+        yield Check("memory that it held", all(held[tag] > 0 for tag in TAGS), _sizes(held), held)
         (left,) = engine.memory()
         yield Check(
-            "what it says it holds after release", all(left[tag] == 0 for tag in TAGS), _sizes(left), left
+            "memory that it reports after release", all(left[tag] == 0 for tag in TAGS), _sizes(left), left
         )
         if free is not None:
             yield from _freed(sum(held[tag] for tag in TAGS), before, started, free())
@@ -121,14 +125,8 @@ def _same(first: Sequence[Generation], again: Sequence[Generation]) -> Check:
     kernels may depend on concurrent requests, and of two tokens that are about equally probable either may come first."""
     different, tokens, largest = 0, 0, 0.0
     for one, other in zip(first, again, strict=True):
-        same = next(
-            (
-                place
-                for place, pair in enumerate(zip(one.response_ids, other.response_ids, strict=False))
-                if pair[0] != pair[1]
-            ),
-            len(one.response_ids),
-        )
+        pairs = zip(one.response_ids, other.response_ids, strict=False)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         different += same < len(one.response_ids)
         tokens += same
         for a, b in zip(one.log_probs[:same], other.log_probs[:same], strict=True):
@@ -144,14 +142,14 @@ def _same(first: Sequence[Generation], again: Sequence[Generation]) -> Check:
 def _freed(held: int, before: int, started: int, released: int) -> Iterator[Check]:
     freed = released - started
     yield Check(
-        "what CUDA says is free after release",
+        "free memory after release, by CUDA",
         freed >= PART_FREED * held,
         f"{freed / GIB:.2f} GiB more than before; the engine released {held / GIB:.2f} GiB",
         {"freed": freed, "held": held},
     )
     stays = before - released
     yield Check(
-        "what stays during training",
+        "memory that stays during training",
         None,
         f"{stays / GIB:.2f} GiB: context, graphs, workspaces",
         {"bytes": stays},
@@ -184,11 +182,7 @@ def _send_weights(engine: Any, config: EngineConfig, folder: Path) -> Iterator[C
 
 
 def _plan(config: EngineConfig) -> SyncPlan:
-    place = (RankPlace("node", "0"),)
-    return SyncPlan(
-        read_model_config(config.model_path), ParallelLayout(world=1), EngineLayout(1), _dtype(config), 256 * MIB,
-        place, place, device=config.device,
-    )  # fmt: skip
+    return single_rank_plan(config.model_path, _dtype(config), config.device)
 
 
 def _dtype(config: EngineConfig) -> torch.dtype:
@@ -196,8 +190,6 @@ def _dtype(config: EngineConfig) -> torch.dtype:
 
 
 def _send(config: EngineConfig, folder: str, address: Any) -> None:
-    from megarl.gpu_test.sync import shapes
-
     plan = _plan(config)
     (share,), _ = plan.shares()
     parameters = {

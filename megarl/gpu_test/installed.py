@@ -15,7 +15,7 @@ from megarl.gpu_test.runner import Check
 from megarl.gpu_test.steps import machine_here
 
 GIB = 1 << 30
-IMPORT_SECONDS = 150.0
+IMPORT_SECONDS = 150.0  # of a command here, most of which is imports
 # Package -> modules imported of it. flash_attn is not among them: Transformer Engine decides whether it takes one.
 MODULES = {
     "transformer-engine": "transformer_engine.pytorch",
@@ -52,9 +52,7 @@ def imported(module: str, *, required: bool, python: str = sys.executable) -> Ch
     begun = time.monotonic()
     code = f"import {module} as m; print('at', m.__file__, getattr(m, '__version__', ''))"
     try:
-        done = subprocess.run(
-            [python, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
-        )
+        done = _run(python, "-c", code)
     except subprocess.TimeoutExpired:
         return Check(f"import {module}", False, f"not done after {IMPORT_SECONDS:.0f} s")
     seconds = time.monotonic() - begun
@@ -63,6 +61,10 @@ def imported(module: str, *, required: bool, python: str = sys.executable) -> Ch
         return Check(f"import {module}", True, f"{seconds:.1f} s, {place}", {"seconds": seconds})
     last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no message"]
     return Check(f"import {module}", False if required else None, last[0])
+
+
+def _run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
 
 
 def _cards() -> Iterator[Check]:
@@ -91,18 +93,14 @@ def _cards() -> Iterator[Check]:
 
 def _nvidia_smi() -> Check:
     fields = "name,uuid,driver_version,vbios_version,pcie.link.gen.max,pcie.link.width.max,mig.mode.current,power.limit"
-    done = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"], capture_output=True, text=True, timeout=60
-    )
+    done = _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
     return Check("nvidia-smi", None, done.stdout.strip() or done.stderr.strip())
 
 
 def _layers() -> Check:
     """Megatron-core turns any error of Transformer Engine's import into "is not there"."""
     code = "from megarl.megatron.transformer_config import has_transformer_engine as has; print('has', has())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS
-    )
+    done = _run(sys.executable, "-c", code)
     there = "transformer-engine" in machine_here().versions
     if done.returncode:
         return Check("layers of models", False, done.stderr.strip().splitlines()[-1])

@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -82,6 +83,19 @@ def made(device: str, *shape: int, seed: int = 0, scale: float = 1.0) -> tuple[t
     return values.clone().requires_grad_(), values.float().requires_grad_()
 
 
+def queries_keys_values(
+    device: str, query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """The inputs of an attention as leaves of `with_gradients`."""
+    shapes = {"queries": query, "keys": key, "values": value}
+    return [(name, *made(device, *shape, seed=seed)) for seed, (name, shape) in enumerate(shapes.items(), 1)]
+
+
+def ends_of(lengths: Sequence[int], device: str) -> torch.Tensor:
+    """Cumulative lengths of packed sequences, 0 first, int32."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
 def with_gradients(
     found: torch.Tensor, expected: torch.Tensor, leaves: Iterable[tuple[str, torch.Tensor, torch.Tensor]]
 ) -> Iterator[Pair]:
@@ -112,22 +126,20 @@ def _te_attention(device: str, heads: int, groups: int, width: int, value_width:
     import transformer_engine.pytorch as te
 
     tokens = sum(LENGTHS)
-    query, query_too = made(device, tokens, heads, width, seed=1)
-    key, key_too = made(device, tokens, groups, width, seed=2)
-    value, value_too = made(device, tokens, groups, value_width, seed=3)
-    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    leaves = queries_keys_values(
+        device, (tokens, heads, width), (tokens, groups, width), (tokens, groups, value_width)
+    )
+    _, inputs, references = zip(*leaves, strict=True)
+    ends = ends_of(LENGTHS, device)
     module = te.DotProductAttention(
         heads, (width, value_width), num_gqa_groups=groups, attention_dropout=0.0, qkv_format="thd",
         attn_mask_type="padding_causal",
     )  # fmt: skip
     found = module(
-        query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS)
+        *inputs, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS)
     )  # fmt: skip
-    expected = attention(query_too, key_too, value_too)
-    found = found.view(expected.shape)
-    names = ("queries", "keys", "values")
-    leaves = zip(names, (query, key, value), (query_too, key_too, value_too), strict=True)
-    yield from with_gradients(found, expected, leaves)
+    expected = attention(*references)
+    yield from with_gradients(found.view(expected.shape), expected, leaves)
 
 
 def _te_norm_linear(device: str) -> Iterator[Pair]:
@@ -182,7 +194,7 @@ def _te_rotary(device: str) -> Iterator[Pair]:
     x, x_too = made(device, tokens, 4, width, seed=7)
     angles = torch.arange(max(LENGTHS))[:, None] * torch.logspace(0, -3, width // 2)[None]
     table = torch.cat([angles, angles], -1)[:, None, None].float().to(device)
-    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    ends = ends_of(LENGTHS, device)
     found = fused_apply_rotary_pos_emb_thd(x, ends, table)
     places = torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
     chosen = table[places, 0]
@@ -207,15 +219,12 @@ def _te_adam(device: str) -> Iterator[Pair]:
 
 def _flash(device: str) -> Iterator[Pair]:
     """torch's own attention, which models without Transformer Engine have."""
-    query, query_too = made(device, 1, 8, 200, 64, seed=9)
-    key, key_too = made(device, 1, 8, 200, 64, seed=10)
-    value, value_too = made(device, 1, 8, 200, 64, seed=11)
-    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    leaves = queries_keys_values(device, *[(1, 8, 200, 64)] * 3)
+    _, inputs, (query, key, value) = zip(*leaves, strict=True)
+    found = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
     future = torch.ones(200, 200, dtype=torch.bool, device=device).triu(1)
-    scores = (query_too @ key_too.transpose(2, 3) / 8.0).masked_fill(future, -torch.inf)
-    expected = scores.softmax(-1) @ value_too
-    names = ("queries", "keys", "values")
-    leaves = zip(names, (query, key, value), (query_too, key_too, value_too), strict=True)
+    scores = (query @ key.transpose(2, 3) / 8.0).masked_fill(future, -torch.inf)
+    expected = scores.softmax(-1) @ value
     yield from with_gradients(found, expected, leaves)
 
 
@@ -296,7 +305,7 @@ def _rotary(device: str, rank: int, size: int) -> Iterator[Pair]:
     if device == "cpu":
         first_configurations(fused)
     lengths = TRITON_LENGTHS if size == 1 else tuple(2 * size * length for length in TRITON_LENGTHS)
-    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    ends = ends_of(lengths, device)
     cos, sin = (table.to(device) for table in _angles(max(lengths)))
     places = positions(lengths, rank, size).to(device)
     generator = torch.Generator().manual_seed(7)

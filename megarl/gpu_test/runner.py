@@ -1,6 +1,7 @@
 """Runs steps, each in a process group of its own with a time limit, and records them: one JSON file and one Markdown page.
 
-The checks that a step reported before it ended are kept.
+The checks that a step reported before it ended are kept: its process, `python -m megarl.gpu_test.runner MODULE:FUNCTION FOLDER FILE`,
+writes each to a line of the file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ def run_step(step: Step, folder: Path, limit: float) -> Result:
     folder.mkdir(parents=True, exist_ok=True)
     out, log = folder / "checks.jsonl", folder / "log.txt"
     out.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "megarl.gpu_test.process", step.function, str(folder), str(out)]
+    command = [sys.executable, "-m", "megarl.gpu_test.runner", step.function, str(folder), str(out)]
     begun = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -93,6 +95,16 @@ def run_step(step: Step, folder: Path, limit: float) -> Result:
         checks,
         "" if reason is None else _tail(log),
     )
+
+
+def main() -> None:
+    """The process of a step."""
+    function, folder, out = sys.argv[1:]
+    module, _, name = function.partition(":")
+    with Path(out).open("w", encoding="utf-8") as file:
+        for check in getattr(import_module(module), name)(Path(folder)):
+            file.write(json.dumps(asdict(check)) + "\n")
+            file.flush()
 
 
 def failure(code: int | None, checks: list[Check], limit: float) -> str | None:
@@ -175,8 +187,9 @@ def _commit(checkout: Path | None) -> dict[str, Any]:
         done = subprocess.run(["git", *command], cwd=checkout, capture_output=True, text=True, check=False)
         if done.returncode:
             return {}
-        told.append(done.stdout.strip())
-    return {"commit": told[0], "changed_files": [line[3:] for line in told[1].splitlines()]}
+        told.append(done.stdout)
+    # Each line of the status begins with two letters, which may be spaces.
+    return {"commit": told[0].strip(), "changed_files": [line[3:] for line in told[1].splitlines()]}
 
 
 def file_of(folder: Path, date: str, facts: dict[str, Any]) -> Path:
@@ -256,3 +269,7 @@ def _mark(check: Check) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", "<br>")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.config.problems import did_you_mean
 from megarl.doctor.nodes import Gpu, node_facts
@@ -71,6 +72,7 @@ def visible(gpus: Sequence[Gpu], named: str | None) -> tuple[Gpu, ...]:
 
 SECONDS = 480.0  # a step's limit
 ENGINE = ("sglang", "sglang-kernel", "torch-memory-saver")
+PYTEST = ("pytest", "pytest-timeout", "pytest-xdist")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,6 @@ class Step:
         function: "module:name" of a function that takes a folder of its own and yields checks.
         gpus: that it needs at least.
         packages: that must be installed.
-        engine: whether it starts SGLang, which then has to be one that megarl knows.
         checkout: whether it needs the repository's folders outside the package.
     """
 
@@ -90,88 +91,55 @@ class Step:
     function: str
     gpus: int = 1
     packages: tuple[str, ...] = ()
-    engine: bool = False
     checkout: bool = False
+
+    @property
+    def engine(self) -> bool:
+        """Whether it starts SGLang, which then has to be one that megarl knows."""
+        return "sglang" in self.packages
+
+
+def _step(name: str, what: str, function: str, **needs: Any) -> Step:
+    return Step(name, what, f"{__package__}.{function}", **needs)
 
 
 STEPS = (
-    Step(
-        "installed",
-        "versions, driver, cards; whether Transformer Engine and SGLang's kernels can be imported",
-        "megarl.gpu_test.installed:run",
+    _step("installed", "versions, driver, cards; whether Transformer Engine and SGLang's kernels can be imported", "installed:run"),
+    _step("tests", "the tests that are marked gpu", "checkout:run_tests", packages=PYTEST, checkout=True),
+    _step("kernels", "kernels compared with the same in torch, forward and backward", "kernels:run"),
+    _step(
+        "engine", "an engine alone: it answers, releases its memory and takes it back, compared with what CUDA says is free",
+        "engine:run", packages=ENGINE,
     ),
-    Step(
-        "tests",
-        "the tests that are marked gpu",
-        "megarl.gpu_test.marked:run",
-        packages=("pytest", "pytest-timeout", "pytest-xdist"),
-        checkout=True,
+    _step("sync", "a weight sync to another process on the same GPU, by CUDA IPC", "sync:run"),
+    _step(
+        "single", "the single-GPU recipe: tokens/s by phase, MFU and peak memory, compared with published ones",
+        "checkout:run_single", checkout=True,
     ),
-    Step("kernels", "kernels beside the same in torch, forward and backward", "megarl.gpu_test.kernels:run"),
-    Step(
-        "engine",
-        "an engine alone: it answers, releases its memory and takes it back, beside what CUDA says is free",
-        "megarl.gpu_test.engine:run",
-        packages=ENGINE,
-        engine=True,
+    _step("trainer", "a trainer alone at the lengths of published rows", "checkout:run_trainer", checkout=True),
+    _step(
+        "plan", "the plan's seconds of training phases, compared with this GPU's", "checkout:run_plan",
+        packages=PYTEST, checkout=True,
     ),
-    Step(
-        "sync",
-        "a weight sync to another process on the same GPU, by CUDA IPC",
-        "megarl.gpu_test.sync:run",
+    _step(
+        "shadow", "ranks with groups that carry nothing: their memory by phase, compared with a shadow run's", "shadow:run"
     ),
-    Step(
-        "single",
-        "the single-GPU recipe: tokens/s by phase, MFU and peak memory, beside published ones",
-        "megarl.gpu_test.single:run",
-        checkout=True,
+    _step(
+        "nccl", "training on two GPUs whose weights reach engines over NCCL", "several:run_pairs", gpus=2, packages=ENGINE
     ),
-    Step(
-        "trainer",
-        "a trainer alone at the lengths of published rows",
-        "megarl.gpu_test.single:run_trainer",
-        checkout=True,
-    ),
-    Step(
-        "plan",
-        "the plan's seconds of training phases, beside this GPU's",
-        "megarl.gpu_test.marked:run_plan",
-        packages=("pytest", "pytest-timeout", "pytest-xdist"),
-        checkout=True,
-    ),
-    Step(
-        "shadow",
-        "ranks with groups that carry nothing: their memory by phase, beside a shadow run's",
-        "megarl.gpu_test.shadow:run",
-    ),
-    Step(
-        "nccl",
-        "training on two GPUs whose weights reach engines over NCCL",
-        "megarl.gpu_test.several:run_pairs",
-        gpus=2,
-        packages=ENGINE,
-        engine=True,
-    ),
-    Step(
-        "killed",
-        "the same, and an engine is killed: the run goes on",
-        "megarl.gpu_test.several:run_killed",
-        gpus=2,
-        packages=ENGINE,
-        engine=True,
-    ),
-)
+    _step("killed", "the same, and an engine is killed: the run goes on", "several:run_killed", gpus=2, packages=ENGINE),
+)  # fmt: skip
 
 
-def chosen(names: str | None, steps: Sequence[Step] = STEPS) -> list[Step]:
+def chosen(names: str | None) -> list[Step]:
     """The steps of a list such as "engine,sync", in their usual order; None: all.
 
     Raises:
         ValueError: there is no step of a name.
     """
     if names is None:
-        return list(steps)
-    known = [step.name for step in steps]
+        return list(STEPS)
+    known = [step.name for step in STEPS]
     asked = [name.strip() for name in names.split(",") if name.strip()]
     for name in asked:
         if name not in known:
@@ -179,7 +147,7 @@ def chosen(names: str | None, steps: Sequence[Step] = STEPS) -> list[Step]:
             raise ValueError(f"--steps: no step {name!r}{hint}")
     if not asked:
         raise ValueError(f"--steps names no step; there are {', '.join(known)}")
-    return [step for step in steps if step.name in asked]
+    return [step for step in STEPS if step.name in asked]
 
 
 def obstacle(step: Step, machine: Machine) -> str | None:

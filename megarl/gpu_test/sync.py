@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from megarl.gpu_test.models import config_folder
 from megarl.gpu_test.runner import Check
 from megarl.layout import Layout, RankPlace
 from megarl.layout.grid import ParallelLayout
 from megarl.models import read_model_config
+from megarl.util.packages import shipped
 from megarl.weight_sync.layouts import EngineLayout
 from megarl.weight_sync.packets import IPC
 from megarl.weight_sync.receiver import InboxFile, Receiver
@@ -35,9 +35,14 @@ def run(folder: Path) -> Iterator[Check]:
     yield from sync_versions(folder, config_folder(), "cuda", IPC)
 
 
+def config_folder() -> str:
+    """The folder of Qwen2.5-0.5B's config.json, without weights."""
+    return str(shipped() / "recipes" / "models" / "qwen2.5-0.5b")
+
+
 def sync_versions(folder: Path, model: str, device: str, transport: str) -> Iterator[Check]:
     """Send versions of the model whose config.json is in `model`, and look at each element that came."""
-    sync = _plan(model, device)
+    sync = single_rank_plan(model, torch.bfloat16, device)
     _, (share,) = sync.shares()
     yield Check("how they go", share.transports == {0: transport}, str(share.transports))
     context = torch.multiprocessing.get_context("spawn")
@@ -78,15 +83,16 @@ def sync_versions(folder: Path, model: str, device: str, transport: str) -> Iter
         process.kill()
 
 
-def _plan(model: str, device: str) -> SyncPlan:
+def single_rank_plan(model: str, dtype: torch.dtype, device: str) -> SyncPlan:
+    """The plan of a sync from one trainer rank to one engine rank on the same device."""
     place = (RankPlace("node", "0"),)
     config, alone = read_model_config(model), ParallelLayout(world=1)
-    return SyncPlan(config, alone, EngineLayout(1), torch.bfloat16, BUCKET, place, place, device=device)
+    return SyncPlan(config, alone, EngineLayout(1), dtype, BUCKET, place, place, device=device)
 
 
 def _send(model: str, folder: str, device: str, told: Any, results: Any) -> None:
     """In a process of its own: the trainer rank."""
-    sync = _plan(model, device)
+    sync = single_rank_plan(model, torch.bfloat16, device)
     (share,), _ = sync.shares()
     outbox = Outbox(share, folder, "127.0.0.1", device, SECONDS)
     told.put(outbox.address)

@@ -1,8 +1,8 @@
 """Giving a recipe to a cluster: this machine, Slurm, Kubernetes with KubeRay, clouds with SkyPilot.
 
-What this room promises: one description of a job (`LaunchConfig`) for all of them, checked against the recipe before
+The room promises: one description of a job (`LaunchConfig`) for all of them, checked against the recipe before
 anything is submitted; the same arguments give the same script, the same manifest and the same task; `--dry-run` prints the
 submission and changes nothing.
 
-What it must not know: the training that a recipe describes, torch, Ray, Megatron-core or SGLang.
+It does not know the training that a recipe describes, torch, Ray, Megatron-core or SGLang.
 """

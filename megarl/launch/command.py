@@ -44,8 +44,16 @@ def launch(options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
     if job.launch.retries and started_again[options.target] and not job.saves:
         text = f"a start after the first, of which --retries {job.launch.retries} allows so many, would begin anew"
         print(f"note: the recipe saves no checkpoints (trainer.save_freq): {text}", file=sys.stderr)
-    launchers = {"local": _local, "slurm": _slurm, "kuberay": _kuberay, "skypilot": _skypilot}
-    return launchers[options.target](job, options, runners)
+    if options.target == "local":
+        return _local(job, options, runners)
+    text = _TEXTS[options.target](job)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    program, advice, submit = _SUBMITTERS[options.target]
+    if shutil.which(program) is None:
+        raise ValueError(f"{program} is not on PATH: {advice} with --dry-run")
+    return submit(job, text)
 
 
 def _local(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
@@ -59,39 +67,22 @@ def _local(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner])
     if job.launch.work_dir is not None:
         raise ValueError("work_dir: megarl launch local runs in the working directory; change into it")
     os.environ.update(variables)
-    return runners[job.command](
-        argparse.Namespace(recipe=str(job.recipe), overrides=list(job.overrides))
-    ) or 0  # fmt: skip
+    found = argparse.Namespace(recipe=str(job.recipe), overrides=list(job.overrides))
+    return runners[job.command](found) or 0
 
 
-def _slurm(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
-    command = ["sbatch", *sbatch_arguments(job)]
-    if options.dry_run:
-        print(shlex.join(command))
-        return 0
-    _need("sbatch", "run this where jobs are submitted, or look at the command with --dry-run")
+def _sbatch(job: Job, text: str) -> int:
     prepare_logs(job)
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(shlex.split(text), check=False).returncode
 
 
-def _kuberay(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
-    text = manifest_text(job)
-    if options.dry_run:
-        print(text, end="")
-        return 0
-    _need("kubectl", "run this where the cluster can be reached, or write the manifest with --dry-run")
+def _kubectl(job: Job, text: str) -> int:
     return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
 
 
-def _skypilot(job: Job, options: argparse.Namespace, runners: Mapping[str, Runner]) -> int:
-    text = task_text(job)
-    if options.dry_run:
-        print(text, end="")
-        return 0
-    _need("sky", "run this where SkyPilot is installed, or write the task with --dry-run")
-    variables = {
-        TOKEN: secrets.token_hex(32)
-    } | os.environ  # a token for this run alone, unless the environment has one
+def _sky(job: Job, text: str) -> int:
+    # A token for this run alone, unless the environment has one.
+    variables = {TOKEN: secrets.token_hex(32)} | os.environ
     missing = [name for name in secret_names(job) if name not in variables]
     if missing:
         raise ValueError(f"skypilot.secret: not in this command's environment: {', '.join(missing)}")
@@ -102,6 +93,14 @@ def _skypilot(job: Job, options: argparse.Namespace, runners: Mapping[str, Runne
         return subprocess.run(command, env=variables, check=False).returncode
 
 
-def _need(program: str, advice: str) -> None:
-    if shutil.which(program) is None:
-        raise ValueError(f"{program} is not on PATH: {advice}")
+# By target: the text that --dry-run prints; then the program that submits it, the advice where that is missing, and the function.
+_TEXTS: dict[str, Callable[[Job], str]] = {
+    "slurm": lambda job: shlex.join(["sbatch", *sbatch_arguments(job)]) + "\n",
+    "kuberay": manifest_text,
+    "skypilot": task_text,
+}
+_SUBMITTERS: dict[str, tuple[str, str, Callable[[Job, str], int]]] = {
+    "slurm": ("sbatch", "run this where jobs are submitted, or look at the command", _sbatch),
+    "kuberay": ("kubectl", "run this where the cluster can be reached, or write the manifest", _kubectl),
+    "skypilot": ("sky", "run this where SkyPilot is installed, or write the task", _sky),
+}

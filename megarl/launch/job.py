@@ -34,7 +34,7 @@ class Job:
     Attributes:
         command: megarl's command: train, sft, rm, dpo or eval.
         recipe: the recipe's file; `recipe:NAME` is a file of this installation of megarl.
-        overrides: overrides of the user, and those that the launch options add.
+        overrides: overrides of the user and of the launch options.
         run_folder: trainer.default_local_dir as the recipe has it.
         checkpoint_url: trainer.checkpoint_url, from which another start can continue even if the run folder is lost.
         saves: whether the run writes checkpoints from which another start continues.
@@ -73,16 +73,36 @@ class Job:
         return yaml.dump(plain(tree), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-class BlockTextDumper(YamlDumper):
+class _BlockTextDumper(YamlDumper):
     """Writes texts of several lines as block scalars, line by line."""
 
 
-def _block_text(dumper: BlockTextDumper, value: str) -> yaml.ScalarNode:
+def _block_text(dumper: _BlockTextDumper, value: str) -> yaml.ScalarNode:
     style = "|" if "\n" in value else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-BlockTextDumper.add_representer(str, _block_text)
+_BlockTextDumper.add_representer(str, _block_text)
+
+
+def yaml_text(*documents: dict[str, Any]) -> str:
+    """Documents as YAML, their keys in the given order."""
+    options = {"sort_keys": False, "allow_unicode": True, "explicit_start": True, "width": 110}
+    return yaml.dump_all(documents, Dumper=_BlockTextDumper, **options)
+
+
+def matched(key: str, value: str, pattern: str | re.Pattern[str], expected: str) -> re.Match[str]:
+    """The match of a whole value. Raises ValueError where there is none: names the key and says in words what is `expected`."""
+    found = re.fullmatch(pattern, value)
+    if found is None:
+        raise ValueError(f"{key}: expected {expected}, found {value!r}")
+    return found
+
+
+def check_image(launch: LaunchConfig) -> None:
+    """Raises ValueError where the image is not the name of one."""
+    if launch.image is not None:
+        matched("image", launch.image, r"\S*", "the name of a container image")
 
 
 def make_job(

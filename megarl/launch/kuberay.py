@@ -15,14 +15,13 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-import yaml
-
 from megarl.config.schema.launch import KubeRayConfig
-from megarl.launch.job import BlockTextDumper, Job, read_variables
+from megarl.launch.job import Job, check_image, matched, read_variables, yaml_text
 
 RAY_VERSION = "2.60.0"  # of the image
 _RECIPE_FILE = "recipe.yaml"
 _SUBMITTER_RETRIES = 2  # each finds the run by its id, and only shows its output again
+_MOUNT = re.compile(r"([a-z0-9](?:[-a-z0-9.]*[a-z0-9])?):(/[^:]*?)/?(:ro)?")
 _QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?([KMGTP]i|[kMGTP])?")
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _DEVICE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
@@ -55,19 +54,14 @@ def manifest(job: Job) -> list[dict[str, Any]]:
         "metadata": {"name": recipe_name(job), "namespace": kuberay.namespace},
         "data": {_RECIPE_FILE: job.recipe_text()},
     }
-    return [recipe, _ray_job(job) if kuberay.kind == "RayJob" else _ray_cluster(job)]
+    spec = _job_spec(job) if kuberay.kind == "RayJob" else _cluster_spec(job)
+    resource = {"apiVersion": "ray.io/v1", "kind": kuberay.kind, "metadata": _metadata(job), "spec": spec}
+    return [recipe, resource]
 
 
 def manifest_text(job: Job) -> str:
     """The manifest as YAML."""
-    return yaml.dump_all(
-        manifest(job),
-        Dumper=BlockTextDumper,
-        sort_keys=False,
-        allow_unicode=True,
-        explicit_start=True,
-        width=110,
-    )
+    return yaml_text(*manifest(job))
 
 
 def entrypoint(job: Job) -> str:
@@ -75,8 +69,9 @@ def entrypoint(job: Job) -> str:
     return f"megarl {job.command} {RECIPE_FOLDER}/{_RECIPE_FILE} trainer.ray_address=auto"
 
 
-def _ray_job(job: Job) -> dict[str, Any]:
-    spec: dict[str, Any] = {
+def _job_spec(job: Job) -> dict[str, Any]:
+    limit = {} if job.seconds is None else {"activeDeadlineSeconds": job.seconds}
+    return {
         "entrypoint": entrypoint(job),
         "submissionMode": "K8sJobMode",
         "submitterPodTemplate": submitter_pod(job),
@@ -84,24 +79,8 @@ def _ray_job(job: Job) -> dict[str, Any]:
         "backoffLimit": job.launch.retries,
         "shutdownAfterJobFinishes": True,  # Kueue asks for it, too
         "ttlSecondsAfterFinished": job.launch.kuberay.ttl,
-    }
-    if job.seconds is not None:
-        spec["activeDeadlineSeconds"] = job.seconds
-    spec["rayClusterSpec"] = _cluster_spec(job)
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": _metadata(job),
-        "spec": spec,
-    }
-
-
-def _ray_cluster(job: Job) -> dict[str, Any]:
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayCluster",
-        "metadata": _metadata(job),
-        "spec": _cluster_spec(job),
+        **limit,
+        "rayClusterSpec": _cluster_spec(job),
     }
 
 
@@ -132,8 +111,7 @@ def _check(job: Job) -> None:
     kuberay = job.launch.kuberay
     if job.launch.image is None:
         raise ValueError("image is required on Kubernetes: --image, or the key image of the job's file")
-    if re.search(r"\s", job.launch.image):
-        raise ValueError(f"image: expected the name of a container image, found {job.launch.image!r}")
+    check_image(job.launch)
     if kuberay.kueue is not None and kuberay.volcano is not None:
         raise ValueError(
             f"kuberay.kueue={kuberay.kueue} and kuberay.volcano={kuberay.volcano}: both admit all pods or none; give one of "
@@ -141,8 +119,8 @@ def _check(job: Job) -> None:
         )
     for name in ("memory_per_node", "shared_memory", "head_memory"):
         value = getattr(kuberay, name)
-        if value is not None and not _QUANTITY.fullmatch(value):
-            raise ValueError(f"kuberay.{name}: expected an amount such as 64Gi, found {value!r}")
+        if value is not None:
+            matched(f"kuberay.{name}", value, _QUANTITY, "an amount such as 64Gi")
     _check_names(kuberay)
     folder = PurePosixPath(work_dir(job)) / job.run_folder
     writable = [PurePosixPath(target) for _, target, read_only in pod_mounts(job) if not read_only]
@@ -158,14 +136,13 @@ def _check_names(kuberay: KubeRayConfig) -> None:
     names = {"service_account": [kuberay.service_account], "priority": [kuberay.priority]}
     for key, values in (names | {"secret": kuberay.secret, "pull_secret": kuberay.pull_secret}).items():
         for value in values:
-            if value is not None and not _NAME.fullmatch(value):
-                raise ValueError(
-                    f"kuberay.{key}: expected a name of lower-case letters, digits, hyphens and dots, found {value!r}"
-                )
+            if value is not None:
+                expected = "a name of lower-case letters, digits, hyphens and dots"
+                matched(f"kuberay.{key}", value, _NAME, expected)
     for key, example in {"gpu_resource": "nvidia.com/gpu", "rdma_resource": "rdma/ib"}.items():
         value = getattr(kuberay, key)
-        if value is not None and not _DEVICE.fullmatch(value):
-            raise ValueError(f"kuberay.{key}: expected a name such as {example}, found {value!r}")
+        if value is not None:
+            matched(f"kuberay.{key}", value, _DEVICE, f"a name such as {example}")
 
 
 def work_dir(job: Job) -> str:
@@ -179,15 +156,11 @@ def pod_mounts(job: Job) -> list[tuple[str, str, bool]]:
     Raises:
         ValueError: an entry that is not CLAIM:TARGET or CLAIM:TARGET:ro; two for one target; a target that is megarl's own.
     """
-    mounts = []
-    for text in job.launch.kuberay.mount:
-        found = re.fullmatch(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?):(/[^:]*?)/?(:ro)?", text)
-        if found is None:
-            raise ValueError(
-                f"kuberay.mount: expected CLAIM:TARGET or CLAIM:TARGET:ro, with the name of a PersistentVolumeClaim and an "
-                f"absolute path, found {text!r}"
-            )
-        mounts.append((found[1], found[3], found[4] is not None))
+    expected = (
+        "CLAIM:TARGET or CLAIM:TARGET:ro, with the name of a PersistentVolumeClaim and an absolute path"
+    )
+    found = [matched("kuberay.mount", text, _MOUNT, expected) for text in job.launch.kuberay.mount]
+    mounts = [(one[1], one[2], one[3] is not None) for one in found]
     targets = [target for _, target, _ in mounts]
     double = {target for target in targets if targets.count(target) > 1}
     if double:
@@ -315,7 +288,7 @@ def recipe_name(job: Job) -> str:
 
 
 def _variables(job: Job) -> dict[str, str]:
-    """Environment variables of the pods: those that a run needs, and the user's, which take precedence."""
+    """Environment variables of the pods: a run's, and the user's, which take precedence."""
     own = {
         # By default Ray runs its workers at nice 15, behind everything else in the pod; here they are the purpose of the pod.
         "RAY_worker_niceness": "0",

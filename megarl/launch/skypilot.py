@@ -5,19 +5,16 @@ Guarantees:
 - the run folder is on a volume, or its checkpoints are copied to a bucket, so that another start, on other machines, continues from there;
 - the task has no secrets: it has only their names, and `sky` gets the values separately.
 
-Fields and their meaning are those of skypilot 0.14.1.
+Fields have the meaning that skypilot 0.14.1 gives them.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
-from megarl.launch.job import BlockTextDumper, Job, read_variables
+from megarl.launch.job import Job, check_image, matched, read_variables, yaml_text
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "RAY_AUTH_TOKEN"  # of the run's own Ray cluster
@@ -59,9 +56,7 @@ def task(job: Job) -> dict[str, Any]:
 
 def task_text(job: Job) -> str:
     """The task as YAML."""
-    return yaml.dump(
-        task(job), Dumper=BlockTextDumper, sort_keys=False, allow_unicode=True, explicit_start=True, width=110
-    )
+    return yaml_text(task(job))
 
 
 def sky_arguments(job: Job, path: str) -> list[str]:
@@ -79,32 +74,20 @@ def secret_names(job: Job) -> list[str]:
 
 def _resources(job: Job) -> dict[str, Any]:
     launch, sky = job.launch, job.launch.skypilot
-    resources: dict[str, Any] = {}
-    if not launch.cpu:
-        resources["accelerators"] = {sky.accelerator: job.devices}
-    # "+": at least.
-    if sky.cpus_per_node is not None:
-        resources["cpus"] = f"{sky.cpus_per_node}+"
-    if sky.memory_per_node is not None:
-        resources["memory"] = f"{sky.memory_per_node}+"
-    if sky.disk_size is not None:
-        resources["disk_size"] = sky.disk_size
-    if sky.network_tier is not None:
-        resources["network_tier"] = sky.network_tier
-    if launch.image is not None:
-        resources["image_id"] = f"docker:{launch.image}"
-    if sky.spot:
-        resources["use_spot"] = True
-    if sky.kind == "job" and launch.retries:
-        resources["job_recovery"] = {
-            "max_restarts_on_errors": launch.retries,
-            "recover_on_exit_codes": [_REQUEUE],
-        }
-    if len(sky.infra) == 1:
-        resources["infra"] = sky.infra[0]
-    elif sky.infra:
-        resources["any_of"] = [{"infra": infra} for infra in sky.infra]
-    return resources
+    restarts = {"max_restarts_on_errors": launch.retries, "recover_on_exit_codes": [_REQUEUE]}
+    found = {
+        "accelerators": None if launch.cpu else {sky.accelerator: job.devices},
+        "cpus": sky.cpus_per_node and f"{sky.cpus_per_node}+",  # at least
+        "memory": sky.memory_per_node and f"{sky.memory_per_node}+",
+        "disk_size": sky.disk_size,
+        "network_tier": sky.network_tier,
+        "image_id": launch.image and f"docker:{launch.image}",
+        "use_spot": sky.spot or None,
+        "job_recovery": restarts if sky.kind == "job" and launch.retries else None,
+        "infra": sky.infra[0] if len(sky.infra) == 1 else None,
+        "any_of": [{"infra": infra} for infra in sky.infra] if len(sky.infra) > 1 else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _run(job: Job) -> str:
@@ -131,15 +114,10 @@ def _pairs(job: Job, key: str) -> list[tuple[str, str]]:
         ValueError: an entry that is not SOURCE:TARGET.
     """
     pattern, source = _SOURCES[key]
-    pairs = []
-    for text in getattr(job.launch.skypilot, key):
-        found = re.fullmatch(rf"({pattern}):(/[^:\s]*?)/?", text)
-        if found is None:
-            raise ValueError(
-                f"skypilot.{key}: expected SOURCE:TARGET, with {source} and an absolute path, found {text!r}"
-            )
-        pairs.append((found[1], found[2]))
-    return pairs
+    expected = f"SOURCE:TARGET, with {source} and an absolute path"
+    texts = getattr(job.launch.skypilot, key)
+    found = [matched(f"skypilot.{key}", text, rf"({pattern}):(/[^:\s]*?)/?", expected) for text in texts]
+    return [(one[1], one[2]) for one in found]
 
 
 def _check(job: Job) -> None:
@@ -149,8 +127,7 @@ def _check(job: Job) -> None:
             "SkyPilot needs either an image that has megarl (--image), or the commands that install megarl's checkout "
             f"(skypilot.setup), found {'neither' if launch.image is None else 'both'}"
         )
-    if launch.image is not None and re.search(r"\s", launch.image):
-        raise ValueError(f"image: expected the name of a container image, found {launch.image!r}")
+    check_image(launch)
     if launch.image is None and not (ROOT / "launch/skypilot/node.sh").is_file():
         raise ValueError(
             f"{ROOT}/launch/skypilot/node.sh is not there: without an image megarl launch skypilot needs megarl's checkout, "
@@ -165,10 +142,8 @@ def _check(job: Job) -> None:
             f"time={launch.time}: SkyPilot's tasks have no time limit; give trainer.max_run_minutes behind the recipe"
         )
     for name in sky.secret:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name) or name == TOKEN:
-            raise ValueError(
-                f"skypilot.secret: expected the name of an environment variable other than {TOKEN}, found {name!r}"
-            )
+        expected = f"the name of an environment variable other than {TOKEN}"
+        matched("skypilot.secret", name, rf"(?!{TOKEN}$)[A-Za-z_]\w*", expected)
     _check_folders(job)
 
 

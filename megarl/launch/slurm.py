@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
-from megarl.launch.job import Job, read_variables
+from megarl.launch.job import Job, matched, read_variables
 from megarl.util.packages import shipped
 
 ROOT = shipped()
@@ -79,8 +78,7 @@ def _check(job: Job) -> None:
     if (image.startswith("/") or image.endswith((".sqsh", ".sif"))) and not Path(image).exists():
         raise ValueError(f"image={image}: there is no such file (working directory {Path.cwd()})")
     for mount in slurm.mount:
-        if not re.fullmatch(r"/[^:]*:/[^:]*(:ro)?", mount):
-            raise ValueError(f"slurm.mount: expected /SOURCE:/TARGET or /SOURCE:/TARGET:ro, found {mount!r}")
+        matched("slurm.mount", mount, r"/[^:]*:/[^:]*(:ro)?", "/SOURCE:/TARGET or /SOURCE:/TARGET:ro")
     if slurm.mount and slurm.container == "none":
         raise ValueError(
             "slurm.mount is for containers; without one (slurm.container=none) every folder is there"

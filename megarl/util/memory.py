@@ -43,14 +43,11 @@ def without_collection() -> Iterator[None]:
 
     For imports only: garbage in cycles of other objects would be excluded, too, and never be freed.
     """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_on:
-            gc.enable()
+    with collection_paused():
+        try:
+            yield
+        finally:
+            gc.freeze()
 
 
 def keep_freed_memory() -> None:
@@ -59,11 +56,7 @@ def keep_freed_memory() -> None:
     if libc is None:
         return
     # One heap: the heaps of other threads end at 64 MiB, and are given back completely.
-    for parameter, value in (
-        (_MMAP_THRESHOLD, MAPPED_BYTES),
-        (_TRIM_THRESHOLD, KEPT_BYTES),
-        (_ARENA_MAX, 1),
-    ):
+    for parameter, value in ((_MMAP_THRESHOLD, MAPPED_BYTES), (_TRIM_THRESHOLD, KEPT_BYTES), (_ARENA_MAX, 1)):
         assert libc.mallopt(parameter, value) == 1, (parameter, value)
 
 

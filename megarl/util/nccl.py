@@ -5,7 +5,7 @@ hangs or crashes. By default NCCL makes them with the driver's virtual memory. S
 (`_set_envs_and_config` in sglang/srt/entrypoints/engine.py, 0.5.21), which would leave trainer processes different. So megarl sets
 SGLang's values in both, and keeps values that are set already, as SGLang does.
 
-Variables of the job's own environment (where the run is started) are set in all ranks, those of a node's environment in
+Variables of the job's own environment (where the run is started) are set in all ranks, variables of a node's environment in
 the ranks of that node. `disagreement` finds differences between two ends.
 """
 

@@ -44,7 +44,7 @@ def requirements(name: str) -> Path:
 
 
 def pinned(file: Path) -> Iterator[str]:
-    """The names of the packages in a requirements file, and in those that it includes."""
+    """The names of the packages in a requirements file and in the files that it includes."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("-r "):
             yield from pinned(file.parent / line.removeprefix("-r ").strip())

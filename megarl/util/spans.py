@@ -1,4 +1,4 @@
-"""Spans: what a process did, from when to when. A span costs some microseconds, and is kept until it is collected.
+"""Spans: activities of a process, from when to when. A span costs some microseconds, and is kept until it is collected.
 
 Guarantees: the spans of a process are on one clock that never goes back and shows the machine's time of day; spans may be
 recorded in any thread; of a process whose spans are never collected only the newest are kept.

@@ -18,10 +18,10 @@ import ray
 from ray.cluster_utils import Cluster as RayCluster
 
 from megarl.cluster import ResourcePool, RunFailure, WorkerGroup, start_cluster, stop_cluster, wait
-from megarl.cluster.group import RelayedGroup
 from megarl.cluster.guard import KEEP_ENVIRON
 from megarl.cluster.hosts import start_guard
 from megarl.cluster.ranks import RankProcess
+from megarl.cluster.relays import RelayedGroup
 from megarl.trainer.run.preemption import REQUEUE, noting_signals
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_engine_run
@@ -47,7 +47,7 @@ def hang(run_dir: str, address: str) -> None:
 
 
 def run(run_dir: str, method: str, address: str = "") -> None:
-    """A run whose ranks are called again and again; told to end it asks them once more, for what is to be saved."""
+    """A run whose ranks are called again and again; told to end it asks them once more, for a last result."""
     with open_engine_run(address or None, 4, Path(run_dir)) as run, noting_signals() as preemption:
         run.pools["all"] = ResourcePool("all", 1, 4, timeout=30)
         group = run.start(_group("rank", run.pools["all"], 2, run_dir))
@@ -92,9 +92,10 @@ def calls(run_dir: str, what: str) -> None:
 
 
 def stop(run_dir: str) -> None:
-    """Starts and stops a cluster twice; reports what is left each time."""
+    """Starts and stops a cluster twice; reports its remains each time."""
     reports = []
-    before = os.environ.keys() | {"RAY_CLIENT_MODE", "RAY_AUTH_MODE"}  # Ray sets these itself
+    # Ray sets these itself.
+    before = os.environ.keys() | {"RAY_CLIENT_MODE", "RAY_AUTH_MODE", "PYTHONBREAKPOINT"}
     for _ in range(2):
         cluster = start_cluster(None, 2, run_dir)
         group = _group("stop", ResourcePool("stop", 1, 2, timeout=30), 1, run_dir)
@@ -176,7 +177,7 @@ def _two_machines(run_dir: str, num_devices: int) -> Iterator[ResourcePool]:
 
 
 def _death_of(process: RankProcess, group: WorkerGroup, hung: int) -> str:
-    """What is told when it is killed while rank `hung` is waited for."""
+    """The error when it is killed while rank `hung` is waited for."""
     refs = group.call("hang_if", hung)
     time.sleep(0.5)
     os.kill(process.pid, signal.SIGKILL)

@@ -38,7 +38,7 @@ def fork_server(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 
 def serving(path: str) -> list[int]:
-    """The fork server at `path` and its copies, but for those that Ray has given a title."""
+    """The fork server at `path` and its copies, except for copies that Ray has given a title."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and parent_of(int(folder.name)) is not None:
@@ -60,7 +60,7 @@ def write(file: Path, text: str) -> Path:
 
 
 def text_of(file: Path, seconds: float = 20.0) -> str:
-    """The text of a file that is written meanwhile."""
+    """The text of a file that another process is writing."""
     deadline = time.monotonic() + seconds
     while not file.exists() or not file.read_text().endswith("\n"):
         assert time.monotonic() < deadline, file

@@ -1,34 +1,30 @@
-"""Placement, calls and the environment of worker groups, on a real Ray cluster."""
+"""Placement, calls and the environment of worker groups, also of ranks with several processes, on a real Ray cluster."""
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import ray
+import ray._private.worker
 
 from megarl.cluster import (
     Device,
     ResourcePool,
-    WaitTimeout,
     WorkerDied,
     WorkerFailed,
     WorkerGroup,
-    start_cluster,
     wait,
 )
-from megarl.cluster.cluster import object_store_bytes
-from megarl.cluster.group import RelayedGroup, group_kind, shares_of
+from megarl.cluster.group import _devices_of_processes
 from megarl.cluster.hosts import reserve_port
 from megarl.cluster.pool import sort_devices
-from tests.cluster.conftest import SPARE_SLOTS, start_ranks
+from megarl.cluster.waiting import stream
+from tests.cluster.conftest import SPARE_SLOTS
 from tests.cluster.processes import alive, alive_after, carrying, guards_of
-
-GIB = 2**30
 
 
 def test_ranks_know_who_they_are(trio):
@@ -40,7 +36,7 @@ def test_ranks_know_who_they_are(trio):
     }
     assert len({info.master_port for info in infos}) == 1
     assert [Path(info.log_path).name for info in infos] == [f"trio-rank{rank}.log" for rank in range(3)]
-    assert trio.names == ["trio rank 0", "trio rank 1", "trio rank 2"]
+    assert [process.name for process in trio.processes] == ["trio rank 0", "trio rank 1", "trio rank 2"]
     assert trio.hosts == ["127.0.0.1"] * 3
     assert len(set(trio.pids)) == 3
     assert alive(trio.pids) == trio.pids
@@ -170,7 +166,7 @@ def test_a_pool_says_what_the_cluster_lacks(pool):
     assert "8 process slots" in str(error.value)
     assert "127.0.0.1: 6; now free: 2" in str(error.value)
     assert "Ask for less (trainer.nnodes, trainer.n_gpus_per_node, resource_pools)" in str(error.value)
-    # What it had asked for is not held; what another pool has is not given twice.
+    # The refused devices are not held; another pool's devices are not given twice.
     spare = ResourcePool("spare", 1, SPARE_SLOTS, timeout=10)
     with pytest.raises(ValueError, match="now free: 0"):
         ResourcePool("second", 1, 1, timeout=2)
@@ -178,7 +174,7 @@ def test_a_pool_says_what_the_cluster_lacks(pool):
 
 
 def test_a_pool_says_soon_that_it_waits(pool):
-    """Nodes may still join a cluster, so that it waits; whoever looks on is told at once what is not there."""
+    """Nodes may still join a cluster, so that it waits; the user is told at once which devices are missing."""
     said = []
     begun = time.monotonic()
 
@@ -230,50 +226,6 @@ def test_two_machines_are_node_major(controller, tmp_path):
     assert "I hang now" in report["death"]
 
 
-def test_stop_cluster_leaves_nothing(controller, tmp_path):
-    """No process, no directory, no variable; and until then nobody outside this machine could connect."""
-    _, report = controller("stop", tmp_path)
-    for run in report["runs"]:
-        assert len(run["started"]) > 6
-        assert alive_after(run["started"], 2) == []
-        assert carrying(run["mark"].partition("=")[2]) == []
-        assert run["addresses"] == ["127.0.0.1"]
-        assert run["variables"] == []
-        assert not run["temp_dir_exists"]
-
-
-def test_a_cluster_that_asks_for_a_token_gets_it(controller, tmp_path, monkeypatch):
-    """The controller has the token and is not told that it is wanted."""
-    monkeypatch.setenv("RAY_AUTH_TOKEN", 16 * "feed")
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    _, cluster = controller("serve")
-    monkeypatch.delenv("RAY_AUTH_MODE")
-    _, report = controller("hang", tmp_path, cluster["address"])
-    assert len(alive(report["workers"])) == 3
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(ConnectionError, match="asks for a token, and RAY_AUTH_MODE=disabled forbids"):
-        start_cluster(cluster["address"], 1, tmp_path)
-
-
-def test_a_cluster_that_knows_no_tokens_gets_none(controller, tmp_path, monkeypatch):
-    """To send one would not only be useless: Ray's workers could then not answer the controller."""
-    monkeypatch.setenv("RAY_AUTH_TOKEN", 16 * "feed")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    _, cluster = controller("serve")
-    monkeypatch.delenv("RAY_AUTH_MODE")
-    _, report = controller("hang", tmp_path, cluster["address"])
-    assert len(alive(report["workers"])) == 3
-
-
-def test_a_cluster_that_is_not_there(tmp_path):
-    with reserve_port() as sock:
-        address = f"127.0.0.1:{sock.getsockname()[1]}"
-        begin = time.monotonic()
-        with pytest.raises(ConnectionError, match=f"no Ray cluster answers at {address}"):
-            start_cluster(address, 1, tmp_path)
-        assert time.monotonic() - begin < 15
-
-
 def test_reserved_ports_are_exclusive():
     first, second = reserve_port(), reserve_port()
     assert first.getsockname()[1] != second.getsockname()[1]
@@ -282,185 +234,80 @@ def test_reserved_ports_are_exclusive():
     second.close()
 
 
-@pytest.mark.parametrize(
-    ("memory", "shared", "expected"),
-    [
-        (8 * GIB, 4 * GIB, GIB // 4),
-        (8 * GIB, GIB // 4, GIB // 8),
-        (GIB, 64 * 2**20, GIB // 8),
-        (2048 * GIB, 1024 * GIB, 16 * GIB),
-    ],
-)
-def test_object_store_size_follows_the_machine(memory, shared, expected):
-    assert object_store_bytes(memory, shared) == expected
+class Devices(SimpleNamespace):
+    """Of a pool, without a cluster."""
+
+    def __len__(self) -> int:
+        return len(self.devices)
 
 
-@pytest.fixture(scope="module")
-def relayed(pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RelayedGroup]:
-    """A group for tests that leave it as it is."""
-    group = start_ranks("actor", pool, 3, tmp_path_factory.mktemp("relayed"), RelayedGroup, most=2)
-    yield group
-    group.shutdown()
-
-
-@pytest.fixture
-def start_relayed(start_group: Callable[..., WorkerGroup]) -> Callable[..., WorkerGroup]:
-    """Three ranks, with a relay for the first and one for the others."""
-    return partial(start_group, "actor", 3, kind=RelayedGroup, most=2)
-
-
-def test_shares_are_of_one_node_and_even():
-    assert shares_of(["a"] * 3, 2) == [[0], [1, 2]]
-    assert shares_of(["a", "b", "a", "b", "b"], 16) == [[0, 2], [1, 3, 4]]
-    nodes = [f"n{rank // 8}" for rank in range(1024)]
-    shares = shares_of(nodes, 16)
-    assert len(shares) == 128 and all(len({nodes[rank] for rank in share}) == 1 for share in shares)
-    assert sorted(rank for share in shares for rank in share) == list(range(1024))
-    assert [len(share) for share in shares_of(["a"] * 40, 16)] == [13, 13, 14]
-
-
-def test_calls_go_by_relays_and_answers_come_back_in_order(relayed):
-    assert [len(relay.share) for relay in relayed.watched[3:]] == [1, 2]
-    calls = relayed.call("echo", 1, "b", word="c")
-    # One of Ray's calls for each relay.
-    assert len({call.ref for call in calls}) == 2
-    assert wait(calls, [relayed]) == [(rank, (1, "b"), {"word": "c"}) for rank in range(3)]
-    each = wait(relayed.call_each("echo", [(rank,) for rank in range(3)]), [relayed])
-    assert each == [(rank, (rank,), {}) for rank in range(3)]
-    assert wait([relayed.call_rank(2, "echo", 5)], [relayed]) == [(2, (5,), {})]
-
-
-def test_references_arrive_as_values_that_lie_in_the_store(relayed):
-    array = ray.put(numpy.arange(1_000_000))
-    assert wait(relayed.call("where", array), [relayed]) == [(False, True)] * 3
-
-
-def test_calls_are_executed_in_order(relayed):
-    calls = [
-        relayed.call("append", 1), relayed.call_each("append", [(2,)] * 3),
-        [relayed.call_rank(1, "append", 3)], relayed.call("append", 4),
+def test_calls_come_to_the_first_part_and_restarts_to_all(start_group, pool) -> None:
+    group = start_group("engine", 2, devices_per_rank=2, parts=2, device_order=[1, 0, 3, 2])
+    assert len(group.processes) == len(group.started) == 4 and group.world_size == 2
+    infos = wait(group.call_parts("get_info", [()] * 4), [group])
+    assert [(info.rank, info.part, info.parts, info.world_size) for info in infos] == [
+        (0, 0, 2, 2), (0, 1, 2, 2), (1, 0, 2, 2), (1, 1, 2, 2)
     ]  # fmt: skip
-    *_, last = [wait(of_one, [relayed]) for of_one in calls]
-    assert last == [[1, 2, 4], [1, 2, 3, 4], [1, 2, 4]]
+    ports = [info.master_port for info in infos]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    assert len({info.scratch for info in infos}) == 4
+    assert [info.master_addr for info in infos] == ["127.0.0.1"] * 4
+    assert group.devices == [(pool.devices[number],) for number in (1, 0, 3, 2)]
+    assert [process.name for process in group.processes] == [
+        "engine rank 0",
+        "engine rank 0 part 1",
+        "engine rank 1",
+        "engine rank 1 part 1",
+    ]
+    assert [Path(process.log_path).name for process in group.processes[:2]] == [
+        "engine-rank0.log",
+        "engine-rank0.part1.log",
+    ]
+    assert wait(group.call("echo", 5), [group]) == [(0, (5,), {}), (1, (5,), {})]
+    assert wait(group.call_each("echo", [(1,), (2,)]), [group]) == [(0, (1,), {}), (1, (2,), {})]
+    assert wait([group.call_rank(1, "echo")], [group]) == [(1, (), {})]
+
+    pids = group.pids
+    os.kill(pids[3], signal.SIGSTOP)
+    wait(group.restart(1), [group], 60)
+    assert group.pids[:2] == pids[:2] and not set(group.pids[2:]) & set(pids)
+    assert alive_after(pids[2:], 5) == [] and alive(group.pids) == group.pids
+    again = wait(group.call_parts("get_info", [()] * 4), [group])
+    assert [(info.rank, info.part) for info in again] == [(info.rank, info.part) for info in infos]
+    assert again[2].master_port == again[3].master_port
+    assert Path(again[3].log_path).name == "engine-rank1.part1.restart1.log"
 
 
-def test_a_killed_rank_ends_a_hung_call(start_relayed):
-    """Which shares its relay, and has answered."""
-    group = start_relayed()
-    refs = group.call("hang_if", 1)
-    time.sleep(0.3)
-    begin = time.monotonic()
-    os.kill(group.pids[2], signal.SIGKILL)
-    with pytest.raises(WorkerDied) as caught:
-        wait(refs, [group])
-    assert time.monotonic() - begin < 5
-    assert (caught.value.role, caught.value.rank, caught.value.pid) == ("actor", 2, group.pids[2])
+def test_a_rank_is_lost_with_any_of_its_parts(start_group) -> None:
+    """Also in a group that can be spared, whose other ranks go on."""
+    group = start_group("engine", 2, devices_per_rank=2, parts=2)
+    os.kill(group.pids[3], signal.SIGKILL)
+    assert wait([group.call_rank(0, "echo")], [group], spare=group) == [(0, (), {})]
+    begun = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"engine rank 1 part 1 .* died") as caught:
+        wait([group.call_rank(1, "hang_if", 1)], [group], spare=group)
+    assert caught.value.rank == 1 and time.monotonic() - begun < 10
+    group.restart(1)
+    streams = group.stream_each("count", [(3, 1, 0.2), (1000, 1, 0.2)])
+    came = []
+    with pytest.raises(WorkerDied, match=r"engine rank 1 part 1 .* died"):
+        for value in stream(streams, [group], spare=group):
+            if not came:
+                os.kill(group.pids[3], signal.SIGKILL)
+            came.append(value)
+    assert [number for rank, number, *_ in came if rank == 0] == [0, 1, 2]
 
 
-def test_a_killed_relay_is_named(start_relayed, tmp_path):
-    group = start_relayed()
-    refs = group.call("hang_if", 1)
-    time.sleep(0.3)
-    relay = group.watched[4]
-    os.kill(relay.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied) as caught:
-        wait(refs, [group])
-    assert (caught.value.role, caught.value.rank, caught.value.pid) == ("actor-relay", 1, relay.pid)
-    assert caught.value.log_path == str(tmp_path / "actor-relay-rank1.log")
-
-
-def test_an_exception_ends_the_call_although_others_hang(start_relayed):
-    """Those of its own share, and those of another; the group works on with the ranks that do not hang."""
-    group = start_relayed()
-    begin = time.monotonic()
-    with pytest.raises(WorkerFailed) as caught:
-        wait(group.call("fail_if", 1), [group])
-    assert time.monotonic() - begin < 8
-    error = caught.value
-    assert (error.role, error.rank, error.kind, error.message) == ("actor", 1, "LocalError", "3 is not 4")
-    assert "raise LocalError(3, 4)" in error.remote_traceback
-    assert error.log_tail.endswith("I shall raise")
-
-
-def test_a_group_works_on_after_an_exception(relayed):
-    with pytest.raises(WorkerFailed, match="no_such_method"):
-        wait(relayed.call("no_such_method"), [relayed])
-    assert wait(relayed.call("hang_if", 5), [relayed]) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_the_earliest_exception_is_reported(relayed, first):
-    """Whichever relay it comes by."""
-    seconds = [0.1 if rank == first else 0.6 for rank in range(3)]
-    with pytest.raises(WorkerFailed, match=r"RuntimeError: failed after 0\.1") as caught:
-        wait(relayed.call("fail_after", *seconds), [relayed])
-    assert caught.value.rank == first
-    others = str(caught.value).partition("also: ")[2]
-    assert all(f"actor rank {rank} " in others for rank in {0, 1, 2} - {first})
-
-
-def test_a_result_that_cannot_be_sent_is_reported(relayed):
-    with pytest.raises(WorkerFailed, match=r"cannot pickle '_thread.lock' object"):
-        wait(relayed.call("return_lock"), [relayed])
-
-
-def test_the_death_is_reported_not_what_it_caused(start_relayed):
-    """Its peers raise "Connection closed by peer" because rank 1 was killed."""
-    group = start_relayed()
-    refs = group.call("lose_peer", 1.0)
-    with pytest.raises(WorkerDied, match=r"actor rank [12]"):
-        wait(refs, [group])
-
-
-def test_who_is_missing_in_a_collective_is_named(start_relayed):
-    group = start_relayed()
-    with pytest.raises(WorkerFailed, match=r"missing in the collective: actor rank 2 ") as caught:
-        wait(group.call("reduce_unless", 2, 2.0), [group])
-    assert caught.value.rank in (0, 1)
-
-
-def test_a_timeout_names_the_silent_rank_alone(start_relayed, tmp_path):
-    group = start_relayed(most=3)
-    with pytest.raises(WaitTimeout, match=r"no answer within 1 s") as caught:
-        wait(group.call("hang_if", 2), [group], timeout=1)
-    assert caught.value.silent == ["actor rank 2"]
-    time.sleep(0.3)
-    assert "in hang_if" in (tmp_path / "actor-rank2.log").read_text()
-
-
-def test_a_rank_that_was_started_anew_is_called(start_relayed):
-    group = start_relayed()
-    before = wait(group.call("append", 1), [group])
-    started = group.restart(1)
-    wait(started, [group])
-    assert before == [[1]] * 3
-    assert wait(group.call("append", 2), [group]) == [[1, 2], [2], [1, 2]]
-
-
-def test_a_group_ends_with_its_relays(start_relayed):
-    group = start_relayed()
-    pids = [process.pid for process in group.watched]
-    group.shutdown()
-    assert len(pids) == 5 and alive(pids) == []
-
-
-def test_relays_on_two_machines(controller, tmp_path):
-    """Two raylets: each has the relay of its own ranks, and deaths on the one where the controller is not are told."""
-    process, report = controller("relays_on_two_nodes", tmp_path)
-    assert process.wait(60) == 0
-    hosts = ["127.0.0.2", "127.0.0.3"]
-    assert report["hosts"] == [hosts[0]] * 2 + [hosts[1]] * 2
-    assert report["relays"] == [[hosts[0], [0, 1]], [hosts[1], [2, 3]]]
-    echoed, placed = report["answers"]
-    assert echoed == [[rank, ["a"], {}] for rank in range(4)]
-    assert placed == [[False, True]] * 4  # in the object store of its own machine
-    assert report["rank_death"].startswith("actor rank 3 (process")
-    assert "on 127.0.0.3) died: killed" in report["rank_death"]
-    assert "I hang now" in report["rank_death"]
-    assert report["relay_death"].startswith("critic-relay rank 1 (process")
-    assert "on 127.0.0.3) died: killed" in report["relay_death"]
-
-
-def test_small_groups_have_no_relays():
-    assert group_kind(63, 64) is group_kind(10_000, None) is WorkerGroup
-    assert group_kind(64, 64) is group_kind(1, 1) is RelayedGroup
+def test_a_part_is_on_one_machine() -> None:
+    devices = [
+        SimpleNamespace(node_id=f"node{number // 4}", host=f"host{number // 4}") for number in range(8)
+    ]
+    pool = Devices(name="pool", devices=devices)
+    found = _devices_of_processes("rollout", pool, 1, 8, 2)
+    assert [{device.host for device in part} for part in found] == [{"host0"}, {"host1"}]
+    with pytest.raises(
+        ValueError, match=r"the 8 devices of rollout rank 0 in resource pool 'pool' are on several"
+    ):
+        _devices_of_processes("rollout", pool, 1, 8, 1)
+    with pytest.raises(ValueError, match="the 3 devices of rollout rank 0"):
+        _devices_of_processes("rollout", pool, 1, 6, 2)

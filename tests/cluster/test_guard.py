@@ -1,4 +1,4 @@
-"""What is removed with a scratch folder."""
+"""Shared memory is removed with the scratch folder that names it."""
 
 import secrets
 from pathlib import Path

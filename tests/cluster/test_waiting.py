@@ -1,4 +1,4 @@
-"""How deaths, exceptions and silence are reported; what is left when the controller itself is killed."""
+"""How deaths, exceptions and silence are reported; nothing is left when the controller itself is killed."""
 
 import os
 import signal

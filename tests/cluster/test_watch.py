@@ -22,7 +22,7 @@ def quick(monkeypatch):
 
 
 def test_signs_of_life():
-    """Of a process that sleeps, that works, that is stopped, and of what it has started."""
+    """Of a process that sleeps, works, is stopped, and of its children."""
     code = (
         "import os, sys, time\nwhile True:\n  time.sleep(float(sys.argv[1])) if sys.argv[1] != '0' else None"
     )
@@ -96,7 +96,7 @@ def test_work_is_no_hang(start_group, quick):
 
 
 def test_a_rank_that_may_be_spared(start_group):
-    """Its end is told when the others have yielded what they had to, and only to those who wait for it."""
+    """Its end is told when the others have yielded all their values, and only to a wait for it."""
     engines, actor = start_group("engine", 2), start_group("actor", 1)
     streams = engines.stream_each("count", [(8, 1, 0.25), (8, 1, 0.25)])
     came = []

@@ -1,4 +1,4 @@
-"""`megarl doctor --gpu`: what it says without a GPU, and that a failing step leaves the others running."""
+"""`megarl doctor --gpu`: its output without a GPU, and that a failing step leaves the others running."""
 
 import json
 from dataclasses import replace

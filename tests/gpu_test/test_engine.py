@@ -26,7 +26,7 @@ def test_an_engine_goes_through_the_step_on_a_cpu(tmp_path: Path) -> None:
     checks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     assert done.returncode == 0, done.stderr[-3000:]
     assert [check["name"] for check in checks] == [
-        "it starts", "first answers", "answers", "what it held", "what it says it holds after release",
+        "it starts", "first answers", "answers", "memory that it held", "memory that it reports after release",
         "weights are sent", "answers with weights that were sent", "the same answers",
     ]  # fmt: skip
     assert all(check["ok"] for check in checks), checks
@@ -48,6 +48,6 @@ def test_answers_are_compared_up_to_where_they_part() -> None:
 def test_memory_that_did_not_come_free_is_told() -> None:
     freed, stays = _freed(40 * GIB, before=78 * GIB, started=34 * GIB, released=74 * GIB)
     assert freed.ok and stays.found == "4.00 GiB: context, graphs, workspaces"
-    # What a memory saver that was not loaded looks like: the account says 0, and nothing is free.
+    # A memory saver that was not loaded: the account says 0, and nothing is free.
     freed, _ = _freed(40 * GIB, before=78 * GIB, started=34 * GIB, released=34 * GIB)
     assert freed.ok is False and "0.00 GiB more than before; the engine released 40.00 GiB" in freed.found

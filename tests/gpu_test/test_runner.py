@@ -1,6 +1,8 @@
 """Steps in processes of their own: a failing one ends no other, and its findings are kept; the record of a test and its page."""
 
 import json
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -111,6 +113,26 @@ def test_a_step_that_is_run_alone_joins_the_record_of_the_day(tmp_path: Path) ->
     assert [told["name"] for told in json.loads(file.read_text())["results"]] == ["engine", "sync", "nccl"]
     other = merged(file, Record("2026-11-25", {**facts, "cuda": "12.8"}, TWO_RESULTS))
     assert other.results == TWO_RESULTS  # other versions: another record
+
+
+def test_the_record_names_the_commit_and_each_changed_file(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    files = ["megarl/one.py", "recipes/two.yaml"]
+    for file in files:
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text("before")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    for file in files:
+        (tmp_path / file).write_text("after")
+    told = facts_of(replace(TWO, checkout=tmp_path))["megarl"]
+    assert told["commit"] == git("rev-parse", "HEAD").strip() and told["changed_files"] == files
 
 
 def test_the_page_says_what_a_reader_must_know(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config import TrainConfig, check_config, load_config
-from megarl.gpu_test.models import config_folder
 from megarl.gpu_test.several import MARK, NUM_STEPS, SETTINGS, _figures, _killed, read_metrics, schedulers
+from megarl.gpu_test.sync import config_folder
 from megarl.util.packages import shipped
 
 

@@ -1,4 +1,4 @@
-"""Step `shadow`: the arithmetic of its comparison, and that the shadow's numbers which come with megarl are those of today."""
+"""Step `shadow`: the arithmetic of its comparison, and that the shadow's numbers that come with megarl are up to date."""
 
 import pytest
 

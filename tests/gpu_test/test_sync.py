@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.gpu_test import sync
-from megarl.gpu_test.models import config_folder
+from megarl.gpu_test.sync import config_folder
 from megarl.weight_sync.packets import IPC, SHARED
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the GPU path, interpreted on a CPU, beside the same in torch."""
+"""Triton kernels of the GPU path, interpreted on a CPU, compared with the same in torch."""
 
 import json
 import os

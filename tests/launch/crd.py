@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 HERE = Path(__file__).parent
 TRIMMED = HERE / "rayjob_schema.json"
-# The whole schema, where a checkout of the project has it beside itself.
+# The whole schema, where it lies next to a checkout of the project.
 WHOLE = HERE.parents[2] / "shared/data/kuberay_crds/ray.io_rayjobs.yaml"
 
 
@@ -27,7 +27,7 @@ def whole_schema() -> dict[str, Any]:
 
 
 def schema_problems(resource: dict[str, Any], schema: dict[str, Any]) -> list[str]:
-    """What a RayJob's or RayCluster's manifest has that the schema of a RayJob does not allow."""
+    """The keys of a RayJob's or RayCluster's manifest that the schema of a RayJob does not allow."""
     if resource["kind"] == "RayCluster":
         schema = {**schema["properties"]["spec"]["properties"]["rayClusterSpec"]}
         resource = resource["spec"]

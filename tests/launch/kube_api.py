@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def discovery(path: str) -> dict[str, Any] | None:
-    """What a server says of itself at a path, None if that is not one of these."""
+    """A server's description of itself at a path; None: not a path of descriptions."""
     if path == "/api":
         return {"kind": "APIVersions", "versions": ["v1"]}
     if path == "/apis":
@@ -221,7 +221,7 @@ def _version(api: str) -> str:
 
 @contextmanager
 def serving(kubeconfig: Path) -> Iterator[tuple[Store, list[str]]]:
-    """A server on a port of this machine, that `kubeconfig` names; what it keeps, and the changes that were made."""
+    """A server on a port of this machine, that `kubeconfig` names; its objects, and the changes that were made."""
     handler = type("Handler", (_Handler,), {"store": {}, "changes": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)

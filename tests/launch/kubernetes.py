@@ -1,6 +1,6 @@
 """A real Kubernetes control plane on this machine's loopback: etcd, kube-apiserver and kube-controller-manager, with KubeRay's resources.
 
-Kubernetes is 1.20.2, which kubernetes_build.sh builds. The API server validates, admits and keeps what it is given; the controller
+Kubernetes is 1.20.2, which kubernetes_build.sh builds. The API server validates, admits and keeps objects; the controller
 manager makes the pods of a Job and deletes what belonged to a thing that is gone. KubeRay's definitions are whole, less what 1.20 does not
 know and drops: seven groups of CEL rules, on fields that megarl does not write. What cannot be real here is in played.py.
 """
@@ -43,7 +43,7 @@ class Api:
         self._session.headers["Authorization"] = f"Bearer {_TOKEN}"
 
     def __call__(self, method: str, path: str, body: Any = None, type: str = "application/json") -> Any:
-        """What it answers.
+        """Its answer.
 
         Raises:
             RefusedError: it says no, and why.

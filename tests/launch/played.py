@@ -1,8 +1,8 @@
 """The parts of a cluster that kubernetes.py has not: KubeRay's operator, a scheduler, and a kubelet whose pods run nothing.
 
 The operator makes what its user sees, through the API server: of a RayJob a RayCluster and a Job of its name, of a RayCluster its pods,
-each belonging to what it was made of. Pods are the templates with labels: the real operator adds commands, probes, an init container and
-the token, makes the Job once the cluster is up, and refuses some of what is accepted here (crd.py has those rules).
+each belonging to the object it was made of. Pods are the templates with labels: the real operator adds commands, probes, an init container and
+the token, makes the Job once the cluster is up, and refuses some objects that are accepted here (crd.py has those rules).
 """
 
 import ssl
@@ -101,7 +101,7 @@ def _owner(one: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _run(api: Api, pod: dict[str, Any]) -> None:
-    """The scheduler's and the kubelet's part: what is new runs, what is to end is gone."""
+    """The scheduler's and the kubelet's part: new pods run, pods that are to end are gone."""
     meta = pod["metadata"]
     path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
     try:
@@ -122,7 +122,7 @@ def _run(api: Api, pod: dict[str, Any]) -> None:
             state = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
             api.patch(f"{path}/status", {"status": {**state, "containerStatuses": containers}})
     except Exception as error:
-        if not str(error).startswith(("404", "409")):  # deleted, or changed, meanwhile: the next look tells
+        if not str(error).startswith(("404", "409")):  # deleted or changed since: the next look tells
             raise
 
 

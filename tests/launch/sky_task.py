@@ -1,4 +1,4 @@
-"""Reads a task from standard input as SkyPilot does, and prints what it has understood. It runs with SkyPilot installed."""
+"""Reads a task from standard input as SkyPilot does, and prints how SkyPilot has understood it. It runs with SkyPilot installed."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A Slurm cluster of three nodes that lie on this machine (slurm_cluster.sh): what is given to it, and what becomes of that."""
+"""A Slurm cluster of three nodes that lie on this machine (slurm_cluster.sh): its jobs and their ends."""
 
 import fcntl
 import os
@@ -39,7 +39,7 @@ def obstacle() -> str | None:
 
 
 class Slurm:
-    """The cluster: what is submitted to it, and what becomes of that."""
+    """The cluster, its jobs and their ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Slurm:
         }
 
     def run(self, *command: str | Path) -> str:
-        """What a command printed; it must succeed."""
+        """The output of a command, which must succeed."""
         result = subprocess.run(
             list(map(str, command)),
             cwd=self.work, env=self.environment, capture_output=True, text=True, timeout=120,
@@ -116,7 +116,7 @@ class Slurm:
 
 @contextmanager
 def slurm_cluster() -> Iterator[Slurm]:
-    """A cluster, until the end of the block; another process that wants one waits meanwhile."""
+    """A cluster, until the end of the block; another process that wants one waits until then."""
     # munge wants a folder that everybody can enter, which pytest's are not.
     folder = Path(tempfile.mkdtemp(prefix="megarl-slurm-", dir="/tmp"))
     folder.chmod(0o711)

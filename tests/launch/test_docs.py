@@ -38,11 +38,11 @@ def test_the_page_has_commands_of_each_kind() -> None:
 
 @pytest.fixture
 def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, list[str]]]:
-    """A server that kubectl finds; what it keeps, and the changes that were made."""
+    """A server that kubectl finds; its objects, and the changes that were made."""
     if shutil.which("kubectl") is None:
         pytest.skip("there is no kubectl on this machine")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    monkeypatch.setenv("HOME", str(tmp_path))  # where kubectl keeps what it was told of servers
+    monkeypatch.setenv("HOME", str(tmp_path))  # where kubectl keeps facts about servers
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # megarl
     with serving(tmp_path / "kubeconfig") as server:
         yield server

@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from megarl.launch.kuberay import RAY_VERSION
 from tests.launch.crd import WHOLE, operator_problems, schema_problems, trimmed_schema, whole_schema
 from tests.launch.examples import examples
 
+pytestmark = pytest.mark.usefixtures("in_root")
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "launch/kuberay"
-RECIPE = "recipes/qwen2.5_72b_grpo_lora.yaml"
+TARGET, RECIPE = "kuberay", "recipes/qwen2.5_72b_grpo_lora.yaml"
 NEEDED = ["--image", "registry.example/megarl:1", "--mount", "shared:/workspace"]
 FULL = [
     *NEEDED, "--mount", "models.v2:/models:ro", "--mount", "shared:/scratch", "--secret", "hub", "--pull-secret", "registry",
@@ -26,34 +28,10 @@ FULL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture
-def launch(capsys: pytest.CaptureFixture) -> Any:
+def launch(dry_run: Callable[..., str]) -> Any:
     """launch(arguments...): (ConfigMap, RayJob or RayCluster)."""
-
-    def launch(*arguments: str, recipe: str = RECIPE) -> tuple[dict[str, Any], dict[str, Any]]:
-        assert main(["launch", "kuberay", recipe, "--dry-run", *arguments]) == 0
-        config, resource = yaml.safe_load_all(capsys.readouterr().out)
-        return config, resource
-
-    return launch
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture) -> Any:
-    """refused(arguments...): the message with which they are refused."""
-
-    def refused(*arguments: str, recipe: str = RECIPE) -> str:
-        assert main(["launch", "kuberay", recipe, "--dry-run", *arguments]) == 2
-        output = capsys.readouterr()
-        assert output.out == ""
-        return output.err
-
-    return refused
+    return lambda *arguments, **options: tuple(yaml.safe_load_all(dry_run(*arguments, **options)))
 
 
 @pytest.mark.parametrize("name", sorted(examples(EXAMPLES)))

@@ -37,12 +37,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(server: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The control plane, which kubectl finds; after the test nothing is left of what was made of it."""
+    """The control plane, which kubectl finds; after the test nothing is left of the objects made in it."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-    monkeypatch.setenv(
-        "HOME", str(server.kubeconfig.parent)
-    )  # where kubectl keeps what it was told of servers
+    monkeypatch.setenv("HOME", str(server.kubeconfig.parent))  # where kubectl keeps facts about servers
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # megarl
     yield server
     for name in NAMESPACES:
@@ -235,7 +233,7 @@ def test_without_kubectls_check_this_server_drops_unknown_fields_and_checks_type
     assert "backofLimit" not in rayjob(cluster, "demo")["spec"]
 
 
-# What a RayJob may have and a pod may not, each refused by megarl (test_kuberay.py): in a cluster there would be no pods.
+# Values that a RayJob may have and a pod may not, each refused by megarl (test_kuberay.py): in a cluster there would be no pods.
 ONLY_PODS = {
     "a user above the largest": ("runAsUser: 10001", "runAsUser: 2147483648", "must be between 0 and 2147483647"),
     "a secret's name that is none": (

@@ -1,4 +1,4 @@
-"""A node's part of a Slurm job by itself, with stand-ins for Ray that go wrong at will: what a real one does not (test_slurm.py)."""
+"""A node's part of a Slurm job by itself, with stand-ins for Ray that go wrong at will, as a real one does not (test_slurm.py)."""
 
 import os
 import secrets
@@ -50,7 +50,7 @@ else:
 
 
 def start_node(folder: Path, node: str, nodes: int, **programs: str) -> subprocess.Popen:
-    """node.sh for one device on `node` of a job whose head is on localhost; what it says is in the file `said`."""
+    """node.sh for one device on `node` of a job whose head is on localhost; its output is in the file `said`."""
     own = Path(sys.executable).parent
     for name, text in programs.items():
         path = folder / "bin" / name
@@ -72,7 +72,7 @@ def start_node(folder: Path, node: str, nodes: int, **programs: str) -> subproce
 
 
 def run_head(folder: Path, bad: int) -> tuple[int, str]:
-    """The head of a job of one node, whose first `bad` starts of Ray are given up: its exit code, and what it has said."""
+    """The head of a job of one node, whose first `bad` starts of Ray are given up: its exit code and its output."""
     facts = {"python": sys.executable, "folder": folder, "bad": bad}
     stubs = {"ray": RAY, "python3": PYTHON, "megarl": MEGARL}
     process = start_node(

@@ -1,8 +1,10 @@
-"""`megarl launch slurm`: the arguments of sbatch, and what is refused before anything is submitted."""
+"""`megarl launch slurm`: the arguments of sbatch, and jobs that are refused before anything is submitted."""
 
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from megarl.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-SFT = str(ROOT / "recipes/quickstart_sft.yaml")
+TARGET, RECIPE = "slurm", str(ROOT / "recipes/quickstart_sft.yaml")
 DEEPSEEK = str(ROOT / "recipes/deepseek_v3_grpo_lora.yaml")
 
 
@@ -27,17 +29,8 @@ def test_the_arguments_of_a_job(
         "time: 1-00:00:00\nimage: registry#team/megarl:1\n"
         "slurm: {partition: gpu, account: team, container: pyxis, mount: ['/data:/data:ro'], interface: ib0}\n"
     )
-    arguments = [
-        "launch",
-        "slurm",
-        DEEPSEEK,
-        "--job",
-        "job.yaml",
-        "--sbatch=--constraint=h200",
-        "--retries",
-        "2",
-    ]
-    assert main([*arguments, "--dry-run", "trainer.save_freq=5"]) == 0
+    options = "--job job.yaml --sbatch=--constraint=h200 --retries 2 --dry-run trainer.save_freq=5"
+    assert main(["launch", "slurm", DEEPSEEK, *options.split()]) == 0
     words = shlex.split(capsys.readouterr().out)
     script = words.index(str(ROOT / "launch/slurm/train.sbatch"))
     assert words[:script] == [
@@ -53,40 +46,20 @@ def test_the_arguments_of_a_job(
     assert not (tmp_path / "outputs").exists()
 
 
-def test_without_a_container_the_nodes_use_this_environment(capsys: pytest.CaptureFixture) -> None:
-    assert (
-        main(
-            [
-                "launch",
-                "slurm",
-                SFT,
-                "--command",
-                "sft",
-                "--cpu",
-                "--retries",
-                "0",
-                "--cpus-per-node",
-                "4",
-                "--dry-run",
-            ]
-        )
-        == 0
-    )
-    words = shlex.split(capsys.readouterr().out)
+def test_without_a_container_the_nodes_use_this_environment(dry_run: Callable[..., str]) -> None:
+    words = shlex.split(dry_run(*["--command", "sft", "--cpu", "--retries", "0", "--cpus-per-node", "4"]))
     assert words[words.index("--venv") + 1] == sys.prefix and "--cpu" in words
     assert "--no-requeue" in words and "--cpus-per-task=4" in words
     assert not {word for word in words if word.startswith(("--gpus", "--exclusive"))}
 
 
 def test_the_command_refuses_what_the_script_would(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    refused: Callable[..., str],
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.chdir(ROOT)
-
-    def refused(*arguments: str) -> str:
-        assert main(["launch", "slurm", SFT, "--command", "sft", "--dry-run", *arguments]) == 2
-        return capsys.readouterr().err
-
+    refused = partial(refused, "--command", "sft")
     assert "image=/none.sqsh: there is no such file" in refused(
         "--container", "pyxis", "--image", "/none.sqsh"
     )
@@ -95,5 +68,5 @@ def test_the_command_refuses_what_the_script_would(
     assert "is not less than time=5" in refused("--time", "5")
     assert "slurm.mount is for containers" in refused("--mount", "/a:/b")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["launch", "slurm", SFT, "--command", "sft"]) == 2
+    assert main(["launch", "slurm", RECIPE, "--command", "sft"]) == 2
     assert "sbatch is not on PATH" in capsys.readouterr().err

@@ -17,45 +17,23 @@ from megarl.cli.main import main
 from megarl.config import TrainConfig, load_config
 from tests.launch.examples import examples
 
+pytestmark = pytest.mark.usefixtures("in_root")
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "launch/skypilot"
-RECIPE = "recipes/qwen2.5_72b_grpo_lora.yaml"
+TARGET, RECIPE = "skypilot", "recipes/qwen2.5_72b_grpo_lora.yaml"
 NEEDED = ["--image", "registry.example/megarl:1", "--accelerator", "H100", "--mount", "shared:/workspace"]
 UNREACHABLE = re.compile(r"Retrying \(|Connection|Temporary failure in name resolution|timed out")
 
 
-@pytest.fixture(autouse=True)
-def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture
-def launch(capsys: pytest.CaptureFixture) -> Any:
+def launch(dry_run: Callable[..., str]) -> Any:
     """launch(arguments...): the task."""
-
-    def launch(*arguments: str, recipe: str = RECIPE) -> dict[str, Any]:
-        assert main(["launch", "skypilot", recipe, "--dry-run", *arguments]) == 0
-        return yaml.safe_load(capsys.readouterr().out)
-
-    return launch
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture) -> Any:
-    """refused(arguments...): the message with which they are refused."""
-
-    def refused(*arguments: str) -> str:
-        assert main(["launch", "skypilot", RECIPE, "--dry-run", *arguments]) == 2
-        output = capsys.readouterr()
-        assert output.out == ""
-        return output.err
-
-    return refused
+    return lambda *arguments, **options: yaml.safe_load(dry_run(*arguments, **options))
 
 
 @pytest.fixture(scope="session")
 def sky(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], subprocess.CompletedProcess]:
-    """sky(task): tests/launch/sky_task.py of it. SkyPilot lies in a folder of its own, beside the tests' environment."""
+    """sky(task): tests/launch/sky_task.py of it. SkyPilot lies in a folder of its own, outside the tests' environment."""
     packages, home = tmp_path_factory.mktemp("skypilot"), tmp_path_factory.mktemp("home")
     installed = subprocess.run(
         [

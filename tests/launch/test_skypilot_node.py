@@ -1,4 +1,4 @@
-"""What a SkyPilot task runs on its nodes, on two addresses of this machine: with the environment that SkyPilot gives, a real Ray,
+"""The script that a SkyPilot task runs on its nodes, on two addresses of this machine: with the environment that SkyPilot gives, a real Ray,
 and a program that stands in for megarl. What SkyPilot does when a node fails (it ends the others) is left to it.
 """
 
@@ -44,7 +44,7 @@ class Nodes:
         self.folder = folder
         bin = folder / "bin"
         bin.mkdir()
-        # Writes down what it was given, waits for the file `go`, and ends as that says.
+        # Writes down its arguments, waits for the file `go`, and ends as that says.
         (bin / "megarl").write_text(f"""#!{sys.executable}
 import json, os, pathlib, sys, time
 import ray

@@ -45,7 +45,7 @@ def task(slurm: Slurm) -> Path:
 
 @pytest.fixture(scope="module")
 def stub(slurm: Slurm) -> Path:
-    """A folder with bin/megarl, which stands in for megarl: it writes down what it was given, waits for the file `hold`, and ends
+    """A folder with bin/megarl, which stands in for megarl: it writes down its arguments, waits for the file `hold`, and ends
     as it is told; when it is started again, well.
     """
     program = slurm.work / "stub/bin/megarl"
@@ -321,7 +321,7 @@ def end_all_but_slurmd(namespace: str) -> None:
     """Of a node; without its slurmd it could not come back."""
     found = subprocess.run(["ip", "netns", "pids", namespace], check=True, capture_output=True, text=True)
     for pid in map(int, found.stdout.split()):
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             if Path(f"/proc/{pid}/comm").read_text() != "slurmd\n":
                 os.kill(pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What is written to a full disk: an error that names the target, and the target as it was before."""
+"""Writes to a full disk: an error that names the target, and the target as it was before."""
 
 import errno
 import os

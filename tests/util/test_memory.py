@@ -98,7 +98,7 @@ def test_it_goes_on_when_an_import_fails() -> None:
 
 
 ROOT = Path(__file__).parents[2]
-# A hundred times 64 MiB that are used and freed; then what is left of them in memory, and what after giving it back.
+# A hundred times 64 MiB that are used and freed; then the memory that they still take, and after giving it back.
 USE = """
 import ctypes, json, resource, sys, threading
 import psutil

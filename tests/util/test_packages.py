@@ -1,4 +1,4 @@
-"""What megarl imports is installed by what it says: its metadata, and requirements/cpu.txt."""
+"""The packages that megarl imports are installed by its metadata and requirements/cpu.txt."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""docs/plugins.md: its examples run and its messages are those that are said, as they stand there."""
+"""docs/plugins.md: its examples run and its messages are the real ones, word for word."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def of_megarl(entry: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The page's files, imported; what they and other tests register is unknown to each other."""
+    """The page's files, imported; their entries and other tests' are unknown to each other."""
     folder = tmp_path_factory.mktemp("plugins")
     for name, text in FILES.items():
         (folder / name).write_text(text)
@@ -95,7 +95,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def said(text: str) -> bool:
-    """Whether the page shows this message, but for what it shortens to `...`."""
+    """Whether the page shows this message, except for parts shortened to `...`."""
     shown = re.findall(r"^\| .* \| `(.*)` \|$", PAGE, re.MULTILINE)
     return any(re.fullmatch(re.escape(line).replace(r"\.\.\.", ".*"), text, re.DOTALL) for line in shown)
 

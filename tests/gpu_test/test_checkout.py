@@ -1,6 +1,6 @@
-"""Figures beside published ones."""
+"""Figures compared with published ones."""
 
-from megarl.gpu_test.single import ARTICLE, RL_16K, comparison_text, figures
+from megarl.gpu_test.checkout import ARTICLE, RL_16K, comparison_text, figures
 
 REPORT = {
     "what": "PPO with a critic",
@@ -15,13 +15,13 @@ REPORT = {
 }
 
 
-def test_a_step_stands_beside_the_articles() -> None:
+def test_a_step_is_compared_with_the_articles() -> None:
     checks = list(figures("gpu_single.py", REPORT, ARTICLE, "step"))
     assert all(check.ok in (True, None) for check in checks)
     by_name = {check.name: check for check in checks}
     assert by_name["generate"].found == "4.000 s, 8,192 tokens/s, MFU 1.0%"
     assert by_name["peak memory"].figures == {"mib": 61234.0}
-    text = by_name["beside PPO of Qwen2.5-0.5B, H800"].found
+    text = by_name["compared with PPO of Qwen2.5-0.5B, H800"].found
     assert "3,404 tokens/s, 2.00x of 1,702; 6.65 s a step, 0.50x of 13.3" in text
     assert "354 a trajectory" in text and "nothing was generated" not in text
 
@@ -32,7 +32,7 @@ def test_a_step_without_an_engine_says_that_it_is_none() -> None:
     assert "nothing was generated here" in last.found
 
 
-def test_mfu_stands_beside_mfu() -> None:
+def test_mfu_is_compared_with_mfu() -> None:
     text = comparison_text(RL_16K, 23_800.0, 2.75, 0.222)
     assert "2.00x of 11,900; 2.75 s a step; MFU 22.2% (published: 11.1%)" in text
     # 13.3 s of 1,702 tokens/s are few tokens: the caveat's arithmetic.

@@ -1,10 +1,12 @@
-"""Steps `single` and `trainer`: benchmarks/gpu_single.py, its figures compared with published ones."""
+"""Steps that run programs of the repository: its tests that are marked gpu (`tests`, `plan`), a check each, and benchmarks/gpu_single.py
+(`single`, `trainer`), its figures compared with published ones."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,52 @@ from typing import Any
 
 from megarl.gpu_test.runner import Check
 from megarl.gpu_test.steps import CHECKOUT, machine_here
+
+MARK = "mark.gpu"
+PLAN = "tests/plan/test_plan_gpu.py"  # trains for minutes
+TEST_SECONDS = 420  # of one test: the first imports and compilations are part of it
+MESSAGE = 400  # characters of a failure
+NUM_STEPS = 3
+
+
+def run_tests(folder: Path) -> Iterator[Check]:
+    yield from _pytest(folder, [name for name in marked(CHECKOUT) if name != PLAN])
+
+
+def run_plan(folder: Path) -> Iterator[Check]:
+    yield from _pytest(folder, [PLAN])
+
+
+def marked(checkout: Path) -> list[str]:
+    """The files that have such tests: to import all others would take longer, and packages that only they need."""
+    files = sorted((checkout / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(checkout)) for file in files if MARK in file.read_text(encoding="utf-8")]
+
+
+def _pytest(folder: Path, what: list[str]) -> Iterator[Check]:
+    report = folder / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--timeout={TEST_SECONDS}",
+               "-p", "no:cacheprovider", f"--junitxml={report}", *what]  # fmt: skip
+    code = subprocess.run(command, cwd=CHECKOUT, check=False).returncode
+    yield Check("pytest", code == 0, f"exit code {code}")
+    if report.exists():
+        yield from results(report.read_text(encoding="utf-8"))
+
+
+def results(report: str) -> Iterator[Check]:
+    """The tests of a JUnit file."""
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        seconds = float(case.get("time", 0))
+        skipped, failed = case.find("skipped"), case.find("failure")
+        wrong = failed if failed is not None else case.find("error")
+        if skipped is not None:
+            yield Check(name, None, f"skipped: {skipped.get('message')}")
+        elif wrong is not None:
+            yield Check(name, False, (wrong.get("message") or "")[:MESSAGE], {"seconds": seconds})
+        else:
+            yield Check(name, True, f"{seconds:.1f} s", {"seconds": seconds})
+
 
 # Published figures of single GPUs. None was measured with megarl, and none was repeated: each is another program's, on a card of its own.
 
@@ -65,11 +113,10 @@ def _ratio(found: float, other: float) -> str:
     return f"{found / other:.2f}x"
 
 
-NUM_STEPS = 3
 CASES = {"rl-16k": RL_16K, "rl-64k": RL_64K}
 
 
-def run(folder: Path) -> Iterator[Check]:
+def run_single(folder: Path) -> Iterator[Check]:
     train_only = ["--train-only"] if machine_here().trains_only else []
     yield from measure(folder / "single.json", [f"--steps={NUM_STEPS}", *train_only], ARTICLE, "step")
 
@@ -107,4 +154,4 @@ def figures(name: str, report: Mapping[str, Any], published: Published, phase: s
     text = comparison_text(published, compared["tokens_per_s"], compared["seconds"], compared["mfu"])
     if phase == "step" and "generate" not in report["phases"]:
         text += "; nothing was generated here: this is no step of the published run"
-    yield Check(f"beside {published.name}", None, text)
+    yield Check(f"compared with {published.name}", None, text)

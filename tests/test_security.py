@@ -44,6 +44,7 @@ UNPICKLED = {
 }
 EXECUTED = {
     "cluster/fork_server.py": "run_path",  # what Ray starts as its worker, in a process that is asked for in its place
+    "util/packages.py": "exec_module",  # the examples that come with the package
     "util/plugins.py": "exec_module",  # the files that the configuration names
     "rewards/sandbox/jail.py": "exec",  # programs of the model, in the jail
 }

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.cluster import WorkerDied
 from megarl.config import TrainConfig
-from megarl.trainer.loops.ppo import answer, collect, epochs, learn
+from megarl.trainer.loops.driver import epochs
+from megarl.trainer.loops.ppo import answer, collect, learn
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.export import export_hf
 from megarl.trainer.run.run import Run

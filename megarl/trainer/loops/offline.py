@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -28,9 +30,10 @@ from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig, check_config, load_config, resolve, resolve_batches
 from megarl.config.checks.run import changed_keys
 from megarl.rewards.processes.scorer import make_scorer
-from megarl.trainer.health.monitor import HealthMonitor, repetition_metrics, start_monitor, watch
-from megarl.trainer.loops.ppo import collect, epochs, learn
-from megarl.trainer.roles.roles import policy_checkpoints, start_learners, start_roles
+from megarl.trainer.health.monitor import repetition_metrics
+from megarl.trainer.loops.driver import Driver, LearningState, Metrics, epochs
+from megarl.trainer.loops.ppo import collect, learn
+from megarl.trainer.roles.roles import start_learners, start_roles
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.cluster_setup import cluster_setup_of
 from megarl.trainer.run.earlier_runs import CHECKPOINTS, CONFIG_FILE, set_aside_earlier_run
@@ -40,7 +43,7 @@ from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import limits, open_engine_run, open_run
 from megarl.trainer.stages.advantages import make_controls
 from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs, num_training_steps
-from megarl.trainer.stages.nonfinite import GENERATED, NotFinite, finite_step, require_finite
+from megarl.trainer.stages.nonfinite import GENERATED, finite_step, require_finite
 from megarl.trainer.stages.prompt_data import may_lack, training_prompts
 from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
@@ -73,17 +76,18 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
             roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)
             rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config))
             prompts = epochs(inputs.loader)
-            for step in range(1, inputs.num_steps + 1):
-                with run.step(step) as metrics, finite_step(run, config, controls, step, metrics):
-                    groups, collected = collect(
-                        config, run, roles, prompts, rewards, inputs.reward_model, step
-                    )
-                    batch = groups.batch()
-                    require_finite(batch, GENERATED)
-                    run.save_trajectories(batch, "step", step)
-                    inputs.loader.report(*groups.prompt_scores())
-                    metrics |= collected | roles.memory.report()
-                    metrics["critic/score/mean"] = float(batch["score"].to_numpy().mean())
+
+            def work(step: int, metrics: Metrics) -> None:
+                groups, collected = collect(config, run, roles, prompts, rewards, inputs.reward_model, step)
+                batch = groups.batch()
+                require_finite(batch, GENERATED)
+                run.save_trajectories(batch, "step", step)
+                inputs.loader.report(*groups.prompt_scores())
+                metrics |= collected
+                metrics["critic/score/mean"] = float(batch["score"].to_numpy().mean())
+
+            guard = partial(finite_step, run, config.trainer.on_nonfinite, controls)
+            Driver(run, guard=guard, memory=roles.memory).drive(range(1, inputs.num_steps + 1), work)
             run.say(f"trajectories: {run.trajectory_folder}")
             return str(run.trajectory_folder)
 
@@ -103,32 +107,18 @@ def learn_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
     ptx = load_ptx(config, models.tokenizer)
     with open_run(config, num_steps, cluster_setup) as run:
         roles = start_learners(config, run, num_steps)
-        _learn_steps(config, run, roles, source, num_steps, ptx)
+        state = LearningState.start(config, run, roles, num_steps, ptx)
+
+        def work(step: int, metrics: Metrics) -> pa.Table:
+            read = read_step(step_file(source, step), config)
+            batch, learnt = learn(config, run, roles, read, state.controls, step, state.ptx_batches)
+            metrics |= learnt
+            return batch
+
+        done = state.checkpoints.resume()
+        state.driver(config, run, roles, num_steps).drive(range(done + 1, num_steps + 1), work)
         with roles.memory.held("export"):
             return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
-
-
-def _learn_steps(config: TrainConfig, run: Run, roles: Roles, source: Path, num_steps: int, ptx) -> None:
-    controls = make_controls(config, num_steps)
-    monitor = start_monitor(run, config, controls)
-    checkpoints = policy_checkpoints(
-        config, run, roles, {"controls": controls, "monitor": monitor, "ptx": ptx}
-    )
-    done = checkpoints.resume()
-    ptx_batches = epochs(ptx) if ptx is not None else None
-    for step in range(done + 1, num_steps + 1):
-        batch = None
-        with run.step(step) as metrics:
-            with finite_step(run, config, controls, step, metrics):
-                read = read_step(step_file(source, step), config)
-                batch, learnt = learn(config, run, roles, read, controls, step, ptx_batches)
-                metrics |= learnt
-            metrics |= roles.memory.report()
-            if batch is not None:
-                metrics |= watch(run, monitor, step, metrics, batch)
-        checkpoints.after(step, metrics, last=step == num_steps or monitor.stop is not None)
-        if monitor.stop is not None:
-            break
 
 
 REPLAYS = "replays"
@@ -191,27 +181,29 @@ def replay(request: Request) -> bool:
 def _replay_steps(
     config: TrainConfig, run: Run, roles: Roles, files: Mapping[int, Path], num_steps: int, ptx
 ) -> dict[int, dict[str, float]]:
-    """The metrics of each step."""
-    controls = make_controls(config, num_steps)
-    monitor = HealthMonitor(config, controls)  # `health.auto_action` may change the controls
-    policy_checkpoints(config, run, roles, {"controls": controls, "monitor": monitor, "ptx": ptx}).resume()
-    ptx_batches, found = epochs(ptx) if ptx is not None else None, {}
-    for step, path in files.items():
-        batch, before = read_step(path, config), controls.state_dict()
-        run.at_step = step
-        run.seconds.clear()
-        try:
-            learnt, metrics = learn(config, run, roles, batch, controls, step, ptx_batches)
-        except NotFinite as problem:
-            if config.trainer.on_nonfinite == "stop":
-                raise
-            run.say(f"step {step}: the rest of it is left out: {problem}")
-            controls.load_state_dict(before)
-            found[step] = {"training/skipped": 1.0}
-            continue
-        found[step] = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+    """The metrics of each step, but for its seconds, speeds and health."""
+    state = LearningState.start(config, run, roles, num_steps, ptx)
+    state.checkpoints.resume()
+    found: dict[int, Metrics] = {}
+
+    def work(step: int, metrics: Metrics) -> pa.Table:
+        read = read_step(files[step], config)
+        batch, learnt = learn(config, run, roles, read, state.controls, step, state.ptx_batches)
+        metrics |= learnt
+        return batch
+
+    def check(step: int, metrics: Metrics, batch: pa.Table) -> Metrics:
+        """`health.auto_action` may have changed the controls for later steps; findings are not reported again."""
         if config.health.enable:
-            monitor.act(monitor.check(step, {**metrics, **repetition_metrics(learnt)}))
+            state.monitor.act(state.monitor.check(step, {**metrics, **repetition_metrics(batch)}))
+        return {}
+
+    def made(step: int, metrics: Metrics) -> None:
+        measured = ("perf/", "timing_s/")
+        found[step] = {name: value for name, value in metrics.items() if not name.startswith(measured)}
+
+    guard = partial(finite_step, run, config.trainer.on_nonfinite, state.controls, save=False)
+    Driver(run, guard=guard, check=check, made=made).drive(files, work)
     return found
 
 

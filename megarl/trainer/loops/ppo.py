@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pyarrow as pa
@@ -10,21 +10,20 @@ import pyarrow as pa
 from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig, evaluates
 from megarl.rewards.processes.scorer import make_scorer
-from megarl.trainer.health.monitor import start_monitor, watch
-from megarl.trainer.roles.roles import policy_checkpoints, start_roles
+from megarl.trainer.loops.driver import LearningState, Metrics, epochs
+from megarl.trainer.roles.roles import start_roles
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
 from megarl.trainer.schedule.modes import make_batches
-from megarl.trainer.stages.advantages import Controls, compute_batch_advantages, make_controls
+from megarl.trainer.stages.advantages import Controls, compute_batch_advantages
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.inputs import TrainInputs, load_train_inputs
 from megarl.trainer.stages.nonfinite import (
     GENERATED,
     LEARNT_FROM,
-    finite_step,
     rank_errors_as_not_finite,
     require_finite,
 )
@@ -53,44 +52,36 @@ def train(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
 
 
 def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards) -> None:
-    trainer = config.trainer
-    controls = make_controls(config, inputs.num_steps)
-    monitor = start_monitor(run, config, controls)
-    collectors = partial(collect, config), partial(answer, config)
-    prompts = epochs(inputs.loader)
+    """All steps that are left: collect a batch (sync, generate, reward), and learn from it."""
     batches = make_batches(
-        config, run, roles, rewards, inputs.num_steps, prompts, inputs.reward_model, *collectors
+        config, run, roles, rewards, inputs.num_steps, epochs(inputs.loader), inputs.reward_model,
+        partial(collect, config), partial(answer, config),
+    )  # fmt: skip
+    state = LearningState.start(
+        config, run, roles, inputs.num_steps, inputs.ptx, {"data": inputs.loader}, batches.folders
     )
-    parts = {"controls": controls, "monitor": monitor, "data": inputs.loader, "ptx": inputs.ptx}
-    checkpoints = policy_checkpoints(config, run, roles, parts, batches.folders)
-    done = checkpoints.resume()
-    ptx_batches = epochs(inputs.ptx) if inputs.ptx is not None else None
-    if trainer.val_before_train and not done:
+    done = state.checkpoints.resume()
+
+    def work(step: int, metrics: Metrics) -> pa.Table:
+        collected = batches.of(step)
+        metrics |= collected.metrics
+        if step == done + 1:
+            show_samples(config, run, inputs, step, "train", collected.table)
+        with batches.during_learning(step) as learner:  # with some trainer.mode later batches are collected
+            batch, learnt = learn(config, *learner, collected.table, state.controls, step, state.ptx_batches)
+        metrics |= learnt
+        inputs.loader.report(collected.prompt_uids, collected.scores)
+        return batch
+
+    validation = (
+        partial(sync_and_validate, config, run, roles, inputs, rewards) if inputs.validation else None
+    )
+    driver = state.driver(config, run, roles, inputs.num_steps, validation)
+    if config.trainer.val_before_train and not done:
         with run.step(0) as metrics:
-            metrics |= sync_and_validate(config, run, roles, inputs, rewards, step=0)
-            monitor.history.add(0, metrics)
-    for step in range(done + 1, inputs.num_steps + 1):
-        batch = None
-        with run.step(step) as metrics:
-            with finite_step(run, config, controls, step, metrics):
-                collected = batches.of(step)
-                metrics |= collected.metrics
-                if step == done + 1:
-                    show_samples(config, run, inputs, step, "train", collected.table)
-                with batches.during_learning(
-                    step
-                ) as learner:  # with some trainer.mode later batches are collected
-                    batch, learnt = learn(config, *learner, collected.table, controls, step, ptx_batches)
-                metrics |= learnt
-                inputs.loader.report(collected.prompt_uids, collected.scores)
-            if due(trainer.test_freq, step, last=inputs.num_steps):
-                metrics |= sync_and_validate(config, run, roles, inputs, rewards, step)
-            metrics |= roles.memory.report()
-            if batch is not None:
-                metrics |= watch(run, monitor, step, metrics, batch)
-        checkpoints.after(step, metrics, last=step == inputs.num_steps or monitor.stop is not None)
-        if monitor.stop is not None:
-            break
+            driver.add_validation(0, metrics)
+            state.monitor.history.add(0, metrics)
+    driver.drive(range(done + 1, inputs.num_steps + 1), work)
 
 
 def collect(
@@ -161,17 +152,6 @@ def learn(
     return batch, metrics | throughput(batch, run.seconds)
 
 
-def epochs(loader: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Batches, epoch after epoch, without end."""
-    while True:
-        yield from loader
-
-
-def due(freq: int, step: int, last: int | None = None) -> bool:
-    """Whether something is due after `step`: every `freq` steps and after the `last`; never with -1."""
-    return freq > 0 and (step % freq == 0 or step == last)
-
-
 def sync_and_validate(
     config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards, step: int
 ) -> dict[str, float]:
@@ -179,20 +159,17 @@ def sync_and_validate(
 
     Its weights are synced for this: the metrics of step 0 include those of that sync.
     """
-    if not inputs.validation:
-        return {}
     data, held = config.data, roles.memory.held
-    with run.timed("validate"):
-        with held("sync"):
-            synced = sync_weights(run, roles, version=step + 1)
-        answers, metrics = validate(
-            run, roles.engines, inputs.validation, rewards, data.max_response_length, config.trainer.seed,
-            data.val_batch_size, f"validation after step {step}", partial(held, "generate"),
-            lambda table: model_scores(run, roles.reward_model, table, inputs.reward_model, held),
-        )  # fmt: skip
-        for name, table in answers.items():
-            run.save_trajectories(table, name, step)
-            show_samples(config, run, inputs, step, name, table)
+    with held("sync"):
+        synced = sync_weights(run, roles, version=step + 1)
+    answers, metrics = validate(
+        run, roles.engines, inputs.validation, rewards, data.max_response_length, config.trainer.seed,
+        data.val_batch_size, f"validation after step {step}", partial(held, "generate"),
+        lambda table: model_scores(run, roles.reward_model, table, inputs.reward_model, held),
+    )  # fmt: skip
+    for name, table in answers.items():
+        run.save_trajectories(table, name, step)
+        show_samples(config, run, inputs, step, name, table)
     metrics = {f"val/{name}": value for name, value in metrics.items()}
     # A step reports the sync of its own rollouts; step 0 has none, and this is the run's first sync.
     return metrics if step else metrics | synced

@@ -67,7 +67,7 @@ class Run:
 
     folder: Path
     console: Console
-    logger: RunLogger | None = None
+    logger: RunLogger | None = None  # None: metrics are not logged
     trajectory_folder: Path | None = None
     groups: list[WorkerGroup] = field(default_factory=list)
     pools: dict[str, ResourcePool] = field(default_factory=dict)
@@ -221,7 +221,8 @@ class Run:
         if "perf/tokens" in metrics:
             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / self.seconds["step"]
         metrics |= {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
-        self.logger.log(step, metrics)
+        if self.logger is not None:
+            self.logger.log(step, metrics)
         if self.timeline is not None:
             self.wait([])
             self.write_timeline(self.timeline.collect)

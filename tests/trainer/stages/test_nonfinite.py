@@ -102,7 +102,7 @@ def test_stop_ends_the_run_and_says_how_to_go_through_it_again(tmp_path: Path) -
     config, table = settings(), with_tokens(batch(), "values", 2)
     with (
         pytest.raises(NotFinite) as found,
-        finite_step(FakeRun(tmp_path), config, controls_of(config), 7, {}),
+        finite_step(FakeRun(tmp_path), config.trainer.on_nonfinite, controls_of(config), 7, {}),
     ):
         require_finite(table, COMPUTED)
     path = tmp_path / "failures" / "step-000007.parquet"
@@ -120,12 +120,12 @@ def test_skip_leaves_the_step_and_its_controls_alone(tmp_path: Path) -> None:
     config = settings("algorithm.kl_ctrl={type: linear, kl_coef: 0.1, end_kl_coef: 0.3}",
                       "trainer.on_nonfinite=skip")  # fmt: skip
     run, controls, metrics = FakeRun(tmp_path), controls_of(config), {}
-    with finite_step(run, config, controls, 1, metrics):
+    with finite_step(run, "skip", controls, 1, metrics):
         controls.kl.update(0.0, 4)
         controls.clip_low = 0.1
     assert metrics == {"training/skipped": 0.0} and not list(tmp_path.iterdir())
     moved = controls.state_dict()
-    with finite_step(run, config, controls, 2, metrics):
+    with finite_step(run, "skip", controls, 2, metrics):
         controls.kl.update(0.0, 4)
         require_finite(with_tokens(batch(), "rollout_log_probs", 0), GENERATED)
     assert metrics == {"training/skipped": 1.0} and controls.state_dict() == moved
@@ -139,7 +139,10 @@ def test_skip_leaves_the_step_and_its_controls_alone(tmp_path: Path) -> None:
 
 def test_other_errors_are_none_of_it(tmp_path: Path) -> None:
     config = settings("trainer.on_nonfinite=skip")
-    with pytest.raises(KeyError), finite_step(FakeRun(tmp_path), config, controls_of(config), 1, {}):
+    with (
+        pytest.raises(KeyError),
+        finite_step(FakeRun(tmp_path), config.trainer.on_nonfinite, controls_of(config), 1, {}),
+    ):
         raise KeyError("x")
     process = RankProcess(None, "actor", 1, "host", "node", "log")
     with pytest.raises(WorkerFailed), rank_errors_as_not_finite(batch()):
@@ -157,5 +160,5 @@ def test_a_disk_that_is_full_hides_nothing(tmp_path: Path) -> None:
     config = settings()
     (tmp_path / "failures").write_text("a file where the folder should be")
     with pytest.raises(NotFinite, match=r"values of trajectory a/0 is nan[^$]*could not be written"):
-        with finite_step(FakeRun(tmp_path), config, controls_of(config), 1, {}):
+        with finite_step(FakeRun(tmp_path), config.trainer.on_nonfinite, controls_of(config), 1, {}):
             require_finite(with_tokens(batch(), "values", 0), COMPUTED)

@@ -215,7 +215,7 @@ class DataCollector:
         self, config: TrainConfig, run: Run, roles: Roles, models: ModelInputs, scorer: Scorer
     ) -> None:
         self._config, self._run, self._roles, self._models, self._scorer = config, run, roles, models, scorer
-        self._rewards = Rewards(run, scorer, models.tokenizer, *score_weights(config))
+        self._rewards = Rewards(run, scorer, models.tokenizer, *score_weights(config.reward_model))
         self.supply = PromptSupply(
             config.data,
             models.tokenizer,

@@ -49,7 +49,13 @@ class Live:
     batches: OneStepOff
 
     def learn(self, half: tuple[Run, Roles], batch: Collected) -> None:
-        learn(self.config, *half, batch.table, make_controls(self.config, STEPS), batch.step)
+        learn(
+            self.config,
+            *half,
+            batch.table,
+            make_controls(self.config.algorithm, self.config.actor_rollout_ref.actor, STEPS),
+            batch.step,
+        )
 
     def disturb(self, call) -> None:
         self.batches.rewards.at_first.append(call)

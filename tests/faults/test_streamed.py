@@ -51,7 +51,13 @@ class Live:
         with self.run.timed("step", {"step": step}):
             batch = self.batches.of(step)
             with self.batches.during_learning(step) as half, during():
-                learn(self.config, *half, batch.table, make_controls(self.config, STEPS), step)
+                learn(
+                    self.config,
+                    *half,
+                    batch.table,
+                    make_controls(self.config.algorithm, self.config.actor_rollout_ref.actor, STEPS),
+                    step,
+                )
         self.trained += batch.table["uid"].to_pylist()
         return batch
 

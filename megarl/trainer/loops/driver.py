@@ -132,7 +132,7 @@ class LearningState:
         folders: Mapping[str, InFolder] = {},
     ) -> LearningState:
         """The state before the first step. `parts`, `folders`: further parts of a checkpoint (see `Checkpoints`)."""
-        controls = make_controls(config, num_steps)
+        controls = make_controls(config.algorithm, config.actor_rollout_ref.actor, num_steps)
         monitor = start_monitor(run, config, controls)
         every = {"controls": controls, "monitor": monitor, **parts, "ptx": ptx}
         checkpoints = policy_checkpoints(config, run, roles, every, folders)

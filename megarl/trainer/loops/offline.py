@@ -61,7 +61,10 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
     Raises:
         ValueError: the run folder is one of a run that trains.
     """
-    folder, controls = Path(config.trainer.default_local_dir), make_controls(config, num_steps=1)
+    folder, controls = (
+        Path(config.trainer.default_local_dir),
+        make_controls(config.algorithm, config.actor_rollout_ref.actor, num_steps=1),
+    )
     if steps_in(folder / CHECKPOINTS):
         raise ValueError(
             f"trainer.rollout_only: {folder} has the checkpoints of a run that trains; give another "
@@ -70,11 +73,11 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
         set_aside_earlier_run(config, print)
-        facts = inputs.facts(config)
+        facts = inputs.facts(config.actor_rollout_ref.model.path, config.data)
         with open_run(config, inputs.num_steps, cluster_setup, facts=facts, resumable=False) as run:
             run.show_rewards(scorer)
             roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)
-            rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config))
+            rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config.reward_model))
             prompts = epochs(inputs.loader)
 
             def work(step: int, metrics: Metrics) -> None:
@@ -110,7 +113,7 @@ def learn_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
         state = LearningState.start(config, run, roles, num_steps, ptx)
 
         def work(step: int, metrics: Metrics) -> pa.Table:
-            read = read_step(step_file(source, step), config)
+            read = read_step(step_file(source, step), config.data, config.actor_rollout_ref.rollout.n)
             batch, learnt = learn(config, run, roles, read, state.controls, step, state.ptx_batches)
             metrics |= learnt
             return batch
@@ -187,7 +190,7 @@ def _replay_steps(
     found: dict[int, Metrics] = {}
 
     def work(step: int, metrics: Metrics) -> pa.Table:
-        read = read_step(files[step], config)
+        read = read_step(files[step], config.data, config.actor_rollout_ref.rollout.n)
         batch, learnt = learn(config, run, roles, read, state.controls, step, state.ptx_batches)
         metrics |= learnt
         return batch
@@ -215,7 +218,7 @@ def _run_steps(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
     loader, _ = training_prompts(config.data, tokenizer, lambda _: None, may_lack(config))
-    return num_training_steps(config, loader)
+    return num_training_steps(trainer, loader, config.data.train_batch_size)
 
 
 def _read_config(request: Request) -> TrainConfig:

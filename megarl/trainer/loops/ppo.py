@@ -38,14 +38,19 @@ def train(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
-        with open_run(config, inputs.num_steps, cluster_setup, facts=inputs.facts(config)) as run:
+        with open_run(
+            config,
+            inputs.num_steps,
+            cluster_setup,
+            facts=inputs.facts(config.actor_rollout_ref.model.path, config.data),
+        ) as run:
             run.show_rewards(scorer)
             for warning in inputs.warnings:
                 run.say(warning)
             if inputs.num_filtered:
                 run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
             roles = start_roles(config, run, inputs.model, inputs.num_steps)
-            weights = score_weights(config)
+            weights = score_weights(config.reward_model)
             train_steps(config, run, roles, inputs, Rewards(run, scorer, inputs.tokenizer, *weights))
             with roles.memory.held("export"):
                 return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
@@ -112,14 +117,15 @@ def answer(
     """`collect` without a sync, with the weights in the engines."""
     phase = roles.memory.phase
     groups = Groups(config.algorithm.filter_groups, config.data.train_batch_size)
-    noise = noise_seed(config, step)
+    noise = noise_seed(config.actor_rollout_ref.rollout, step)
     while not groups.complete:
         with phase("generate"):
             asked = groups.distinct(next(prompts))
             answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
         by_model = model_scores(run, roles.reward_model, answers, reward_inputs, phase)
         with run.timed("reward"):
-            groups.add(training_scores(rewards.collect(answers, f"step {step}", by_model), config))
+            scored = rewards.collect(answers, f"step {step}", by_model)
+            groups.add(training_scores(scored, config.reward_model.overlong_buffer, config.data))
     speed = groups.generated_tokens / run.seconds["generate"]
     return groups, groups.metrics() | {"perf/generate_tokens_per_s": speed}
 

@@ -201,7 +201,7 @@ class OneStepOff:
             return
         table, scores = read_arrow(folder / _TABLE), read_arrow(folder / _SCORES)
         if state["problem"] is None:
-            check_sizes(table, folder / _TABLE, self.config)
+            check_sizes(table, folder / _TABLE, self.config.data, self.config.actor_rollout_ref.rollout.n)
         self.ahead = Collected(
             state["step"],
             table,

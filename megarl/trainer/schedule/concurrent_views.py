@@ -5,21 +5,52 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from megarl.cluster import Cluster, Watch
+from megarl.cluster import Cluster, Watch, WorkerGroup
 from megarl.cluster.ranks import RankProcess
 from megarl.cluster.watch import Hang
 from megarl.trainer.roles.device_memory import Recover, nothing_is_replaced
+from megarl.trainer.run.run import Run
 
 if TYPE_CHECKING:
     from megarl.trainer.roles.restarts import DeferredRestarts
     from megarl.trainer.roles.types import Roles
-    from megarl.trainer.run.run import Run
 
 
-View = tuple["Run", "Roles"]
+View = tuple[Run, "Roles"]
+
+
+@dataclass
+class RunView(Run):
+    """The view that one of two concurrent threads has of a run.
+
+    Attributes:
+        own_groups: the groups that this thread calls.
+        check: raises if this thread's calls are to end.
+        other_phases: the open phases of the other thread.
+    """
+
+    own_groups: list[WorkerGroup] = field(default_factory=list)
+    check: Callable[[], None] = lambda: None
+    other_phases: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, run: Run, **own: Any) -> RunView:
+        """A view of a run, with which it shares everything but the fields `own`."""
+        return cls(**{member.name: getattr(run, member.name) for member in fields(Run)} | own)
+
+    @property
+    def watched(self) -> list[WorkerGroup]:
+        return self.own_groups
+
+    def interrupt(self) -> None:
+        self.check()
+
+    def phase_facts(self) -> dict[str, str]:
+        others = {"meanwhile": " / ".join(self.other_phases)} if self.other_phases else {}
+        return super().phase_facts() | others
 
 
 def make_views(
@@ -44,21 +75,21 @@ def make_views(
     assert run.watch is not None, "a run with engines"
     idle_timeout, cluster = run.watch.idle_timeout, run.watch.cluster
     phases = [*run.phases]  # shared with the other view, for reports of failures
-    collector = replace(
+    collector = RunView.of(
         run,
-        watched=collecting,
+        own_groups=collecting,
         watch=InterruptedWatch(idle_timeout, cluster, background.obey, busy),
-        interrupt=background.obey,
+        check=background.obey,
         seconds={},
         phases=phases,
         other_phases=run.phases,
         restarts=deferred if run.restarts is not None else None,
     )
-    learner = replace(
+    learner = RunView.of(
         run,
-        watched=learning,
+        own_groups=learning,
         watch=InterruptedWatch(idle_timeout, cluster, background.check),
-        interrupt=background.check,
+        check=background.check,
         other_phases=phases,
     )
     return (

@@ -237,7 +237,9 @@ class Streamed:
             len(groups) >= self.in_flight.num_prompts
         ):  # all of fewer groups may fail although the rewards work
             refuse_if_all_failed(scored)
-        self.in_flight.keep(groups, trained_scores(scored, self.config))
+        config = self.config
+        trained = trained_scores(scored, config.reward_model.overlong_buffer, config.data)
+        self.in_flight.keep(groups, trained)
 
     def _rewards_of(self, run: Run) -> Rewards:
         return replace(self.rewards, run=run)
@@ -263,11 +265,9 @@ class Streamed:
 
     def _missing(self, prompt: InFlightPrompt) -> Iterator[tuple[pa.Table, object]]:
         """Requests of a prompt that no engine has and that are not answered."""
-        rollout, greedy = (
-            self.config.actor_rollout_ref.rollout,
-            self.config.algorithm.adv_estimator == "remax",
-        )
-        samplings = training_sampling(self.config, noise_seed(self.config, prompt.version))
+        rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
+        greedy = self.config.algorithm.adv_estimator == "remax"
+        samplings = training_sampling(rollout, length, noise_seed(rollout, prompt.version))
         for requests, sampling in zip(prompt.requests(rollout.n, greedy), samplings, strict=False):
             uids = requests["uid"].to_pylist()
             rows = [

@@ -10,7 +10,15 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algorithms.advantages import ESTIMATORS
 from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.checkpoints.hf.load import check_hf_weights
-from megarl.config import TrainConfig, check_models, needs_rules, position_warnings, val_set_sampling
+from megarl.config import (
+    DataConfig,
+    TrainConfig,
+    TrainerConfig,
+    check_models,
+    needs_rules,
+    position_warnings,
+    val_set_sampling,
+)
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -47,16 +55,16 @@ class TrainInputs:
     num_filtered: int
     warnings: tuple[str, ...]
 
-    def facts(self, config: TrainConfig) -> Facts:
+    def facts(self, model_path: str, data: DataConfig) -> Facts:
         """The facts that a run prints at its start."""
-        files, epochs = config.data.train_files, self.num_steps / steps_of_epoch(config, self.loader)
+        epochs = self.num_steps / steps_of_epoch(self.loader, data.train_batch_size)
         found = {
-            "model": model_text(config.actor_rollout_ref.model.path, self.model),
-            "data": f"{data_text(files, self.loader.num_rows, 'prompts')}, {epochs:.3g} epochs",
+            "model": model_text(model_path, self.model),
+            "data": f"{data_text(data.train_files, self.loader.num_rows, 'prompts')}, {epochs:.3g} epochs",
         }
         if self.validation:
             number = sum(held_out.prompts.num_rows for held_out in self.validation)
-            found["validation"] = data_text(config.data.val_files or "data.val_sets", number, "prompts")
+            found["validation"] = data_text(data.val_files or "data.val_sets", number, "prompts")
         return found
 
 
@@ -126,19 +134,19 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         ptx=load_ptx(config, tokenizer),
         validation=tuple(ValidationSet(name, read.table, how) for name, (read, how) in held_out.items()),
         reward_model=models.reward_model,
-        num_steps=num_training_steps(config, loader),
+        num_steps=num_training_steps(config.trainer, loader, data.train_batch_size),
         warnings=models.warnings,
         num_filtered=num_filtered + sum(read.num_filtered for read, _ in held_out.values()),
     )
 
 
-def num_training_steps(config: TrainConfig, loader: BatchLoader) -> int:
-    """The rollout steps of a run over the prompts of `loader`."""
-    return config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch(config, loader)
+def num_training_steps(trainer: TrainerConfig, loader: BatchLoader, batch_size: int) -> int:
+    """The rollout steps of a run over the prompts of `loader`; `batch_size`: prompts of a step."""
+    return trainer.total_training_steps or trainer.total_epochs * steps_of_epoch(loader, batch_size)
 
 
-def steps_of_epoch(config: TrainConfig, loader: BatchLoader) -> int:
-    return max(1, loader.num_rows // config.data.train_batch_size)
+def steps_of_epoch(loader: BatchLoader, batch_size: int) -> int:
+    return max(1, loader.num_rows // batch_size)
 
 
 def check_names(config: TrainConfig) -> None:

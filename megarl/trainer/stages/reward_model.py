@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.checkpoints.hf.load import HFReader
-from megarl.config import RewardModelConfig, TrainConfig
+from megarl.config import RewardModelConfig
 from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
 from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
 from megarl.models import ModelConfig, read_model_config
@@ -211,9 +211,8 @@ def model_scores(
         return score_with_model(run, role, batch, inputs)
 
 
-def score_weights(config: TrainConfig) -> tuple[float, float]:
+def score_weights(reward: RewardModelConfig) -> tuple[float, float]:
     """The weights of the rules' score and of the reward model's."""
-    reward = config.reward_model
     return (reward.rule_weight, reward.weight) if reward.enable else (1.0, 0.0)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.cluster import WorkerLost
-from megarl.config import SamplingConfig, TrainConfig
+from megarl.config import RolloutConfig, SamplingConfig, TrainConfig
 from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
 from megarl.rollout.engine import SamplingParams
 from megarl.trainer.workers.dispatch import split_requests
@@ -36,7 +36,9 @@ def roll_out(
     Args:
         seed: of the noise.
     """
-    sampling, greedy = training_sampling(config, seed)
+    sampling, greedy = training_sampling(
+        config.actor_rollout_ref.rollout, config.data.max_response_length, seed
+    )
     requests = expand_prompts(prompts, config.actor_rollout_ref.rollout.n)
     answers = generate(run, engines, requests, sampling, finished)
     if config.algorithm.adv_estimator != "remax":
@@ -45,9 +47,15 @@ def roll_out(
     return pa.concat_tables([answers, best]).combine_chunks()
 
 
-def training_sampling(config: TrainConfig, seed: int) -> tuple[SamplingParams, SamplingParams]:
-    """The sampling parameters of a step's samples, and of ReMax's greedy answers. `seed`: of the noise."""
-    rollout, length = config.actor_rollout_ref.rollout, config.data.max_response_length
+def training_sampling(
+    rollout: RolloutConfig, length: int, seed: int
+) -> tuple[SamplingParams, SamplingParams]:
+    """The sampling parameters of a step's samples, and of ReMax's greedy answers.
+
+    Args:
+        length: the most tokens of a response.
+        seed: of the noise.
+    """
     sampling = SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -58,9 +66,9 @@ def training_sampling(config: TrainConfig, seed: int) -> tuple[SamplingParams, S
     return sampling, SamplingParams(temperature=0.0, max_new_tokens=length, seed=seed)
 
 
-def noise_seed(config: TrainConfig, version: int) -> int:
+def noise_seed(rollout: RolloutConfig, version: int) -> int:
     """The seed of the noise of a step's rollouts, or of those with a weight version."""
-    return config.actor_rollout_ref.rollout.seed * 1_000_003 + version
+    return rollout.seed * 1_000_003 + version
 
 
 def greedy_requests(prompts: pa.Table) -> pa.Table:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from megarl.config import OverlongBufferConfig, TrainConfig
+from megarl.config import DataConfig, OverlongBufferConfig
 from megarl.data.trajectories import (
     append_column,
     environment_notes,
@@ -250,21 +250,20 @@ def group_numbers(table: pa.Table) -> np.ndarray:
     return np.array([numbers.setdefault(uid, len(numbers)) for uid in table["prompt_uid"].to_pylist()])
 
 
-def training_scores(scored: Scored, config: TrainConfig) -> Scored:
+def training_scores(scored: Scored, overlong: OverlongBufferConfig, data: DataConfig) -> Scored:
     """Scores for training: penalties for long responses are added, and greedy answers become ReMax's baseline.
 
     Raises:
         RuntimeError: every reward failed.
     """
     refuse_if_all_failed(scored)
-    return trained_scores(scored, config)
+    return trained_scores(scored, overlong, data)
 
 
-def trained_scores(scored: Scored, config: TrainConfig) -> Scored:
+def trained_scores(scored: Scored, overlong: OverlongBufferConfig, data: DataConfig) -> Scored:
     """`training_scores` of a part of a step, in which all rewards may fail."""
-    overlong = config.reward_model.overlong_buffer
     if overlong.enable:
-        scored = punish_overlong(scored, overlong, config.data.max_response_length)
+        scored = punish_overlong(scored, overlong, data.max_response_length)
     greedy = np.array([uid.endswith(GREEDY) for uid in scored.table["uid"].to_pylist()], dtype=np.bool_)
     return with_baselines(scored, greedy) if greedy.any() else scored
 

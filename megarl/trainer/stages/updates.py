@@ -14,6 +14,7 @@ from megarl.algorithms.kl import FULL_KL
 from megarl.algorithms.metrics import add_sums, first_difference, reduce_metrics
 from megarl.algorithms.policy_loss import ClipCov, KLCov, PolicyLossOptions
 from megarl.config import (
+    ActorConfig,
     TrainConfig,
     full_kl_in_reward,
     is_single_update,
@@ -123,7 +124,7 @@ def update(
     Args:
         ptx_batches: batches of data.ptx, one for each mini-batch of the actor; None: there is no auxiliary loss.
     """
-    table, metrics = run.put(learning_columns(batch, config)), {}
+    table, metrics = run.put(learning_columns(batch, config.actor_rollout_ref.actor)), {}
     trains_actor = roles.critic is None or step > config.critic.warmup_steps
     trained = [
         name for name, there in (("critic", roles.critic is not None), ("actor", trains_actor)) if there
@@ -146,9 +147,9 @@ def update(
     return metrics
 
 
-def learning_columns(batch: pa.Table, config: TrainConfig) -> pa.Table:
+def learning_columns(batch: pa.Table, actor: ActorConfig) -> pa.Table:
     """The columns of trajectories that the updates use."""
-    actor, names = config.actor_rollout_ref.actor, LEARNT
+    names = LEARNT
     if "old_log_probs" not in batch.column_names:  # the update compares its own with the engine's
         names = (*names, "rollout_log_probs")
     if actor.use_kl_loss and actor.kl_loss_type != FULL_KL:
@@ -168,7 +169,7 @@ def _start_update(
     ptx_batches: Iterator[pa.Table] | None,
 ) -> tuple[list[ray.ObjectRef], dict[str, float]]:
     """Call the update of "critic" or "actor" on `table`, the columns of `batch` in the object store; also returns metrics of its plan."""
-    how = policy_update(config, controls, seed)
+    how = policy_update(config.actor_rollout_ref.actor, controls, seed)
     role = roles.critic if name == "critic" else roles.actor
     plan, counts = update_plan(batch, role.layout, role.batching, seed, run.plans)
     packing = packing_metrics(name, plan, batch, role.layout, role.batching)
@@ -207,9 +208,8 @@ def _update_metrics(name: str, steps: list[dict[str, float]]) -> dict[str, float
     return metrics
 
 
-def policy_update(config: TrainConfig, controls: Controls, seed: int) -> PolicyUpdate:
-    """The options of the actor's updates in a step; `config` is resolved."""
-    actor = config.actor_rollout_ref.actor
+def policy_update(actor: ActorConfig, controls: Controls, seed: int) -> PolicyUpdate:
+    """The options of the actor's updates in a step; `actor` is resolved."""
     loss = actor.policy_loss
     select: ClipCov | KLCov | None = None
     if loss.loss_mode == "clip_cov":

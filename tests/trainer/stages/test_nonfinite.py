@@ -86,7 +86,7 @@ def test_a_kl_that_overflows_is_found_in_the_rewards() -> None:
     config = settings("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=mse",
                       "algorithm.kl_ctrl={type: adaptive, target_kl: 0.1, horizon: 100}")  # fmt: skip
     table = with_tokens(with_tokens(batch(), "old_log_probs", 3, -1e30), "ref_log_probs")
-    controls = make_controls(config, num_steps=3)
+    controls = make_controls(config.algorithm, config.actor_rollout_ref.actor, num_steps=3)
     before = controls.state_dict()
     table, _ = compute_batch_advantages(table, config.algorithm, controls.kl)
     assert isinstance(controls.kl, AdaptiveKLController) and controls.state_dict() == before
@@ -95,7 +95,7 @@ def test_a_kl_that_overflows_is_found_in_the_rewards() -> None:
 
 
 def controls_of(config: TrainConfig) -> Controls:
-    return make_controls(config, num_steps=4)
+    return make_controls(config.algorithm, config.actor_rollout_ref.actor, num_steps=4)
 
 
 def test_stop_ends_the_run_and_says_how_to_go_through_it_again(tmp_path: Path) -> None:
@@ -113,7 +113,9 @@ def test_stop_ends_the_run_and_says_how_to_go_through_it_again(tmp_path: Path) -
         "trainer.on_nonfinite=skip goes on with the next step",
     ]
     assert np.isnan(ragged(read_trajectories(path), "values")[0]).sum() == 1
-    assert "values" not in read_step(path, config).column_names  # it is computed anew
+    assert (
+        "values" not in read_step(path, config.data, config.actor_rollout_ref.rollout.n).column_names
+    )  # it is computed anew
 
 
 def test_skip_leaves_the_step_and_its_controls_alone(tmp_path: Path) -> None:
@@ -134,7 +136,12 @@ def test_skip_leaves_the_step_and_its_controls_alone(tmp_path: Path) -> None:
         "the rest of the step is left out (trainer.on_nonfinite=skip): step 2: rollout_log_probs of" in said
     )
     path = tmp_path / "failures" / "step-000002.parquet"
-    assert np.isnan(ragged(read_step(path, config), "rollout_log_probs")[0]).sum() == 1
+    assert (
+        np.isnan(
+            ragged(read_step(path, config.data, config.actor_rollout_ref.rollout.n), "rollout_log_probs")[0]
+        ).sum()
+        == 1
+    )
 
 
 def test_other_errors_are_none_of_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema.run import FINDINGS
-from megarl.trainer.health.findings import CHECKS, Finding, History, beyond_noise, find
+from megarl.trainer.health.findings import RULES, Finding, History, beyond_noise, find
 from megarl.trainer.run.logger import read_metrics
 from megarl.trainer.stages.advantages import make_controls
 from tests.trainer.healthy import ACTOR, HEALTHY, KL_LOSS, KL_REWARD, configuration, kinds, monitor
@@ -205,7 +205,7 @@ def test_a_collapse_is_found_within_few_steps_and_nothing_before(kind: str) -> N
 
 
 def test_every_kind_has_its_collapse() -> None:
-    assert {*COLLAPSES, "ppo_kl_low", "stagnation"} == set(CHECKS)
+    assert {*COLLAPSES, "ppo_kl_low", "stagnation"} == set(RULES)
 
 
 @pytest.mark.parametrize("seed", range(3))

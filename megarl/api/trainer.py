@@ -215,7 +215,9 @@ class DataCollector:
         self, config: TrainConfig, run: Run, roles: Roles, models: ModelInputs, scorer: Scorer
     ) -> None:
         self._config, self._run, self._roles, self._models, self._scorer = config, run, roles, models, scorer
-        self._rewards = Rewards(run, scorer, models.tokenizer, *score_weights(config.reward_model))
+        self._rewards = Rewards(
+            run, scorer, models.tokenizer, *score_weights(config.reward_model), models.reward_model
+        )
         self.supply = PromptSupply(
             config.data,
             models.tokenizer,
@@ -240,15 +242,7 @@ class DataCollector:
         run = self._run
         run.seconds.clear()
         with run.timed(STEP, {"step": self.version, "half": "collect"}):
-            groups, metrics = collect(
-                self._config,
-                run,
-                self._roles,
-                batches,
-                self._rewards,
-                self._models.reward_model,
-                self.version,
-            )
+            groups, metrics = collect(self._config, batches, run, self._roles, self._rewards, self.version)
         self.supply.report(*groups.prompt_scores())
         return TrainingData(groups, self.version, metrics, dict(run.seconds))
 

@@ -69,8 +69,8 @@ class Live:
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("ahead")
     with start(folder, "one_step_off_cpu.yaml", 16) as (config, run, roles, inputs, scorer):
-        asked = {"prompts": epochs(inputs.loader), "reward_inputs": None}
-        halves = partial(collect, config, **asked), partial(answer, config, **asked)
+        prompts = epochs(inputs.loader)
+        halves = partial(collect, config, prompts), partial(answer, config, prompts)
         rewards = Disturbed(run, scorer, inputs.tokenizer)
         yield Live(config, run, roles, OneStepOff(config, run, roles, rewards, STEPS, *halves))
 

@@ -100,9 +100,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         inputs,
         scorer,
     ):
-        halves = partial(collect, config), partial(answer, config)
+        prompts = epochs(inputs.loader)
+        halves = partial(collect, config, prompts), partial(answer, config, prompts)
         rewards = Rewards(run, scorer, inputs.tokenizer)
-        batches = make_batches(config, run, roles, rewards, STEPS, epochs(inputs.loader), None, *halves)
+        batches = make_batches(config, run, roles, rewards, STEPS, prompts, *halves)
         yield Live(config, run, roles, batches, folder)
 
 

@@ -77,11 +77,13 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
         with open_run(config, inputs.num_steps, cluster_setup, facts=facts, resumable=False) as run:
             run.show_rewards(scorer)
             roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)
-            rewards = Rewards(run, scorer, inputs.tokenizer, *score_weights(config.reward_model))
+            rewards = Rewards(
+                run, scorer, inputs.tokenizer, *score_weights(config.reward_model), inputs.reward_model
+            )
             prompts = epochs(inputs.loader)
 
             def work(step: int, metrics: Metrics) -> None:
-                groups, collected = collect(config, run, roles, prompts, rewards, inputs.reward_model, step)
+                groups, collected = collect(config, prompts, run, roles, rewards, step)
                 batch = groups.batch()
                 require_finite(batch, GENERATED)
                 run.save_trajectories(batch, "step", step)

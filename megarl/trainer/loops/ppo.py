@@ -27,7 +27,7 @@ from megarl.trainer.stages.nonfinite import (
     rank_errors_as_not_finite,
     require_finite,
 )
-from megarl.trainer.stages.reward_model import RewardModelInputs, model_scores, score_weights
+from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.rollouts import noise_seed, roll_out
 from megarl.trainer.stages.scoring import Rewards, training_scores
 from megarl.trainer.stages.updates import evaluate_models, throughput, update
@@ -51,17 +51,17 @@ def train(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
                 run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
             roles = start_roles(config, run, inputs.model, inputs.num_steps)
             weights = score_weights(config.reward_model)
-            train_steps(config, run, roles, inputs, Rewards(run, scorer, inputs.tokenizer, *weights))
+            rewards = Rewards(run, scorer, inputs.tokenizer, *weights, inputs.reward_model)
+            train_steps(config, run, roles, inputs, rewards)
             with roles.memory.held("export"):
                 return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
 
 
 def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards) -> None:
     """All steps that are left: collect a batch (sync, generate, reward), and learn from it."""
-    batches = make_batches(
-        config, run, roles, rewards, inputs.num_steps, epochs(inputs.loader), inputs.reward_model,
-        partial(collect, config), partial(answer, config),
-    )  # fmt: skip
+    prompts = epochs(inputs.loader)
+    collectors = partial(collect, config, prompts), partial(answer, config, prompts)
+    batches = make_batches(config, run, roles, rewards, inputs.num_steps, prompts, *collectors)
     state = LearningState.start(
         config, run, roles, inputs.num_steps, inputs.ptx, {"data": inputs.loader}, batches.folders
     )
@@ -90,29 +90,17 @@ def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs
 
 
 def collect(
-    config: TrainConfig,
-    run: Run,
-    roles: Roles,
-    prompts: Iterator[pa.Table],
-    rewards: Rewards,
-    reward_inputs: RewardModelInputs | None,
-    step: int,
+    config: TrainConfig, prompts: Iterator[pa.Table], run: Run, roles: Roles, rewards: Rewards, step: int
 ) -> tuple[Groups, dict[str, float]]:
     """Collecting: sync the newest weights, generate responses to prompts, and score them as they arrive."""
     with roles.memory.phase("sync"):
         synced = sync_weights(run, roles, version=step)
-    groups, metrics = answer(config, run, roles, prompts, rewards, reward_inputs, step)
+    groups, metrics = answer(config, prompts, run, roles, rewards, step)
     return groups, synced | metrics
 
 
 def answer(
-    config: TrainConfig,
-    run: Run,
-    roles: Roles,
-    prompts: Iterator[pa.Table],
-    rewards: Rewards,
-    reward_inputs: RewardModelInputs | None,
-    step: int,
+    config: TrainConfig, prompts: Iterator[pa.Table], run: Run, roles: Roles, rewards: Rewards, step: int
 ) -> tuple[Groups, dict[str, float]]:
     """`collect` without a sync, with the weights in the engines."""
     phase = roles.memory.phase
@@ -122,7 +110,7 @@ def answer(
         with phase("generate"):
             asked = groups.distinct(next(prompts))
             answers = roll_out(run, roles.engines, asked, config, noise, rewards.submit)
-        by_model = model_scores(run, roles.reward_model, answers, reward_inputs, phase)
+        by_model = rewards.ask_model(roles, answers, phase)
         with run.timed("reward"):
             scored = rewards.collect(answers, f"step {step}", by_model)
             groups.add(training_scores(scored, config.reward_model.overlong_buffer, config.data))
@@ -171,7 +159,7 @@ def sync_and_validate(
     answers, metrics = validate(
         run, roles.engines, inputs.validation, rewards, data.max_response_length, config.trainer.seed,
         data.val_batch_size, f"validation after step {step}", partial(held, "generate"),
-        lambda table: model_scores(run, roles.reward_model, table, inputs.reward_model, held),
+        lambda table: rewards.ask_model(roles, table, held),
     )  # fmt: skip
     for name, table in answers.items():
         run.save_trajectories(table, name, step)

@@ -27,9 +27,8 @@ import pyarrow as pa
 
 from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
-from megarl.trainer.roles.restarts import DeferredRestarts
 from megarl.trainer.roles.weight_sync import sync_weights
-from megarl.trainer.schedule.concurrent_views import Background, make_views
+from megarl.trainer.schedule.concurrent_views import Background, View, in_background
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.saved_trajectories import check_sizes
@@ -63,10 +62,10 @@ class Collected:
 
 
 class Collect(Protocol):
-    """`ppo.collect`, or `ppo.answer` with the engines' current weights, with the configuration already bound."""
+    """`ppo.collect`, or `ppo.answer` with the engines' current weights, with configuration and prompts already bound."""
 
     def __call__(
-        self, run: Run, roles: Roles, *, rewards: Rewards, step: int
+        self, run: Run, roles: Roles, rewards: Rewards, step: int
     ) -> tuple[Groups, dict[str, float]]: ...
 
 
@@ -101,7 +100,7 @@ class Synchronous:
     collect: Collect
 
     def of(self, step: int) -> Collected:
-        groups, metrics = self.collect(self.run, self.roles, rewards=self.rewards, step=step)
+        groups, metrics = self.collect(self.run, self.roles, self.rewards, step)
         return Collected(step, groups.batch(), *groups.prompt_scores(), metrics)
 
     @contextmanager
@@ -137,7 +136,7 @@ class OneStepOff:
         """As `Batches.of`; its metrics have the number of versions between the weights of its trajectories and the trained ones."""
         found, self.ahead = self.ahead, None
         if found is None:
-            groups, metrics = self.collect(self.run, self.roles, rewards=self.rewards, step=step)
+            groups, metrics = self.collect(self.run, self.roles, self.rewards, step)
             found = Collected(step, groups.batch(), *groups.prompt_scores(), metrics)
         assert found.step == step, f"the batch of step {found.step} in step {step}"
         if found.problem is not None:
@@ -158,22 +157,12 @@ class OneStepOff:
             return
         with self.roles.memory.phase("sync"):
             synced = sync_weights(self.run, self.roles, version=step)
-        background: Background[Collected] = Background("collect-ahead")
-        assert self.roles.restarts is not None, "a run with engines"
-        deferred = DeferredRestarts(self.roles.restarts, background.ask, version=step + 1)
-        (run, roles), learner = make_views(self.run, self.roles, background, deferred)
-        background.start(partial(self._collect_ahead, run, roles, step + 1, synced))
-        try:
-            try:
-                yield learner
-            except NotFinite:
-                if self.config.trainer.on_nonfinite == "skip":  # the run continues with the next batch
-                    self._take(background, learner[0], run.seconds)
-                raise
-            self._take(background, learner[0], run.seconds)
-        except BaseException:
-            background.end()
-            raise
+        ahead = partial(self._collect_ahead, step + 1, synced)
+        goes_on = self.config.trainer.on_nonfinite == "skip"
+        with in_background(
+            self.run, self.roles, step, "collect-ahead", ahead, self._take, goes_on
+        ) as learner:
+            yield learner
 
     @property
     def folders(self) -> Mapping[str, InFolder]:
@@ -211,20 +200,21 @@ class OneStepOff:
             state["problem"],
         )
 
-    def _collect_ahead(self, run: Run, roles: Roles, step: int, synced: dict[str, float]) -> Collected:
+    def _collect_ahead(self, step: int, synced: dict[str, float], view: View) -> Collected:
+        run, roles = view
         with run.timed("ahead", {"for_step": step}):
             try:
-                groups, metrics = self.answer(run, roles, rewards=replace(self.rewards, run=run), step=step)
+                groups, metrics = self.answer(run, roles, replace(self.rewards, run=run), step)
             except NotFinite as found:  # reported by the step that the batch is for
                 return Collected(step, found.batch, [], np.empty(0), {}, str(found))
             return Collected(step, groups.batch(), *groups.prompt_scores(), synced | metrics)
 
-    def _take(self, background: Background[Collected], learner: Run, seconds: dict[str, float]) -> None:
+    def _take(self, background: Background[Collected], collector: Run, learner: Run) -> None:
         """Wait for the batch, and add the seconds of collecting it to those of the step.
 
         `ahead_wait`: seconds that the main thread waited for it; `ahead_overlap`: the other seconds of collecting it.
         """
-        run = self.run
+        run, seconds = self.run, collector.seconds
         with run.timed("ahead_wait"):
             self.ahead = background.result(look=lambda: learner.wait([]))
         run.seconds |= {

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -190,25 +188,6 @@ def _own_tokenizer(
             "the reward model's own is the one in reward_model.model.path"
         )
     return own
-
-
-def model_scores(
-    run: Run,
-    role: Role | None,
-    batch: pa.Table,
-    inputs: RewardModelInputs | None,
-    phase: Callable[[str], AbstractContextManager],
-) -> ModelScores | None:
-    """`score_with_model` where there is a reward model, None where there is none.
-
-    Args:
-        phase: `DeviceMemory.phase`, or `held` where the time belongs to no phase of the step.
-    """
-    if role is None:
-        return None
-    assert inputs is not None
-    with phase("score_model"):
-        return score_with_model(run, role, batch, inputs)
 
 
 def score_weights(reward: RewardModelConfig) -> tuple[float, float]:

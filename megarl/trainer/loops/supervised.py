@@ -28,7 +28,7 @@ from megarl.trainer.loops.driver import Driver, Metrics, epochs
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.roles.model_roles import Role, say_layers
 from megarl.trainer.roles.roles import open_pools
-from megarl.trainer.run.checkpoints import Stateful, make_checkpoints
+from megarl.trainer.run.checkpoints import Checkpoints, Stateful
 from megarl.trainer.run.cluster_setup import MODEL_PROCESSES, pools_of
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.facts import supervised_facts
@@ -229,7 +229,7 @@ def run_steps(
     """
     progress = Progress(trainer.early_stop_patience, trainer.early_stop_min_delta)
     run, groups, parts = ranks.run, {"model": ranks.role.group}, {"data": loader, "progress": progress}
-    checkpoints = make_checkpoints(run, trainer, groups, parts, lambda phase: nullcontext(), stages.export)
+    checkpoints = Checkpoints(run, trainer, groups, parts, lambda phase: nullcontext(), stages.export)
     batches = epochs(loader)
 
     def work(step: int, metrics: Metrics) -> None:

@@ -13,7 +13,7 @@ Guarantees, each asserted by a test:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from megarl.config import TrainConfig, check_config, load_config, resolve, resol
 from megarl.config.checks.run import changed_keys
 from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.health.monitor import repetition_metrics
-from megarl.trainer.loops.driver import Driver, LearningState, Metrics, epochs
+from megarl.trainer.loops.driver import Driver, LearningState, Metrics, Work, epochs
 from megarl.trainer.loops.ppo import collect, learn
 from megarl.trainer.roles.roles import start_learners, start_roles
 from megarl.trainer.roles.types import Roles
@@ -113,17 +113,25 @@ def learn_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
     with open_run(config, num_steps, cluster_setup) as run:
         roles = start_learners(config, run, num_steps)
         state = LearningState.start(config, run, roles, num_steps, ptx)
-
-        def work(step: int, metrics: Metrics) -> pa.Table:
-            read = read_step(step_file(source, step), config.data, config.actor_rollout_ref.rollout.n)
-            batch, learnt = learn(config, run, roles, read, state.controls, step, state.ptx_batches)
-            metrics |= learnt
-            return batch
-
+        work = learning_from(config, run, roles, state, partial(step_file, source))
         done = state.checkpoints.resume()
         state.driver(config, run, roles, num_steps).drive(range(done + 1, num_steps + 1), work)
         with roles.memory.held("export"):
             return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
+
+
+def learning_from(
+    config: TrainConfig, run: Run, roles: Roles, state: LearningState, file_of: Callable[[int], Path]
+) -> Work:
+    """A step's work: learn from the trajectories in its file."""
+
+    def work(step: int, metrics: Metrics) -> pa.Table:
+        read = read_step(file_of(step), config.data, config.actor_rollout_ref.rollout.n)
+        batch, learnt = learn(config, run, roles, read, state.controls, step, state.ptx_batches)
+        metrics |= learnt
+        return batch
+
+    return work
 
 
 REPLAYS = "replays"
@@ -171,8 +179,10 @@ def replay(request: Request) -> bool:
     ):
         run.resumed, run.trajectory_folder, run.relays_from = begin, folder, config.trainer.relays_from
         where = "the models' first weights" if begin is None else str(begin.folder)
-        run.say(f"replaying {_steps(list(files))} of {request.folder} from {where}")
-        _say_changes(run, config, request.folder)
+        steps = f"step {first}" if first == request.step else f"steps {first} to {request.step}"
+        run.say(f"replaying {steps} of {request.folder} from {where}")
+        for key, (before, after) in changed_keys(config, request.folder / CONFIG_FILE).items():
+            run.say(f"  changed: {key}: {before!r} -> {after!r}")
         roles = start_learners(config, run, num_steps)
         found = _replay_steps(config, run, roles, files, num_steps, load_ptx(config, models.tokenizer))
         logged = {entry["step"]: entry for entry in read_metrics(request.folder)}
@@ -191,12 +201,6 @@ def _replay_steps(
     state.checkpoints.resume()
     found: dict[int, Metrics] = {}
 
-    def work(step: int, metrics: Metrics) -> pa.Table:
-        read = read_step(files[step], config.data, config.actor_rollout_ref.rollout.n)
-        batch, learnt = learn(config, run, roles, read, state.controls, step, state.ptx_batches)
-        metrics |= learnt
-        return batch
-
     def check(step: int, metrics: Metrics, batch: pa.Table) -> Metrics:
         """`health.auto_action` may have changed the controls for later steps; findings are not reported again."""
         if config.health.enable:
@@ -208,7 +212,9 @@ def _replay_steps(
         found[step] = {name: value for name, value in metrics.items() if not name.startswith(measured)}
 
     guard = partial(finite_step, run, config.trainer.on_nonfinite, state.controls, save=False)
-    Driver(run, guard=guard, check=check, made=made).drive(files, work)
+    Driver(run, guard=guard, check=check, made=made).drive(
+        files, learning_from(config, run, roles, state, files.__getitem__)
+    )
     return found
 
 
@@ -232,11 +238,6 @@ def _read_config(request: Request) -> TrainConfig:
     check_config(config, data_files=False)
     load_plugins(config.plugins)
     return resolve(config)
-
-
-def _say_changes(run: Run, config: TrainConfig, folder: Path) -> None:
-    for key, (before, after) in changed_keys(config, folder / CONFIG_FILE).items():
-        run.say(f"  changed: {key}: {before!r} -> {after!r}")
 
 
 def _beginning(request: Request) -> Checkpoint | None:
@@ -278,10 +279,6 @@ def _files(request: Request, config: TrainConfig, first: int) -> dict[int, Path]
             f"step {request.step} is replayed from step {first} on, and {files[missing[0]]} is missing; from there {can}"
         )
     return files
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def print_comparison(

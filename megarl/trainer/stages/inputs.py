@@ -17,7 +17,6 @@ from megarl.config import (
     check_models,
     needs_rules,
     position_warnings,
-    val_set_sampling,
 )
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
@@ -26,7 +25,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.roles.adapters import check_adapters
 from megarl.trainer.run.facts import Facts, data_text, model_text
-from megarl.trainer.stages.prompt_data import may_lack, read_prompts, training_prompts
+from megarl.trainer.stages.prompt_data import held_out_prompts, may_lack, read_prompts, training_prompts
 from megarl.trainer.stages.reward_model import RewardModelInputs, load_reward_model
 from megarl.trainer.stages.scoring import check_prompts
 from megarl.trainer.stages.validation import ValidationSet
@@ -114,29 +113,24 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
         if needs_rules(config) and not plays:
             check_prompts(scorer, prompts)
 
-    def dataset(files: str | tuple[str, ...], max_samples: int = -1) -> PromptDataset:
+    def dataset(files: str | tuple[str, ...], max_samples: int) -> PromptDataset:
         read = read_prompts(data, files, tokenizer, max_samples, may_lack=optional, several_turns=plays)
         check(read.table)
         return read
 
     loader, num_filtered = training_prompts(data, tokenizer, check, optional, several_turns=plays)
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
-    held_out = (
-        {} if data.val_files is None else {"": (dataset(data.val_files, data.val_max_samples), val_kwargs)}
-    )
-    for name, val_set in (data.val_sets or {}).items():
-        most = data.val_max_samples if val_set.max_samples is None else val_set.max_samples
-        held_out[name] = (dataset(val_set.files, most), val_set_sampling(val_set, val_kwargs))
+    held_out = held_out_prompts(data, data.val_max_samples, val_kwargs, dataset)
     return TrainInputs(
         tokenizer=tokenizer,
         model=models.model,
         loader=loader,
         ptx=load_ptx(config, tokenizer),
-        validation=tuple(ValidationSet(name, read.table, how) for name, (read, how) in held_out.items()),
+        validation=tuple(ValidationSet(name, read.table, how) for name, read, how in held_out),
         reward_model=models.reward_model,
         num_steps=num_training_steps(config.trainer, loader, data.train_batch_size),
         warnings=models.warnings,
-        num_filtered=num_filtered + sum(read.num_filtered for read, _ in held_out.values()),
+        num_filtered=num_filtered + sum(read.num_filtered for _, read, _ in held_out),
     )
 
 

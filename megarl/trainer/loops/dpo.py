@@ -7,6 +7,7 @@ second copy of the weights is held.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,15 +21,7 @@ from megarl.data.loader import TableLoader
 from megarl.data.preferences import PreferenceChats, chats_of, ranking_lengths
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
-from megarl.trainer.loops.supervised import (
-    Ranks,
-    Stages,
-    count_steps,
-    open_ranks,
-    read_model,
-    run_steps,
-    validation_metrics,
-)
+from megarl.trainer.loops.supervised import Ranks, open_ranks, read_model, run_steps, validation_metrics
 from megarl.trainer.stages.prompt_data import preference_keys
 from megarl.trainer.workers.dispatch import compared_chats, rows_to_share
 
@@ -41,20 +34,19 @@ def train(config: DPOConfig, cluster_setup: ClusterSetup | None) -> str:
     def loader_of(table: pa.Table) -> TableLoader:
         return TableLoader(SimpleNamespace(table=table), data.train_batch_size, data.shuffle, data.seed)
 
-    num_steps = count_steps(config.trainer, len(loader_of(training.table)))
     counts = training.table.num_rows, None if validation is None else validation.table.num_rows
-    dropped = training.num_dropped
+    dropped, per_epoch = training.num_dropped, len(loader_of(training.table))
     notes = [f"left out {dropped} rows over data.max_length"] if dropped else []
-    with open_ranks(config, cluster_setup, model, num_steps, counts, notes, "dpo") as ranks:
+    with open_ranks(config, cluster_setup, "dpo", model, counts, per_epoch, notes) as ranks:
         with ranks.run.status("the reference's log-probs"):
             table = with_reference(ranks, training.table)
             held_out = None if validation is None else with_reference(ranks, validation.table)
-        stages = Stages(
-            update=lambda batch: train_batch(ranks, batch, config.dpo),
-            validate=None if held_out is None else lambda: validate(ranks, held_out, config.dpo),
-            export=lambda folder: ranks.export(config.model, folder),
+        return run_steps(
+            ranks,
+            loader_of(table),
+            update=partial(train_batch, ranks, config.dpo),
+            validate=None if held_out is None else partial(validate, ranks, config.dpo, held_out),
         )
-        return run_steps(config.trainer, ranks, loader_of(table), num_steps, stages)
 
 
 def load_preferences(config: DPOConfig) -> tuple[PreferenceChats, PreferenceChats | None]:
@@ -106,12 +98,12 @@ def with_reference(ranks: Ranks, rankings: pa.Table) -> pa.Table:
     return rankings.append_column("ref_log_probs", pa.array(lists, pa.list_(pa.float32())))
 
 
-def train_batch(ranks: Ranks, batch: pa.Table, how: DPOLossConfig) -> dict[str, float]:
+def train_batch(ranks: Ranks, how: DPOLossConfig, batch: pa.Table) -> dict[str, float]:
     """One optimizer step on the mean loss over all rankings of the batch."""
     return ranks.call("train_preferences", batch, ranking_lengths(batch), how)[0]
 
 
-def validate(ranks: Ranks, rankings: pa.Table, how: DPOLossConfig) -> dict[str, float]:
+def validate(ranks: Ranks, how: DPOLossConfig, rankings: pa.Table) -> dict[str, float]:
     """Loss, accuracy, margin and implicit rewards on any number of held-out rankings."""
     pairs, reference = compared_chats(rankings)
     log_ratios = torch.from_numpy(chat_sums(ranks, rankings)).float() - reference

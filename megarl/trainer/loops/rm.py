@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,71 +24,34 @@ from megarl.data.preferences import (
 )
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models import ModelConfig
-from megarl.trainer.loops.supervised import (
-    Ranks,
-    Stages,
-    count_steps,
-    open_ranks,
-    read_model,
-    run_steps,
-    validation_metrics,
-)
-from megarl.trainer.run.export import export_hf
+from megarl.trainer.loops.supervised import Ranks, open_ranks, read_model, run_steps, validation_metrics
 from megarl.trainer.stages.prompt_data import preference_keys
 from megarl.trainer.stages.reward_model import FILE, measure_normalization, score_lists
 from megarl.trainer.workers.dispatch import compared_texts
 
 
-@dataclass(frozen=True)
-class RMInputs:
-    """The inputs of a run, read before any process starts.
-
-    Attributes:
-        validation: `PREFERENCE_SCHEMA`; None: there is none.
-        answers: the reference answers, whose mean reward becomes 0: column `input_ids`; None: rewards are not shifted.
-    """
-
-    model: ModelConfig
-    tokenizer: PreTrainedTokenizerBase
-    training: PreferenceDataset
-    validation: pa.Table | None
-    answers: pa.Table | None
-
-
 def train(config: RMConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the reward model as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
-    inputs, data = load_inputs(config), config.data
-    training, validation = inputs.training, inputs.validation
+    # Mistakes in the data are found before any process starts.
+    model, data = read_model(config, "value"), config.data
+    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
+    training, validation = load_preferences(config, data.train_files, tokenizer), None
+    if data.val_files is not None:
+        validation = load_preferences(config, data.val_files, tokenizer).table
+    answers = load_answers(config, training.table, tokenizer)
     loader = TableLoader(training, data.train_batch_size, data.shuffle, data.seed)
-    num_steps = count_steps(config.trainer, len(loader))
     counts = training.table.num_rows, None if validation is None else validation.num_rows
     found = {"cut {} texts": training.num_truncated, "left out {} rows": training.num_dropped}
     notes = [f"{text.format(number)} over data.max_length" for text, number in found.items() if number]
-    with open_ranks(
-        config, cluster_setup, inputs.model, num_steps, counts, notes, "rm",
-        head_init=config.model.head_init,
-    ) as ranks:  # fmt: skip
-        stages = Stages(
-            update=lambda batch: train_batch(ranks, batch),
-            validate=None if validation is None else lambda: validate(ranks, validation),
-            export=lambda folder: export(config, ranks, inputs, folder),
+    init = config.model.head_init
+    with open_ranks(config, cluster_setup, "rm", model, counts, len(loader), notes, head_init=init) as ranks:
+        return run_steps(
+            ranks,
+            loader,
+            update=partial(train_batch, ranks),
+            validate=None if validation is None else partial(validate, ranks, validation),
+            export=partial(export, ranks, data.normalize, answers, classifier_fields(model, tokenizer)),
         )
-        return run_steps(config.trainer, ranks, loader, num_steps, stages)
-
-
-def load_inputs(config: RMConfig) -> RMInputs:
-    """Model facts, tokenizer and data, all checked.
-
-    Raises:
-        ValueError: names the file or row that is wrong.
-    """
-    data, model = config.data, read_model(config, "value")
-    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.trust_remote_code)
-    training = load_preferences(config, data.train_files, tokenizer)
-    validation = None
-    if data.val_files is not None:
-        validation = load_preferences(config, data.val_files, tokenizer).table
-    return RMInputs(model, tokenizer, training, validation, load_answers(config, training.table, tokenizer))
 
 
 def load_preferences(
@@ -153,24 +116,30 @@ def validate(ranks: Ranks, rankings: pa.Table) -> dict[str, float]:
     }
 
 
-def export(config: RMConfig, ranks: Ranks, inputs: RMInputs, folder: Path) -> str:
-    """Write the reward model, with the shift that makes the mean reward of the reference answers 0; returns the folder's path."""
-    run, role = ranks.run, ranks.role
-    files = {}
-    if inputs.answers is not None:
-        outputs = score_lists(run, role, token_lists(inputs.answers))
-        found = measure_normalization(outputs, config.data.normalize)
-        run.say(
+def export(
+    ranks: Ranks, normalize: str, answers: pa.Table | None, fields: dict[str, Any], folder: Path
+) -> str:
+    """Write the reward model, with the shift that makes the mean reward of the reference answers 0; returns the folder's path.
+
+    Args:
+        normalize: see `measure_normalization`.
+        answers: column `input_ids`; None: rewards are not shifted.
+        fields: of config.json.
+    """
+    files, say = {}, ranks.run.say
+    if answers is not None:
+        outputs = score_lists(ranks.run, ranks.role, token_lists(answers))
+        found = measure_normalization(outputs, normalize)
+        say(
             f"{found.num_answers} reference answers: mean reward {found.mean:.6g}, standard deviation {outputs.std():.6g}; "
             f"{FILE} takes {found.mean:.6g} off, and divides by {found.std:.6g}"
         )
         files[FILE] = found.to_json()
-    fields = classifier_fields(inputs.model, inputs.tokenizer)
     if fields["pad_token_id"] is None:
-        run.say(
+        say(
             "the tokenizer has no padding token of its own, so config.json names none: transformers scores one text at a time"
         )
-    return export_hf(run, role.group, config.model, folder, fields=fields, files=files)
+    return ranks.export(folder, fields=fields, files=files)
 
 
 def classifier_fields(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pyarrow as pa
 
 from megarl.cluster import ClusterSetup
@@ -10,15 +12,7 @@ from megarl.costs.flops import model_flops
 from megarl.data.sft import SftDataset, SftLoader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.trajectories import list_lengths
-from megarl.trainer.loops.supervised import (
-    VAL_LOSS,
-    Ranks,
-    Stages,
-    count_steps,
-    open_ranks,
-    read_model,
-    run_steps,
-)
+from megarl.trainer.loops.supervised import VAL_LOSS, Ranks, open_ranks, read_model, run_steps
 from megarl.trainer.workers.dispatch import rows_to_share
 
 
@@ -27,7 +21,6 @@ def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
     model = read_model(config)
     training, validation = load_examples(config)
     loader = SftLoader(training, config.data.train_batch_size, config.data.shuffle, config.data.seed)
-    num_steps = count_steps(config.trainer, len(loader))
     counts = len(training), None if validation is None else len(validation)
     notes = []
     if training.num_truncated:
@@ -36,14 +29,13 @@ def train(config: SFTConfig, cluster_setup: ClusterSetup | None) -> str:
         notes.append(
             f"split {training.num_split} texts that are longer than data.max_length: {len(training)} examples in all"
         )
-    with open_ranks(config, cluster_setup, model, num_steps, counts, notes, "sft") as ranks:
-        pair_share = model_flops(model).pair_share
-        stages = Stages(
-            update=lambda batch: train_batch(ranks, batch, pair_share),
-            validate=None if validation is None else lambda: validate(ranks, validation.table),
-            export=lambda folder: ranks.export(config.model, folder),
+    with open_ranks(config, cluster_setup, "sft", model, counts, len(loader), notes) as ranks:
+        return run_steps(
+            ranks,
+            loader,
+            update=partial(train_batch, ranks, model_flops(model).pair_share),
+            validate=None if validation is None else partial(validate, ranks, validation.table),
         )
-        return run_steps(config.trainer, ranks, loader, num_steps, stages)
 
 
 def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:
@@ -68,7 +60,7 @@ def load_examples(config: SFTConfig) -> tuple[SftDataset, SftDataset | None]:
     return dataset(data.train_files), None if data.val_files is None else dataset(data.val_files)
 
 
-def train_batch(ranks: Ranks, batch: pa.Table, pair_share: float) -> dict[str, float]:
+def train_batch(ranks: Ranks, pair_share: float, batch: pa.Table) -> dict[str, float]:
     """One optimizer step on the mean loss over all trained tokens of the batch; `pair_share`: see `sequence_costs`."""
     lengths, count = list_lengths(batch, "input_ids"), trained_tokens(batch)
     return ranks.call("train_examples", batch, lengths, count, pair_share=pair_share)[0]

@@ -16,9 +16,7 @@ import pyarrow as pa
 from megarl.checkpoints.hf.load import check_hf_weights
 from megarl.cluster import ClusterSetup, group_kind
 from megarl.config import (
-    TrainedModelConfig,
     TuningConfig,
-    TuningTrainerConfig,
     check_models,
     position_warnings,
 )
@@ -50,21 +48,6 @@ class Loader(Stateful, Protocol):
     """Batches of one epoch each time it is iterated, and their position."""
 
     def __iter__(self) -> Iterator[pa.Table]: ...
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The stages that differ between the commands.
-
-    Attributes:
-        update: makes one optimizer step on a batch; returns its metrics.
-        validate: returns metrics of held-out examples, including `val/loss`; None: there are no such examples.
-        export: writes the model as a Hugging Face folder, completely or not at all; returns its path.
-    """
-
-    update: Callable[[pa.Table], dict[str, float]]
-    validate: Callable[[], dict[str, float]] | None
-    export: Callable[[Path], str]
 
 
 @dataclass
@@ -116,10 +99,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The model's ranks on all devices of a run."""
+    """The model's ranks on all devices of a run of `num_steps` steps."""
 
+    config: TuningConfig
     run: Run
     role: Role
+    num_steps: int
 
     def call(
         self, method: str, rows: pa.Table, lengths: np.ndarray, *arguments: Any, pair_share: float = 0.0
@@ -135,9 +120,9 @@ class Ranks:
         plan = plan_rows(lengths, role.layout, role.batching.max_tokens, pair_share=pair_share)
         return run.wait(role.group.call(method, run.put(rows), run.put(plan), *arguments))
 
-    def export(self, model: TrainedModelConfig, folder: Path) -> str:
-        """Write the model as a Hugging Face folder; returns its path."""
-        return export_hf(self.run, self.role.group, model, folder)
+    def export(self, folder: Path, **more: Any) -> str:
+        """Write the model as a Hugging Face folder, completely or not at all; returns its path. `more`: of `export_hf`."""
+        return export_hf(self.run, self.role.group, self.config.model, folder, **more)
 
 
 def read_model(config: TuningConfig, head: str = "lm") -> ModelConfig:
@@ -158,21 +143,22 @@ def read_model(config: TuningConfig, head: str = "lm") -> ModelConfig:
 def open_ranks(
     config: TuningConfig,
     cluster_setup: ClusterSetup | None,
-    model: ModelConfig,
-    num_steps: int,
-    counts: tuple[int, int | None],
-    notes: Sequence[str],
     role: str,
+    model: ModelConfig,
+    counts: tuple[int, int | None],
+    steps_of_epoch: int,
+    notes: Sequence[str],
     **arguments: Any,
 ) -> Iterator[Ranks]:
     """A run, and the model's ranks on all of its devices.
 
     Args:
+        role: of `WORKERS`.
         counts: of training and validation examples; None: there is no validation.
         notes: lines about the data, to be printed.
-        role: of `WORKERS`.
         arguments: of the ranks' class, in addition to `spec`.
     """
+    num_steps = config.trainer.total_training_steps or config.trainer.total_epochs * steps_of_epoch
     facts, (worker, head) = supervised_facts(config, model, *counts), WORKERS[role]
     with open_run(config, num_steps, cluster_setup, facts=facts) as run:
         for line in (*position_warnings(config, model), *notes):
@@ -207,12 +193,7 @@ def open_ranks(
         say_layers(run, group, pool)
         layout = ParallelLayout.from_config(config.megatron, len(pool))
         batching = MicroBatching(config.data.train_batch_size, config.max_token_len_per_gpu, None)
-        yield Ranks(run, Role(group, layout, batching))
-
-
-def count_steps(trainer: TuningTrainerConfig, steps_of_epoch: int) -> int:
-    """The steps of a run."""
-    return trainer.total_training_steps or trainer.total_epochs * steps_of_epoch
+        yield Ranks(config, run, Role(group, layout, batching), num_steps)
 
 
 def validation_metrics(found: dict[str, float]) -> dict[str, float]:
@@ -221,26 +202,36 @@ def validation_metrics(found: dict[str, float]) -> dict[str, float]:
 
 
 def run_steps(
-    trainer: TuningTrainerConfig, ranks: Ranks, loader: Loader, num_steps: int, stages: Stages
+    ranks: Ranks,
+    loader: Loader,
+    update: Callable[[pa.Table], Metrics],
+    validate: Callable[[], Metrics] | None,
+    export: Callable[[Path], str] | None = None,
 ) -> str:
     """Make all remaining steps; returns the folder of the model after the last one.
 
     Also saves checkpoints, as the trainer's keys say, and the best model so far as `best/hf`.
+
+    Args:
+        update: makes one optimizer step on a batch; returns its metrics.
+        validate: metrics of held-out examples, `val/loss` among them; None: there are no such examples.
+        export: as `Ranks.export`, which None stands for.
     """
+    run, trainer, num_steps, export = ranks.run, ranks.config.trainer, ranks.num_steps, export or ranks.export
     progress = Progress(trainer.early_stop_patience, trainer.early_stop_min_delta)
-    run, groups, parts = ranks.run, {"model": ranks.role.group}, {"data": loader, "progress": progress}
-    checkpoints = Checkpoints(run, trainer, groups, parts, lambda phase: nullcontext(), stages.export)
+    groups, parts = {"model": ranks.role.group}, {"data": loader, "progress": progress}
+    checkpoints = Checkpoints(run, trainer, groups, parts, lambda phase: nullcontext(), export)
     batches = epochs(loader)
 
     def work(step: int, metrics: Metrics) -> None:
         with run.timed("update"):
-            metrics |= stages.update(next(batches))
+            metrics |= update(next(batches))
 
     def made(step: int, metrics: Metrics) -> None:
         if VAL_LOSS not in metrics:
             return
         if progress.observe(metrics[VAL_LOSS]) and trainer.save_best:
-            save_best(run, step, metrics, stages.export)
+            save_best(run, step, metrics, export)
         if progress.stop:
             run.say(
                 f"step {step}: the last {progress.stale} validations had no {VAL_LOSS} under {progress.threshold:.6g} by "
@@ -250,14 +241,14 @@ def run_steps(
     driver = Driver(
         run,
         num_steps,
-        validate=None if stages.validate is None else lambda step: stages.validate(),
+        validate=None if validate is None else lambda step: validate(),
         test_freq=trainer.test_freq,
         made=made,
         checkpoints=checkpoints,
         stopped=lambda: progress.stop,
     )
     driver.drive(range(checkpoints.resume() + 1, num_steps + 1), work)
-    return stages.export(run.folder / FOLDER)
+    return export(run.folder / FOLDER)
 
 
 def save_best(run: Run, step: int, metrics: dict[str, float], export: Callable[[Path], str]) -> None:

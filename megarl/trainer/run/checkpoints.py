@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megarl.checkpoints import (
     Checkpoint,
@@ -39,9 +39,7 @@ from megarl.config.checks.run import changed_keys
 from megarl.config.schema.run import SavingConfig
 from megarl.trainer.run.earlier_runs import CONFIG_FILE, move_checkpoints, refusals, set_aside_earlier_run
 from megarl.trainer.run.preemption import REQUEUE
-
-if TYPE_CHECKING:
-    from megarl.trainer.run.run import Run
+from megarl.trainer.run.run import Run
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import ray
@@ -25,14 +25,12 @@ from megarl.cluster import (
     write_report,
 )
 from megarl.data.trajectories import Blocks, write_trajectories
+from megarl.rewards.processes.scorer import Scorer
 from megarl.trainer.run.logger import RunLogger
 from megarl.trainer.run.preemption import Preemption
 from megarl.trainer.run.timeline import STEP, Timeline
 from megarl.trainer.workers.dispatch import Plans
-
-if TYPE_CHECKING:
-    from megarl.rewards.processes.scorer import Scorer
-    from megarl.util.spans import Facts as SpanFacts
+from megarl.util.spans import Facts as SpanFacts
 
 PROFILES = "profiles"  # in the run folder: traces of torch's profiler
 

@@ -15,29 +15,28 @@ Guarantees of one_step_off:
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
+from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
+from megarl.trainer.run.checkpoints import InFolder
+from megarl.trainer.run.run import Run
 from megarl.trainer.schedule.concurrent_views import Background, View, in_background
 from megarl.trainer.stages.groups import Groups
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.saved_trajectories import check_sizes
-
-if TYPE_CHECKING:
-    from megarl.trainer.roles.types import Roles
-    from megarl.trainer.run.checkpoints import InFolder
-    from megarl.trainer.run.run import Run
-    from megarl.trainer.stages.scoring import Rewards
+from megarl.trainer.stages.scoring import Rewards
 
 _TABLE, _SCORES, _STATE = "batch.arrow", "scores.arrow", "state.json"
 
@@ -69,51 +68,47 @@ class Collect(Protocol):
     ) -> tuple[Groups, dict[str, float]]: ...
 
 
-class Batches(Protocol):
+@dataclass
+class Batches(ABC):
     """The source of the loop's batches."""
 
+    config: TrainConfig
+    run: Run
+    roles: Roles
+    rewards: Rewards
+
+    @abstractmethod
     def of(self, step: int) -> Collected:
         """The step's batch.
 
         Raises:
             NotFinite: a number of it is not finite.
         """
-        ...
 
-    def during_learning(self, step: int) -> AbstractContextManager[tuple[Run, Roles]]:
+    @contextmanager
+    def during_learning(self, step: int) -> Iterator[View]:
         """A context manager around the learning part of a step, which gives the view of (run, roles) for it."""
-        ...
+        yield self.run, self.roles
 
     @property
     def folders(self) -> Mapping[str, InFolder]:
         """Its parts of a checkpoint that have files, by the name of their folder."""
-        ...
+        return {}
 
 
-@dataclass(frozen=True)
-class Synchronous:
+@dataclass
+class Synchronous(Batches):
     """Collects a step's batch when the step begins."""
 
-    run: Run
-    roles: Roles
-    rewards: Rewards
     collect: Collect
 
     def of(self, step: int) -> Collected:
         groups, metrics = self.collect(self.run, self.roles, self.rewards, step)
         return Collected(step, groups.batch(), *groups.prompt_scores(), metrics)
 
-    @contextmanager
-    def during_learning(self, step: int) -> Iterator[tuple[Run, Roles]]:
-        yield self.run, self.roles
-
-    @property
-    def folders(self) -> Mapping[str, InFolder]:
-        return {}
-
 
 @dataclass
-class OneStepOff:
+class OneStepOff(Batches):
     """Collects the next step's batch while the models learn.
 
     Attributes:
@@ -123,10 +118,6 @@ class OneStepOff:
         ahead: the batch that was collected ahead; None: there is none.
     """
 
-    config: TrainConfig
-    run: Run
-    roles: Roles
-    rewards: Rewards
     last_step: int
     collect: Collect
     answer: Collect
@@ -146,7 +137,7 @@ class OneStepOff:
         return replace(found, metrics=found.metrics | staleness)
 
     @contextmanager
-    def during_learning(self, step: int) -> Iterator[tuple[Run, Roles]]:
+    def during_learning(self, step: int) -> Iterator[View]:
         """Collect batch `step + 1` during the block, with the weights from its beginning.
 
         Raises:

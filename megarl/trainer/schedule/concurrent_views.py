@@ -8,21 +8,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megarl.cluster import Cluster, Watch, WorkerGroup
 from megarl.cluster.ranks import RankProcess
 from megarl.cluster.watch import Hang
 from megarl.trainer.roles.device_memory import Recover, nothing_is_replaced
 from megarl.trainer.roles.restarts import DeferredRestarts
+from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.run import Run
 from megarl.trainer.stages.nonfinite import NotFinite
 
-if TYPE_CHECKING:
-    from megarl.trainer.roles.types import Roles
-
-
-View = tuple[Run, "Roles"]
+View = tuple[Run, Roles]
 
 
 @dataclass

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from megarl.config import TrainConfig
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.run import Run
 from megarl.trainer.schedule.collectors import Batches, Collect, OneStepOff, Synchronous
 from megarl.trainer.schedule.in_flight import InFlight
 from megarl.trainer.schedule.streaming import Streamed
-
-if TYPE_CHECKING:
-    from megarl.trainer.roles.types import Roles
-    from megarl.trainer.run.run import Run
-    from megarl.trainer.stages.scoring import Rewards
+from megarl.trainer.stages.scoring import Rewards
 
 
 def make_batches(
@@ -31,7 +28,7 @@ def make_batches(
     """Arguments as of `OneStepOff` and `Streamed`."""
     mode = config.trainer.mode
     if mode == "sync":
-        return Synchronous(run, roles, rewards, collect)
+        return Synchronous(config, run, roles, rewards, collect)
     if mode == "one_step_off":
         return OneStepOff(config, run, roles, rewards, last_step, collect, answer)
     staleness = config.trainer.max_staleness

@@ -23,27 +23,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from megarl.cluster import WorkerLost
-from megarl.config import TrainConfig
 from megarl.data.files import read_arrow, write_arrow
 from megarl.data.trajectories import take
+from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
-from megarl.trainer.schedule.collectors import Collected
+from megarl.trainer.run.checkpoints import InFolder
+from megarl.trainer.run.run import Run
+from megarl.trainer.schedule.collectors import Batches, Collected
 from megarl.trainer.schedule.concurrent_views import Background, InterruptedWatch, View, in_background
 from megarl.trainer.schedule.in_flight import InFlight, InFlightPrompt, load_in_flight, save_in_flight
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.rollouts import noise_seed, training_sampling
 from megarl.trainer.stages.scoring import refuse_if_all_failed, trained_scores
-
-if TYPE_CHECKING:
-    from megarl.trainer.roles.types import Roles
-    from megarl.trainer.run.checkpoints import InFolder
-    from megarl.trainer.run.run import Run
-    from megarl.trainer.stages.scoring import Rewards
 
 # The longest time that a call waits for finished trajectories; it returns at once if there are any.
 LAND_SECONDS = 0.2
@@ -53,7 +48,7 @@ _PROBLEM, _ITS_BATCH = "problem.json", "problem.arrow"
 
 
 @dataclass
-class Streamed:
+class Streamed(Batches):
     """Batches of partial rollouts and of fully asynchronous training.
 
     Attributes:
@@ -64,10 +59,6 @@ class Streamed:
         problem: which number of a group was not finite; raised by the next step.
     """
 
-    config: TrainConfig
-    run: Run
-    roles: Roles
-    rewards: Rewards
     prompts: Iterator[pa.Table]
     in_flight: InFlight
     overlapped: bool

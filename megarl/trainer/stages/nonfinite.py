@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +22,8 @@ from megarl.cluster import WorkerFailed
 from megarl.cluster.report import FOLDER
 from megarl.data.files import write_parquet
 from megarl.data.trajectories import ragged
+from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import Controls
-
-if TYPE_CHECKING:
-    from megarl.trainer.run.run import Run
 
 # Columns in the order in which a step makes them.
 GENERATED = ("rollout_log_probs", "score", "baseline_score", "overlong_penalty")

@@ -10,25 +10,20 @@ import math
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.hf.load import HFReader
 from megarl.config import RewardModelConfig
 from megarl.data.tokenizer import encode_texts, load_tokenizer, render_text
 from megarl.data.trajectories import MESSAGES, TEMPLATE_KWARGS, from_lists, from_ragged, ragged
 from megarl.models import ModelConfig, read_model_config
+from megarl.trainer.roles.model_roles import Role
+from megarl.trainer.run.run import Run
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.workers.dispatch import plan_rows, rows_to_share
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from megarl.trainer.roles.model_roles import Role
-    from megarl.trainer.run.run import Run
-
 
 FILE = "reward_normalization.json"
 

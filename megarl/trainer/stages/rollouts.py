@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from megarl.cluster import WorkerLost
+from megarl.cluster import WorkerGroup, WorkerLost
 from megarl.config import RolloutConfig, SamplingConfig, TrainConfig
 from megarl.data.trajectories import Blocks, expand_prompts, replace_column, take
 from megarl.rollout.engine import SamplingParams
+from megarl.trainer.run.run import Run
 from megarl.trainer.workers.dispatch import split_requests
-
-if TYPE_CHECKING:
-    from megarl.cluster import WorkerGroup
-    from megarl.trainer.run.run import Run
 
 # Seconds between two tables of an engine, for each engine of the run: the controller needs a millisecond for a table.
 APART = 0.05

@@ -12,10 +12,10 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
 
 from megarl.config import DataConfig, OverlongBufferConfig
 from megarl.data.trajectories import (
@@ -27,17 +27,13 @@ from megarl.data.trajectories import (
     replace_column,
     take,
 )
+from megarl.rewards.processes.scorer import Scorer
 from megarl.rewards.sample import Sample, Score
+from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.run import Run
 from megarl.trainer.stages.reward_model import ModelScores, RewardModelInputs, score_with_model
 from megarl.trainer.stages.rollouts import GREEDY
 from megarl.util.files import naming
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from megarl.rewards.processes.scorer import Scorer
-    from megarl.trainer.roles.types import Roles
-    from megarl.trainer.run.run import Run
 
 ERRORS_FILE = "reward_errors.jsonl"
 NUM_ERRORS_PRINTED = 3  # of a batch: the others are in the file

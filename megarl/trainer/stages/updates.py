@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import ray
 
 from megarl.algorithms.aggregate import LossAggregation
 from megarl.algorithms.kl import FULL_KL
@@ -23,6 +24,7 @@ from megarl.config import (
 )
 from megarl.data.trajectories import append_column, ragged, sequence_lengths
 from megarl.trainer.roles.types import Roles
+from megarl.trainer.run.run import Run
 from megarl.trainer.stages.advantages import Controls
 from megarl.trainer.stages.nonfinite import COMPUTED, require_finite
 from megarl.trainer.workers.dispatch import (
@@ -37,11 +39,6 @@ from megarl.trainer.workers.dispatch import (
     update_plan,
 )
 from megarl.trainer.workers.ptx import plan_ptx
-
-if TYPE_CHECKING:
-    import ray
-
-    from megarl.trainer.run.run import Run
 
 
 def evaluate_models(run: Run, roles: Roles, batch: pa.Table, config: TrainConfig, seed: int) -> pa.Table:

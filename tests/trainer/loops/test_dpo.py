@@ -125,7 +125,7 @@ def test_the_reference_is_the_policy_as_it_begins(ranks: RankPool, saved) -> Non
     call = lambda name, table, shares: ranks.run(_log_probs, folder, table, shares, world=3)  # noqa: E731
     run = SimpleNamespace(put=lambda table: table, wait=lambda results: results)
     role = Role(SimpleNamespace(call=call), ParallelLayout(world=3), MicroBatching(1, 50, None))
-    ours = Ranks(run, role)
+    ours = Ranks(None, run, role, 1)
     table = with_reference(ours, make_rankings().drop_columns(["ref_log_probs"]))
     for row in table.to_pylist():
         for ids, mask, found in zip(row["input_ids"], row["loss_mask"], row["ref_log_probs"], strict=True):
@@ -133,6 +133,6 @@ def test_the_reference_is_the_policy_as_it_begins(ranks: RankPool, saved) -> Non
                 logits = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
             expected = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0][torch.tensor(mask[1:])].sum()
             assert found == pytest.approx(expected.item(), rel=1e-5)
-    metrics = validate(ours, table, HOW)
+    metrics = validate(ours, HOW, table)
     assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert metrics["val/margin"] == pytest.approx(0.0, abs=1e-5)

@@ -38,7 +38,7 @@ from megarl.trainer.schedule.concurrent_views import Background, InterruptedWatc
 from megarl.trainer.schedule.in_flight import InFlight, InFlightPrompt, load_in_flight, save_in_flight
 from megarl.trainer.stages.nonfinite import NotFinite
 from megarl.trainer.stages.rollouts import noise_seed, training_sampling
-from megarl.trainer.stages.scoring import refuse_if_all_failed, trained_scores
+from megarl.trainer.stages.scoring import training_scores
 
 # The longest time that a call waits for finished trajectories; it returns at once if there are any.
 LAND_SECONDS = 0.2
@@ -214,12 +214,8 @@ class Streamed(Batches):
             return
         with run.timed("reward"):
             scored = rewards.collect(table, f"step {step}", by_model)
-        if (
-            len(groups) >= self.in_flight.num_prompts
-        ):  # all of fewer groups may fail although the rewards work
-            refuse_if_all_failed(scored)
-        config = self.config
-        trained = trained_scores(scored, config.reward_model.overlong_buffer, config.data)
+        config, few = self.config, len(groups) < self.in_flight.num_prompts
+        trained = training_scores(scored, config.reward_model.overlong_buffer, config.data, may_all_fail=few)
         self.in_flight.keep(groups, trained)
 
     def _launch(self, run: Run) -> None:

@@ -264,18 +264,19 @@ def group_numbers(table: pa.Table) -> np.ndarray:
     return np.array([numbers.setdefault(uid, len(numbers)) for uid in table["prompt_uid"].to_pylist()])
 
 
-def training_scores(scored: Scored, overlong: OverlongBufferConfig, data: DataConfig) -> Scored:
+def training_scores(
+    scored: Scored, overlong: OverlongBufferConfig, data: DataConfig, may_all_fail: bool = False
+) -> Scored:
     """Scores for training: penalties for long responses are added, and greedy answers become ReMax's baseline.
+
+    Args:
+        may_all_fail: whether the rows are so few that all of their rewards may fail although rewards work.
 
     Raises:
         RuntimeError: every reward failed.
     """
-    refuse_if_all_failed(scored)
-    return trained_scores(scored, overlong, data)
-
-
-def trained_scores(scored: Scored, overlong: OverlongBufferConfig, data: DataConfig) -> Scored:
-    """`training_scores` of a part of a step, in which all rewards may fail."""
+    if not may_all_fail:
+        refuse_if_all_failed(scored)
     if overlong.enable:
         scored = punish_overlong(scored, overlong, data.max_response_length)
     greedy = np.array([uid.endswith(GREEDY) for uid in scored.table["uid"].to_pylist()], dtype=np.bool_)

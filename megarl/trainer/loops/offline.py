@@ -29,25 +29,22 @@ from megarl.checkpoints.manifest import folder_name, shortened
 from megarl.cluster import ClusterSetup
 from megarl.config import TrainConfig, check_config, load_config, resolve, resolve_batches
 from megarl.config.checks.run import changed_keys
-from megarl.rewards.processes.scorer import make_scorer
 from megarl.trainer.health.monitor import repetition_metrics
 from megarl.trainer.loops.driver import Driver, LearningState, Metrics, Work, epochs
-from megarl.trainer.loops.ppo import collect, learn
-from megarl.trainer.roles.roles import start_learners, start_roles
+from megarl.trainer.loops.ppo import collect, learn, open_policy_run
+from megarl.trainer.roles.roles import start_learners
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.run.cluster_setup import cluster_setup_of
-from megarl.trainer.run.earlier_runs import CHECKPOINTS, CONFIG_FILE, set_aside_earlier_run
+from megarl.trainer.run.earlier_runs import CHECKPOINTS, CONFIG_FILE
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.logger import METRICS_FILE, read_metrics
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import limits, open_engine_run, open_run
 from megarl.trainer.stages.advantages import make_controls
-from megarl.trainer.stages.inputs import load_model_inputs, load_train_inputs, num_training_steps
+from megarl.trainer.stages.inputs import load_model_inputs, num_training_steps
 from megarl.trainer.stages.nonfinite import GENERATED, finite_step, require_finite
 from megarl.trainer.stages.prompt_data import may_lack, training_prompts
-from megarl.trainer.stages.reward_model import score_weights
 from megarl.trainer.stages.saved_trajectories import count_steps, read_step, step_file
-from megarl.trainer.stages.scoring import Rewards
 from megarl.trainer.workers.ptx import load_ptx
 from megarl.util.plugins import load_plugins
 
@@ -61,40 +58,29 @@ def generate_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> st
     Raises:
         ValueError: the run folder is one of a run that trains.
     """
-    folder, controls = (
-        Path(config.trainer.default_local_dir),
-        make_controls(config.algorithm, config.actor_rollout_ref.actor, num_steps=1),
-    )
+    folder = Path(config.trainer.default_local_dir)
     if steps_in(folder / CHECKPOINTS):
         raise ValueError(
             f"trainer.rollout_only: {folder} has the checkpoints of a run that trains; give another "
             "trainer.default_local_dir"
         )
-    with make_scorer(config) as scorer:
-        inputs = load_train_inputs(config, scorer)
-        set_aside_earlier_run(config, print)
-        facts = inputs.facts(config.actor_rollout_ref.model.path, config.data)
-        with open_run(config, inputs.num_steps, cluster_setup, facts=facts, resumable=False) as run:
-            run.show_rewards(scorer)
-            roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=False)
-            rewards = Rewards(
-                run, scorer, inputs.tokenizer, *score_weights(config.reward_model), inputs.reward_model
-            )
-            prompts = epochs(inputs.loader)
+    with open_policy_run(config, cluster_setup, trains=False) as (run, roles, inputs, rewards):
+        prompts = epochs(inputs.loader)
 
-            def work(step: int, metrics: Metrics) -> None:
-                groups, collected = collect(config, prompts, run, roles, rewards, step)
-                batch = groups.batch()
-                require_finite(batch, GENERATED)
-                run.save_trajectories(batch, "step", step)
-                inputs.loader.report(*groups.prompt_scores())
-                metrics |= collected
-                metrics["critic/score/mean"] = float(batch["score"].to_numpy().mean())
+        def work(step: int, metrics: Metrics) -> None:
+            groups, collected = collect(config, prompts, run, roles, rewards, step)
+            batch = groups.batch()
+            require_finite(batch, GENERATED)
+            run.save_trajectories(batch, "step", step)
+            inputs.loader.report(*groups.prompt_scores())
+            metrics |= collected
+            metrics["critic/score/mean"] = float(batch["score"].to_numpy().mean())
 
-            guard = partial(finite_step, run, config.trainer.on_nonfinite, controls)
-            Driver(run, guard=guard, memory=roles.memory).drive(range(1, inputs.num_steps + 1), work)
-            run.say(f"trajectories: {run.trajectory_folder}")
-            return str(run.trajectory_folder)
+        controls = make_controls(config.algorithm, config.actor_rollout_ref.actor, inputs.num_steps)
+        guard = partial(finite_step, run, config.trainer.on_nonfinite, controls)
+        Driver(run, guard=guard, memory=roles.memory).drive(range(1, inputs.num_steps + 1), work)
+        run.say(f"trajectories: {run.trajectory_folder}")
+        return str(run.trajectory_folder)
 
 
 def learn_only(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from megarl.trainer.loops.driver import LearningState, Metrics, epochs
 from megarl.trainer.roles.roles import start_roles
 from megarl.trainer.roles.types import Roles
 from megarl.trainer.roles.weight_sync import sync_weights
+from megarl.trainer.run.earlier_runs import set_aside_earlier_run
 from megarl.trainer.run.export import FOLDER, export_hf
 from megarl.trainer.run.run import Run
 from megarl.trainer.run.start import open_run
@@ -36,25 +38,31 @@ from megarl.trainer.stages.validation import sample_rows, validate
 
 def train(config: TrainConfig, cluster_setup: ClusterSetup | None) -> str:
     """Train the policy as `config` (resolved) says; returns the folder of the exported Hugging Face model."""
+    with open_policy_run(config, cluster_setup) as (run, roles, inputs, rewards):
+        train_steps(config, run, roles, inputs, rewards)
+        with roles.memory.held("export"):
+            return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
+
+
+@contextmanager
+def open_policy_run(
+    config: TrainConfig, cluster_setup: ClusterSetup | None, trains: bool = True
+) -> Iterator[tuple[Run, Roles, TrainInputs, Rewards]]:
+    """A run with engines, from its inputs to its roles; one that trains nothing begins anew, and cannot be resumed."""
     with make_scorer(config) as scorer:
         inputs = load_train_inputs(config, scorer)
-        with open_run(
-            config,
-            inputs.num_steps,
-            cluster_setup,
-            facts=inputs.facts(config.actor_rollout_ref.model.path, config.data),
-        ) as run:
+        if not trains:
+            set_aside_earlier_run(config, print)
+        facts = inputs.facts(config.actor_rollout_ref.model.path, config.data)
+        with open_run(config, inputs.num_steps, cluster_setup, facts=facts, resumable=trains) as run:
             run.show_rewards(scorer)
             for warning in inputs.warnings:
                 run.say(warning)
             if inputs.num_filtered:
                 run.say(f"left out {inputs.num_filtered} prompts over data.max_prompt_length")
-            roles = start_roles(config, run, inputs.model, inputs.num_steps)
+            roles = start_roles(config, run, inputs.model, inputs.num_steps, trains=trains)
             weights = score_weights(config.reward_model)
-            rewards = Rewards(run, scorer, inputs.tokenizer, *weights, inputs.reward_model)
-            train_steps(config, run, roles, inputs, rewards)
-            with roles.memory.held("export"):
-                return export_hf(run, roles.actor.group, config.actor_rollout_ref.model, run.folder / FOLDER)
+            yield run, roles, inputs, Rewards(run, scorer, inputs.tokenizer, *weights, inputs.reward_model)
 
 
 def train_steps(config: TrainConfig, run: Run, roles: Roles, inputs: TrainInputs, rewards: Rewards) -> None:

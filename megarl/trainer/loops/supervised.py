@@ -175,6 +175,7 @@ def open_ranks(
             lora=config.model.lora,
         )
         with run.status("starting the model's ranks"):
+            # With many ranks calls go through relays; where there is a fork server, ranks are forked with their imports done.
             kind = group_kind(len(pool), run.relays_from)
             group = run.start(
                 kind(
@@ -227,6 +228,7 @@ def run_steps(
         with run.timed("update"):
             metrics |= update(next(batches))
 
+    # Before the step's checkpoint, which has `progress`: a run that continues from it knows the best loss.
     def made(step: int, metrics: Metrics) -> None:
         if VAL_LOSS not in metrics:
             return

@@ -34,25 +34,30 @@ from megarl.util.plugins import load_plugins
 
 
 @dataclass(frozen=True)
-class TrainInputs:
+class ModelInputs:
+    """The inputs of a run that concern its models. `warnings`: text for the user before the run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    model: ModelConfig
+    reward_model: RewardModelInputs | None
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TrainInputs(ModelInputs):
     """The inputs of `megarl train`.
 
     Attributes:
         ptx: batches of the auxiliary language-model loss; None: there is none.
         num_steps: rollout steps of the run, each of which trains on data.train_batch_size prompts.
         num_filtered: prompts of training and validation that were dropped as too long.
-        warnings: text for the user before the run.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    model: ModelConfig
     loader: BatchLoader
     ptx: BatchLoader | None
     validation: tuple[ValidationSet, ...]
-    reward_model: RewardModelInputs | None
     num_steps: int
     num_filtered: int
-    warnings: tuple[str, ...]
 
     def facts(self, model_path: str, data: DataConfig) -> Facts:
         """The facts that a run prints at its start."""
@@ -65,16 +70,6 @@ class TrainInputs:
             number = sum(held_out.prompts.num_rows for held_out in self.validation)
             found["validation"] = data_text(data.val_files or "data.val_sets", number, "prompts")
         return found
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """The inputs of a run that concern its models."""
-
-    tokenizer: PreTrainedTokenizerBase
-    model: ModelConfig
-    reward_model: RewardModelInputs | None
-    warnings: tuple[str, ...]
 
 
 def load_model_inputs(config: TrainConfig) -> ModelInputs:
@@ -122,14 +117,11 @@ def load_train_inputs(config: TrainConfig, scorer: Scorer) -> TrainInputs:
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
     held_out = held_out_prompts(data, data.val_max_samples, val_kwargs, dataset)
     return TrainInputs(
-        tokenizer=tokenizer,
-        model=models.model,
+        **vars(models),
         loader=loader,
         ptx=load_ptx(config, tokenizer),
         validation=tuple(ValidationSet(name, read.table, how) for name, read, how in held_out),
-        reward_model=models.reward_model,
         num_steps=num_training_steps(config.trainer, loader, data.train_batch_size),
-        warnings=models.warnings,
         num_filtered=num_filtered + sum(read.num_filtered for _, read, _ in held_out),
     )
 

@@ -105,16 +105,12 @@ def in_order(table: pa.Table, uids: list[str], blocks: Blocks | None = None) -> 
     return take(table, np.array([at[uid] for uid in uids], dtype=np.int64), blocks)
 
 
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
+
+
 def sampling_params(sampling: SamplingConfig, max_new_tokens: int, seed: int) -> SamplingParams:
     """The sampling parameters of validation and evaluation."""
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-    )
+    given = {name: getattr(sampling, name) for name in _SAMPLING}
+    return SamplingParams(**given, max_new_tokens=max_new_tokens, seed=seed)
